@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import enum
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -118,7 +120,142 @@ class Overriding(MasterWeights):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "note"})
 
 
-OTHERS = [MasterWeights, Quantized, Words, Tied, OwnCount, Wrapping, Overriding]
+class UnderNames(Base):
+    """Entries that belong to no parameter, as MADGRAD and SPAM keep: a tensor, a number, a dict and a list."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state.setdefault("k", torch.zeros(1, dtype=torch.int64)).add_(1)
+        self.state["total"] = int(self.state.get("total", 0)) + 1
+        self.state.setdefault("rates", {"all": []})["all"].append(torch.tensor(0.5, dtype=torch.float64))
+        self.state["list"] = [float("inf"), None, self.state["k"]]
+        super().step()
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        count = self.state["k"].item() + self.state["total"] + len(self.state["rates"]["all"])
+        parameter.sub_(parameter.grad, alpha=lr / count)
+
+
+class Recent(Base):
+    """The last gradients in a deque, and in tuples of tensors."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        state.setdefault("recent", deque(maxlen=2)).append(parameter.grad.clone())
+        state["pair"] = (state["recent"][-1], torch.tensor(1.0))
+        parameter.sub_(sum(state["recent"]) * state["pair"][1], alpha=lr)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+
+
+class Norm(enum.Enum):
+    SIGN = "sign"
+    NONE = "none"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Chosen(MasterWeights):
+    """Members of enumerations among the settings of a group."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, lr)
+        self.param_groups[0] |= {"norm": Norm.SIGN, "level": Level.LOW, "several": [Norm.SIGN, 2]}
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        (group,) = self.param_groups
+        assert group["norm"] is Norm.SIGN
+        assert group["level"] is Level.LOW
+        assert group["several"][0] is Norm.SIGN
+        super().update(parameter, state, lr)
+
+
+class Lookahead(Optimizer):
+    """A wrapper that calls no constructor of torch, with a state that only it can read."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        self.optimizer = MasterWeights(parameters, lr)
+        self.count = 0
+        self.slow = [each.detach().clone() for group in self.param_groups for each in group["params"]]
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+    state = property(lambda self: self.optimizer.state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for slow, fast in zip(self.slow, self.param_groups[0]["params"]):
+                fast.copy_(slow.lerp_(fast, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.optimizer.state_dict(), "slow": self.slow, "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.slow, self.count = [each.clone() for each in state_dict["slow"]], state_dict["count"]
+        self.optimizer.load_state_dict(state_dict["base"])
+
+
+class WrappedTwice(Lookahead):
+    """A wrapper of a wrapper, which holds it in a list."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        self.several = [Lookahead(parameters, lr)]
+
+    optimizer = property(lambda self: self.several[0])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"several": [each.state_dict() for each in self.several]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for each, state in zip(self.several, state_dict["several"]):
+            each.load_state_dict(state)
+
+
+class Basis(Base):
+    """A step in a basis of eigenvectors, whose memory has another order, with views and broadcasts of all kinds."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        size = len(parameter)
+        if not state:
+            noise = torch.randn(size, size, generator=torch.Generator().manual_seed(size))
+            state["basis"] = torch.linalg.eigh(noise + noise.T).eigenvectors
+            state["every_second"] = torch.rand(size, 8, generator=torch.Generator().manual_seed(1))[:, ::2]
+            state["one"] = torch.ones(1).expand(size, size)
+            state["image"] = torch.ones(2, 1, 2, 2).to(memory_format=torch.channels_last)
+        assert state["basis"].stride() == (1, size)
+        assert state["every_second"].stride() == (8, 2)
+        assert state["one"].stride() == (0, 0)
+        assert state["image"].stride() == (4, 1, 2, 1)
+        basis = state["basis"] * state["one"]
+        grad = parameter.grad.float()
+        parameter.sub_((basis @ ((basis.T @ grad).sign() * grad.norm())).to(parameter.dtype), alpha=lr)
+
+
+OTHERS = [
+    MasterWeights,
+    Quantized,
+    Words,
+    Tied,
+    OwnCount,
+    Wrapping,
+    Overriding,
+    UnderNames,
+    Recent,
+    Chosen,
+    Lookahead,
+    WrappedTwice,
+    Basis,
+]
 
 
 def saved_and_read(state: Any) -> Any:
@@ -146,7 +283,8 @@ def assert_resumes_at_every_step(make_optimizer: Callable[..., Optimizer], dtype
     for step, state in enumerate(whole.saved, start=1):
         resumed = optimizers.make(make_optimizer, dtype=dtype)
         resumed.load_state_dict(state)
-        assert first_difference(state["optimizer"]["0"], resumed.optimizer.state_dict()) is None, f"after step {step}"
+        loaded = saved_and_read(resumed.optimizer.state_dict())
+        assert first_difference(state["optimizer"]["0"], loaded) is None, f"after step {step}"
         resumed.run(1, optimizers.batches(STEPS))
         assert first_difference(outcome(whole), outcome(resumed)) is None, f"from step {step}"
 

@@ -33,7 +33,7 @@ def test_the_extra_has_what_the_marked_tests_need():
     setup.read(fits_page.ROOT / "setup.cfg")
     for extra in ("fits", "vision"):
         needed = [fit.library for fit in fits_page.read_fits() if fit.extra == extra]
-        others = OF_S3 if extra == "fits" else []
+        others = [*OF_S3, "pytorch_optimizer"] if extra == "fits" else []
         assert [*needed, *others] == setup["options.extras_require"][extra].split()
 
 

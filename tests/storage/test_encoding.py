@@ -6,7 +6,7 @@ import enum
 import json
 import math
 import random
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
 
 import numpy as np
@@ -173,7 +173,8 @@ def test_security_c6_tensors_of_every_dtype_shape_and_layout(dtype: torch.dtype)
     state = {"two": base, "turned": base.t(), "none": base[:0], "one": base[0, 0], "row": base[1], "step": base[:, ::2]}
     made = through_json(state)
     assert same(made, state)
-    assert all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in made.values())
+    assert [tensor.stride() for tensor in made.values()] == [tensor.stride() for tensor in state.values()]
+    assert all(tensor.device.type == "cpu" for tensor in made.values())
 
 
 @pytest.mark.covers("F-C6")
@@ -250,13 +251,55 @@ class Color(enum.IntEnum):
     RED = 1
 
 
+class Pair(enum.Enum):
+    BOTH = (1, 2)
+
+
+def test_members_of_an_enum_are_kept_by_value() -> None:
+    assert through_json({"a": Color.RED, "b": [enum.Enum("Word", {"ONE": "one"}).ONE]}) == {"a": 1, "b": ["one"]}
+
+
+def test_a_deque_comes_back_with_its_limit() -> None:
+    made = through_json({"a": deque([torch.ones(2), 1], maxlen=3), "b": deque()})
+    assert (made["a"].maxlen, made["b"].maxlen) == (3, None)
+    assert same(list(made["a"]), [torch.ones(2), 1])
+    assert made["b"] == deque()
+
+
+base = torch.arange(60.0).view(3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        base.permute(2, 0, 1),
+        base[:, 1],
+        base[:, ::2, 1::2],
+        base[0].t()[1:],
+        torch.arange(3.0).expand(5, 3),
+        torch.arange(3.0)[:, None].expand(3, 5),
+        torch.ones(4)[:1].expand(7, 7),
+        torch.ones(6, 1, 3, 3).to(memory_format=torch.channels_last),
+        torch.ones(2, 3, 2, 2, 2).to(memory_format=torch.channels_last_3d),
+        base.to(torch.complex128).permute(1, 2, 0),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.stride()}",
+)
+def test_the_order_of_memory_comes_back(tensor: torch.Tensor) -> None:
+    """Twice in a state, it is one tensor again."""
+    made = through_json({"a": tensor, "b": [tensor]})
+    assert made["a"].stride() == tensor.stride()
+    assert torch.equal(made["a"], tensor)
+    assert made["b"][0] is made["a"]
+
+
 @pytest.mark.covers("F-C6")
 @pytest.mark.parametrize(
     ("state", "message"),
     [
         ({"optimizer": {"state": {0: {"hook": print}}}}, r"optimizer\['state'\]\[0\]\['hook'\] is a builtin_function"),
         ({"a": [1, {2, 3}, lambda: 0]}, r"a\[2\] is a function; a checkpoint holds only numbers, text and tensors"),
-        ({"a": Color.RED}, r"a is a .*Color; .* store int\(\.\.\.\)"),
+        ({"a": Pair.BOTH}, r"a is a .*Pair; .* leave it out"),
         ({"a": Point(1, 2)}, r"a is a .*Point; .* store tuple\(\.\.\.\)"),
         ({"a": defaultdict(int)}, r"a is a collections.defaultdict; .* store dict\(\.\.\.\)"),
         ({0: {"a b": torch.Generator()}}, r"state\[0\]\['a b'\] is a torch._C.Generator"),
@@ -356,6 +399,16 @@ def test_a_hostile_structure_is_damage_and_no_other_error(structure: object) -> 
         {"$array": ["t", "<f8", [-1]]},
         {"$array": ["t", "<f8", [1 << 40, 1 << 40]]},
         {"$scalar": ["<f8", "zz"]},
+        {"$strided": [[1], [0], [1]]},
+        {"$strided": [{"$tuple": []}, [0], [1]]},
+        {"$strided": [{"$tensor": "t"}, [1], [1]]},
+        {"$strided": [{"$tensor": "t"}, [0], [-1]]},
+        {"$strided": [{"$tensor": "f"}, [0], [1 << 40]]},
+        {"$strided": [{"$tensor": "t"}, [0, 0], [1, 1]]},
+        [{"$strided": [{"$tensor": "f"}, [0], [stride]]} for stride in (2, 3)],
+        {"$deque": [[1], -1]},
+        {"$deque": [1, None]},
+        {"$deque": []},
         {"$dict": [[[], 1]]},
         {"$dict": [[1, 1], [1, 2]]},
         {"$dict": [[1]]},

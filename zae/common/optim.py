@@ -26,6 +26,7 @@ __all__ = [
     "fused_hints",
     "gradient_norm",
     "has_lazy",
+    "has_own_form",
     "is_stepped_by_class",
     "label",
     "learning_rates",
@@ -143,6 +144,7 @@ def _follow_parameters(optimizer: Optimizer) -> None:
     if any(
         isinstance(value, Tensor) and value.dim() and value.device != parameter.device
         for parameter, state in optimizer.state.items()
+        if isinstance(parameter, Tensor) and isinstance(state, dict)  # Others may be kept under a name.
         for value in state.values()
     ):
         load_optimizer_state(optimizer, optimizer.state_dict())
@@ -446,10 +448,18 @@ def like_parameter_layout(value: Tensor, parameter: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------------- states
 
 
+def has_own_form(optimizer: Optimizer, state: Any) -> bool:
+    """Return whether an optimizer, mostly a wrapper of another one, has a state that only it can read."""
+    is_own = type(optimizer).state_dict is not Optimizer.state_dict
+    return is_own and isinstance(state, Mapping) and not {"state", "param_groups"} <= state.keys()
+
+
 def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
     """Refuse an optimizer's state that belongs to other parameters, before anything is loaded."""
     entries = state.get("state") if isinstance(state, Mapping) and "param_groups" in state else None
-    if not isinstance(entries, Mapping) or not all(isinstance(each, Mapping) for each in entries.values()):
+    # What belongs to no parameter has a name, and any value: MADGRAD counts its steps in state["k"].
+    of_parameters = {} if not isinstance(entries, Mapping) else {k: v for k, v in entries.items() if type(k) is int}
+    if not isinstance(entries, Mapping) or not all(isinstance(each, Mapping) for each in of_parameters.values()):
         raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
     saved = [len(group["params"]) for group in state["param_groups"]]
     present = [len(group["params"]) for group in optimizer.param_groups]

@@ -8,10 +8,11 @@ unchanged.
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
 import math
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, cast
@@ -31,10 +32,12 @@ __all__ = [
     "load_optimizer_state",
     "match_order",
     "parameter_order",
+    "with_enums",
 ]
 
 _LOAD = Optimizer.load_state_dict
 _RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "max_lr", "min_lr")
+_HOOKS = "_optimizer_load_state_dict_pre_hooks"  # What the constructor of torch.optim.Optimizer makes.
 _SHOWN = 10
 _reloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """The optimizers whose own ``load_state_dict`` has been tried."""
@@ -48,6 +51,8 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     """
     handles = []
     for each in _with_inner(optimizer):
+        if not hasattr(each, _HOOKS):  # A wrapper that calls no constructor of torch, and loads with the one inside.
+            continue
         exact = _Exact()
         handles.append(each.register_load_state_dict_pre_hook(exact.take))
         handles.append(each.register_load_state_dict_post_hook(exact.put, prepend=True))
@@ -59,9 +64,15 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return an optimizer and those that it wraps, which may be the ones that load."""
-    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer) and each is not optimizer]
-    return [optimizer, *inner]
+    """Return an optimizer and those that it wraps, at any depth, which may be the ones that load."""
+    found = [optimizer]
+    for each in found:
+        for value in vars(each).values():
+            several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            for inner in (value, *several):
+                if isinstance(inner, Optimizer) and not any(inner is known for known in found):
+                    found.append(inner)
+    return found
 
 
 class _Exact:
@@ -78,14 +89,15 @@ class _Exact:
             {key: value.device for key, value in group.items() if isinstance(value, Tensor)}
             for group in optimizer.param_groups
         ]
-        return {**state, "state": {}}
+        groups = [with_enums(*pair) for pair in zip(state["param_groups"], optimizer.param_groups)]
+        return {**state, "state": {}, "param_groups": groups}
 
     def put(self, optimizer: Optimizer) -> None:
         """Set the values: the first of the hooks after torch has loaded."""
-        # Rates that are tensors stay on the device where the kernel reads them.
         for group, devices in zip(optimizer.param_groups, self._devices, strict=True):
-            group.update({key: group[key].to(device) for key, device in devices.items()
-                          if isinstance(group.get(key), Tensor)})  # fmt: skip
+            for key, device in devices.items():  # Rates that are tensors stay where the kernel reads them.
+                if isinstance(group.get(key), Tensor):
+                    group[key] = group[key].to(device)
         places = {
             index: (parameter, group)
             for group, saved in zip(optimizer.param_groups, self._saved["param_groups"], strict=True)
@@ -127,7 +139,23 @@ def _on_device(
         return made
     if type(value) in (list, tuple):
         return type(value)(_on_device(each, device, group, moved) for each in value)
+    if type(value) is deque:
+        return deque((_on_device(each, device, group, moved) for each in value), value.maxlen)
     return value
+
+
+def with_enums(saved: Any, present: Any) -> Any:
+    """Return a saved state with the members of an Enum where the present one has some: a checkpoint has their values.
+
+    Raise ValueError for a value that none of its members has.
+    """
+    if isinstance(present, enum.Enum):
+        return type(present)(saved)
+    if type(saved) is dict and isinstance(present, Mapping):
+        return {key: with_enums(each, present.get(key)) for key, each in saved.items()}
+    if type(saved) in (list, tuple) and isinstance(present, (list, tuple)) and len(saved) == len(present):
+        return type(saved)(with_enums(*pair) for pair in zip(saved, present))
+    return saved
 
 
 def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **instead: Any) -> Optimizer:
@@ -231,7 +259,8 @@ def match_order(
         key: place for keys, group in zip(saved, state["param_groups"]) for key, place in zip(keys, group["params"])
     }
     differ = sorted(places.keys() ^ set(itertools.chain(*present)))
-    if not differ and (len(state["state"]) != 1 or len(places) == 1):
+    begun = [place for place in places.values() if place in state["state"]]
+    if not differ and (len(begun) != 1 or len(places) == 1):
         groups = zip(state["param_groups"], present)
         made = [{**group, "params": [places[key] for key in keys]} for group, keys in groups]
         # torch's own list of names would be in the old order.

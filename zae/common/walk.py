@@ -90,7 +90,7 @@ def leading_dimension(batch: Any) -> int | None:
 def leaves_of(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield what a value contains at any depth, without the containers, with places if the value itself has one."""
     items: Iterable[tuple[Any, Any]]
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, deque)):
         items = enumerate(value)
     elif isinstance(value, Mapping):
         items = value.items()
@@ -145,7 +145,9 @@ def has_same_bits(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(has_same_bits(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
+    if isinstance(a, deque) and a.maxlen != b.maxlen:
+        return False
+    if isinstance(a, (list, tuple, deque)):
         return len(a) == len(b) and all(map(has_same_bits, a, b))
     if isinstance(a, np.ndarray):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
@@ -198,6 +200,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return function(value)
     if isinstance(value, (tuple, list)):
         return with_items(value, [map_tensors(function, each) for each in value])
+    if isinstance(value, deque):
+        return deque((map_tensors(function, each) for each in value), value.maxlen)
     if isinstance(value, Mapping):
         return with_items(value, {key: map_tensors(function, each) for key, each in value.items()})
     if is_dataclass(value):

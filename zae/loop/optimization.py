@@ -27,7 +27,7 @@ from zae.common.optimizer_checks import (
     check_scheduler_owners,
     check_schedules,
 )
-from zae.common.optimizer_state import check_rates, match_order, parameter_order
+from zae.common.optimizer_state import check_rates, match_order, parameter_order, with_enums
 from zae.common.walk import copy_of
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken
@@ -347,7 +347,7 @@ class Optimization:
                 if is_begun:  # Else a scheduler that is stepped before it warns.
                     each._opt_called = True  # type: ignore[attr-defined]
             for name, each in self.schedulers.items():
-                each.load_state_dict(schedulers[name])
+                each.load_state_dict(with_enums(schedulers[name], each.state_dict()))
             self.grad_norm, self.grad_norms = grad_norm, grad_norms
             self.settings.load(records.get("settings"))
 
@@ -365,6 +365,8 @@ class Optimization:
     def _in_present_order(self, name: str, state: Mapping[str, Any], names: Mapping[int, str], strict: bool) -> Any:
         """Return the saved state of an optimizer with its parameters in the present order."""
         optimizer, own = self.optimizers[name], state["optimizer"][name]
+        if optim.has_own_form(optimizer, own):
+            return own
         optim.check_groups(name, optimizer, own)
         for there, here in zip(own["param_groups"], optimizer.param_groups):
             check_rates("optimizer", there, here)

@@ -27,7 +27,10 @@ def flatten_states(state: dict[str, Any]) -> dict[str, Any]:
     entries = state.get("state")
     if not isinstance(entries, Mapping) or not any(map(_has_quantized, entries.values())):
         return state
-    made = {key: {name: _parts_of(value) for name, value in each.items()} for key, each in entries.items()}
+    made = {
+        key: {name: _parts_of(value) for name, value in each.items()} if isinstance(each, dict) else each
+        for key, each in entries.items()
+    }
     return {**state, "state": made}
 
 
@@ -36,7 +39,10 @@ def quantize_states(state: Mapping[str, Any]) -> Mapping[str, Any]:
     entries = state.get("state")
     if not isinstance(entries, Mapping) or not any(map(_has_parts, entries.values())):
         return state
-    made = {key: {name: _join(value) for name, value in each.items()} for key, each in entries.items()}
+    made = {
+        key: {name: _join(value) for name, value in each.items()} if isinstance(each, Mapping) else each
+        for key, each in entries.items()
+    }
     return {**state, "state": made}
 
 

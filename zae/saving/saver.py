@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zae.common.device import can_copy_async
+from zae.common.strides import axes_in_memory, copy_with_strides, strides_to_save
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters
@@ -66,12 +67,20 @@ class Snapshots:
             return made if type(value) is dict else _like(value, made)
         if type(value) in (list, tuple):
             return type(value)(self._copy(each, spare, copies) for each in value)
+        if type(value) is deque:
+            return deque((self._copy(each, spare, copies) for each in value), value.maxlen)
         return value.copy() if hasattr(value, "dtype") and hasattr(value, "copy") else value
 
     def _tensor(self, value: Tensor, spare: _Spare, copies: dict[Any, Tensor]) -> Tensor:
         key = view_key(value)
         if key is None or type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
             return value.clone()
+        if key not in copies and (strides := strides_to_save(value)) is not None:
+            axes = axes_in_memory(value)
+            if axes is None:
+                copies[key] = copy_with_strides(value.to("cpu"), strides)
+            else:  # What is contiguous in the order of memory is copied as any other tensor.
+                copies[key] = self._tensor(value.permute(axes), spare, copies).as_strided(value.shape, strides)
         if key not in copies:
             device = value.device if can_copy_async(value.device) else None
             kind, pinned = (value.dtype, value.shape, device), device is not None

@@ -4,10 +4,12 @@ What JSON can express is written as such; everything else is an object with one 
 
     {"$tensor": "optimizer.0.exp_avg"}      a tensor, by its name in state.safetensors
     {"$raw": ["name", "complex128", [2]]}   a tensor whose dtype safetensors lacks, as its bytes
+    {"$strided": [..., [1, 0], [1, 2]]}     one of these two, the order of its dimensions in the file, and its strides
     {"$array": ["name", "<f8", [2, 3]]}     a numpy array, as its bytes
     {"$scalar": ["<f8", "0000..."]}         a numpy scalar, its bytes as hexadecimal text
     {"$bytes": "name"}                      bytes
     {"$tuple": [...]}  {"$size": [2, 3]}    a tuple; a torch.Size
+    {"$deque": [[...], 3]}                  a deque, and its maxlen
     {"$set": [...]}  {"$frozenset": [...]}  sets of plain values
     {"$dict": [[key, value], ...]}          a dict with keys that are not text, or begin with $
     {"$ordered": ...}  {"$counter": ...}    an OrderedDict; a Counter (MultiStepLR keeps one)
@@ -17,15 +19,17 @@ What JSON can express is written as such; everything else is an object with one 
     {"$rows": [order, kinds]}               a long list of records, as columns; a column is the name of a tensor, or a
                                             list
 
-Nothing in it names a class or a function, so decoding it runs no code.
+A member of an Enum is written as its value: `zae.common.optimizer_state` makes it again where the present optimizer or
+scheduler has one. Nothing names a class or a function, so decoding runs no code.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,6 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zae.common.strides import axes_in_memory, strides_to_save, with_strides
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointDamaged, CheckpointError
 from zae.storage.strict_json import DEPTH_LIMIT, without_collector
@@ -44,7 +49,7 @@ PLAIN = frozenset({type(None), bool, int, float, str})
 """The types of plain values: they are immutable, and JSON has them."""
 
 _COLLISIONS = 64  # keys of one hash in a dict: 34 powers of two have the same, as floats
-_ROOM = 3  # levels that the tag of a leaf may add below it
+_ROOM = 5  # levels that the tag of a leaf may add below it
 _ROWS_ROOM = 9  # those of a list of records, down to a value in it
 _LEAST_ROWS = 256  # a shorter list of records stays as it is, which is easier to read
 _MOST_KINDS = 64  # of records; with more of them nothing is gained
@@ -102,6 +107,7 @@ class _Encoder:
                                                               self.value(value.imag, path, depth + 2)]},
             list: self._list,
             tuple: lambda value, path, depth: {"$tuple": self._items(value, path, depth + 2)},
+            deque: lambda value, path, depth: {"$deque": [self._items(value, path, depth + 3), value.maxlen]},
             set: lambda value, path, depth: {"$set": self._set(value, path, depth + 2)},
             frozenset: lambda value, path, depth: {"$frozenset": self._set(value, path, depth + 2)},
             dict: self._dict,
@@ -128,6 +134,8 @@ class _Encoder:
             return self._tensor(value, path)
         if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
             return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
+        if isinstance(value, enum.Enum) and type(value.value) in PLAIN:
+            return self.value(value.value, path, depth)
         raise _refusal(value, path)
 
     def _list(self, values: list[Any], path: _Path, depth: int) -> Any:
@@ -184,15 +192,20 @@ class _Encoder:
             return {"$tensor": self._keep(value, path)}
         # Of tensors that are one on this rank, another rank may have none: all ranks give them the same names.
         key = None if self._with_parts else view_key(value)
+        strides, axes = strides_to_save(value), list[int]()
+        if strides is not None:
+            axes = axes_in_memory(value) or [*range(value.dim())]
+            value = value.permute(axes)
         name = self._seen.get(key) if key is not None else None
         host = dense(value, _show(path)) if name is None else self.tensors[name]
         if name is None:
             name = self._keep(host if host.dtype in DTYPE_NAMES else _byte_tensor(byte_view(host)), path)
             if key is not None:
                 self._seen[key] = name
-        if value.dtype in DTYPE_NAMES:
-            return {"$tensor": name}
-        return {"$raw": [name, str(value.dtype).removeprefix("torch."), list(value.shape)]}
+        made: dict[str, Any] = {"$tensor": name}
+        if value.dtype not in DTYPE_NAMES:
+            made = {"$raw": [name, str(value.dtype).removeprefix("torch."), list(value.shape)]}
+        return made if strides is None else {"$strided": [made, axes, list(strides)]}
 
     def _array(self, value: np.ndarray[Any, Any], path: _Path, depth: int) -> Any:
         """Keep the bytes of a numpy array of numbers, text or dates."""
@@ -229,13 +242,16 @@ class _Decoder:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self._taken: set[str] = set()
+        self._strided_ones: dict[str, tuple[tuple[int, ...], tuple[int, ...], Tensor]] = {}
         self._makers: dict[str, Callable[[Any, int], Any]] = {
             "$tensor": lambda given, depth: self._tensor_named(given),
             "$raw": self._raw,
+            "$strided": self._strided,
             "$array": self._array,
             "$scalar": self._scalar,
             "$bytes": lambda given, depth: bytes(byte_view(self._alone(given))),
             "$tuple": lambda given, depth: tuple(self._items(given, depth)),
+            "$deque": self._deque,
             "$set": lambda given, depth: set(_plain_keys(self._items(given, depth))),
             "$frozenset": lambda given, depth: frozenset(_plain_keys(self._items(given, depth))),
             "$size": lambda given, depth: torch.Size(_shape(given)),
@@ -321,6 +337,34 @@ class _Decoder:
         """Return a tensor of a dtype that safetensors lacks, from its bytes."""
         name, dtype, shape = _check_type(given, list)
         return from_bytes(self._tensor_named(name), _dtype(dtype), _shape(shape))
+
+    def _strided(self, given: Any, depth: int) -> Tensor:
+        """Return a tensor in the order of memory that it had."""
+        node, axes, strides = _check_type(given, list)
+        tag, inner = next(iter(_check_type(node, dict).items()), ("", ""))
+        if tag not in ("$tensor", "$raw"):
+            raise _Malformed("contains the strides of what is not a tensor")
+        name = inner if tag == "$tensor" else _check_type(inner, list)[0]
+        order, places = _shape(axes), _shape(strides)
+        # Two references to one tensor have the same strides, and are one tensor again. More of them than that could
+        # fill the memory from a small file.
+        if _check_type(name, str) not in self._strided_ones:
+            tensor = self.value(node, depth + 1)
+            if sorted(order) != [*range(tensor.dim())]:
+                raise _Malformed(f"contains the axes {axes!s:.80} of a tensor of shape {tuple(tensor.shape)!s:.80}")
+            back = sorted(range(tensor.dim()), key=order.__getitem__)
+            self._strided_ones[name] = (order, places, with_strides(tensor.permute(back), places))
+        known_order, known_places, found = self._strided_ones[name]
+        if (known_order, known_places) != (order, places):
+            raise _Malformed(f"contains the tensor {name!r:.80} with two kinds of strides")
+        return found
+
+    def _deque(self, given: Any, depth: int) -> deque[Any]:
+        """Return a deque with its limit."""
+        items, maxlen = _check_type(given, list)
+        if maxlen is not None and (type(maxlen) is not int or not 0 <= maxlen < 2**62):
+            raise _Malformed(f"contains the maxlen {maxlen!r:.80}")
+        return deque(self._items(items, depth + 1), maxlen)
 
     def _array(self, given: Any, depth: int) -> np.ndarray[Any, Any]:
         """Return a numpy array from its bytes."""

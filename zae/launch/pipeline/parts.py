@@ -84,18 +84,21 @@ def fill_states(
     states: Mapping[int, Mapping[str, Any]], gather: Callable[[Any], list[Any]]
 ) -> dict[int, dict[str, Any]]:
     """Return the states of all parameters of an optimizer by index: those of other ranks are on the meta device."""
+    named: dict[Any, Any] = {key: each for key, each in states.items() if type(key) is not int}  # Of no parameter.
     own = {
         index: {
             key: ("tensor", tuple(each.shape), each.dtype) if isinstance(each, Tensor) else ("value", each)
             for key, each in state.items()
         }
         for index, state in states.items()
+        if index not in named
     }
     found: dict[int, dict[str, Any]] = {}
     for rank in gather(own):
         for index, state in rank.items():
             found.setdefault(index, {key: _empty(*each) for key, each in state.items()})
-    return {index: dict(states[index]) if index in states else found[index] for index in sorted(found)}
+    whole = {index: dict(states[index]) if index in states else found[index] for index in sorted(found)}
+    return whole | named
 
 
 def _empty(kind: str, *rest: Any) -> Any:
@@ -104,7 +107,7 @@ def _empty(kind: str, *rest: Any) -> Any:
 
 def own_states(states: Mapping[int, Any], parameters: Sequence[Tensor]) -> dict[int, Any]:
     """Return the states of the parameters that this rank has."""
-    return {index: state for index, state in states.items() if not parameters[index].is_meta}
+    return {key: state for key, state in states.items() if type(key) is not int or not parameters[key].is_meta}
 
 
 def check_loss(loss: Any) -> None:
