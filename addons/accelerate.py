@@ -132,11 +132,6 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
                 key: given[key] for key in ("bucket_cap_mb", "gradient_as_bucket_view") if key in given
             }
 
-    def is_idle(self) -> bool:
-        """Return whether there is one process, and each batch is a step: ``sync_gradients`` then stays True."""
-        in_windows = getattr(self, "gradient_accumulation_steps", 1) > 1 or getattr(self, "global_batch_size", None)
-        return self._world == 1 == len(self.devices) and not in_windows
-
     # ----------------------------------------------------------------------------------------- model and optimizers
 
     def wrap_model(self, model: nn.Module) -> Any:

@@ -88,15 +88,11 @@ class GradientAccumulationAddon(AddOnBase):
                     f"global_batch_size={global_batch_size} both say how long a step is; leave one of them out"
                 )
 
-    def is_idle(self) -> bool:
-        """Return whether each batch is a step."""
-        return self.gradient_accumulation_steps == 1 and self.global_batch_size is None
-
     def batches(self, loader: Any) -> Iterator[Any]:
         """Group the loader's batches into windows."""
         batches = super().batches(loader)
-        if GradientAccumulationAddon.is_idle(self):  # It is called where an add-on outside of this one overrides it.
-            yield from batches
+        if self.gradient_accumulation_steps == 1 and self.global_batch_size is None:
+            yield from batches  # Each batch is a step.
             return
         length, count = length_of(loader), self._batches_per_step(loader)
         self.batches_per_step = count

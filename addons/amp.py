@@ -186,10 +186,6 @@ class AMPAddon(AddOnBase):
         native = [name for name in self._wanted if self._asked_for_one or _is_native(name, self.device)]
         return native[0] if native else "fp32"
 
-    def is_idle(self) -> bool:
-        """Return whether nothing is cast."""
-        return self.precision == "fp32"
-
     def teardown(self) -> None:
         """Keep the state of the scaler for the next run."""
         self._scaler_state = self._scaler

@@ -96,10 +96,6 @@ class AnomalyAddon(AddOnBase):
                 "model without torch.compile"
             )
 
-    def is_idle(self) -> bool:
-        """Return whether the last of the steps is over."""
-        return self.progress_checker.step >= self.anomaly_steps[1]
-
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Watch the forward and the backward of the step."""
         self._anomaly = None

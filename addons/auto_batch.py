@@ -106,10 +106,6 @@ class AutoBatchAddon(AddOnBase):
         self._is_last = self._is_divided = self._was_compared = False
         self._unjoined: set[str] = set()  # Entries of outputs that a warning has named.
 
-    def is_idle(self) -> bool:
-        """Return whether nothing is trained."""
-        return self.mode != "train"
-
     def setup(self) -> None:
         """Refuse a model whose layers mix samples."""
         super().setup()

@@ -128,12 +128,10 @@ class CallbackAddon(AddOnBase):
             It has no method named as an event, or is there already.
         """
         self._callbacks.add(callback)
-        self._bind_callbacks()
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, or the first one of a class, and return it; None where there is none."""
         found = self._callbacks.pop(callback)
-        self._bind_callbacks()
         return found
 
     def remove_callback(self, callback: Any) -> None:
@@ -141,14 +139,6 @@ class CallbackAddon(AddOnBase):
         if self.pop_callback(callback) is None and not isinstance(callback, type):
             names = ", ".join(type(each).__name__ for each in self.callbacks)
             raise ConfigError(f"{callback!r:.80} is not among the callbacks ({names or 'none'}); nothing was removed")
-
-    def _bind_callbacks(self) -> None:
-        if self.current_run.is_ready:
-            self.current_run.binding.update()
-
-    def is_idle(self) -> bool:
-        """Return whether no callback follows the steps."""
-        return not self._callbacks.follows_steps
 
     # ------------------------------------------------------------------------------------------------- the calls
 

@@ -16,7 +16,7 @@ from zae.addon import AddOnBase, replaces
 from zae.common import argument_checks, optim, torch_private
 from zae.common.walk import tensors_in
 from zae.compiling import compiler, fused, graphs, kernels
-from zae.compiling.benchmark import Benchmark, Report
+from zae.compiling.benchmark import Benchmark
 from zae.errors import ConfigError
 from zae.loop.step_output import read_output
 
@@ -113,7 +113,7 @@ class CompileAddon(AddOnBase):
         self.compile_mode, self.compile_backend = compile_mode, compile_backend
         self.compile_options = compiler.check_options(compile_options, compile_mode, compile_backend)
         (self.fallback_random,) = argument_checks.check_flags(fallback_random=fallback_random)
-        self.compile_report: dict[str, Any] = Report()
+        self.compile_report: dict[str, Any] = {}
         self._compiled: dict[str, Any] = {}
         self._eager: Any = None
         self._looked = False
@@ -150,8 +150,9 @@ class CompileAddon(AddOnBase):
         self._eager = super().wrap_model(model)
         return self._eager
 
-    def is_idle(self) -> bool:
-        """Return whether every step is eager: a graph was refused, or is not faster for the batches of this run."""
+    @property
+    def _is_eager(self) -> bool:
+        """Whether every step is eager: a graph was refused, or is not faster for the batches of this run."""
         decided = self._shapes is not None or not self._settings
         return self.compile_report.get("kept") == "eager" and decided
 
@@ -226,7 +227,7 @@ class CompileAddon(AddOnBase):
 
     def _is_due(self, batch: Any, count: int) -> bool:
         """Return whether a micro-batch is computed by a graph."""
-        if self.is_idle():
+        if self._is_eager:
             return False
         shapes = (graphs.shapes_of(batch), count)
         if self._shapes is None:
@@ -250,7 +251,7 @@ class CompileAddon(AddOnBase):
 
     def _begin_report(self) -> None:
         self._benchmark = Benchmark(["eager", "graph"] if self._not_fused else ["eager", "graph", "fused"])
-        self.compile_report = Report(kept=self.compile_mode, compile_seconds=0.0, graphs=0, eager_batches=0)
+        self.compile_report = {"kept": self.compile_mode, "compile_seconds": 0.0, "graphs": 0, "eager_batches": 0}
         if self._not_fused:
             self.compile_report["not_fused"] = self._not_fused
 

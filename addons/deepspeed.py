@@ -155,10 +155,6 @@ class DeepSpeedAddon(DistributedAddon):
         """True with several ranks, since backward, and the forward of stage 3, are collectives."""
         return self._world > 1
 
-    def is_idle(self) -> bool:
-        """Return whether there is one process."""
-        return self._world == 1 == len(self.devices)
-
     # --------------------------------------------------------------------------------------- model and optimizer
 
     def setup(self) -> None:

@@ -148,10 +148,6 @@ class FSDPAddon(DistributedAddon):
         """True with several ranks, since each forward gathers blocks."""
         return self._world > 1
 
-    def is_idle(self) -> bool:
-        """Return whether there is one process."""
-        return self._world == 1 == len(self.devices)
-
     def setup(self) -> None:
         """Send the parameters outside of the model from rank 0; those of the model are sent as they are sharded."""
         super().setup()

@@ -119,10 +119,6 @@ class LedgerAddon(AddOnBase):
         super().setup()
         self._writes = True
 
-    def is_idle(self) -> bool:
-        """Return whether this rank writes no step of the epoch."""
-        return self.mode == "test" or not (self._writes and self._is_writer)
-
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Note the samples of training batches, in an epoch with a step that is written."""
         loader = super().wrap_loader(loader, training)
@@ -186,15 +182,16 @@ class LedgerAddon(AddOnBase):
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Note the losses, and the gradients after the backward."""
+        if not self._stages:
+            return super().gradients(batch)
         watch = getattr(self, "watch_gradients", None)  # Of StepInBackwardAddon, which frees them in the backward.
         seen = WatchedGradients(self.parameters, self.ledger_tensors, shards.part_of if self._is_of_each_rank else None)
-        with watch(seen) if watch is not None and self._stages else contextlib.nullcontext():
+        with watch(seen) if watch is not None else contextlib.nullcontext():
             outputs = super().gradients(batch)
-        if self._stages:
-            self._stages["forward"]["loss"] = [loss_numbers(out["loss"]) for out, _ in outputs]
-            gradients = self._gradients() if watch is None else seen.finish()
-            each = self._each(gradient_hashes if watch is None else seen.hashes)
-            self._stages["backward"] = {"gradients": gradients, "random": random_state(), **each}
+        self._stages["forward"]["loss"] = [loss_numbers(out["loss"]) for out, _ in outputs]
+        gradients = self._gradients() if watch is None else seen.finish()
+        each = self._each(gradient_hashes if watch is None else seen.hashes)
+        self._stages["backward"] = {"gradients": gradients, "random": random_state(), **each}
         return outputs
 
     def clip(self) -> None:

@@ -116,7 +116,3 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
             script.leave_out(f"{script.engine} (with {'static_graph' if self.static_graph else 'comm_hook'})")
         else:
             script.ranks = {"find_unused_parameters": self.find_unused_parameters}
-
-    def is_idle(self) -> bool:
-        """Return whether there is one process; asked here, the answer holds for the bases too."""
-        return self._world == 1 == len(self.devices)

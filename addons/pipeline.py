@@ -163,10 +163,6 @@ class PipelineAddon(DistributedAddon):
         """True with several pipelines, which average their gradients in each step."""
         return self._data_size > 1
 
-    def is_idle(self) -> bool:
-        """Return whether there is one process."""
-        return self._world == 1 == len(self.devices)
-
     # -------------------------------------------------------------------------------------------------- the stages
 
     def _arrangement(self) -> Arrangement:

@@ -66,10 +66,6 @@ class PrefetchAddon(AddOnBase):
         self._side = None
         super().teardown()
 
-    def is_idle(self) -> bool:
-        """Return whether there is no second stream, or no batch that can be copied on it."""
-        return self._side is None or (self.mode == "train" and bool(self._why_not))
-
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Check whether batches of the loader can be copied on the second stream, and warn once if they cannot."""
         loader = super().wrap_loader(loader, training)
@@ -82,6 +78,8 @@ class PrefetchAddon(AddOnBase):
 
     def to_device(self, batch: Any) -> Any:
         """Copy on the second stream; what is computed from now on waits for it."""
+        if self.mode == "train" and self._why_not:
+            return super().to_device(batch)
         if self._side is None or not self.loader_position.pinned or plain_tensors(batch) is None:
             return super().to_device(batch)
         with self._side:

@@ -107,10 +107,6 @@ class ProfilerAddon(AddOnBase):
         if not self.profile_schedule[0]:
             self._begin_cycle()
 
-    def is_idle(self) -> bool:
-        """Return whether no step of this epoch is profiled."""
-        return not self._cycles_left
-
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """Begin a cycle when its wait is over; tell its profiler that a step has ended; after the last one, stop it."""
         super().on_step_end(outputs)

@@ -114,10 +114,6 @@ class SilentFaultGuardAddon(AddOnBase):
         self.fault_checks = 0
         self._begin: Start | None = None  # Of a step that is checked.
 
-    def is_idle(self) -> bool:
-        """Return whether nothing is trained."""
-        return self.mode != "train"
-
     @property
     def repeats_gradients(self) -> bool:
         """Whether the next step needs its batches more than once."""

@@ -122,10 +122,6 @@ class SpikeGuardAddon(AddOnBase):
         self._anchor: int | None = None  # The step of the checkpoint to return to.
         self._found: dict[str, Any] | None = None  # The spike of the present step.
 
-    def is_idle(self) -> bool:
-        """Return whether nothing is trained."""
-        return self.mode != "train"
-
     # -------------------------------------------------------------------------------------------------- the decision
 
     def setup(self) -> None:

@@ -21,7 +21,7 @@ from zae.preview.provenance import describe_code, describe_run
 from zae.saving.checkpointer import Checkpointer, Content, make_checkpointer
 from zae.saving.crash import CrashSaver
 from zae.saving.rank_states import RankStates, load_from_file
-from zae.saving.resume import OLD_ATTRIBUTES, Resumption
+from zae.saving.resume import Resumption
 from zae.saving.retention import Retention, WeightFiles
 from zae.saving.saver import Job, check_moment, format_for
 from zae.saving.start_from import Start
@@ -139,7 +139,16 @@ class StateManagerAddon(AddOnBase):
     """
 
     layer = slot = "state"
-    old_attributes = OLD_ATTRIBUTES
+    _option_places = {
+        "save_format": "checkpointer.model_format",
+        "keep_last": "checkpointer.retention.last",
+        "keep_best": "checkpointer.retention.best",
+        "save_async": "checkpointer.saver.background",
+        "resume": "_resumption.resume",
+        "mid_epoch": "_resumption.mid_epoch",
+        "reshard": "_resumption.reshard",
+        "allow_partial": "_resumption.allow_partial",
+    }
 
     def __init__(
         self,
@@ -257,7 +266,7 @@ class StateManagerAddon(AddOnBase):
         if (weights := self.checkpointer.weights).is_used:
             score, group = self._present_score() if weights.rule.best else None, Group(self.rank, self.gather)
             self.checkpointer.save_weights(progress, self.save_model, group, score, is_best)
-        is_due = self.current_run.decide("should_checkpoint", is_due) if self.current_run.binding.decisions else is_due
+        is_due = self.current_run.decide("should_checkpoint", is_due)
         if is_due or "save" in requests:
             requests.discard("save")
             self.save_state()

@@ -111,10 +111,6 @@ class StepInBackwardAddon(AddOnBase):
             if holds:
                 raise ConfigError(f"StepInBackwardAddon: {reason}")
 
-    def is_idle(self) -> bool:
-        """Return whether nothing is trained."""
-        return self.mode != "train"
-
     def setup(self) -> None:
         """Refuse what needs all gradients at once."""
         super().setup()

@@ -106,10 +106,6 @@ class TensorParallelAddon(DistributedAddon):
         """False where the state lies in parts on several ranks."""
         return self._world == 1
 
-    def is_idle(self) -> bool:
-        """Return whether there is one process."""
-        return self._world == 1 == len(self.devices)
-
     # ------------------------------------------------------------------------------------------------ the model
 
     def styles(self) -> dict[str, Any]:

@@ -122,10 +122,6 @@ class ThroughputAddon(AddOnBase):
         self.step_flops: int | None = None
         self._meter = _Meter()
 
-    def is_idle(self) -> bool:
-        """Return whether no training is measured."""
-        return self.mode != "train"
-
     def batches(self, loader: Any) -> Iterator[Any]:
         """Measure the wait for each batch, or window of batches."""
         found = super().batches(loader)

@@ -147,10 +147,6 @@ class TorchMetricsAddon(AddOnBase):
             for each in group.values():
                 each.to(self.device)
 
-    def is_idle(self) -> bool:
-        """Return whether there is no metric of this mode."""
-        return self._split not in self._torch_metrics
-
     @property
     def _split(self) -> str:
         return "train" if self.mode == "train" else "valid"

@@ -41,9 +41,7 @@ MEASURED = """\
 - Exact data path: a DataLoader without workers over tensors in memory collates each batch with one indexing operation,
   in the same order and with the same random numbers. zae does so by default. The other rows of zae are measured with
   `fast_data=False`, which turns it off. `plan()` says why a loader does not qualify.
-- Without a profiler and without hooks of the optimizer, zae calls the step of the optimizer without torch's wrapper
-  around it, and takes batches without the profiler range that torch opens around each. Both come back as soon as a
-  profiler runs. The optimizer here is SGD, whose step is short.
+- The optimizer is SGD, whose step is short.
 - A GPU was not measured, because none was available. `benchmarks/gpu.py` would do it."""
 """The section of the page that explains its words."""
 WORKLOADS = ("mlp", "free", "short", "cnn", "all", "eval", "free_eval")

@@ -52,9 +52,9 @@ def test_add_on_base_adds_no_option_and_no_seam():
     assert "__init__" not in AddOnBase.__dict__
     assert seams_of(AddOnBase) == seams_of(Trainer)
     assert {name for name in vars(AddOnBase) if not name.startswith("_")} == {
-        "layer", "inside", "outside", "slot", "requires", "apply", "take", "is_idle",
+        "layer", "inside", "outside", "slot", "requires", "apply", "take",
         "state_attributes", "rank_state_attributes", "state_dict", "load_state_dict", "generator", "evaluation_context",
-        "adapt_state", "merge_ranks", "process_attributes", "old_attributes", "excludes", "checks_model",
+        "adapt_state", "merge_ranks", "process_attributes", "excludes", "checks_model",
     }  # fmt: skip
 
 

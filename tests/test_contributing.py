@@ -62,7 +62,7 @@ def test_the_names_exist() -> None:
 
 
 class Observed(Task):
-    """Overrides the events, which idle trainers do not call."""
+    """Overrides the events."""
 
     def on_step_begin(self, batch: Any) -> None:
         super().on_step_begin(batch)

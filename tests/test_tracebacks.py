@@ -116,9 +116,9 @@ class MisspeltSetup(Task):
         super().__init__(*args, device="gpu", **kwargs)
 
 
-def make_class_with_misspelt_hook():
-    class Misspelt(Task):
-        def on_epoch_ends(self):
+def make_class_with_a_wrong_signature():
+    class Indexed(Task):
+        def train_step(self, batch, batch_idx):
             pass
 
 
@@ -138,7 +138,7 @@ CALLS = {
     "construction": (lambda cls: trainer_of(cls, gradient_clip="1"), "trainer_of"),
     "construction by super()": (lambda cls: MisspeltSetup(torch.nn.Linear(4, 2)), "__init__"),
     "add_on": (lambda cls: cls.add_on("AMPAdon"), "<lambda>"),
-    "class": (lambda cls: make_class_with_misspelt_hook(), "make_class_with_misspelt_hook"),
+    "class": (lambda cls: make_class_with_a_wrong_signature(), "make_class_with_a_wrong_signature"),
     "load_state": (
         lambda cls: trainer_of(cls.add_on(StateManagerAddon), save_path="runs").load_state("absent"),
         "<lambda>",

@@ -1,6 +1,5 @@
 """zae: your own PyTorch training loop, finished. See `zae.Trainer`, `zae.AddOnBase` and `zae.addons`."""
 
-from zae.common.lazy import keep_old_names as _keep_old_names
 from zae.common.lazy import load as _load
 
 TYPE_CHECKING = False  # For type checkers; to import typing would take most of the time.
@@ -85,8 +84,6 @@ _HOMES = {
     "zae.tuning.learning_rate": ("find_lr",),
     "zae.tuning.model_summary": ("summary",),
 }  # All others are errors.
-
-_keep_old_names()
 
 
 def __getattr__(name: str) -> object:

@@ -52,9 +52,6 @@ class AddOnBase(Trainer):
         Attributes that belong to this process, such as an open file, with the values that a copy of the trainer has.
     checks_model : bool
         Whether ``start_from`` loads the state of this add-on with the weights: it refuses those that do not fit.
-    old_attributes : dict of str to str
-        Former names of attributes, with where they are now, for instance ``{"last_path": "checkpointer.last"}``. They
-        still work, and warn.
 
     Examples
     --------
@@ -84,7 +81,6 @@ class AddOnBase(Trainer):
     rank_state_attributes: ClassVar[tuple[str, ...]] = ()
     process_attributes: ClassVar[Mapping[str, Any]] = {}
     checks_model: ClassVar[bool] = False
-    old_attributes: ClassVar[Mapping[str, str]] = {}
 
     if TYPE_CHECKING:
         # mypy refuses to pass a class with abstract methods to add_on; an add-on is never instantiated.
@@ -109,19 +105,6 @@ class AddOnBase(Trainer):
             A subclass of ``base_cls``.
         """
         return cast("type[AnyTrainer]", mix(cls, base_cls))
-
-    def is_idle(self) -> bool:
-        """Return whether this add-on has nothing to do in the steps of the next epoch or evaluation.
-
-        Steps then do not call its seams; those around the steps are called. It is asked after ``setup``, when an epoch
-        begins, and around each evaluation, with ``self.mode`` set.
-
-        Returns
-        -------
-        bool
-            False by default.
-        """
-        return False
 
     def generator(self, name: str, *, per_rank: bool = True) -> torch.Generator:
         """Return a random generator of this run, on the trainer's device: the same object for the same name.

@@ -168,6 +168,18 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def is_one_letter_off(name: str, known: str) -> bool:
+    """Return whether a name has one letter more, less or other than a known one, or two that changed places."""
+    if name == known or abs(len(name) - len(known)) > 1:
+        return False
+    at = next((i for i, (a, b) in enumerate(zip(name, known)) if a != b), min(len(name), len(known)))
+    if len(name) == len(known):
+        changed_places = name[at : at + 2] == known[at : at + 2][::-1] and name[at + 2 :] == known[at + 2 :]
+        return changed_places or name[at + 1 :] == known[at + 1 :]
+    longer, shorter = sorted((name, known), key=len, reverse=True)
+    return longer[at + 1 :] == shorter[at:]
+
+
 def kind_of(value: object) -> str:
     """Return ``"None"``, or the type of a value with its article."""
     name = type(value).__name__

@@ -23,6 +23,7 @@ from zae.common.device import can_copy_async, parse_device, to_device
 from zae.common.model_weights import without_wrappers
 from zae.common.optimizer_modes import NOTHING
 from zae.composition.calls import run_call
+from zae.composition.foreign_names import missing_attribute
 from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.gather import batches_of
 from zae.data.loaders import length_of, set_epoch
@@ -660,7 +661,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     def teardown(self) -> None:
         """Undo ``setup``; it is called after every run, in reverse order, also when ``setup`` failed half-way."""
         self.optimization.release()
-        self.current_run.binding.release()
         self.current_run.close()
         self.current_run, self.model = Run(self), self._module
 
@@ -982,8 +982,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         before, root = self.mode, self.model if isinstance(self.model, nn.Module) else self._module
         self.mode = argument_checks.check_mode(mode or ("test" if before == "train" else "train"))
         self._in_training = switch_mode(root, self._module, (before, self.mode), self._in_training)
-        if self.current_run.is_ready:
-            self.current_run.binding.update()
 
     # ------------------------------------------------------------------------------------- weights and state
 
@@ -1068,7 +1066,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------- what is shown
 
-    old_attributes: ClassVar[Any] = {"is_seeded": "progress_checker.is_seeded", "monitor_mode": "history.direction"}
+    _option_places: ClassVar[Any] = {"monitor_mode": "history.direction"}  # Options that a part of the trainer holds.
 
     @classmethod
     def add_on(cls, *add_ons: type[AddOnBase] | str) -> type[Composed]:
@@ -1101,10 +1099,19 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------------ the rest
 
+    if not TYPE_CHECKING:  # A checker would accept any attribute.
+
+        def __getattr__(self, name: str) -> Any:
+            """Explain a name that nothing has; Python calls this where it has found no attribute."""
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # A property has raised an AttributeError: that one counts.
+            raise missing_attribute(self, name)
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, without those of this run: it sets itself up, and continues from here."""
         run = self.current_run  # A copy of a trainer that evaluates has the weights of the evaluation.
-        return {**run.binding.unbound(), "model": self._module, "is_evaluating": run.is_evaluating}
+        own = {name: value for name, value in vars(self).items() if name != "current_run"}
+        return {**own, "model": self._module, "is_evaluating": run.is_evaluating}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Set the attributes of a copy, whose schedulers see again that their optimizers step."""

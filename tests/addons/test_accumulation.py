@@ -356,7 +356,7 @@ def test_a_batch_that_does_not_tell_its_samples_is_refused() -> None:
 
 
 def test_a_window_of_one_batch_beside_an_add_on_that_overrides_batches() -> None:
-    """The add-on is idle then, and the override outside of it still calls its method."""
+    """Each batch is then a step, and the override outside of it is called as ever."""
     trainer = Task.add_on(GradientAccumulationAddon, ThroughputAddon)(
         network(), "cpu", optimizer=torch.optim.SGD, log_bar=False, gradient_accumulation_steps=1
     )

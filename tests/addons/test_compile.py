@@ -19,7 +19,7 @@ from zae.addons import (
     EMAAddon,
     GradientAccumulationAddon,
 )
-from zae.compiling.benchmark import Benchmark, Report
+from zae.compiling.benchmark import Benchmark
 
 FAST = {"compile_backend": "eager"}
 # The graph as inductor would be given it: for what torch itself may lose on the way.
@@ -176,23 +176,6 @@ def test_auto_keeps_one_step_and_says_which_and_why(
     assert furthest(trained(Task, epochs=10), task) < 1e-10
 
 
-def test_where_eager_is_kept_the_add_on_stands_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the next epoch on the steps pass it by; batches of another shape, in another run, are tried again."""
-    monkeypatch.setattr("zae.compiling.benchmark._SECONDS", 0.0)
-    monkeypatch.setattr(
-        "zae.compiling.benchmark._LEAST_GAIN", 1.0
-    )  # Nothing gains as much as the whole of the eager step.
-    task = trained(Task.add_on(CompileAddon), epochs=10, compile_mode="auto", **FAST)
-    assert (task.compile_report["kept"], task.is_idle()) == ("eager", True)
-    assert furthest(trained(Task, epochs=10), task) < 1e-10
-    eager_batches = task.compile_report["eager_batches"]
-    task.run(3, batches())
-    assert (task.compile_report["kept"], task.is_idle()) == ("eager", True)
-    assert task.compile_report["eager_batches"] == eager_batches
-    task.run(1, [(inputs[:2], targets[:2]) for inputs, targets in batches()])
-    assert (task.compile_report["kept"], task.is_idle()) == ("auto", False)
-
-
 @pytest.mark.parametrize(
     ("graph", "kept", "breakeven_steps"),
     [
@@ -212,13 +195,6 @@ def test_a_trial_keeps_what_is_faster_and_a_tie_keeps_eager(graph: Any, kept: st
         step += 1
     assert turns == ["eager", "graph"] * 20
     assert (report["kept"], report["breakeven_steps"]) == (kept, breakeven_steps)
-
-
-def test_the_old_key_of_a_report_warns() -> None:
-    with pytest.warns(DeprecationWarning, match='"pays_after"] is now "breakeven_steps"'):
-        assert Report(breakeven_steps=14)["pays_after"] == 14
-    with pytest.raises(KeyError, match="other"):
-        Report()["other"]
 
 
 class Reads(Task):

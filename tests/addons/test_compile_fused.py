@@ -311,10 +311,6 @@ class ClippingAddon(AddOnBase):
         super().__init__(*args, **kwargs)
         self.largest = largest
 
-    def is_idle(self) -> bool:
-        """Tell whether nothing is clipped."""
-        return not self.largest
-
     def clip(self) -> None:
         """Clip."""
         super().clip()
@@ -394,29 +390,6 @@ def test_what_the_graph_cannot_hold_is_refused_by_name_and_left_to_another_by_au
 def test_a_step_that_is_differentiated_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not support optimizer 0, which is capturable or differentiable"):
         trained(Task.add_on(CompileAddon), lambda p: torch.optim.AdamW(p, differentiable=True), **FAST)
-
-
-def test_an_idle_add_on_is_no_reason() -> None:
-    whole = trained(Task.add_on(CompileAddon, ClippingAddon), **FAST)
-    assert whole.compile_report["kept"] == "fused"
-    assert furthest(trained(), whole) < 1e-10
-
-
-class ClippingLater(Task):
-    """Has an add-on clip in its second epoch."""
-
-    def on_epoch_begin(self) -> None:
-        super().on_epoch_begin()
-        self.largest = 0.001 * (self.progress_checker.epoch == 1)
-
-
-def test_an_add_on_that_is_idle_no_longer_is_a_reason() -> None:
-    eager = trained(ClippingLater.add_on(ClippingAddon))
-    whole = trained(ClippingLater.add_on(CompileAddon, ClippingAddon), **FAST)
-    assert "clip() of ClippingAddon" in whole.compile_report["reason"]
-    auto = trained(ClippingLater.add_on(CompileAddon, ClippingAddon), compile_mode="auto", compile_backend="eager")
-    assert "not_fused" not in auto.compile_report  # In the third epoch it is idle again.
-    assert max(furthest(eager, whole), furthest(eager, auto)) < 1e-10
 
 
 class HookedLater(Task):

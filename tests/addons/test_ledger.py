@@ -567,34 +567,3 @@ def test_ledger_hashes_are_the_same_in_every_process() -> None:
     assert random_state() == before
     torch.rand(1)
     assert random_state() != before
-
-
-def test_the_steps_of_an_epoch_without_a_line_pass_the_ledger_by(tmp_path: Path) -> None:
-    """P-33: nor does it cost a step what it does not write; which steps those are stays as it was."""
-    ways: list[tuple[str, int, bool]] = []
-
-    def is_idle(trainer: Any) -> bool:
-        return trainer.gradients.__func__ is Trainer.gradients
-
-    class Watched(Trainer):
-        def train_step(self, batch: Any) -> dict[str, Any]:
-            ways.append(("train", self.progress_checker.epoch, is_idle(self)))
-            return {"loss": self.model(batch[0]).square().mean()}
-
-        def test_step(self, batch: Any) -> dict[str, Any]:
-            ways.append(("test", self.progress_checker.epoch, is_idle(self)))
-            return {"loss": self.model(batch[0]).square().mean()}
-
-    path = tmp_path / "ledger.jsonl"
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options = {"ledger_path": path, "ledger_every": 7, "try_validation": False}
-    trainer = Watched.add_on(LedgerAddon)(model, "cpu", optimizer=optimizer, **options)
-    trainer.run(4, loader_of(), loader_of())  # Four steps each: the 7th is of epoch 2, the 14th of epoch 4.
-    idle = {mode: {epoch: way for m, epoch, way in ways if m == mode} for mode in ("train", "test")}
-    assert idle["train"] == {0: True, 1: False, 2: True, 3: False}
-    assert set(idle["test"].values()) == {True}
-    trainer.run_batch(next(iter(loader_of())))  # Step 17, outside of any epoch.
-    for batch in [*loader_of()] * 2:
-        trainer.run_batch(batch)
-    assert [*read_ledger(path)] == [7, 14, 21]

@@ -496,25 +496,3 @@ def test_a_communication_hook_that_would_not_be_called_is_refused(world):
     for wrong in (bf16_compress_hook, lambda state, other: None):
         with pytest.raises(ConfigError, match=r"refused by torch: .*state and bucket.*fp16_compress_hook"):
             build(Task, (MultiGPUAddon,), comm_hook=wrong)
-
-
-@on_ranks(2, 3)
-def test_the_wrapper_opens_a_range_for_a_profiler_only(world):
-    """P-33: without a profiler the forward is that of torch's wrapper, but for its range."""
-    options = {"activities": [torch.profiler.ProfilerActivity.CPU]}
-    opened, enter = [], torch.autograd.profiler.record_function.__enter__
-    trainers = [build(Seen, (MultiGPUAddon,), model=network(dtype=F64)) for _ in range(2)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            torch.autograd.profiler.record_function,
-            "__enter__",
-            lambda self: (opened.append(self.name), enter(self))[1],
-        )
-        trainers[0].run(1, loader(4 * world, 2, 3, F64))
-    assert trainers[0].world_size == world
-    assert "DistributedDataParallel.forward" not in opened
-    with torch.profiler.profile(**options) as profiler:
-        trainers[1].run(1, loader(4 * world, 2, 3, F64))
-    counts = {each.key: each.count for each in profiler.key_averages()}
-    assert counts["DistributedDataParallel.forward"] == trainers[1].progress_checker.batch
-    assert distance(*trainers) == 0

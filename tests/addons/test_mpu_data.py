@@ -25,7 +25,6 @@ from kit.rank_tasks import (
     weights,
 )
 from kit.ranks import on_ranks
-from zae import AddOnBase
 from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.errors import LoaderError
 
@@ -248,30 +247,6 @@ def test_a_loader_with_a_place_of_its_own_resumes(world, tmp_path):
     trainer.run(None, training, {str(index): loader(world, 1) for index in range(9)}, max_steps=1, valid_every=1)
     trainer.run(1, training)
     assert sorted(itertools.chain(*trainer.gather(trainer.seen[0]))) == list(range(4 * world))
-
-
-@on_ranks(2, 3)
-def test_old_names_of_seams(world):
-    """An add-on with the former name of ``scale_loss``, inside and outside of the sharding, is the one with the new."""
-
-    def weigh(self, loss, num_targets, count):
-        return 3 * super(type(self)._old, self).weigh(loss, num_targets, count)
-
-    def scale_loss(self, loss, num_targets, count):
-        return 3 * super(type(self)._old, self).scale_loss(loss, num_targets, count)
-
-    results = []
-    for layer, method in itertools.product(("loop", "observe"), (weigh, scale_loss)):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* is now called scale_loss", DeprecationWarning)
-            add_on = type(AddOnBase)("TripleAddon", (AddOnBase,), {"layer": layer, method.__name__: method})
-            add_on._old = add_on
-        trainer = build(Task, (MultiGPUAddon, add_on))
-        trainer.run(1, loader(3 * world + 1, 2))  # The last batches of the ranks are not of the same size.
-        assert trainer.world_size == world
-        results.append(weights(trainer))
-    assert same(results[0], results[1])
-    assert same(results[2], results[3])
 
 
 @on_ranks(2)

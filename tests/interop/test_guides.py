@@ -7,7 +7,7 @@ import torch
 
 import zae
 from kit.blocks import FIRST, ROOT, table_rows
-from zae.composition import foreign_tables
+from zae.composition import foreign_names
 
 
 def rows(name):
@@ -58,6 +58,6 @@ def test_the_names_of_a_guide_are_those_of_the_errors(library, names):
     listed = table_rows(text.split(f"<!-- names: {library} -->")[1], "| there | here")
     assert len(listed) > 8
     for there, here in listed:
-        known = getattr(foreign_tables, names).get(there.strip("`"))
+        known = getattr(foreign_names, names).get(there.strip("`"))
         assert here == (known or "the same")
         assert known or there.strip("`") in dir(zae.Trainer)

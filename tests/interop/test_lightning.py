@@ -133,7 +133,6 @@ def of(**members):
 
 @pytest.mark.covers("X-16")
 @pytest.mark.parametrize(("given", "text"), [
-    (Adversarial, "manually"),
     (Adversarial(), "manually"),
     (of(automatic_optimization=False), "manually"),
     (of(configure_callbacks=lambda self: []), "EarlyStoppingAddon"),
@@ -148,6 +147,11 @@ def of(**members):
 def test_what_cannot_be_carried_is_refused_by_name(given, text):
     with pytest.raises(TaskError, match=text):
         task_of(given)
+
+
+def test_a_module_that_its_constructor_makes_manual_is_refused_with_the_trainer():
+    with pytest.raises(TaskError, match="manually"):
+        task_of(Adversarial)(Adversarial())
 
 
 SGD, StepLR = torch.optim.SGD, torch.optim.lr_scheduler.StepLR

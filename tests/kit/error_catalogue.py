@@ -18,10 +18,10 @@ from kit.mistakes import CATALOGUE
 
 
 def meet(name: str) -> Exception:
-    """Make a mistake in an empty folder, and return what it raised: a warning, or nothing, is not enough."""
+    """Make a mistake in an empty folder, and return what it raised, or the warning of its class."""
     before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         os.chdir(folder)
         torch.manual_seed(0)
         try:
@@ -30,6 +30,9 @@ def meet(name: str) -> Exception:
             return error
         finally:
             os.chdir(before)
+    of_names = [each.message for each in warned if "is not called by the loop" in str(each.message)]
+    if of_names and isinstance(of_names[0], Exception):
+        return of_names[0]
     raise AssertionError(f"{name} passed without an error")
 
 

@@ -55,20 +55,6 @@ class DropsClippingAddon(AddOnBase):
             parameter.grad.mul_(3)
 
 
-class FalselyIdleAddon(AddOnBase):
-    """Halve every gradient, and deny it."""
-
-    layer = "loop"
-
-    def is_idle(self) -> bool:
-        return True
-
-    def clip(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad.div_(2)
-        super().clip()
-
-
 class TwiceWrongAddon(DropsClippingAddon):
     """Draw a number as well."""
 
@@ -435,7 +421,6 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (LeavesContextAddon, "exception", "leaves a context open after an exception in train_step: the anomaly", "yield"),
     (ActsEarlyAddon, "init", "acts in __init__: it makes the folder 'runs'", r"act in setup\(\)"),
     (TamperingAddon, "neutral", "is in layer 'observe' and changes training", "move to the layer 'loop'"),
-    (FalselyIdleAddon, "idle", "says that it is idle and is not: .* the model ends as another", "return False"),
     (LeavesThingsAddon, "exception", "leaves hooks behind after an exception", r"remove them in teardown\(\)"),
     (ForgetfulAddon, "metrics", "drops the user's metrics: train_kit_epoch are not in train_history", "return {"),
     (DropsFromStepAddon, "metrics", "drops the user's metrics: train_kit_step", "in train_step, logging and log"),

@@ -199,7 +199,9 @@ def option_not_declared():
 
 @mistake(
     zae.OptionError,
-    "unknown argument 'log_bar' for Own: Own.__init__ does not pass it on to",
+    "unknown arguments for Own:",
+    "'log_bar': Own.__init__ does not pass it on to",
+    "'gradient_clip': Own.__init__ does not pass it on to",
     "write def __init__(self, ..., **kwargs) there, and super().__init__(...",
 )
 def option_not_handed_on():

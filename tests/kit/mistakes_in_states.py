@@ -94,27 +94,27 @@ def trainer_without_steps():
     Trainer.add_on(StateManagerAddon)(torch.nn.Linear(4, 2), save_path="runs")
 
 
-@mistake(zae.TaskError, "Misspelt.trian_step would never be called", "did you mean 'train_step'?")
+@mistake(UserWarning, "Misspelt.trian_step is not called by the loop", "did you mean 'train_step'?")
 def misspelt_step():
     class Misspelt(Trainer):
         def trian_step(self, batch): ...
 
 
-@mistake(zae.TaskError, "Misspelt.on_epoch_ends would never be called", "did you mean 'on_epoch_end'?")
+@mistake(UserWarning, "Misspelt.on_epoch_ends is not called by the loop", "did you mean 'on_epoch_end'?")
 def misspelt_hook():
     class Misspelt(Task):
         def on_epoch_ends(self): ...
 
 
-@mistake(zae.TaskError, "Lightning.validation_step would never be called", "here it is test_step(batch)")
+@mistake(UserWarning, "Lightning.validation_step is not called by the loop", "here it is test_step(batch)")
 def hook_of_lightning():
     class Lightning(Task):
         def validation_step(self, batch): ...
 
 
 @mistake(
-    zae.TaskError,
-    "OmniGenBench._train_epoch would never be called",
+    UserWarning,
+    "OmniGenBench._train_epoch is not called by the loop",
     "here it is run_epoch(loader), or train_step(batch) for what is done with one",
 )
 def hook_of_omnigenbench():

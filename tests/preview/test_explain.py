@@ -18,7 +18,6 @@ from kit import matrix
 from kit.matrix import CONFIGURATION_FOR_TRACES, Task, add_ons
 from kit.oracle import Options
 from zae import AddOnBase, Every, Trainer, replaces
-from zae.composition.binding import Binding
 from zae.composition.introspect import function_of, seams_of
 from zae.preview.explain import LOOP, Line, lines_of, owners_of
 
@@ -141,11 +140,7 @@ TRACED = [
 def test_explain_is_what_a_real_run_does(
     chosen: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P-51: call by call, in the same order, by the same classes; what is not in the text does nothing.
-
-    Idle add-ons are called here too; tests/loop/test_binding.py is about passing them by.
-    """
-    monkeypatch.setattr(Binding, "_past", lambda self, idle: {})
+    """P-51: call by call, in the same order, by the same classes; what is not in the text does nothing."""
     options = matrix.without(CONFIGURATION_FOR_TRACES, set(matrix.PIECES) - set(chosen))
     cls = Task.add_on(*(add_ons()[name] for name in chosen))
     trainer, loader, valid = matrix.build(cls, options, tmp_path, chosen)

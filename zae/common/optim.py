@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zae.common.optimizer_state import load_optimizer_state
-from zae.common.torch_private import has_step_hooks, is_profiling
 from zae.errors import CheckpointMismatch, ConfigError, StepError, kind_of
 
 __all__ = [
@@ -52,13 +51,6 @@ __all__ = [
 _SINGLE = "0"  # The name of a single optimizer in states and messages.
 _AROUND = getattr(Optimizer, "profile_hook_step", lambda function: function)(Optimizer.step).__code__
 """The code of the function that torch wraps around the ``step`` of each class of optimizers."""
-_KNOWN_NAMES = {
-    "Optimizer", "RuntimeError", "__class__", "__name__", "_global_optimizer_post_hooks", "_global_optimizer_pre_hooks",
-    "_optimizer_step_code", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "autograd", "cast", "chain",
-    "isinstance", "len", "profiler", "record_function", "torch", "tuple", "values",
-}  # fmt: skip
-# These are its names from torch 2.6 to 2.13; a wrapper that does anything else is called.
-_IS_KNOWN = set(_AROUND.co_names) == _KNOWN_NAMES
 
 
 def as_dict(value: Any) -> dict[str, Any]:
@@ -321,27 +313,8 @@ def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:
 
 
 def step(optimizer: Optimizer) -> bool:
-    """Make the step of an optimizer, without the wrapper of torch where that has nothing to do.
-
-    Torch wraps the ``step`` of each class in a function that opens a range for the profiler and calls hooks: some
-    40 microseconds, a tenth of a small model's step. Without a profiler and without hooks, the
-    wrapped ``step`` of the class is called directly. A ``step`` that was set on the optimizer, or around that of its
-    class, is called as usual.
-    """
-    around: Any = type(optimizer).step
-    own = vars(optimizer).get("step")
-    if (  # `is_stepped_by_class`, inlined: this is called in every step.
-        not _IS_KNOWN
-        or getattr(around, "__code__", None) is not _AROUND
-        or not (own is None or _only_records(own, around))
-        or has_step_hooks(optimizer)
-        or is_profiling()
-    ):
-        optimizer.step()
-        return True
-    if own is not None:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # Schedulers read it.
-    around.__wrapped__(optimizer)
+    """Make the step of an optimizer."""
+    optimizer.step()
     return True
 
 

@@ -6,7 +6,6 @@ No other module reads them. A name is looked up when it is used, so that a missi
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
 import sys
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 __all__ = [
     "accelerator",
@@ -52,19 +50,16 @@ __all__ = [
     "last_metric_value",
     "outside_worker",
     "overflow_flags",
-    "replica_forward",
     "shut_down_workers",
     "sparse_parts",
     "traced_assert",
     "unflatten_tree",
     "unsaved_buffers",
     "version_of",
-    "without_ranges",
 ]
 
 _calls = itertools.count()
 _OPTIMIZERS: Any = sys.modules[Optimizer.__module__]
-_LOADERS: Any = sys.modules[DataLoader.__module__]
 
 
 def find(module: str, name: str) -> Any:
@@ -367,54 +362,6 @@ def check_comm_hook(hook: Callable[..., Any]) -> None:
 def check_reducer(wrapper: nn.parallel.DistributedDataParallel) -> None:
     """Raise the error of torch for a step with gradients that were not averaged; its next forward raises it too."""
     getattr(wrapper, "_check_reducer_finalized", lambda: None)()
-
-
-# ------------------------------------------------------------------------------ without the ranges for a profiler
-
-# Torch opens a range around each batch and each forward of several ranks, whether or not there is a profiler: some 30
-# microseconds, a tenth of a small model's step. What the functions with a range read is the same from torch 2.6 to
-# 2.13; a function that reads anything else is called.
-_NEXT = frozenset({
-    "torch", "autograd", "profiler", "record_function", "_profile_name", "_sampler_iter", "_reset", "_next_data",
-    "_num_yielded", "_dataset_kind", "_DatasetKind", "Iterable", "_IterableDataset_len_called", "_dataset",
-    "_num_workers", "warnings", "warn",
-})  # fmt: skip
-_FORWARD = frozenset({
-    "torch", "autograd", "profiler", "record_function", "_pre_forward", "_delay_all_reduce_all_params", "module",
-    "forward", "_run_ddp_forward", "_post_forward",
-})  # fmt: skip
-
-
-@functools.cache
-def _reads(code: Any, names: frozenset[str]) -> bool:
-    """Return whether the code of a function reads these names and no others."""
-    return frozenset(code.co_names) == names
-
-
-def without_ranges(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield what the iterator of a DataLoader without workers yields, in no range for a profiler; else return it."""
-    code = getattr(type(iterator).__next__, "__code__", None)
-    is_plain = type(iterator) is getattr(_LOADERS, "_SingleProcessDataLoaderIter", None)
-    return _fetched(iterator) if is_plain and code and _reads(code, _NEXT) else iterator
-
-
-def _fetched(iterator: Any) -> Iterator[Any]:
-    fetch = iterator._next_data
-    while True:
-        try:
-            batch = next(iterator) if is_profiling() else fetch()
-        except StopIteration:
-            return
-        yield batch
-
-
-def replica_forward(replica: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the forward of a DistributedDataParallel, in no range for a profiler where nobody profiles."""
-    forward: Any = nn.parallel.DistributedDataParallel.forward
-    if is_profiling() or not _reads(forward.__code__, _FORWARD) or replica._delay_all_reduce_all_params:
-        return forward(replica, *args, **kwargs)
-    args, kwargs = replica._pre_forward(*args, **kwargs)
-    return replica._post_forward(replica._run_ddp_forward(*args, **kwargs))
 
 
 # ------------------------------------------------------------------------------------------------ workers of a loader

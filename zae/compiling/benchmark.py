@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Iterable
 from statistics import median, quantiles
 from typing import Any
@@ -13,24 +12,13 @@ import torch
 
 from zae.compiling.compiler import synchronize
 
-__all__ = ["Benchmark", "Report"]
+__all__ = ["Benchmark"]
 
 _log = logging.getLogger("zae")
 _WARM_UP = 10  # Steps of each way that do not count: compilation, cold caches.
 _COUNTED, _MOST = 10, 100  # Steps of each way that count: at least, and at most.
 _SECONDS = 0.1  # Short steps are repeated until so many seconds are measured.
 _LEAST_GAIN = 0.02  # As a part of the eager step.
-
-
-class Report(dict[str, Any]):
-    """What a compiled step reports; the former key "pays_after" works for one more version, and warns."""
-
-    def __missing__(self, key: str) -> Any:
-        if key != "pays_after":
-            raise KeyError(key)
-        text = 'compile_report["pays_after"] is now "breakeven_steps"; use that key'
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return self["breakeven_steps"]
 
 
 class Benchmark:

@@ -7,7 +7,7 @@ recompile.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,8 +50,7 @@ def why_not(trainer: Trainer) -> str | None:
     layers = trainer._module.named_modules()
     moving = [n or "the model itself" for n, m in layers if getattr(m, "track_running_stats", False)]
     dtypes = {str(p.dtype) for p in parameters_of(optimizer) if p.dtype not in _DTYPES}
-    idle = trainer.current_run.binding.idle_add_ons()
-    seams = [f"{seam}() of {owner.__name__}" for seam, owner in _overrides_with_gradients(type(trainer), idle)]
+    seams = [f"{seam}() of {owner.__name__}" for seam, owner in _overrides_with_gradients(type(trainer))]
     reasons: dict[str, Any] = {
         f"the device {trainer.device}: it is tested against the manual loop on a CPU only": trainer.device.type
         != "cpu",
@@ -71,14 +70,14 @@ def why_not(trainer: Trainer) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _overrides_with_gradients(cls: type, idle: Container[type]) -> list[tuple[str, type]]:
-    """List the overrides of seams that need ``.grad``, without those of idle add-ons."""
+def _overrides_with_gradients(cls: type) -> list[tuple[str, type]]:
+    """List the overrides of seams that need ``.grad``."""
     found = []
     for seam in _SEAMS:
         for owner in owners_of(cls, seam):
             harmless = owner.__module__.startswith("zae.") and (seam != "clip" or owner.__name__ == "CompileAddon")
             harmless = harmless and not (seam == "gradients" and getattr(owner, "reads_gradients", False))
-            if owner not in idle and not harmless:
+            if not harmless:
                 found.append((seam, owner))
     return found
 

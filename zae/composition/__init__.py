@@ -2,5 +2,5 @@
 
 `metaclass` arranges, names and caches the classes; `introspect` reads seams, slots and add-ons off a class;
 `class_checks` and `collisions` refuse classes that break the contract; `options` checks the arguments of a
-call; `binding` skips idle add-ons; `foreign_names` knows what other trainers call the same thing.
+call; `foreign_names` knows what other trainers call the same thing.
 """

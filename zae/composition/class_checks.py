@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -11,8 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from zae.composition.collisions import check_init_names
-from zae.composition.foreign_names import Absent, foreign_hook
-from zae.composition.foreign_tables import ATTRIBUTES, HOOKS
+from zae.composition.foreign_names import foreign_hook
 from zae.composition.introspect import (
     LAYERS,
     add_ons_of,
@@ -22,12 +22,11 @@ from zae.composition.introspect import (
     is_base,
     is_marked,
     is_trainer,
-    names_in,
     reaches_super,
     recipe_of,
     seams_of,
 )
-from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean
+from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean, is_one_letter_off
 
 __all__ = ["check_class", "check_complete", "check_instance"]
 
@@ -54,6 +53,7 @@ def check_class(cls: Any) -> None:
     for klass in (cls, *_plain_mixins(cls)):
         _check_methods(cls, klass)
         check_init_names(klass)
+    _warn_of_names(cls)
     _check_super(cls)
     _check_backward(cls)
 
@@ -186,43 +186,41 @@ def _check_bases(cls: Any) -> None:
 
 
 def _check_methods(cls: Any, klass: Any) -> None:
-    """Refuse an ``@override`` without a base method, a misspelt or foreign hook, and a method of the wrong kind."""
+    """Refuse an ``@override`` without a base method, and a method of the wrong kind."""
     behind, bases = cls.__mro__[cls.__mro__.index(klass) + 1 :], cls.__mro__[_root_index(cls)].__mro__
     trainers = [c for c in behind if is_trainer(c) or c in bases]
     for name, value in klass.__dict__.items():
-        inherited = any(name in c.__dict__ and not isinstance(c.__dict__[name], Absent) for c in behind)
+        inherited = any(name in c.__dict__ for c in behind)
         if is_marked(value, "__override__") and not inherited:
             known = {n for c in behind for n in c.__dict__ if not n.startswith("_")}
             raise _error(klass)(
                 f"{klass.__name__}.{name} is marked @override, but no base has {name!r}{did_you_mean(name, known)}"
             )
-        if name.startswith("_") and name not in HOOKS:
+        if name.startswith("_"):
             continue
         ours = [c.__dict__[name] for c in trainers if name in c.__dict__]
         if ours and isinstance(function_of(ours[0]), FunctionType):
             _check_kind(klass, name, value, ours[0])
             _check_signature(klass, name, value, ours[0])
             _check_return(klass, name, value, ours[-1])
-        elif not inherited and isinstance(function_of(value), FunctionType):
-            _check_name(cls, klass, name)
 
 
-def _check_name(cls: Any, klass: Any, name: str) -> None:
-    """Refuse a method that looks like a hook and is not called."""
-    seams = [s for s in (*seams_of(cls), *_STEPS, *FIXED) if (len(s) > 5 or s == "setup") and s != name]
-    near = did_you_mean(name, seams, cutoff=0.87) if len(name) > 4 and name not in ATTRIBUTES else ""
-    hint = f"; {foreign_hook(name)}." if name in HOOKS or (foreign_hook(name) and not near) else near
-    if is_marked(klass.__dict__[name], "__seam__") or not hint:
-        return
-    users = [c for c in cls.__mro__ if c is klass or c.__module__.partition(".")[0] != "zae"]
-    for other, value in ((n, v) for c in users for n, v in c.__dict__.items()):
-        function = function_of(value)
-        if other != name and isinstance(function, FunctionType) and name in names_in(function.__code__):
-            return  # The class calls it itself.
-    raise _error(klass)(
-        f"{klass.__name__}.{name} would never be called{hint} "
-        f"If the method is your own, give it another name{'' if name[0] == '_' else ' or begin it with an underscore'}"
-    )
+def _warn_of_names(cls: Any) -> None:
+    """Warn of methods that look like hooks and that the loop does not call; they may be the class's own."""
+    seams = [s for s in (*seams_of(cls), *_STEPS, *FIXED) if len(s) > 5 or s == "setup"]
+    inherited = {name for base in cls.__mro__[1:] for name in base.__dict__}
+    texts = []
+    for name, value in cls.__dict__.items():
+        if name in inherited or not isinstance(function_of(value), FunctionType) or is_marked(value, "__seam__"):
+            continue
+        hint = foreign_hook(name)
+        near = "" if hint or name.startswith("_") else next((s for s in seams if is_one_letter_off(name, s)), "")
+        hint = hint or (f"did you mean {near!r}?" if near else "")
+        if hint:
+            texts.append(f"{cls.__name__}.{name} is not called by the loop ({hint})")
+    if texts:
+        text = f"{'; '.join(texts)}. If your code calls it, nothing is wrong"
+        warnings.warn(text, UserWarning, stacklevel=5)  # At the class statement.
 
 
 def _error(klass: Any) -> type[TaskError]:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAYERS",
-    "RENAMED_SEAMS",
     "AddOnPart",
     "add_ons_of",
     "by_name",
@@ -26,6 +25,7 @@ __all__ = [
     "is_base",
     "is_engine_slot",
     "is_marked",
+    "is_overridden",
     "is_trainer",
     "kinds_of",
     "names_in",
@@ -41,9 +41,6 @@ __all__ = [
 
 LAYERS = ("model", "loop", "precision", "parallel", "state", "control", "observe")
 """Where an add-on sits, innermost first."""
-
-RENAMED_SEAMS = {"scale_loss": "weigh", "sample_weight": "weight_of"}
-"""The former names of seams, which `zae.composition.renamed` keeps for one version."""
 
 _STORE = dis.opmap["STORE_ATTR"]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -190,9 +187,7 @@ def _mentions_super(function: Any, name: str, depth: int) -> bool:
     if not isinstance(function, FunctionType):
         return False
     names = set(names_in(function.__code__))
-    if not names.isdisjoint((name, RENAMED_SEAMS.get(name))) and (
-        "super" in names or "__class__" in function.__code__.co_freevars
-    ):
+    if name in names and ("super" in names or "__class__" in function.__code__.co_freevars):
         return True
     # A decorator that does not use functools.wraps keeps the method in a cell.
     return depth > 0 and any(_mentions_super(held, name, depth - 1) for held in _cell_values(function))
@@ -241,6 +236,11 @@ def add_ons_of(cls: Any) -> list[Any]:
     leaves = [a for a in mixed if not is_base(a) and not any(b is not a and a in b.__mro__ for b in mixed)]
     applied = [a for c in cls.__mro__ for a in c.__dict__.get("_applied", ())]
     return leaves + [a for a in applied if a not in leaves]
+
+
+def is_overridden(trainer: Any, name: str) -> bool:
+    """Return whether a class, or an attribute of this trainer, overrides a seam of Trainer."""
+    return name in vars(trainer) or sum(name in c.__dict__ for c in type(trainer).__mro__) > 1
 
 
 def recipe_of(cls: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from zae.composition.foreign_names import Absent
 from zae.composition.introspect import add_ons_of, kinds_of
 
 __all__ = ["leave_out"]
@@ -29,7 +28,7 @@ def leave_out(cls: Any, layers: Container[str] = (), add_ons: Container[Any] = (
             return [each for each in super().mro() if each not in gone]
 
     others = [each for each in cls.__mro__ if each not in gone]
-    left = {name for each in others for name, value in vars(each).items() if not isinstance(value, Absent)}
+    left = {name for each in others for name in vars(each)}
     public = {name: value for each in gone for name, value in vars(each).items() if name[0] != "_" and name not in left}
     idle = {name: (lambda self, *args, **kwargs: None) if callable(value) else None for name, value in public.items()}
     return Passing(cls.__name__, (cls,), {"__module__": cls.__module__, "_partial": True, **idle})

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 from zae.composition.calls import USER_CALLS, user_call
 from zae.composition.class_checks import check_class, check_complete, check_instance
 from zae.composition.collisions import check_collisions
+from zae.composition.foreign_names import missing_attribute
 from zae.composition.introspect import (
     LAYERS,
     add_ons_of,
@@ -32,7 +33,6 @@ from zae.composition.introspect import (
     slots_of,
 )
 from zae.composition.options import check_call, check_owners, expand_call, options_of
-from zae.composition.renamed import absent_names, keep_old_names, present_names
 from zae.errors import AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, TaskError, did_you_mean
 
 __all__ = [
@@ -87,14 +87,12 @@ class TrainerMeta(ABCMeta):
         if str(namespace.get("__module__")).startswith("zae."):
             namespace |= {call: user_call(namespace[call]) for call in USER_CALLS & namespace.keys()}
         if not parents:
-            namespace |= absent_names({*namespace, *(name for base in bases for name in dir(base))})
             namespace["add_on"] = _OfClass(user_call(namespace["add_on"].__func__))
         try:
             cls = super().__new__(mcls, name, bases, namespace, **kwargs)
         except TypeError as error:
             _explain_bases(name, parents, error)
             raise
-        keep_old_names(cls)
         if parents:
             check_class(cls)
             if not cls._is_addon and not getattr(cls, "_partial", False):
@@ -123,7 +121,8 @@ class TrainerMeta(ABCMeta):
     if not TYPE_CHECKING:  # A checker would take every trainer for Any: it reads __init__ instead.
         __call__ = _make
 
-    __dir__ = present_names
+        def __getattr__(cls, name: str) -> Any:
+            raise missing_attribute(cls, name, is_class=True)
 
     @property
     def __signature__(cls) -> inspect.Signature:

@@ -95,12 +95,12 @@ def own_options(cls: type) -> dict[str, inspect.Parameter]:
 
 
 def option_values(trainer: Any) -> dict[str, Any]:
-    """Return the values of those options that a trainer has as attributes, also where they have moved."""
-    moved = {old: new for c in type(trainer).__mro__ for old, new in c.__dict__.get("old_attributes", {}).items()}
+    """Return the values of those options that a trainer, or a part of it named in ``_option_places``, has."""
+    places = {name: at for c in type(trainer).__mro__ for name, at in c.__dict__.get("_option_places", {}).items()}
     found = {}
     for name in options_of(type(trainer)):
         with suppress(AttributeError):
-            found[name] = attrgetter(moved.get(name, name))(trainer)
+            found[name] = attrgetter(places.get(name, name))(trainer)
     return found
 
 
@@ -140,9 +140,13 @@ def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> No
             f"{cls.__name__} takes {len(positional)} positional arguments ({', '.join(positional)}) "
             f"and got {len(args)}; name the others: {', '.join(others)}"
         )
+    unknown = [name for name in kwargs if name not in named]
+    if len(unknown) == 1:
+        raise OptionError(f"unknown argument {unknown[0]!r} for {cls.__name__}{_cure(cls, unknown[0], named)}")
+    if unknown:
+        lines = "".join(f"\n  {name!r}{_cure(cls, name, named)}" for name in unknown)
+        raise OptionError(f"unknown arguments for {cls.__name__}:{lines}")
     for name in kwargs:
-        if name not in named:
-            raise OptionError(f"unknown argument {name!r} for {cls.__name__}{_cure(cls, name, named)}")
         if name in given:
             value, cure = args[given.index(name)], "keep one"
             if hasattr(value, "param_groups"):

@@ -29,7 +29,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from zae.common.torch_private import find, without_ranges
+from zae.common.torch_private import find
 
 __all__ = ["batches_of", "why_not"]
 
@@ -57,10 +57,7 @@ _IS_KNOWN = None not in (_STACK, *_METHODS.values())
 def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
     """Iterate over a loader, on the exact data path where that is possible."""
     if not fast or why_not(loader) is not None:
-        iterator = iter(loader)
-        # A stream may warn, in its range, that it yields more than it has said.
-        is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        return without_ranges(iterator) if is_map else iterator
+        return iter(loader)
     batches, dataset = loader.batch_sampler, loader.dataset
     # A DataLoader starts its sampler, and then draws the seed of its workers, even if it has none.
     entries = iter(batches)

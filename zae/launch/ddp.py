@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check_comm_hook, replica_forward
+from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check_comm_hook
 from zae.errors import ConfigError
 
 __all__ = ["BUCKET", "CommunicationHook", "Replica", "broadcast", "group_alike", "sparse_in"]
@@ -52,7 +52,7 @@ class Replica(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self)["_used"] = True  # Not through __setattr__, which takes longer.
-        return replica_forward(self, args, kwargs)
+        return super().forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -241,7 +241,6 @@ class Evaluation:
             # Whether batches are pinned is asked of this loader, not of the epoch's.
             trainer.mode, position.pinned, run.is_evaluating = "test", has_pinned_batches(loader), True
             run.test_step, run.loader_place, run.valid_name = step, place, name
-            run.binding.update()
             root.eval()
             isolated = random_state.isolated(*random_state.generators_of(loader))
             with torch.no_grad(), isolated, preserve_streams(loader), trainer.evaluation_context():
@@ -250,7 +249,6 @@ class Evaluation:
             for module in training:
                 module.training = True
             trainer.mode, position.pinned, run.is_evaluating, run.test_step, run.loader_place, run.valid_name = before
-            run.binding.update()
 
     @contextmanager
     def _fresh_log(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from zae.common import argument_checks, optim
 from zae.common.optimizer_checks import Span
-from zae.composition.binding import Binding
+from zae.composition.introspect import is_overridden
 from zae.data.loaders import describe, length_of
 from zae.data.workers import add_to_text, dead_workers, ignore_dead_workers
 from zae.display.notebook import choose_display
@@ -53,8 +53,8 @@ class Run:
         Whether it is a call of ``run``, and whether that is still to be set up.
     is_ready : bool
         Whether the trainer is set up.
-    binding : Binding
-        The seams that are bound past idle add-ons.
+    decisions : tuple of str
+        Those of ``should_validate`` and ``should_checkpoint`` that are overridden: a step does not ask for the others.
     is_evaluating : bool
         Whether weights, modes and random streams are those of an evaluation.
     test_step : {"test_step", "predict_step"}
@@ -84,7 +84,7 @@ class Run:
         self, trainer: Trainer, loader: Any = None, valid_loader: Any = None, limits: RunLimits | None = None
     ) -> None:
         self._trainer = weakref.ref(trainer)
-        self.binding = Binding(self._trainer)
+        self.decisions: tuple[str, ...] = ()
         self.user_loader, self.loader, self.valid_loader = loader, loader, valid_loader
         self.is_call, self.limits = limits is not None, limits or RunLimits()
         self.is_ready, self.is_new = False, self.is_call
@@ -119,7 +119,7 @@ class Run:
         is_training = trainer.mode == "train"
         view = trainer.loader_position.view_of(loader, batches) if is_training else batches.of_validation(loader)
         call = Run(trainer, view, batches.of_validation(valid_loader), limits)
-        call.user_loader, call.is_ready, call.binding = loader, self.is_ready, self.binding
+        call.user_loader, call.is_ready = loader, self.is_ready
         return call
 
     @contextmanager
@@ -148,7 +148,6 @@ class Run:
         if not self.is_ready:
             self.trainer.setup()
             self.is_ready = True
-            self.binding.update()
 
     def close(self) -> None:
         """Close the display."""
@@ -161,6 +160,7 @@ class Run:
         """Find where this call ends, and refuse a loader or a schedule that does not fit."""
         trainer, calls = self.trainer, self.trainer.progress_checker.run_calls
         self.last_epoch, self.last_step = self.bounds()
+        self.find_decisions()
         self.current_loader = wrapped = self._fit_loader()
         leaves = calls.is_new and self.leaves_epoch(wrapped)
         optim.check_closures(trainer.optimizers, type(trainer))
@@ -243,7 +243,7 @@ class Run:
             trainer.log_test.clear()
         progress.pending_validation = ""
         trainer.optimization.begin_training()
-        self.binding.update()
+        self.find_decisions()
         trainer.zero_grad()  # An exception may have left the gradients of a step.
         if isinstance(trainer.model, nn.Module) and not trainer.model.training:
             trainer.model.train()
@@ -279,9 +279,14 @@ class Run:
         self.is_loading = True
         return step >= self.last_step or progress.epoch_step == self.epoch_steps or trainer.should_stop
 
+    def find_decisions(self) -> None:
+        """Find which decisions are overridden, by a class or by an attribute of this trainer."""
+        both = ("should_validate", "should_checkpoint")
+        self.decisions = tuple(name for name in both if is_overridden(self.trainer, name))
+
     def decide(self, name: str, is_due: bool) -> bool:
         """Ask a seam whether to do what is due, or not due; of several ranks, the answer of rank 0 counts."""
-        if name not in self.binding.decisions:
+        if name not in self.decisions:
             return is_due
         answer = getattr(self.trainer, name)(is_due)
         if type(answer).__name__ not in ("bool", "bool_"):  # The second is that of NumPy.

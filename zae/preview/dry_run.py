@@ -197,7 +197,7 @@ def copy_trainer(trainer: Any, cls: Any = None, is_whole: bool = True) -> Any:
         raise NotTried("its parameters lie in parts on several ranks")
     if not is_whole and optim.has_lazy([*module.parameters(), *module.buffers()]):
         raise NotTried("the model is lazy: its first batch makes its weights")
-    state = trainer.__getstate__() if is_whole else trainer.current_run.binding.unbound()
+    state = trainer.__getstate__() if is_whole else {n: v for n, v in vars(trainer).items() if n != "current_run"}
     own = {name: value for name, value in state.items() if name not in _names_of_zae(type(trainer))}
     twin = object.__new__(cls or type(trainer))
     memo = {id(trainer): twin, **_shared_by_copies(own, module, is_whole)}

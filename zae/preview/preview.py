@@ -19,7 +19,7 @@ from zae.common import optim, random_state
 from zae.common.argument_checks import check_flags
 from zae.common.optimizer_checks import check_schedules
 from zae.common.torch_private import is_compiled_by_hand
-from zae.composition.introspect import add_ons_of, seam, slots_of
+from zae.composition.introspect import add_ons_of, is_overridden, seam, slots_of
 from zae.data import sharding
 from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
@@ -67,7 +67,7 @@ class Preview:
         found.logs_at = found.due(trainer.log_every)
         found.validates_at = [] if run.valid_loader is None else found.due(run.limits.valid_every)
         for name, what in (("should_validate", "valid_every"), ("should_checkpoint", "save_every")):
-            if run.binding.overrides(name):
+            if is_overridden(trainer, name):
                 found.notes.append(f"{name} is overridden: it decides, and what follows from {what} may differ")
         self.find_metrics()
         self.measure_memory()

@@ -15,22 +15,9 @@ from zae.saving.rank_states import RankStates
 from zae.saving.start_from import Start
 from zae.saving.unsaved import Unsaved
 
-__all__ = ["OLD_ATTRIBUTES", "Resumption"]
+__all__ = ["Resumption"]
 
 _log = logging.getLogger("zae")
-
-OLD_ATTRIBUTES = {
-    "save_format": "checkpointer.model_format",
-    "keep_last": "checkpointer.retention.last",
-    "keep_best": "checkpointer.retention.best",
-    "run_id": "checkpointer.run_id",
-    "save_async": "checkpointer.saver.background",
-    "resume": "_resumption.resume",
-    "mid_epoch": "_resumption.mid_epoch",
-    "reshard": "_resumption.reshard",
-    "allow_partial": "_resumption.allow_partial",
-}
-"""Former attributes of StateManagerAddon, and where they are now."""
 
 
 class Resumption:

@@ -65,7 +65,6 @@ def check_addon(
     random     numbers drawn from training's random streams
     transfer   a value that is read from the device at every step
     neutral    an add-on of the layers "observe" and "state" that changes training
-    idle       an ``is_idle`` that is true where a seam does something
     exception  exceptions that are swallowed or replaced; threads, processes, files and hooks left after one
     state      state that a checkpoint lacks, and a state of the caller that is changed by loading it
     again      what is lost between two calls of ``run``

@@ -158,7 +158,7 @@ def check_super(kit: Kit) -> Iterator[str]:
     inner = {f"{name} of Trainer": getattr(Trainer, name) for name in names}
     codes = {_code(value): name for name, value in inner.items()}
     broken: Exception | None = None
-    with watch.never_idle(kit.add_on), watch.Calls({**outer, **codes}) as calls:
+    with watch.Calls({**outer, **codes}) as calls:
         try:
             kit.run(kit.make())
         except Exception as error:  # Often because super() was not called, which is reported below.

@@ -18,7 +18,6 @@ __all__ = [
     "check_evaluation",
     "check_frozen",
     "check_graph",
-    "check_idle",
     "check_loader",
     "check_metrics",
     "check_mode",
@@ -233,17 +232,4 @@ def check_neutral(kit: Kit) -> Iterator[str]:
         yield (
             f"is in layer {kit.add_on.layer!r} and changes training: the {part} ends as another than without it "
             f"({found}); only look at what there is, or move to the layer 'loop'"
-        )
-
-
-def check_idle(kit: Kit) -> Iterator[str]:
-    """Find an ``is_idle`` that returns True where a seam has something to do."""
-    with in_new_folder(), watch.never_idle(kit.add_on) as overrides:
-        if not overrides:
-            return
-        busy = kit.run(kit.make())
-    for part, found in list(watch.differing_parts(busy, kit.standard.trainer))[:1]:
-        yield (
-            f"says that it is idle and is not: passed by in the steps, the {part} ends as another ({found}); let "
-            "is_idle() return False whenever a seam of the step does something"
         )

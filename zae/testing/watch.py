@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zae.common import random_state
-from zae.composition.introspect import is_base
 
 __all__ = [
     "Calls",
@@ -38,7 +37,6 @@ __all__ = [
     "groups_of",
     "held_in",
     "hooks_of",
-    "never_idle",
     "output",
     "shared_entries",
     "snapshot",
@@ -286,19 +284,6 @@ class Transfers(TorchFunctionMode):
             if frame.f_code in self._codes:
                 self.found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}")
         return function(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def never_idle(add_on: Any) -> Iterator[bool]:
-    """Let ``is_idle`` of an add-on return False; yield whether the add-on overrides it."""
-    owner = next(c for c in add_on.__mro__ if "is_idle" in c.__dict__)
-    before, overrides = owner.is_idle, not is_base(owner)
-    if overrides:
-        owner.is_idle = lambda self: False
-    try:
-        yield overrides
-    finally:
-        owner.is_idle = before
 
 
 def differing_parts(a: Any, b: Any, may_add: bool = False) -> Iterator[tuple[str, str]]:

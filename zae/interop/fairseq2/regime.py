@@ -114,10 +114,6 @@ class RegimeAddon(AddOnBase):
         self._is_profiling = False
         self._published: dict[str, float] = {}  # The metrics of the unit, until the record of this step.
 
-    def is_idle(self) -> bool:
-        """Return whether there is nothing to do in a step."""
-        return not (self._is_profiling or self.publishes_metrics)
-
     @property
     def publishes_metrics(self) -> bool:
         """Whether the metrics of a unit are logged within epochs: ``log_every`` counts steps."""

@@ -43,9 +43,6 @@ class AttachedModule(AddOnBase):
         lit.check_module(self.unwrap())
         if datamodule is not None and lit.base_of(type(datamodule), "LightningDataModule") is None:
             raise ConfigError(f"datamodule is {kind_of(datamodule)}; give a LightningDataModule")
-        views.check_names(type(datamodule))
-        if mode == "train" and not hasattr(type(self), "clients"):
-            views.check_logger(type(self.unwrap()))
         self.datamodule, self._view, self._module_log = datamodule, views.TrainerView(self), lit.Records()
         if placeholder is not None:
             placeholder.module, placeholder.view = self.unwrap(), self._view
@@ -85,6 +82,14 @@ class AttachedModule(AddOnBase):
         self._module_log.hook = name
         try:
             return lit.call(getattr(module, name), *args)
+        except AttributeError as error:
+            if error.name is not None and error.obj is None and self._view.logger is None:
+                error.add_note(
+                    f"zae: where {type(module).__name__}.{name} reads self.logger.{error.name}: this trainer has no "
+                    "logger, and self.logger is None; write task_of(module).add_on(TensorBoardLoggerAddon), or ask "
+                    "first: if self.logger is not None"
+                )
+            raise
         finally:
             self._module_log.hook = before
 

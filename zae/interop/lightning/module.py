@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from zae.common.torch_private import last_metric_value
 from zae.common.walk import copy_of
 from zae.errors import ConfigError, LoaderError, StepError, TaskError, kind_of
-from zae.interop.lightning.view import TrainerView, check_names
+from zae.interop.lightning.view import TrainerView
 from zae.interop.torchmetrics import metrics_in
 from zae.loop.epoch_log import EpochLog
 from zae.loop.history import split_prefix
@@ -93,9 +93,7 @@ def check_class(cls: Any) -> None:
         if is_overridden(cls, name):
             raise TaskError(f"{cls.__name__}.{name} cannot be carried over: {cure}")
     training_step: Any = getattr(cls, "training_step")  # noqa: B009
-    step = getattr(training_step, "__code__", None)
-    names = set(step.co_names) if step else set()
-    if "manual_backward" in names or getattr(cls, "automatic_optimization", True) is False:
+    if getattr(cls, "automatic_optimization", True) is False:
         raise TaskError(f"{cls.__name__} {_MANUAL}")
     given = inspect.signature(training_step).parameters
     for name in ("dataloader_iter", "optimizer_idx"):
@@ -104,7 +102,6 @@ def check_class(cls: Any) -> None:
                 f"{cls.__name__}.training_step takes {name}, which is not carried over; write "
                 "def training_step(self, batch, batch_idx)"
             )
-    check_names(cls)
 
 
 def check_module(module: Any) -> None:

@@ -1,26 +1,23 @@
-"""What a LightningModule finds as ``self.trainer`` and ``self.logger``, and which of their names it may read."""
+"""What a LightningModule finds as ``self.trainer`` and ``self.logger``; other names raise with what to write."""
 
 from __future__ import annotations
 
-import dis
-import inspect
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
-from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zae.composition.foreign_names import ABSENT_NAMES
-from zae.errors import ConfigError, MissingError, TaskError
+from zae.composition.foreign_names import counterpart
+from zae.errors import ConfigError, MissingError
 from zae.loop.progress import NO_LIMIT
 
-__all__ = ["LoggerView", "TrainerView", "check_logger", "check_names"]
+__all__ = ["LoggerView", "TrainerView"]
 
 _log = logging.getLogger("zae")
 _CALLS = "call run, evaluate, test or predict of the zae trainer, outside of the module"
@@ -51,83 +48,16 @@ _CURES = {
 }
 
 
-class _Read(NamedTuple):
-    """A name of ``self.trainer`` or ``self.logger`` that a method reads or sets."""
-
-    method: str
-    owner: str
-    name: str
-    verb: str
-    is_guarded: bool
-
-
-def _codes(function: Any) -> Iterator[CodeType]:
-    """Yield the code of a function, and of those within it."""
-    code = getattr(function, "__code__", None)
-    waiting = [] if code is None else [code]
-    while waiting:
-        yield (code := waiting.pop())
-        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
-
-
-@cache
-def _reads(cls: type) -> tuple[_Read, ...]:
-    """Return what the methods of a class read of ``self.trainer`` and ``self.logger``, but for Lightning's own."""
-    found = []
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] in ("builtins", "lightning", "pytorch_lightning", "torch"):
-            continue
-        for name, member in vars(base).items():
-            member = getattr(member, "fget", None) or getattr(member, "__func__", member)
-            for code in _codes(inspect.unwrap(member) if callable(member) else None):
-                found += [_Read(f"{base.__qualname__}.{name}", *read) for read in _reads_of(code)]
-    return tuple(found)
-
-
-def _reads_of(code: CodeType) -> Iterator[tuple[str, str, str, bool]]:
-    """Yield owner, name, verb and whether the code looks first whether there is such a thing."""
-    steps = [*dis.get_instructions(code)]
-    loaded = [step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) for step in steps]
-    bare = {s.argval for s, after, is_name in zip(steps, [*loaded[1:], False], loaded, strict=True)
-            if is_name and not after}  # fmt: skip
-    asks = bool({"hasattr", "getattr"} & set(code.co_names))
-    for first, owner, last in zip(steps, steps[1:], steps[2:], strict=False):
-        if "self" in first.argrepr and owner.argval in _CURES and owner.opname.startswith("LOAD"):
-            guarded = asks or (owner.argval == "logger" and "logger" in bare)
-            if last.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
-                yield owner.argval, last.argval, "reads", guarded
-            elif last.opname == "STORE_ATTR":
-                yield owner.argval, last.argval, "sets", guarded
-
-
-def _explain(owner: str, name: str, method: str = "", verb: str = "reads") -> str:
+def _explain(owner: str, view: Any, name: str, verb: str = "reads") -> str:
     """Say of a name of Lightning that it is not here, and what to write."""
     cure = _CURES[owner].get(name)
-    if cure is None and owner == "trainer" and name in ABSENT_NAMES:
-        cure = f"outside of the module it is {ABSENT_NAMES[name]}"
+    if cure is None and owner == "trainer" and counterpart(name):
+        cure = f"outside of the module it is {counterpart(name)}"
     if cure is None:
-        names = [each for each in dir(_VIEWS[owner]) if not each.startswith("_")]
+        names = [each for each in dir(view) if not each.startswith("_")]
         cure = f"self.{owner} has {', '.join(names)}. For more, write a zae task or an add-on"
     what = "which cannot be set" if verb == "sets" else "which is not carried over from Lightning"
-    return f"{method or 'the module'} {verb} self.{owner}.{name}, {what}; {cure}"
-
-
-def check_names(cls: type) -> None:
-    """Refuse a module, or a data module, that reads a name of Lightning's trainer or logger that is not here."""
-    for read in _reads(cls):
-        is_there = hasattr(_VIEWS[read.owner], read.name) and (read.verb == "reads" or read.name == "should_stop")
-        if not (is_there or read.is_guarded):
-            raise TaskError(_explain(read.owner, read.name, read.method, read.verb))
-
-
-def check_logger(cls: type) -> None:
-    """Refuse a module that logs to ``self.logger`` where there is no logger add-on."""
-    for read in _reads(cls):
-        if read.owner == "logger" and not read.is_guarded:
-            raise ConfigError(
-                f"{read.method} reads self.logger.{read.name}, and this trainer has no logger; write "
-                "task_of(module).add_on(TensorBoardLoggerAddon), or ask first: if self.logger is not None"
-            )
+    return f"the module {verb} self.{owner}.{name}, {what}; {cure}"
 
 
 def _length(loader: Any) -> float:
@@ -166,7 +96,7 @@ class LoggerView:
             self._trainer.log_image(f"{key}/{index}" if len(images) > 1 else key, image, step)
 
     def __getattr__(self, name: str) -> Any:
-        raise MissingError(_explain("logger", name))
+        raise MissingError(_explain("logger", self, name))
 
 
 @cache  # Once is enough.
@@ -281,12 +211,12 @@ class TrainerView:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "should_stop":
-            raise MissingError(_explain("trainer", name, verb="sets"))
+            raise MissingError(_explain("trainer", self, name, "sets"))
         if value:
             self._of.stop("the module set self.trainer.should_stop")
 
     def __getattr__(self, name: str) -> Any:
-        raise MissingError(_explain("trainer", name))
+        raise MissingError(_explain("trainer", self, name))
 
     def plan_view(self) -> TrainerView:
         """Return a view for a plan of a run that has not begun: any number of steps will do."""
@@ -328,6 +258,3 @@ class _PlanView(TrainerView):
 
     estimated_stepping_batches = property(lambda self: 1000)
     max_epochs = max_steps = 1000
-
-
-_VIEWS: dict[str, type] = {"trainer": TrainerView, "logger": LoggerView}

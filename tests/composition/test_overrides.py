@@ -1,4 +1,4 @@
-"""The seams of a step are bound past idle add-ons, once an epoch; and the step of an optimizer is cheap."""
+"""Overrides without effect change no bit, and what others put around an optimizer's step or a loader is called."""
 
 from __future__ import annotations
 
@@ -35,99 +35,6 @@ def make(cls, **options):
 
 def batches(count=4):
     return list(torch.randn(count, 8, 2, generator=torch.Generator().manual_seed(0)))
-
-
-class ScalingAddon(AddOnBase):
-    """Scale the gradients, and note which of its seams were called."""
-
-    layer = "loop"
-
-    def __init__(self, *args, factor: float = 1.0, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.factor = factor
-        self.called = []
-
-    def is_idle(self):
-        return self.factor == 1
-
-    def setup(self):
-        self.called.append("setup")
-        super().setup()
-
-    def clip(self):
-        self.called.append("clip")
-        super().clip()
-        for parameter in self.parameters:
-            parameter.grad *= self.factor
-
-
-class CountingAddon(ScalingAddon):
-    """Count the calls of zero_grad besides."""
-
-    count = 0
-
-    def zero_grad(self):
-        super().zero_grad()
-        self.count += 1
-
-
-class ShiftingAddon(ScalingAddon):
-    """Never idle, whatever its base says."""
-
-    def is_idle(self):
-        return False
-
-
-def test_an_idle_add_on_is_called_around_the_step_only():
-    trainer = make(Task.add_on(ScalingAddon))
-    trainer.run(1, batches())
-    assert trainer.called == ["setup"]
-    trainer.factor = 0.5  # It is asked again by each run.
-    trainer.run(1, batches())
-    assert trainer.called == ["setup", "setup"] + ["clip"] * 4
-    trainer.factor = 1.0
-    trainer.run(1, batches())
-    assert trainer.called[6:] == ["setup"]
-    assert "clip" not in vars(trainer)
-
-
-def test_an_answer_stands_for_its_class_and_its_bases_only():
-    counting, shifting = make(Task.add_on(CountingAddon)), make(Task.add_on(ShiftingAddon))
-    counting.run(1, batches())
-    assert (counting.called, counting.count) == (["setup"], 5)  # Once as the epoch is opened.
-    shifting.run(1, batches())
-    assert shifting.called == ["setup"] + ["clip"] * 4
-
-
-def test_of_two_add_ons_of_one_base_the_busy_one_is_called():
-    class HalvingAddon(ScalingAddon):
-        """Say nothing of itself."""
-
-    class QuietAddon(ScalingAddon):
-        """Idle, always."""
-
-        def is_idle(self):
-            return True
-
-    trainer = make(Task.add_on(HalvingAddon, QuietAddon))
-    trainer.factor = 0.5
-    trainer.run(1, batches())
-    assert trainer.called.count("clip") == 4
-
-
-class CountedTask(Task):
-    """Notes which seams are the core's own while a step is made."""
-
-    def train_step(self, batch):
-        names = ("gradients", "sync_context", "scale_loss", "normalize", "optimizer_step")
-        self.seen = {name: getattr(self, name).__func__ is getattr(Trainer, name) for name in names}
-        return super().train_step(batch)
-
-
-def test_a_step_of_idle_add_ons_is_the_plain_one():
-    trainer = make(CountedTask.add_on(AMPAddon, GradientAccumulationAddon, MultiGPUAddon), precision="fp32")
-    trainer.run(1, batches())
-    assert set(trainer.seen.values()) == {True}
 
 
 class WindowedTask(Task):
@@ -200,24 +107,6 @@ def test_an_override_without_effect_changes_no_bit(mixins, options):
     assert ends[0] == ends[1]
 
 
-def test_an_add_on_is_asked_again_in_each_epoch_and_around_each_evaluation():
-    class EveryOtherAddon(ScalingAddon):
-        """Halves the gradients of every other epoch, and has nothing to do with evaluation."""
-
-        asked = ()
-
-        def is_idle(self):
-            self.asked += ((self.mode, self.progress_checker.epoch),)
-            return self.mode == "test" or self.progress_checker.epoch % 2 == 0
-
-    trainer = make(Task.add_on(EveryOtherAddon), factor=0.5)
-    trainer.run(3, batches(), batches(2))
-    assert trainer.called == ["setup"] + ["clip"] * 4
-    modes = [*dict.fromkeys(trainer.asked)]
-    assert modes == [("train", 0), ("test", 1), ("train", 1), ("test", 2), ("train", 2), ("test", 3), ("train", 3)]
-    assert not {"clip", "_bindings_by_idle", "_idle"} & set(vars(trainer))
-
-
 @pytest.mark.parametrize("out", [None, {}, {"los": 1.0}, {"loss": "low"}, {"loss": torch.ones(2)}, {"loss": 1.0}])
 def test_an_output_is_refused_in_the_same_words_whatever_is_overridden(out):
     said = []
@@ -232,15 +121,13 @@ def test_an_output_is_refused_in_the_same_words_whatever_is_overridden(out):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
 def test_a_copy_of_a_trainer_that_runs_is_one_that_is_not_set_up(copied):
-    """It continues by itself, to the same end, and has none of what the run has bound or opened."""
+    """It continues by itself, to the same end, and has none of what the run has opened."""
     cls = Task.add_on(AMPAddon, GradientAccumulationAddon, MultiGPUAddon)
     trainer, copies = make(cls, precision="fp32", gradient_accumulation_steps=2), []
     trainer.run_epoch(batches())
     trainer.current_run.display = Terminal()
     trainer.current_run.display._bar = tempfile.TemporaryFile()  # noqa: SIM115  (as a bar holds its terminal, which nobody can copy)
     copies.append(copied(trainer))
-    assert "sync_context" in vars(trainer)
-    assert "sync_context" not in vars(copies[0])
     assert not copies[0].current_run.is_ready
     ends = [each.run(1, batches()) for each in (trainer, *copies)]
     assert ends[0] == ends[1]
@@ -248,16 +135,6 @@ def test_a_copy_of_a_trainer_that_runs_is_one_that_is_not_set_up(copied):
 
 
 # ------------------------------------------------------------------------------------- the step of an optimizer
-
-
-@pytest.fixture
-def ranges(monkeypatch):
-    """The names of the ranges that torch opens for a profiler."""
-    opened, enter = [], torch.autograd.profiler.record_function.__enter__
-    monkeypatch.setattr(
-        torch.autograd.profiler.record_function, "__enter__", lambda self: (opened.append(self.name), enter(self))[1]
-    )
-    return opened
 
 
 class Clipping(AddOnBase):
@@ -273,43 +150,8 @@ def warmed(optimizer):
     return WarmUpScheduler(optimizer, total_iters=4, eta_min=0.01)
 
 
-@pytest.mark.covers("P-33")
-@pytest.mark.parametrize("add_ons", [(), (Clipping,)], ids=["plain", "overridden"])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
-@pytest.mark.parametrize("scheduler", [None, warmed], ids=["", "scheduler"])
-def test_torch_opens_no_range_where_nobody_profiles(kind, scheduler, add_ons, ranges):
-    """P-33: what torch puts around a step takes a tenth of a small one's time; the weights are those of its calls."""
-
-    def train(hand):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(2, 1)
-        optimizer = kind(model.parameters(), lr=0.1)
-        schedule = scheduler and scheduler(optimizer)
-        if not hand:
-            options = {"scheduler": schedule, "scheduler_step_on_batch": True} if schedule else {}
-            trainer = Task.add_on(*add_ons)(model, "cpu", optimizer=optimizer, log_bar=False, **options)
-            assert trainer.run(2, batches())["step"] == 8
-            return model.state_dict(), optimizer.state_dict()
-        for batch in batches() * 2:
-            model(batch).square().mean().backward()
-            optimizer.step()
-            if schedule:
-                schedule.step()
-            optimizer.zero_grad()
-        return model.state_dict(), optimizer.state_dict()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # A scheduler says so where it sees no step of its optimizer.
-        ours = train(hand=False)
-        assert not ranges
-        by_hand = train(hand=True)
-    assert ranges.count(f"Optimizer.step#{kind.__name__}.step") == 8
-    torch.testing.assert_close(ours, by_hand, rtol=0, atol=0)
-
-
-@pytest.mark.covers("P-33")
 def test_a_profiler_sees_the_steps_of_an_optimizer_and_the_batches():
-    """P-33, P-48: also where it begins in the midst of a run."""
+    """also where it begins in the midst of a run."""
 
     class Profiled(Task):
         def on_epoch_begin(self):
@@ -340,27 +182,6 @@ class Samples(Dataset):
         return torch.full((2,), float(index))
 
 
-@pytest.mark.covers("P-33")
-def test_torch_opens_no_range_for_the_batches_of_a_loader(ranges):
-    loader = DataLoader(Samples(), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
-    seen = []
-
-    class Seeing(Task):
-        def train_step(self, batch):
-            if self.mode == "train":
-                seen.append(batch)
-            return super().train_step(batch)
-
-    assert make(Seeing).run(2, loader, valid_loader=DataLoader(Samples(), batch_size=4))["step"] == 8
-    assert len(ranges) <= 1  # The trial of the validation takes its first batch from the loader itself.
-    ranges.clear()
-    loader.generator.manual_seed(3)
-    expected = [*loader, *loader]
-    assert len(ranges) == 10
-    assert torch.equal(torch.stack(seen), torch.stack(expected))
-
-
-@pytest.mark.covers("P-33")
 def test_what_somebody_has_put_around_a_loaders_batches_is_called(monkeypatch):
     kind, called = type(iter(DataLoader(Samples()))), []
     plain = kind.__next__
@@ -369,7 +190,6 @@ def test_what_somebody_has_put_around_a_loaders_batches_is_called(monkeypatch):
     assert len(called) >= 4
 
 
-@pytest.mark.covers("P-33")
 def test_a_dataset_that_ends_early_ends_the_epoch_as_in_torch():
     class Short(Samples):
         def __getitem__(self, index):
@@ -384,10 +204,9 @@ def test_a_dataset_that_ends_early_ends_the_epoch_as_in_torch():
         assert make(Task).run(1, loader)["step"] == 2
 
 
-@pytest.mark.covers("P-33")
 @pytest.mark.parametrize("add_ons", [(), (Clipping,)], ids=["plain", "overridden"])
 def test_hooks_of_a_step_are_called_from_the_next_step_on(add_ons):
-    """P-33: those of one optimizer and those of all; one that comes in the midst of an epoch too."""
+    """those of one optimizer and those of all; one that comes in the midst of an epoch too."""
     called = []
 
     class Hooking(Task):
@@ -416,9 +235,8 @@ def test_hooks_of_a_step_are_called_from_the_next_step_on(add_ons):
     assert called == [each for group in own + both for each in group]
 
 
-@pytest.mark.covers("P-33")
 def test_a_step_of_ones_own_is_called():
-    """P-33: put on the optimizer, on its class, around that of its class, or in the place of a scheduler's."""
+    """put on the optimizer, on its class, around that of its class, or in the place of a scheduler's."""
     called = []
 
     def noting(function):
