@@ -215,14 +215,14 @@ def test_a_right_composition_passes(capsys: pytest.CaptureFixture[str]) -> None:
         "repeatable": "passed", "your loop": "passed", "observers are neutral": "passed",
         "contract of add-ons": "not applicable", "ranks equal one process": "passed", "resume is exact": "passed",
     }  # fmt: skip
-    assert "20 updates in plain PyTorch" in found["your loop"][1]
+    assert "20 updates of the loop by hand, in plain PyTorch" in found["your loop"][1]
     assert "float64, BatchNorm frozen, dropout off): 12 steps" in found["ranks equal one process"][1]
     assert "4 kills by SIGKILL" in found["resume is exact"][1]
 
 
 @pytest.mark.exhaustive
-def test_what_eject_writes_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without the add-on that eject does not write, on both sides, and in one process."""
+def test_what_the_loop_by_hand_does_not_have_is_left_out_of_both(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rest of the trainer is compared, in one process, and the add-on is named."""
     maker = SCRIPT.partition("def make_trainer")[2].partition("def noisy")[0]
     maker = maker.replace("EMAAddon", "NoiseAddon, MultiGPUAddon, EMAAddon")
     add_on = SCRIPT.partition("class NoiseAddon")[2].partition("class Third")[0]
@@ -232,8 +232,8 @@ def test_what_eject_writes_is_compared(capsys: pytest.CaptureFixture[str]) -> No
     status, found = certify(capsys, "noise.py", "--only", "loop")
     result, words = found["your loop"]
     assert (status, result) == (0, "passed")
-    assert words.startswith("20 updates in plain PyTorch")
-    assert words.endswith("; both are without NoiseAddon, which eject does not write")
+    assert words.startswith("20 updates of the loop by hand")
+    assert words.endswith("; both without NoiseAddon, which the loop by hand does not have")
 
 
 FAULTS: dict[str, dict[str, tuple[str, str]]] = {
@@ -247,7 +247,7 @@ FAULTS: dict[str, dict[str, tuple[str, str]]] = {
     "noise": {
         "contract of add-ons": ("failed", "unscale draws from the global random stream 'torch'"),
         "ranks equal one process": ("failed", "drifted apart"),
-        "your loop": ("not applicable", "eject"),
+        "your loop": ("passed", "both without NoiseAddon, which the loop by hand does not have"),
     },
     "third": {
         "contract of add-ons": ("failed", "keeps undeclared state: self.count"),

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import hashlib
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -20,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zae.addon import AddOnBase
 from zae.cli import script
+from zae.cli.certify import loop, recipe
 from zae.cli.certify.jobs import Job
 from zae.common.optim import parameters_of
 from zae.common.walk import map_tensors
@@ -49,7 +49,7 @@ def work(job: Job) -> None:
         os.dup2(output, stream)
     _enter(job)
     try:
-        answer = {"train": _train, "eject": _eject, "plain": _plain, "contract": _contract}[job.kind](job)
+        answer = {"train": _train, "plain": _plain, "contract": _contract}[job.kind](job)
     except ZaeError as error:
         answer = {"failed": str(error)}
     except Exception as error:
@@ -231,6 +231,7 @@ def _train(job: Job) -> dict[str, Any]:
             _make_exact(trainer.unwrap())
         trainer.run(**arguments)
         weights = as_plain(dict(trainer.unwrap().state_dict())) if job.world == 1 else {}
+        found["precision"] = getattr(trainer, "precision", "fp32")
     answer: dict[str, Any] = as_plain(
         {**found, **{k: v for k, v in _notes.items() if k != "class"}, "weights": weights}
     )
@@ -302,30 +303,24 @@ def _counting_updates() -> Iterator[None]:
         handle.remove()
 
 
-# --------------------------------------------------------------------------------------------------- the ejected script
-
-
-def _eject(job: Job) -> dict[str, Any]:
-    """Write the script of plain PyTorch; return what it leaves out."""
-    from zae.preview.eject.eject import write_script
-
-    with _made(job, has_witness=False) as (trainer, arguments, _):
-        made = write_script(trainer, arguments, *script.maker_of(job.script))
-        names = [each.__name__ for each in add_ons_of(type(trainer))]
-    Path(job.plain).write_text(made, encoding="utf-8")
-    without = [name for name in names if any(w.startswith(f"{name} (") and changes for w, changes in made.missing)]
-    return {"missing": [[what, changes] for what, changes in made.missing], "add_ons": without}
+# ---------------------------------------------------------------------------------------------------- the loop by hand
 
 
 def _plain(job: Job) -> dict[str, Any]:
-    """Run the script of plain PyTorch; return its weights."""
-    path, function = script.split(job.script)
-    sys.argv, sys.path[:0] = [job.plain, *job.given], [str(path.parent)]
-    plain = script.import_file(Path(job.plain), "ejected")
-    task, run = getattr(plain, function)()
-    with _counting_updates():
-        plain.train(task, run.get("n_epoch"), run["loader"], run.get("valid_loader"))
-    answer: dict[str, Any] = as_plain({"weights": dict(task.model.state_dict()), "updates": _notes["updates"]})
+    """Train by the loop in plain PyTorch; return its weights, or what that loop does not do."""
+    with _made(job, has_witness=False) as (trainer, arguments, _), _counting_updates():
+        if without := recipe.uncovered_add_ons(trainer):
+            return {"without": without}
+        if missing := recipe.uncovered(trainer, arguments):
+            return {"uncovered": missing}
+        try:
+            given, more = recipe.make_loop(trainer, arguments, job.precision)
+            loop.train(*given, **more)
+        except loop.Uncovered as found:
+            return {"uncovered": [str(found)]}
+        answer: dict[str, Any] = as_plain(
+            {"weights": dict(trainer.unwrap().state_dict()), "updates": _notes["updates"]}
+        )
     return answer
 
 

@@ -39,14 +39,14 @@ def first_difference(one: Mapping[str, Any], other: Mapping[str, Any], without: 
 
 
 def update_difference(zae: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
-    """Return where the ejected script differs from the composition, empty where it does not."""
+    """Return where the loop by hand differs from the composition, empty where it does not."""
     where = difference(zae["weights"], plain["weights"], "weights")
     if where is None:
         return ""
     pairs = zip(zae["updates"], plain["updates"])
     step = next((index for index, (a, b) in enumerate(pairs, start=1) if a != b), None)
     when = f"; the weights differ first after call {step} of an optimizer" if step else ""
-    when = when or f"; {len(zae['updates'])} calls of an optimizer, and {len(plain['updates'])} in the script"
+    when = when or f"; {len(zae['updates'])} calls of an optimizer, and {len(plain['updates'])} by hand"
     return f"{where} differs at the end{_by(zae['weights'], plain['weights'], where, 'weights')}{when}"
 
 

@@ -52,8 +52,8 @@ class Job:
     """Seconds to wait after each step."""
     add_on: str = ""
     """The add-on that "contract" checks."""
-    plain: str = ""
-    """The file of the ejected script, which "eject" writes and "plain" runs."""
+    precision: str = "fp32"
+    """What "plain" computes in: as the trainer has chosen it in a run."""
     rank: int = 0
     world: int = 1
     port: int = 0

@@ -3,7 +3,6 @@
 import torch
 
 import zae.cli.certify.child
-import zae.preview.eject.eject
 import zae.testing  # noqa: F401
 
 torch.optim.SGD([torch.zeros(1)], lr=1.0)  # The first optimizer of a process imports much.

@@ -86,30 +86,26 @@ _REPEAT = "Look for time, threads, unordered sets and unseeded generators (docs/
 
 def loop(found: Certificate) -> Iterator[Finding]:
     """The weights are those of the loop in plain PyTorch."""
-    file = str(found.shop.folder / "plain.py")
-    given: dict[str, Any] = {"kind": "eject", "steps": found.steps, "plain": file, "is_shortened": False}
-    ejected = found.shop.run(**given)
-    without = tuple(ejected["add_ons"])
+    given: dict[str, Any] = {"kind": "plain", "steps": found.steps, "is_shortened": False}
+    given["precision"] = found.base["precision"]
+    plain = found.shop.run(**given)
+    without = tuple(plain.get("without", ()))
     if without:  # The rest of the trainer is compared.
-        ejected = found.shop.run(**given, leave_out=("parallel", *without))
-    missing = ejected["missing"]
-    differing = [what for what, changes in missing if changes]
-    if differing:
-        yield Finding(NOT_TRIED, f"eject does not write {'; '.join(differing)}, without which the weights differ")
+        plain = found.shop.run(**given, leave_out=("parallel", *without))
+    if "uncovered" in plain:
+        yield Finding(NOT_TRIED, f"the loop by hand does not do: {'; '.join(plain['uncovered'])}")
         return
     ours = found.base
     if without or found.base["is_shortened"]:
         ours = found.train(is_shortened=False, leave_out=("parallel", *without))
-    plain = found.shop.run(kind="plain", plain=file)
+    both = f"both without {', '.join(without)}, which the loop by hand does not have" if without else ""
     if text := update_difference(ours, plain):
-        text += f" (both without {', '.join(without)}, which eject does not write)" if without else ""
-        yield Finding(FAILED, f"{text}. Keep the script to compare: python -m zae eject SCRIPT -o plain.py")
+        yield Finding(FAILED, f"{text}{f' ({both})' if both else ''}. The loop is zae/cli/certify/loop.py")
         return
-    left = f"; the script leaves out {'; '.join(what for what, _ in missing)}" if missing else ""
-    left += f"; both are without {', '.join(without)}, which eject does not write" if without else ""
     yield Finding(
         PASSED,
-        f"{len(plain['updates'])} updates in plain PyTorch, as eject writes it, leave bitwise the same weights{left}",
+        f"{len(plain['updates'])} updates of the loop by hand, in plain PyTorch, leave bitwise the same weights"
+        f"{f'; {both}' if both else ''}",
     )
 
 
