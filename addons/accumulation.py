@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zae.addon import AddOnBase, replaces
 from zae.common.argument_checks import check_count
@@ -13,9 +13,6 @@ from zae.composition.introspect import is_marked
 from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.sharding import shares_of
 from zae.errors import ConfigError, LoaderError, StepError
-
-if TYPE_CHECKING:
-    from zae.preview.eject.script import Script
 
 __all__ = ["GradientAccumulationAddon"]
 
@@ -154,14 +151,6 @@ class GradientAccumulationAddon(AddOnBase):
         """Return the number of windows, with the short one at the end."""
         length = super().steps_in(loader)
         return None if length is None else -(-length // self._batches_per_step(loader))
-
-    def eject_lines(self, script: Script) -> None:
-        """Write a loop over the batches of a step."""
-        super().eject_lines(script)
-        if self.global_batch_size is not None:
-            script.leave_out(f"global_batch_size={self.global_batch_size}")
-        elif self.gradient_accumulation_steps > 1:
-            script.window = str(self.gradient_accumulation_steps)
 
     def plan_ranks(self, plan: Any) -> None:
         """Note how many batches make a step."""

@@ -144,11 +144,6 @@ class ActivationOffloadAddon(AddOnBase):
         notes, reason = [f"kept on the host until the backward: {describe_blocks(self.offloaded())}"], self._why_idle()
         return [*super().plan_lines(plan), *notes, *([f"ActivationOffloadAddon does nothing: {reason}"] * bool(reason))]
 
-    def eject_lines(self, script: Any) -> None:
-        """Leave it out of a script of plain PyTorch: it changes no numbers."""
-        super().eject_lines(script)
-        script.leave_out("ActivationOffloadAddon", False)
-
     def _why_idle(self) -> str:
         """Return why nothing is offloaded; empty on a device with a memory of its own."""
         if self.device.type != "cpu":

@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from zae.common.torch_private import found_overflow
 from zae.composition.introspect import add_ons_of
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 from zae.optimizers import low_precision
-
-if TYPE_CHECKING:
-    from zae.preview.eject.script import Script
 
 __all__ = ["AMPAddon"]
 
@@ -266,40 +263,6 @@ class AMPAddon(AddOnBase):
         if self.dtype is None:
             return notes
         return [*notes, low_precision.describe(optim.as_dict(self.optimizer).values(), self.master_weights)]
-
-    def eject_lines(self, script: Script) -> None:
-        """Write autocast, for float16 a GradScaler, and for weights in bfloat16 their float32 copies."""
-        super().eject_lines(script)
-        if self.dtype is not None:
-            self._eject_weights(script)
-        precision, (first, least) = self._choose(), self.loss_scale
-        if (dtype := _TYPES[precision]) is None:
-            return
-        script.contexts.append(f'torch.autocast("{self.device.type}", dtype={dtype})')
-        if precision == "fp16":
-            script.add("setup", f'scaler = torch.amp.GradScaler("{self.device.type}", init_scale={first!r})')
-            script.objects.append("scaler")
-            script.loss_of, script.can_skip = f"scaler.scale({script.loss_of})", True
-            script.add("before_clip", *script.of_each("scaler.unscale_(optimizer)"))
-            script.step_lines = [
-                "scale = scaler.get_scale()", *script.of_each("scaler.step(optimizer)"), "scaler.update()",
-                "stepped = scaler.get_scale() >= scale",
-                f"if scaler.get_scale() < {least!r}:", f"    scaler.update({least!r})",
-            ]  # fmt: skip
-
-    def _eject_weights(self, script: Script) -> None:
-        """Write the conversion of the model, and the float32 copies that its optimizer steps."""
-        if script.several and self.master_weights:
-            script.leave_out("dtype='bf16' of AMPAddon, with several optimizers: the weights are in float32")
-            return
-        script.define("to_bfloat16")
-        script.add("model", "to_bfloat16(model)")
-        if self.master_weights:
-            script.define("Float32Weights")
-            script.add("setup", "masters = Float32Weights(optimizer)")
-            script.objects.append("masters")
-            script.step_lines = ["masters.take_gradients()", *script.step_lines, "masters.round()"]
-            script.add("step_end", "model.zero_grad()  # Those of the optimizer are the copies.")
 
     @property
     def _scaler(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from zae.common.walk import dense_part, local_part, tensors_in
 from zae.errors import ConfigError, NonFiniteError
 from zae.loop.nonfinite import watching
 from zae.loop.step_output import StepOutput, loss_numbers
-
-if TYPE_CHECKING:
-    from zae.preview.eject.script import Script
 
 __all__ = ["AnomalyAddon"]
 
@@ -139,11 +136,6 @@ class AnomalyAddon(AddOnBase):
         first, last = self.anomaly_steps
         steps = "every step" if (first, last) == (1, math.inf) else f"steps {first} to {last}"
         return [*super().plan_lines(plan), f"AnomalyAddon watches {steps}, which makes them slower"]
-
-    def eject_lines(self, script: Script) -> None:
-        """Leave it out of a script of plain PyTorch: it changes no numbers."""
-        super().eject_lines(script)
-        script.leave_out("AnomalyAddon", False)
 
     @property
     def _ends_run(self) -> bool:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from zae.errors import ConfigError, DistributedError, StepError
 from zae.launch.pipeline.rows import join, take_apart, take_rows
 from zae.loop.repeating.parts import StepStart, check_layers, check_mean, largest_part
 from zae.loop.step_output import StepOutput
-
-if TYPE_CHECKING:
-    from zae.preview.eject.script import Script
 
 __all__ = ["AutoBatchAddon"]
 
@@ -301,11 +298,6 @@ class AutoBatchAddon(AddOnBase):
         size = self.fitting_size if self.micro_batch_size is None else self.micro_batch_size
         how = "a batch that does not fit in memory is" if size is None else f"batches of more than {size} samples are"
         return [*super().plan_lines(plan), f"{how} computed in parts"]
-
-    def eject_lines(self, script: Script) -> None:
-        """Leave it out of a script of plain PyTorch: whole batches give the same weights, up to rounding."""
-        super().eject_lines(script)
-        script.leave_out("AutoBatchAddon", False)
 
 
 class _OtherRankError(Exception):

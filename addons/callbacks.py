@@ -396,8 +396,3 @@ class CallbackAddon(AddOnBase):
         if isinstance(entry, Mapping):
             self._callbacks.check(entry.get("callback_states"))
         return entry
-
-    def eject_lines(self, script: Any) -> None:
-        """Name the callbacks, which may change what a run does."""
-        super().eject_lines(script)
-        script.leave_out(f"the callbacks {', '.join(type(each).__name__ for each in self.callbacks)}")

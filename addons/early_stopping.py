@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_count, check_number
 from zae.errors import ConfigError, MonitorError
-
-if TYPE_CHECKING:
-    from zae.preview.eject.script import Script
 
 __all__ = ["EarlyStoppingAddon"]
 
@@ -136,22 +133,6 @@ class EarlyStoppingAddon(AddOnBase):
         note = f"may end earlier: after {self.patience} consecutive validations without a better {self.monitor}"
         note += f", not before {self.min_epochs} epochs" if self.min_epochs else ""
         return [*super().plan_lines(plan), note]
-
-    def eject_lines(self, script: Script) -> None:
-        """Write the count of validations without an improvement."""
-        super().eject_lines(script)
-        if self.early_stopper is not None:
-            script.leave_out("early_stopper=...")
-            return
-        script.imports.add("import math")
-        script.add("setup", "waited = 0")
-        script.values += ["best", "waited"]
-        gain = "best - score" if self.history.direction == "min" else "score - best"
-        waits = f"waited >= {self.patience}" + (f" and epoch + 1 >= {self.min_epochs}" if self.min_epochs else "")
-        script.add(
-            "validated", f"best, waited = (score, 0) if {gain} > {self.delta!r} else (best, waited + 1)",
-            f"done = {waits}",
-        )  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Reset the count where another metric is monitored than in the saved run."""

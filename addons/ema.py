@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from zae.errors import CheckpointMismatch, ConfigError
 from zae.preview.checkpoint_size import tensor_bytes
 from zae.storage.encoding import name_of_key
 from zae.storage.share import Group, save_weights
-
-if TYPE_CHECKING:
-    from zae.preview.eject.script import Script
 
 __all__ = ["EMAAddon"]
 
@@ -277,25 +274,6 @@ class EMAAddon(AddOnBase):
         save = partial(save_weights, Path(path), average, written, self.is_main or self.can_save_alone)
         return save() if self.can_save_alone else Group(self.rank, self.gather).together(save, Path(path))[self.rank]
 
-    def eject_lines(self, script: Script) -> None:
-        """Write the average, its updates, and its use in evaluations."""
-        super().eject_lines(script)
-        is_low = any(map(is_half_weight, self.unwrap().parameters()))
-        start = "start_of_average" if is_low else "copy_of_weights"
-        for name in dict.fromkeys(("copy_of_weights", start, "update_average", "weights_of")):
-            script.define(name)
-        script.add("setup", f"average = {start}(model)")
-        is_uniform, first = self.averaging == "uniform", self.average_start
-        if is_uniform:
-            script.add("setup", "averaged = 0")
-            script.add("after_step", "if not averaged:", "    update_average(average, model, 0.0)")
-            script.add("epoch_schedules", *_uniform_lines(first))
-        else:
-            decay = f"{self.decay!r} if epoch >= {first} else 0.0" if first else repr(self.decay)
-            script.add("after_step", f"update_average(average, model, {decay})")
-        script.evaluation.append("weights_of(average, task.model)")
-        script.values += ["average", "averaged"] if is_uniform else ["average"]
-
     def plan_lines(self, plan: Any) -> list[str]:
         """Add the average to the size of a checkpoint."""
         if plan.bytes_per_checkpoint and not self.average:  # Else unknown, or counted already.
@@ -329,12 +307,6 @@ class EMAAddon(AddOnBase):
         super().load_state_dict(state, strict)
         if self.average:
             self._pair()
-
-
-def _uniform_lines(start: int) -> list[str]:
-    """Return the lines that update a uniform average at the end of an epoch."""
-    update = ["update_average(average, model, averaged / (averaged + 1))", "averaged += 1"]
-    return [f"if epoch >= {start}:", *(f"    {line}" for line in update)] if start else update
 
 
 def _rename(average: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,10 +12,6 @@ from zae.addon import AddOnBase
 from zae.errors import ConfigError
 from zae.launch.activations.recompute import MATMULS, find_own_checkpointing, operation_of, recompute
 from zae.launch.blocks import choose_outermost, describe_blocks, parse_blocks
-from zae.preview.eject.script import quoted
-
-if TYPE_CHECKING:
-    from zae.preview.eject.script import Script
 
 __all__ = ["GradientCheckpointingAddon"]
 
@@ -122,29 +118,6 @@ class GradientCheckpointingAddon(AddOnBase):
         but = f", but for {what}" if kept else ""
         note = f"computed again in the backward: {describe_blocks(self.checkpointed())}{but}"
         return [*super().plan_lines(plan), note]
-
-    def eject_lines(self, script: Script) -> None:
-        """Write calls of ``torch.utils.checkpoint``; modules with buffers, which it may change twice, stay."""
-        super().eject_lines(script)
-        found, keep = self.checkpointed(), self.checkpoint_keep
-        names = [name for name, each in found.items() if not any(True for _ in each.buffers())]
-        if callable(keep) or len(names) < len(found):
-            what = "of a policy" if callable(keep) else "of modules with buffers"
-            script.leave_out(f"GradientCheckpointingAddon {what}", False)
-        if callable(keep) or not names:
-            return
-        script.imports.add("from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts" if keep
-                           else "from torch.utils.checkpoint import checkpoint")  # fmt: skip
-        script.imports.add("from functools import partial")
-        kept = ["kept = [", *(f"    torch.ops.{name}," for name in keep), "]"] if keep else []
-        if keep:
-            kept.append("contexts = partial(create_selective_checkpoint_contexts, kept)")
-        more = ", context_fn=contexts" if keep else ""
-        script.add(
-            "setup", *kept, "for name in [", *(f"    {quoted(name)}," for name in names), "]:",
-            "    block = model.get_submodule(name)",
-            f"    block.forward = partial(checkpoint, block.forward, use_reentrant=False{more})",
-        )  # fmt: skip
 
     def _restore_forwards(self) -> None:
         undo, self._undo_checkpointing = self._undo_checkpointing, None

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zae.addons.logger import LoggerAddon
 from zae.common.argument_checks import check_file
 from zae.errors import ConfigError
 from zae.sinks.base import JSONLSink, Sink
 from zae.sinks.remote import RemoteJSONLSink
-
-if TYPE_CHECKING:
-    from zae.preview.eject.script import Script
 
 __all__ = ["JSONLLoggerAddon"]
 
@@ -79,17 +75,3 @@ class JSONLLoggerAddon(LoggerAddon):
     def _file_sink(self) -> JSONLSink:
         path, url = self.jsonl_path, self.jsonl_url
         return JSONLSink(path) if url is None else RemoteJSONLSink(path, url)
-
-    def eject_lines(self, script: Script) -> None:
-        """Write the records of training and of validations to the file."""
-        super().eject_lines(script)
-        for name in ("write_line", "rates_of"):
-            script.define(name)
-        path, optimizers = script.path(self.jsonl_path), "optimizers" if script.several else '{"0": optimizer}'
-        script.add("logged", 'record = {f"train/{key}": value for key, value in logged.items()}')
-        script.add("logged", f"record |= rates_of({optimizers})")
-        if self.gradient_clip and self.gradient_clip != math.inf and not script.several:
-            script.add("logged", 'record["grad_norm"] = float(norm)')
-        script.add("logged", f"write_line({path}, step=step, epoch=epoch + 1, **record)")
-        script.add("valid_logged", 'record = {f"valid/{key}": value for key, value in metrics.items()}')
-        script.add("valid_logged", f"write_line({path}, step=step, epoch=epoch + 1, **record)")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from zae.addons.distributed import DistributedAddon
 from zae.addons.replicated import ReplicatedAddon
 from zae.common.argument_checks import check_flags
-from zae.composition.introspect import add_ons_of
 from zae.launch.ddp import CommunicationHook
-
-if TYPE_CHECKING:
-    from zae.preview.eject.script import Script
 
 __all__ = ["MultiGPUAddon"]
 
@@ -107,12 +103,3 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
             Empty where its forward keeps what that of a rank keeps.
         """
         return ""
-
-    def eject_lines(self, script: Script) -> None:
-        """Write DistributedDataParallel, for a script that torchrun starts."""
-        super().eject_lines(script)
-        script.engine = next(c.__name__ for c in add_ons_of(type(self)) if issubclass(c, MultiGPUAddon))
-        if self.comm_hook is not None or self.static_graph:
-            script.leave_out(f"{script.engine} (with {'static_graph' if self.static_graph else 'comm_hook'})")
-        else:
-            script.ranks = {"find_unused_parameters": self.find_unused_parameters}

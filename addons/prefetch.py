@@ -107,11 +107,6 @@ class PrefetchAddon(AddOnBase):
         # It may compute with tensors that the stream of the computation has yet to write.
         return "" if owner is Trainer else f"{owner.__name__}.to_device may do more than copy; do that in train_step"
 
-    def eject_lines(self, script: Any) -> None:
-        """Leave it out of a script of plain PyTorch: it changes no numbers."""
-        super().eject_lines(script)
-        script.leave_out("PrefetchAddon", False)
-
 
 def _why_not(loader: Any) -> str:
     """Return why batches of a loader cannot be copied at the same time as a step; empty if they can."""

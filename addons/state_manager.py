@@ -283,11 +283,6 @@ class StateManagerAddon(AddOnBase):
                 _log.warning("signal %d: saved at step %d, in %s", signal, self.progress_checker.step, self.last_path)
             self._stop_signals.end(signal)
 
-    def eject_lines(self, script: Any) -> None:
-        """Write a state that plain torch reads, saved at the end of each epoch."""
-        super().eject_lines(script)
-        script.save_to(self.save_path / "last.pt", self._resumption.resume is not False, self.save_every.steps or 0)
-
     def on_exception(self, error: BaseException) -> None:
         """Save the state apart; nothing that fails here hides the error."""
         super().on_exception(error)

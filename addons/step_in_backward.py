@@ -233,11 +233,6 @@ class StepInBackwardAddon(AddOnBase):
         super().plan_memory(plan)
         plan.memory.frees_gradients = True
 
-    def eject_lines(self, script: Any) -> None:
-        """Leave it out of a script of plain PyTorch: it changes no numbers."""
-        super().eject_lines(script)
-        script.leave_out("StepInBackwardAddon", False)
-
 
 def _check(name: str, optimizer: Optimizer) -> None:
     """Refuse an optimizer whose parameters do not step each by its own gradient and state."""

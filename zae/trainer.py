@@ -39,7 +39,6 @@ from zae.loop.run import Run
 from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, count_targets, explain_failure, read_output, sample_weight
 from zae.preview import describe, explain, preview
-from zae.preview.eject import eject as ejecting
 from zae.preview.rehearsal import Rehearsal
 from zae.sinks.predictions import Predictions
 from zae.storage.checkpoint import Weights, load_checkpoint, read_weights
@@ -1092,7 +1091,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return cast("type[Composed]", compose(cls, add_ons))
 
-    explain, plan, eject, eject_lines = explain.explain, preview.plan, ejecting.eject, ejecting.eject_lines
+    explain, plan = explain.explain, preview.plan
     plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its seams.
 
     __repr__, _repr_html_ = describe.trainer_text, describe.trainer_html

@@ -255,6 +255,6 @@ def test_explain_shows_no_secret_and_escapes_html() -> None:
 def test_explain_knows_every_seam_of_the_loop() -> None:
     """A seam that is added to the loop is added to the text, or said to be none of its sequence."""
     named = set(re.findall(r"(\w+)\(", LOOP))
-    elsewhere = QUERIES | STATE | {"eject_lines", "plan_lines", "plan_memory", "plan_ranks"}
+    elsewhere = QUERIES | STATE | {"plan_lines", "plan_memory", "plan_ranks"}
     unknown = {name for name, owner in seams_of(zae.Trainer).items() if name not in named | elsewhere}
     assert not unknown

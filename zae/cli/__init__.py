@@ -34,7 +34,6 @@ COMMANDS = {
     "doctor": "examine this machine, or the checkpoints of a run, and say what to do about what is wrong",
     "plan": "show what the run of a script would do, or refuse, without training",
     "explain": "show the loop of a script's trainer, with the add-ons that override each line",
-    "eject": "write the training of a script as plain PyTorch, without zae",
     "certify": "prove the promises of zae for the trainer of a script, by short runs",
     "replay": "run to a step of a run again, and show what happens in it",
     "launch": "start the ranks of a script by torchrun, or write a job of SLURM that does",
@@ -48,7 +47,7 @@ COMMANDS = {
 }
 """Each command with its line in the help."""
 
-_SCRIPT = ("plan", "explain", "eject", "certify", "replay", "launch")  # What takes arguments for a script.
+_SCRIPT = ("plan", "explain", "certify", "replay", "launch")  # What takes arguments for a script.
 _STATUS = """\
 exit status:
   0  nothing wrong was found

@@ -26,8 +26,6 @@ __all__ = [
     "ScriptTrainer",
     "add_arguments",
     "explain_failure",
-    "import_file",
-    "maker_of",
     "making",
     "redirect",
     "require_arguments",
@@ -134,12 +132,6 @@ def require_arguments(found: ScriptTrainer, target: str) -> dict[str, Any]:
     if found.arguments is None:
         raise ConfigError(f"{target} returned a trainer without the arguments of its run; write: {_RETURN}")
     return found.arguments
-
-
-def maker_of(text: str) -> tuple[str, ModuleType]:
-    """Return the name of the function of script.py:FUNCTION, and the module; to be called within `trainer_of`."""
-    path, function = split(text)
-    return function, next(each for each in [*sys.modules.values()] if getattr(each, "__file__", None) == str(path))
 
 
 def split(text: str) -> tuple[Path, str]:

@@ -249,7 +249,7 @@ def _text(cls: Any, instance: Any) -> str:
         page.append(f"{code:<{_COLUMN}}  # {first}" if first else code)
         page += [f"{'':<{_COLUMN}}  # {other}" for other in others]
     shown = {name for line in lines for name in line.calls}
-    rest = [(name, owners_of(cls, name)) for name in seams_of(cls) if name not in shown | {"eject_lines"}]
+    rest = [(name, owners_of(cls, name)) for name in seams_of(cls) if name not in shown]
     also = [f"    {name}: {', '.join(o.__name__ for o in owners)}" for name, owners in rest if owners]
     page += ["", "called elsewhere:", *also] if also else []
     page += ["", *_add_ons(cls, instance)]

@@ -1,1 +1,0 @@
-"""Write a composition as a script of plain PyTorch, without zae."""
