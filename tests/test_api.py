@@ -31,7 +31,6 @@ def test_each_public_name_is_there_once(name: str) -> None:
     assert [each for each in module.__all__ if not hasattr(module, each)] == []
 
 
-@pytest.mark.covers("X-24", "X-25")
 def test_the_changelog_has_the_present_version() -> None:
     """The newest version is first, and its groups are those of Keep a Changelog."""
     numbers = [tuple(map(int, version.split("."))) for version in SECTIONS]
@@ -40,7 +39,6 @@ def test_the_changelog_has_the_present_version() -> None:
     assert {group for text in SECTIONS.values() for group in re.findall(r"^### (\w+)$", text, re.M)} <= GROUPS
 
 
-@pytest.mark.covers("X-24")
 def test_each_format_of_a_checkpoint_is_kept() -> None:
     """A checkpoint of each format that this version reads is among those that test_frozen.py loads."""
     manifests = [json.loads(zipfile.ZipFile(path).read("manifest.json")) for path in frozen.FOLDER.glob("*.zip")]

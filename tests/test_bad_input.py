@@ -40,7 +40,6 @@ from zae.schedulers import CosineAnnealingScheduler
 ADAMW = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
-@pytest.mark.covers("E1")
 @pytest.mark.parametrize(
     ("add_ons", "option", "meant"),
     [
@@ -52,7 +51,7 @@ ADAMW = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     ],
 )
 def test_a_misspelt_option(add_ons, option, meant):
-    """E1: whichever add-on owns it; never swallowed by ``**kwargs``."""
+    """Whichever add-on owns it; never swallowed by ``**kwargs``."""
     made = Task.add_on(*add_ons)
     with pytest.raises(
         TypeError, match=re.escape(f"unknown argument {option!r} for {made.__name__}; did you mean {meant!r}?")
@@ -61,7 +60,6 @@ def test_a_misspelt_option(add_ons, option, meant):
     assert list(Path.cwd().iterdir()) == []
 
 
-@pytest.mark.covers("E2")
 @pytest.mark.parametrize(
     ("option", "owner"),
     [
@@ -73,14 +71,12 @@ def test_a_misspelt_option(add_ons, option, meant):
     ],
 )
 def test_an_option_of_an_absent_add_on(option, owner):
-    """E2"""
     with pytest.raises(OptionError, match=rf"it is an option of {owner}; add it with .add_on\({owner}\)"):
         make(**{option: 1})
 
 
-@pytest.mark.covers("E3")
 def test_add_ons_that_do_not_go_together():
-    """E3: in add_on, both named; the class and its cache are as before."""
+    """In add_on, both named; the class and its cache are as before."""
 
     class Rival(EMAAddon):
         """Another average."""
@@ -100,9 +96,8 @@ def test_add_ons_that_do_not_go_together():
     assert {k for k in Task.__dict__ if k != "_compositions"} == {k for k in before if k != "_compositions"}
 
 
-@pytest.mark.covers("E14")
 def test_unknown_arguments_of_run():
-    """E14: each is refused with the call to write, before anything happens."""
+    """Each is refused with the call to write, before anything happens."""
     trainer = make()
     before = whole(trainer)
     with pytest.raises(OptionError, match=r"unknown argument 'epochs' for run\(\); write run\(1, loader\)"):
@@ -155,7 +150,6 @@ def test_a_factory_that_cannot_be_called(options, line):
     assert str(caught.value).endswith(line)
 
 
-@pytest.mark.covers("E9")
 @pytest.mark.parametrize(
     ("device", "match"),
     [
@@ -173,17 +167,16 @@ def test_a_factory_that_cannot_be_called(options, line):
     ids=str,
 )
 def test_devices(device, match, monkeypatch):
-    """E9; P-44: several devices are never used, and never ignored, without an add-on for them."""
+    """Several devices are never used, and never ignored, without an add-on for them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=match):
         make(device=device)
 
 
-@pytest.mark.covers("E9")
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), ["cpu"], ("cpu",), "auto", None], ids=str)
 def test_devices_that_are_there(device, monkeypatch):
-    """E9, P-44, P-57: strings work, and "auto" is one device, however many are visible."""
+    """Strings work, and "auto" is one device, however many are visible."""
     trainer = make(device=device)
     assert len(trainer.devices) == 1
     if torch.device(trainer.device).type == "cpu":
@@ -191,9 +184,7 @@ def test_devices_that_are_there(device, monkeypatch):
     assert not isinstance(trainer.model, torch.nn.DataParallel)
 
 
-@pytest.mark.covers("P-44")
 def test_auto_is_one_device_however_many_are_visible(monkeypatch):
-    """P-44"""
     from zae.common.device import parse_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -206,7 +197,6 @@ def other_parameters():
     return torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
 
 
-@pytest.mark.covers("E10")
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -225,27 +215,23 @@ def other_parameters():
     ],
 )
 def test_optimizers_and_schedulers(options, match):
-    """E10"""
     with pytest.raises(ConfigError, match=match):
         make(**options)
 
 
-@pytest.mark.covers("E10")
 def test_none_is_fine_where_it_can_be_meant():
-    """E10, P-57: no scheduler; no optimizer in mode "test"."""
+    """No scheduler; no optimizer in mode "test"."""
     assert make(scheduler=None).run(1, loader())["step"] == 3
     trainer = make(optimizer=None, mode="test")
     assert set(trainer.evaluate(loader())) == {"loss"}
 
 
-@pytest.mark.covers("E11")
 def test_an_optimizer_at_the_place_of_the_device():
     """The device is the second argument; with ``device=`` beside it, that name is what stands twice."""
     with pytest.raises(OptionError, match=r"got 'device' twice: .* it is an optimizer \(AdamW\), so name that"):
         Task(torch.nn.Linear(1, 1), ADAMW, device="cpu")
 
 
-@pytest.mark.covers("E11")
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -273,7 +259,6 @@ def test_an_optimizer_at_the_place_of_the_device():
     ids=str,
 )
 def test_arguments_of_the_constructor(options, match):
-    """E11"""
     if "model" in options:
         options = {**options, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
         with pytest.raises(ConfigError, match=match):
@@ -283,7 +268,6 @@ def test_arguments_of_the_constructor(options, match):
         make(**options)
 
 
-@pytest.mark.covers("E11")
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -301,7 +285,7 @@ def test_arguments_of_the_constructor(options, match):
     ids=str,
 )
 def test_arguments_of_run(arguments, match):
-    """E11: at the call, before anything is set up."""
+    """At the call, before anything is set up."""
     trainer = make()
     epochs, options = arguments[0], arguments[1] if len(arguments) > 1 else {}
     with pytest.raises(ConfigError, match=match), unchanged(trainer):
@@ -309,9 +293,8 @@ def test_arguments_of_run(arguments, match):
     assert trainer.run(1, loader())["step"] == 3
 
 
-@pytest.mark.covers("E11")
 def test_numbers_of_numpy_are_numbers():
-    """E11: a count or a number that comes out of an array is as good as Python's."""
+    """A count or a number that comes out of an array is as good as Python's."""
     one, half = np.int64(1), np.float32(0.5)
     composed = Task.add_on(EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon)
     trainer = make(
@@ -322,7 +305,6 @@ def test_numbers_of_numpy_are_numbers():
     assert [type(value) for value in (trainer.gradient_clip, trainer.fast_data)] == [float, bool]
 
 
-@pytest.mark.covers("E11")
 def test_swapped_arguments():
     trainer = make()
     message = r"n_epoch, the number of epochs, and not a loader .*; write run\(3, loader\)"
@@ -332,7 +314,6 @@ def test_swapped_arguments():
         trainer.toggle("eval")
 
 
-@pytest.mark.covers("E11")
 @pytest.mark.parametrize(
     ("add_on", "options", "match"),
     [
@@ -363,13 +344,12 @@ def test_swapped_arguments():
     ids=str,
 )  # fmt: skip
 def test_options_of_the_add_ons(add_on, options, match):
-    """E11, P-21: at construction, and nothing is written."""
+    """At construction, and nothing is written."""
     with pytest.raises(ConfigError, match=match):
         make(Task.add_on(add_on), **options)
     assert list(Path.cwd().iterdir()) == []
 
 
-@pytest.mark.covers("E11")
 @pytest.mark.parametrize(
     "arguments", [{}, {"steps": 1, "epochs": 1}, {"steps": 0}, {"epochs": 1.5}, {"steps": True}], ids=str
 )
@@ -378,11 +358,10 @@ def test_cadences(arguments):
         Every(**arguments)
 
 
-@pytest.mark.covers("E16")
 @pytest.mark.parametrize("monitor", ["acuracy", "valid/acuracy", "val_acuracy"])
 @pytest.mark.parametrize("add_ons", [(), (EarlyStoppingAddon,), (StateManagerAddon,)], ids=str)
 def test_fault_a_metric_that_nothing_records(monitor, add_ons):
-    """E16, P-35: before the first step, with the names there are."""
+    """Before the first step, with the names there are."""
     cls = stepping(lambda self, batch: {"loss": mse(self, batch), "accuracy": 0.5}, "test_step")
     options = {"save_path": "runs"} if StateManagerAddon in add_ons else {}
     trainer = make(cls.add_on(*add_ons), monitor=monitor, monitor_mode="max", **options)
@@ -393,9 +372,7 @@ def test_fault_a_metric_that_nothing_records(monitor, add_ons):
     assert trainer.progress_checker.step == 0
 
 
-@pytest.mark.covers("E16")
 def test_fault_a_nan_is_never_the_best():
-    """E16"""
     scores = iter([float("nan"), 0.5, float("nan"), 0.25])
 
     def metric_on_epoch_end(self):
@@ -407,9 +384,8 @@ def test_fault_a_nan_is_never_the_best():
     assert (trainer.best["score"], trainer.best["epoch"]) == (0.5, 2)
 
 
-@pytest.mark.covers("E15")
 def test_what_cannot_travel_to_another_process():
-    """E15: the path of the attribute, before any process is started."""
+    """The path of the attribute, before any process is started."""
     from zae.addons.mpu import MultiGPUAddon
 
     trainer = make(Task.add_on(MultiGPUAddon), device=["cpu", "cpu"])
@@ -425,9 +401,8 @@ def test_what_cannot_travel_to_another_process():
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.covers("E17")
 def test_a_missing_step():
-    """E17, P-57: the seed's own first example, which lacks its steps, shows the lines to write."""
+    """The seed's own first example, which lacks its steps, shows the lines to write."""
     made = Trainer.add_on(StateManagerAddon, AMPAddon)
     with pytest.raises(
         TypeError, match=r"Trainer\[StateManagerAddon, AMPAddon\] cannot be instantiated: it has no train"
@@ -458,9 +433,8 @@ def test_a_missing_step():
         Half(model)
 
 
-@pytest.mark.covers("P-57")
 def test_the_seeds_spellings_run():
-    """P-57: device as a string, no scheduler, AMP on the CPU."""
+    """Device as a string, no scheduler, AMP on the CPU."""
     for composed in (Task, Task.add_on(AMPAddon), Task.add_on(AMPAddon, StateManagerAddon)):
         model = torch.nn.Linear(3, 1)
         options = {"save_path": "./checkpoints"} if StateManagerAddon in composed.__mro__ else {}
@@ -475,9 +449,8 @@ def test_the_seeds_spellings_run():
         assert trainer.run(n_epoch=2, loader=loader(), valid_loader=loader())["epoch"] == 2
 
 
-@pytest.mark.covers("P-07")
 def test_plateau_without_its_metric():
-    """P-07: before the first batch, whatever is composed."""
+    """Before the first batch, whatever is composed."""
     for add_ons in ((), (AMPAddon, GradientAccumulationAddon)):
         trainer = make(Task.add_on(*add_ons), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
         asked = []
@@ -488,9 +461,8 @@ def test_plateau_without_its_metric():
         assert asked == []
 
 
-@pytest.mark.covers("P-08")
 def test_one_cycle_that_is_too_short():
-    """P-08: planned in optimizer steps, windows and not batches; refused before the first batch, with the numbers."""
+    """Planned in optimizer steps, windows and not batches; refused before the first batch, with the numbers."""
 
     def cycle(optimizer):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
@@ -517,30 +489,27 @@ def test_one_cycle_that_is_too_short():
         accumulating.run(1, loader())
 
 
-@pytest.mark.covers("E11")
 @pytest.mark.parametrize("files", ["state.json", None, 3])
 def test_files_that_may_be_absent_are_a_list(files):
-    """F-E11, P-16: a text would be taken for a list of its letters."""
+    """A text would be taken for a list of its letters."""
     trainer = make(Task.add_on(StateManagerAddon), save_path="a")
     with pytest.raises(ConfigError, match=rf"allow_partial={files!r}; it must be a list of files: \['state.json'\]"):
         trainer.load_state("a", allow_partial=files)
 
 
-@pytest.mark.covers("E10")
 @pytest.mark.parametrize("nothing", [[], (), {}])
 def test_a_list_of_no_optimizers(nothing):
-    """E10: nothing would be trained, and no word said."""
+    """Nothing would be trained, and no word said."""
     model = torch.nn.Linear(3, 1)
     with pytest.raises(ConfigError, match="and mode='train' needs one; write optimizer="):
         Task(model, "cpu", optimizer=nothing)
     assert "loss" in Task(model, "cpu", "test", optimizer=nothing).evaluate(loader())
 
 
-@pytest.mark.covers("E16")
 @pytest.mark.parametrize("monitor", ["valid/loss", "val_loss", "test/loss"])
 @pytest.mark.parametrize("add_ons", [(), (EarlyStoppingAddon,)])
 def test_a_metric_of_a_validation_that_is_not_made(monitor, add_ons):
-    """E16: training's own loss decided which epoch is best, and when to stop, under the name of the validation's."""
+    """Training's own loss decided which epoch is best, and when to stop, under the name of the validation's."""
     trainer = make(Task.add_on(*add_ons), monitor=monitor)
     with pytest.raises(MonitorError, match=f"{monitor}' is a metric of the validation.*give run.. a valid_loader"):
         trainer.run(2, loader())
@@ -548,7 +517,6 @@ def test_a_metric_of_a_validation_that_is_not_made(monitor, add_ons):
     assert make(Task.add_on(*add_ons), monitor=monitor).run(1, loader(), loader())["best_valid"]["epoch"] == 1
 
 
-@pytest.mark.covers("E16")
 def test_a_metric_of_training_that_is_called_like_one_of_the_validation():
     class Named(Task):
         def train_step(self, batch):
@@ -557,9 +525,8 @@ def test_a_metric_of_training_that_is_called_like_one_of_the_validation():
     assert make(Named, monitor="valid_loss").run(1, loader())["best_train"]["score"] == 2.0
 
 
-@pytest.mark.covers("E11")
 def test_the_losses_of_a_misspelt_mode():
-    """E11: they were those of the validations."""
+    """They were those of the validations."""
     trainer = make()
     trainer.run(2, loader(), loader())
     assert trainer.get_loss_history() != trainer.get_loss_history("test") == trainer.get_loss_history("valid")
@@ -569,7 +536,7 @@ def test_the_losses_of_a_misspelt_mode():
 
 @pytest.mark.parametrize("use", [lambda each: each.run(1, loader()), lambda each: each.evaluate(loader())])
 def test_another_model_in_the_place_of_the_one_that_is_trained(use):
-    """P-51: it was put back without a word, and the first one trained."""
+    """It was put back without a word, and the first one trained."""
 
     class Wrapping(Task):
         def __init__(self, *args, **kwargs):
@@ -585,7 +552,7 @@ def test_another_model_in_the_place_of_the_one_that_is_trained(use):
 
 @pytest.mark.parametrize("name", ["optimizer", "scheduler"])
 def test_what_is_replaced_within_a_run(name):
-    """P-51: the one before went on stepping; between two calls of run it is taken."""
+    """The one before went on stepping; between two calls of run it is taken."""
     made = {
         "optimizer": lambda trainer: torch.optim.SGD(trainer.unwrap().parameters(), lr=0.0),
         "scheduler": lambda trainer: torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda epoch: 0.0),
@@ -607,7 +574,7 @@ def test_what_is_replaced_within_a_run(name):
 
 
 def test_a_trainer_that_its_user_sets_up_may_have_a_wrapper_by_then():
-    """P-51: the loop sets it up itself again, and a copy made in the run is set up from the beginning."""
+    """The loop sets it up itself again, and a copy made in the run is set up from the beginning."""
 
     class WrapAddon(AddOnBase):
         """Put the model into another module."""
@@ -633,7 +600,6 @@ def test_a_trainer_that_its_user_sets_up_may_have_a_wrapper_by_then():
     assert torch.equal(copied.model.weight, trainer.model.weight)
 
 
-@pytest.mark.covers("E15")
 def test_add_on_of_an_instance_is_refused():
     """It would make a class, and leave the instance as it is; asked for as an attribute it stays a method."""
     trainer = make(InADict.add_on(AMPAddon))
@@ -644,7 +610,6 @@ def test_add_on_of_an_instance_is_refused():
     assert list(inspect.signature(InADict.add_on).parameters) == ["add_ons"]
 
 
-@pytest.mark.covers("E15")
 def test_a_parameter_that_no_optimizer_holds_is_named_once(caplog):
     """At the run's begin, and when it is thawed or added later; one that is frozen is meant."""
 

@@ -1,4 +1,4 @@
-"""P-50: any set of add-ons, in any order, is one class, and trains bitwise like the loop of tests/kit/oracle.py."""
+"""Any set of add-ons, in any order, is one class, and trains bitwise like the loop of tests/kit/oracle.py."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ OFTEN += random.Random(0).sample([few for few in SUBSETS if few not in OFTEN], m
 
 @pytest.mark.parametrize("chosen", OFTEN, ids=id_of)
 def test_a_subset_is_the_hand_written_loop(chosen: tuple[str, ...]) -> None:
-    """P-50, P-48: observers among them change no bit."""
+    """Observers among them change no bit."""
     assert_is_by_hand(chosen, only(CONFIGURATIONS[SUBSETS.index(chosen) % 4], chosen))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_subset_is_the_hand_written_loop(part: int) -> None:
-    """P-50, P-48: all 2^n subsets of the add-ons that act, alone and with some that observe, in two configurations.
+    """All 2^n subsets of the add-ons that act, alone and with some that observe, in two configurations.
 
     A test for each would take long to collect.
     """
@@ -83,7 +83,7 @@ def test_every_subset_is_the_hand_written_loop(part: int) -> None:
 @pytest.mark.sample(covering=4)
 @pytest.mark.parametrize("pair", list(itertools.permutations(NAMES, 2)), ids=id_of)
 def test_every_ordered_pair_is_one_class(pair: tuple[str, str]) -> None:
-    """P-50: the order of naming does not matter, and a class written by hand is the same trainer or is refused."""
+    """The order of naming does not matter, and a class written by hand is the same trainer or is refused."""
     first, second = (add_ons()[name] for name in pair)
     cls = Task.add_on(first, second)
     assert cls is Task.add_on(second, first)
@@ -104,7 +104,7 @@ def test_every_ordered_pair_is_one_class(pair: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("seed", in_parts(list(range(200)), range(12)))
 def test_random_permutations_with_random_options(seed: int) -> None:
-    """P-50: every add-on at once, or all but a few, named in a random order, with random options."""
+    """Every add-on at once, or all but a few, named in a random order, with random options."""
     draw = random.Random(seed)
     chosen = draw.sample(NAMES, len(NAMES) - draw.choice([0, 0, 0, 1, 2]))
     assert Task.add_on(*(add_ons()[name] for name in chosen)) is Task.add_on(*(add_ons()[n] for n in sorted(chosen)))

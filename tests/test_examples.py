@@ -34,7 +34,7 @@ def _warm():
 
 
 def start(name, seconds=60):
-    """Run an example in the present folder; its output is plain text, and it says nothing to standard error (X-7)."""
+    """Run an example in the present folder; its output is plain text, and it says nothing to standard error."""
     return plain(*Script(EXAMPLES / name).end(seconds))
 
 
@@ -56,7 +56,6 @@ def matched(pattern, text):
     return found.groups()
 
 
-@pytest.mark.covers("X-18")
 def test_digits_is_killed_and_goes_on_and_is_finished(tmp_path):
     """Started, killed after its first checkpoint, started again to the end (accuracy >= 0.97), and again.
 
@@ -107,7 +106,7 @@ def test_custom_addon_bites():
 
 
 def test_plain_is_the_hand_written_loop():
-    """P-48, P-51: the bare trainer, validating every epoch, ends with bitwise the weights of the loop by hand."""
+    """The bare trainer, validating every epoch, ends with bitwise the weights of the loop by hand."""
     lines = start("plain.py").splitlines()
     assert len(lines) == 12
     assert lines[-1] == "9610 weights, bitwise equal to those of the hand-written loop"

@@ -1,4 +1,4 @@
-"""The gallery: each example as a user runs it, without a network, over its floor; and its page is made of it (X-18)."""
+"""The gallery: each example as a user runs it, without a network, over its floor; and its page is made of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def reach(example, folder):
         gallery_page.record(example, outcome, folder)
 
 
-@pytest.mark.covers("X-18")
 @pytest.mark.parametrize("example", [each for each in GALLERY if each.name in QUICK], ids=lambda each: each.name)
 def test_a_quick_example_reaches_its_floor(example, tmp_path):
     """It exits with 0, says nothing to standard error, reaches its floor on the test data, and leaves no more files."""
@@ -30,14 +29,12 @@ def test_a_quick_example_reaches_its_floor(example, tmp_path):
 
 
 @pytest.mark.gallery
-@pytest.mark.covers("X-18")
 @pytest.mark.parametrize("example", [each for each in GALLERY if each.name not in QUICK], ids=lambda each: each.name)
 def test_an_example_reaches_its_floor(example, tmp_path):
     """The same for the others; that of the sunspots kills its run with SIGKILL, and compares the weights bit by bit."""
     reach(example, tmp_path / "empty")
 
 
-@pytest.mark.covers("X-18")
 def test_the_pages_are_made_of_the_scripts_and_their_runs():
     """Each page has the script as it is and the output of this script, and nothing else is in docs/gallery."""
     assert len(GALLERY) >= 12
@@ -55,7 +52,6 @@ def test_the_pages_are_made_of_the_scripts_and_their_runs():
     assert [name for name in made | dict.fromkeys(drawn) if (gallery_page.DOCS / name).stat().st_size > 40_000] == []
 
 
-@pytest.mark.covers("X-18")
 def test_the_recorded_runs_reached_their_floors():
     """What the pages show is over the floor, took less than the limit, and is one numbered output a script."""
     for each in GALLERY:

@@ -48,7 +48,6 @@ def _catches(pid: int, number: int) -> bool:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.covers("F-D2")
 def test_the_command_of_the_container_saves_at_sigterm_and_continues(tmp_path: Path) -> None:
     """Stopped as ``docker stop`` does, the run saves and ends with 143; started again, it ends as one that was not."""
     script, command = _parts()
@@ -103,7 +102,6 @@ def test_steps_beside_a_default_in_epochs_name_the_option() -> None:
         Every(steps=10, epochs=1)
 
 
-@pytest.mark.covers("F-D2")
 def test_another_batch_size_is_for_another_call_of_run(tmp_path: Path) -> None:
     """Refused within an epoch and between two epochs of a call; the next call of ``run`` may have another loader."""
 

@@ -78,7 +78,7 @@ def test_the_search_finds_what_it_looks_for(tmp_path):
 
 @pytest.mark.parametrize("path", imports.sources().values(), ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_optional_packages_are_imported_only_when_they_are_used(path):
-    """P-30: at import time there is the standard library and what zae requires; a command waits for neither."""
+    """At import time there is the standard library and what zae requires; a command waits for neither."""
     at_import = {name for name, now in imports.imports_of(path) if now}
     assert {name.split(".")[0] for name in at_import} <= REQUIRED
     assert not any(name.startswith(OPTIONAL) for name in at_import)

@@ -81,7 +81,6 @@ def test_the_repository_has_the_link():
     assert link.readlink() == Path("../addons")
 
 
-@pytest.mark.covers("X-25")
 def test_archives_hold_what_is_needed_and_nothing_of_the_development(built):
     """Every module, template and page of the package, the licence and the papers; no test, document or benchmark."""
     _, archives, _ = built
@@ -100,7 +99,6 @@ def test_archives_hold_what_is_needed_and_nothing_of_the_development(built):
     assert len(modules_of_source) == len(modules())
 
 
-@pytest.mark.covers("X-1")
 def test_archives_hold_each_file_once(built):
     """The wheel is the same with and without the link; the source archive has each file once, no link."""
     _, archives, is_linked = built

@@ -1,4 +1,4 @@
-"""P-48: watching a run does not change it; weights and random states are bitwise those of the run nobody watched."""
+"""Watching a run does not change it; weights and random states are bitwise those of the run nobody watched."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 @pytest.mark.parametrize("generator", [False, True], ids=["global", "own-generator"])
 @pytest.mark.parametrize("every", [1, 2, 4, Every(epochs=1), Every(epochs=2)], ids=str)
 def test_validation_at_any_cadence_is_neutral(every: Any, generator: bool) -> None:
-    """P-48: with a shuffled validation that draws from every stream, even from the training loader's generator."""
+    """With a shuffled validation that draws from every stream, even from the training loader's generator."""
     assert_same(train(Task, generator), train(Task, generator, valid=every))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_all_observers_together_are_neutral(workers: int, tmp_path: Path) -> None:
-    """P-48: checkpoints, an average, a ledger, records at every step and validation."""
+    """Checkpoints, an average, a ledger, records at every step and validation."""
     watched = Task.add_on(StateManagerAddon, EMAAddon, LedgerAddon)
     options = {"save_path": tmp_path, "save_every": 2, "ledger_path": tmp_path / "ledger.jsonl", "log_every": 1}
     assert_same(train(Task, workers=workers), train(watched, workers=workers, valid=3, **options))
 
 
 def test_the_progress_bar_is_neutral(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """P-48: a bar that is really drawn at every step."""
+    """A bar that is really drawn at every step."""
     plain = train(Task)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(Terminal, "interval", 0.0)
@@ -91,7 +91,7 @@ def test_the_progress_bar_is_neutral(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_profiler_is_neutral() -> None:
-    """P-48: inside of torch's profiler."""
+    """Inside of torch's profiler."""
     plain = train(Task)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         watched = train(Task, valid=2)
@@ -100,7 +100,7 @@ def test_the_profiler_is_neutral() -> None:
 
 
 def test_evaluate_and_inference_between_runs_are_neutral() -> None:
-    """P-48: asking a trainer for figures does not move its next run."""
+    """Asking a trainer for figures does not move its next run."""
 
     class Curious(Task):
         def on_epoch_end(self) -> None:

@@ -88,7 +88,7 @@ def modules():
 
 
 def test_an_absent_public_name():
-    """P-52: dir() has the public names, and another one is an error as usual."""
+    """Dir() has the public names, and another one is an error as usual."""
     assert set(dir(zae)) >= set(zae.__all__)
     assert all(issubclass(getattr(zae.addons, name), zae.AddOnBase) for name in zae.addons.__all__)
     with pytest.raises(AttributeError, match="module 'zae' has no attribute 'Trianer'"):
@@ -125,10 +125,9 @@ def test_every_public_name_is_documented(name, value):
             assert set(own) <= {n.lstrip("*") for group in described for n in group.split(", ")}, name
 
 
-@pytest.mark.covers("X-4")
 @pytest.mark.parametrize("name", modules())
 def test_the_examples_in_the_docstrings_run(name):
-    """ECOSYSTEM: no example in the documentation is only prose."""
+    """No example in the documentation is only prose."""
     module = importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples of {name} fail"
@@ -137,9 +136,8 @@ def test_the_examples_in_the_docstrings_run(name):
 # ------------------------------------------------------------------------------------------------------- imports
 
 
-@pytest.mark.covers("X-2")
 def test_optional_packages_are_not_imported():
-    """P-30, P-54: importing everything and running leaves them alone; a logger loads its client in a run only."""
+    """Importing everything and running leaves them alone; a logger loads its client in a run only."""
     code = f"""
 import sys, torch, zae, zae.addons
 from zae.addons import AMPAddon, EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon, StateManagerAddon
@@ -179,9 +177,8 @@ def test_nothing_is_printed(path):
 # ------------------------------------------------------------------------------------------------------- metadata
 
 
-@pytest.mark.covers("X-1")
 def test_the_metadata():
-    """X-1: four packages are required and no more, none with an upper bound; the rest are extras."""
+    """Four packages are required and no more, none with an upper bound; the rest are extras."""
     found = metadata.distribution("zae")  # Of the installed package, or of the checkout beside it.
     required = found.requires
     unconditional = [line for line in required if "extra ==" not in line]
@@ -212,7 +209,6 @@ def test_extras_hold_only_what_is_used():
     assert extras["all"] == [f"zae[{','.join(sorted(own - {'deepspeed', 'neptune', 'ray'}))}]"]
 
 
-@pytest.mark.covers("X-2")
 def test_a_failed_import_keeps_its_cause():
     """A name that torch has lost is named, with the module that wanted it; the import works where it is there again."""
     code = """

@@ -1,4 +1,4 @@
-"""X-25: the papers of the project: citation, security, issue forms, and how a version is released."""
+"""The papers of the project: citation, security, issue forms, and how a version is released."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def read(name):
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.covers("X-25")
 def test_the_citation_is_valid():
     """The keys that version 1.2.0 of the format requires, those that it knows, and the present version of zae."""
     citation = yaml.safe_load(read("CITATION.cff"))
@@ -41,7 +40,6 @@ def test_the_citation_is_valid():
     assert all(isinstance(word, str) for word in citation["keywords"])
 
 
-@pytest.mark.covers("X-25")
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
 def test_the_issue_forms_are_valid(path):
     """The keys and kinds that an issue form may have; each field has a name of its own and a label."""
@@ -61,7 +59,6 @@ def test_the_issue_forms_are_valid(path):
         assert bool(options) == (field["type"] in ("checkboxes", "dropdown"))
 
 
-@pytest.mark.covers("X-25")
 @pytest.mark.parametrize("name", PAPERS)
 def test_what_the_papers_name_is_there(name):
     """Files, tools and relative links; no address of a host or of a person is made up."""
@@ -75,14 +72,12 @@ def test_what_the_papers_name_is_there(name):
     assert not re.search(r"\w@\w", text)
 
 
-@pytest.mark.covers("X-25")
 def test_the_limits_of_the_security_policy_are_those_of_the_code():
     text = " ".join(read("SECURITY.md").split())
     sizes = re.search(r"A manifest has at most (\d+) MiB, a state at most (\d+) MiB", text)
     assert [int(size) << 20 for size in sizes.groups()] == [manifest.MANIFEST_LIMIT, manifest.STATE_LIMIT]
 
 
-@pytest.mark.covers("X-25", "X-26")
 def test_the_lowest_versions_are_those_of_the_page():
     """setup.cfg, docs/reference/versions.md and .ci/versions agree on what is required."""
     required = dict(line.split(">=") for line in read_setup()["options"]["install_requires"].split())
@@ -90,7 +85,6 @@ def test_the_lowest_versions_are_those_of_the_page():
     assert dict(rows) == required | {"Python": read_setup()["options"]["python_requires"].removeprefix(">=")}
 
 
-@pytest.mark.covers("X-25")
 def test_the_installed_packages_fit():
     """`pip check` finds nothing that concerns zae: each package that it requires is there in a version that fits."""
     done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=600)
@@ -98,7 +92,6 @@ def test_the_installed_packages_fit():
     assert importlib.metadata.version("zae") == zae.__version__
 
 
-@pytest.mark.covers("X-25")
 def test_the_commands_of_a_release_can_be_parsed():
     """Each line of the shell blocks is one; what it runs of this repository is there."""
     blocks = re.findall(r"^ *```bash\n(.*?)```", read("RELEASING.md"), re.S | re.M)

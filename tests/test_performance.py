@@ -69,7 +69,6 @@ def idle(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.covers("P-33")
 @pytest.mark.parametrize("cls", [Task, Task.add_on(*EIGHT)], ids=["none", "eight"])
 def test_live_tensors_do_not_grow(cls: type[Trainer], tmp_path: Path) -> None:
     """After each step nothing that is kept has a graph, and a thousand steps keep as many tensors as ten."""

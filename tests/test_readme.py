@@ -1,4 +1,4 @@
-"""The README: every block of it runs, and what it claims of output and errors is looked up (X-3, X-4)."""
+"""The README: every block of it runs, and what it claims of output and errors is looked up."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def blocks(tmp_path_factory):
     return blocks
 
 
-@pytest.mark.covers("X-4")
 def test_every_block_of_the_readme_runs(blocks):
-    """X-4: every block runs after the first alone, none is of an unknown language, all take less than a minute."""
+    """Every block runs after the first alone, none is of an unknown language, all take less than a minute."""
     fences = re.findall(r"^```(\w+)$", README, re.M)
     assert blocks.evaluated == fences
     assert blocks.not_run == []
@@ -78,9 +77,8 @@ def test_the_pictures_show_a_run_that_was_killed():
         assert data["straight"]["valid/accuracy"][-1] > 0.97
 
 
-@pytest.mark.covers("X-3")
 def test_first_block_trains_real_data_in_eleven_lines():
-    """X-3: at most 11 non-blank lines beyond the data, and at most 4 names that are ours."""
+    """At most 11 non-blank lines beyond the data, and at most 4 names that are ours."""
     data, training = FIRST.split("# The data is ready. Now train on it:\n")
     assert "zae" not in data
     assert "optim" not in data
@@ -94,9 +92,8 @@ def test_first_block_trains_real_data_in_eleven_lines():
     assert ours == {"Trainer", "train_step", "test_step", "run"}
 
 
-@pytest.mark.covers("X-3", "X-5")
 def test_first_block_copied_into_a_file(tmp_path):
-    """X-3, X-5, X-7: at least 0.95 within a minute; piped, it writes plain lines, nothing to stderr, and no file."""
+    """At least 0.95 within a minute; piped, it writes plain lines, nothing to stderr, and no file."""
     (tmp_path / "first.py").write_text(FIRST)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "first.py"], cwd=tmp_path, capture_output=True, timeout=600)
@@ -108,7 +105,7 @@ def test_first_block_copied_into_a_file(tmp_path):
     assert accuracy
     assert float(accuracy[1]) >= 0.95
     assert [path.name for path in tmp_path.iterdir()] == ["first.py"]
-    # On one core, imports and all; a machine may be three times slower than one on which it takes the 20 s of X-3.
+    # On one core, imports and all; a machine may be three times slower than one on which it takes 20 s.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
 
 
@@ -121,7 +118,7 @@ def test_commands_are_the_agreed_ones_and_lines_are_not_too_wide():
 
 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(blocks):
-    """E16: the history and the checkpoints asked for a metric that nothing returned."""
+    """The history and the checkpoints asked for a metric that nothing returned."""
     digits, train = blocks.first["Digits"], blocks.first["train"]
 
     class NoLoss(digits):

@@ -1,4 +1,4 @@
-"""The documentation site: its pages are made from the classes, and every public name has an entry (X-19).
+"""The documentation site: its pages are made from the classes, and every public name has an entry.
 
 ``.ci/run`` builds the site, where a reference or link that leads nowhere is an error; tests/test_site_browser.py reads
 it in a browser.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 import re
 from functools import reduce
-
-import pytest
 
 import zae.addons
 import zae.search
@@ -42,7 +40,6 @@ def documented():
     return found
 
 
-@pytest.mark.covers("X-19")
 def test_every_public_name_is_in_the_reference():
     """Every name in the `__all__` of a public module has an entry, under this name or another of the same object."""
     known = [id(value) for value in documented().values()]
@@ -51,7 +48,6 @@ def test_every_public_name_is_in_the_reference():
     assert missing == [], "add them to a page in docs/reference/api"
 
 
-@pytest.mark.covers("X-19")
 def test_the_pages_of_the_add_ons_are_made_from_the_classes():
     """One page for each add-on, which is what the class says now, and has each of its options and seams."""
     pages = addon_pages.pages()
@@ -67,7 +63,6 @@ def test_the_pages_of_the_add_ons_are_made_from_the_classes():
         assert f"(addons/{name})" in listed
 
 
-@pytest.mark.covers("X-19")
 def test_the_landing_page_has_the_first_block_of_the_readme():
     """The quick start is included from the README, between headings that are there, and not copied."""
     text = (DOCS / "index.md").read_text(encoding="utf-8")

@@ -39,7 +39,6 @@ def check(browser: Browser) -> None:
     assert [url for url in browser.requests() if not url.startswith("file://")] == []
 
 
-@pytest.mark.covers("X-19")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 400])
 @pytest.mark.parametrize("name", PAGES)
@@ -54,7 +53,6 @@ def test_a_page_fits_its_window(site: Path, browser: Browser, name: str, width: 
     check(browser)
 
 
-@pytest.mark.covers("X-19")
 @pytest.mark.parametrize(
     ("query", "expected"),
     [("find_batch_size", "reference/api/tuning.html"), ("EMAAddon", "reference/addons/EMAAddon.html")],

@@ -136,7 +136,6 @@ def loop_with(chosen: frozenset[tuple[str, Any]]) -> tuple[torch.nn.Module, dict
 
 
 def test_every_add_on_is_in_the_table() -> None:
-    """F-B3."""
     named = [getattr(zae.addons, name) for name in zae.addons.__all__]
     bases = {add_on for add_on in named if any(other is not add_on and issubclass(other, add_on) for other in named)}
     assert {entry.add_on for entry in TABLE} == set(named) - bases - {getattr(zae.addons, name) for name in ELSEWHERE}
@@ -156,7 +155,7 @@ def untouched() -> Any:
 
 @pytest.mark.parametrize("entry", TABLE, ids=IDS)
 def test_what_training_changes_in_an_add_on_is_in_its_state(entry: Any, tmp_path: Any, untouched: Any) -> None:
-    """F-B3: an attribute that a run changes is in the state, or the table says why no resume needs it."""
+    """An attribute that a run changes is in the state, or the table says why no resume needs it."""
     trainer, (plain_before, plain_after) = build([entry], "biting", tmp_path), untouched
     before = {name: snapshot(value) for name, value in vars(trainer).items() if name not in plain_before}
     train(trainer)
@@ -183,7 +182,7 @@ def snapshot(value: Any) -> str:
 @pytest.mark.sample(covering=5)
 @pytest.mark.parametrize("pair", PAIRS, ids=together)
 def test_pairs_commute(pair: Any) -> None:
-    """P-50: one class, whatever the order and however it is spelt."""
+    """One class, whatever the order and however it is spelt."""
     first, second = (entry.add_on for entry in pair)
     made = Task.add_on(first, second)
     assert made is Task.add_on(second, first) is Task.add_on(first).add_on(second) is Task.add_on(second).add_on(first)
@@ -195,7 +194,7 @@ def test_pairs_commute(pair: Any) -> None:
 @pytest.mark.sample(covering=4)
 @pytest.mark.parametrize("triple", TRIPLES, ids=together)
 def test_triples_commute(triple: Any) -> None:
-    """P-50: in all six orders."""
+    """In all six orders."""
     classes = {Task.add_on(*(entry.add_on for entry in order)) for order in itertools.permutations(triple)}
     assert len(classes) == 1
 
@@ -203,14 +202,14 @@ def test_triples_commute(triple: Any) -> None:
 @pytest.mark.sample(covering=2)
 @pytest.mark.parametrize("pair", PAIRS, ids=together)
 def test_classes_pickle(pair: Any) -> None:
-    """P-38: the class comes back as the same class."""
+    """The class comes back as the same class."""
     assert pickle.loads(pickle.dumps(composed(*pair))) is composed(*pair)
 
 
 @pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + ACTING_PAIRS, ids=together)
 def test_trainers_are_copied(entries: Any, tmp_path: Any) -> None:
-    """P-38: a trainer that was pickled or copied continues where it was."""
+    """A trainer that was pickled or copied continues where it was."""
     trainer = build(entries, "biting", tmp_path)
     loaders = hand.loader(), hand.loader(seed=9, shuffle=False)
     torch.manual_seed(7)
@@ -230,7 +229,7 @@ def test_trainers_are_copied(entries: Any, tmp_path: Any) -> None:
 @pytest.mark.sample(covering=2)
 @pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + PAIRS, ids=together)
 def test_neutral_setting_is_the_plain_run(entries: Any, tmp_path: Any, plain: Any) -> None:
-    """P-48: bitwise, with a validation that the plain run does not have; weights, optimizer and random streams."""
+    """Bitwise, with a validation that the plain run does not have; weights, optimizer and random streams."""
     trainer = train(build(entries, "neutral", tmp_path), 2)
     found, expected = core_of(trainer), core_of(plain)
     for part in ("model", "optimizer", "scheduler", "progress", "random"):
@@ -241,7 +240,7 @@ def test_neutral_setting_is_the_plain_run(entries: Any, tmp_path: Any, plain: An
 @pytest.mark.sample(covering=2)
 @pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + PAIRS + TRAINED, ids=together)
 def test_biting_setting_is_the_hand_loop(entries: Any, straight: Any) -> None:
-    """P-01, P-05, P-06, P-10, P-48: bitwise the weights, the epoch means and the validation's losses."""
+    """Bitwise the weights, the epoch means and the validation's losses."""
     run = straight(*entries)
     model, out = by_hand(*entries)
     assert run.weights == hand.digest(model)
@@ -260,7 +259,7 @@ TOGETHER = {entry.add_on for entry in ACTING} - {*_ENGINES}
 
 
 def test_all_together_is_the_hand_loop(tmp_path: Any) -> None:
-    """P-50: as many as can stand together."""
+    """As many as can stand together."""
     for kept in ("bf16", "fp16", "weights"):
         entries: list[Entry] = []
         for entry in (each for each in ACTING if each.variant in ("", kept)):
@@ -294,7 +293,7 @@ def resume(entries: Any, state: Any, folder: Path, epochs: int, **options: Any) 
 @pytest.mark.parametrize("apart", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("entry", TABLE, ids=IDS)
 def test_state_round_trips_at_every_step(entry: Any, apart: int, tmp_path: Any) -> None:
-    """P-12, P-17, F-B1, F-B3: stopped after any step, in the middle of an epoch or at its end; by default some."""
+    """Stopped after any step, in the middle of an epoch or at its end; by default some."""
     whole = build([entry], "biting", tmp_path / "whole", log_every=2)
     states = capture_at(None, whole)
     torch.manual_seed(7)
@@ -311,7 +310,7 @@ def test_state_round_trips_at_every_step(entry: Any, apart: int, tmp_path: Any) 
 @pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("pair", PAIRS, ids=together)
 def test_state_of_pairs_round_trips(pair: Any, tmp_path: Any, straight: Any) -> None:
-    """P-12, F-B3: in the middle of an epoch."""
+    """In the middle of an epoch."""
     whole = straight(*pair)
     fresh = resume(pair, whole.state, tmp_path, EPOCHS)
     assert {part: fingerprint(value) for part, value in core_of(fresh).items()} == whole.core

@@ -32,10 +32,9 @@ class Counted(Regression):
 # --- windows
 
 
-@pytest.mark.covers("P-01")
 @pytest.mark.parametrize("wrap", [list, Unsized])
 def test_the_last_short_window_is_divided_by_its_own_length(wrap: Any) -> None:
-    """P-01: 5 batches, accumulation 4: two updates, the second of one batch; no gradient survives."""
+    """5 batches, accumulation 4: two updates, the second of one batch; no gradient survives."""
     batches = pairs(4, 4, 4, 4, 4)
     model, by_hand = line(), line()
     trainer = build(
@@ -54,7 +53,6 @@ def test_the_last_short_window_is_divided_by_its_own_length(wrap: Any) -> None:
     assert [p.grad for p in model.parameters()] == [None, None]
 
 
-@pytest.mark.covers("P-01")
 def test_batches_are_held_one_at_a_time_when_the_loader_has_a_length() -> None:
     """Of a loader with a length no batch is fetched before the one before it was used."""
     events: list[str] = []
@@ -79,11 +77,10 @@ def test_batches_are_held_one_at_a_time_when_the_loader_has_a_length() -> None:
     assert events == ["fetch", "use"] * 4
 
 
-@pytest.mark.covers("P-02")
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 @pytest.mark.parametrize("clip", [0.0, 0.01])
 def test_every_target_weighs_alike(accumulate: int, clip: float) -> None:
-    """P-02: micro-batches of unequal counts are one big batch (relative 1e-6 in float32)."""
+    """Micro-batches of unequal counts are one big batch (relative 1e-6 in float32)."""
     sizes = (1, 5, 2, 7)
     batches = pairs(*sizes)
     windows = [batches[i : i + accumulate] for i in range(0, 4, accumulate)]
@@ -107,9 +104,7 @@ def test_every_target_weighs_alike(accumulate: int, clip: float) -> None:
     assert means == pytest.approx(sum(x * n for x, n in zip(losses, sizes, strict=True)) / sum(sizes), rel=1e-12)
 
 
-@pytest.mark.covers("P-02")
 def test_counts_that_come_and_go_or_are_zero_are_refused() -> None:
-    """P-02."""
 
     class Sometimes(Counted):
         def train_step(self, batch: Any) -> Any:
@@ -134,9 +129,8 @@ def test_counts_that_come_and_go_or_are_zero_are_refused() -> None:
 # --- counters
 
 
-@pytest.mark.covers("P-03")
 def test_one_step_counter_whatever_the_number_of_optimizers() -> None:
-    """P-03: both counters in every record, in the checkpoint and in what run returns."""
+    """Both counters in every record, in the checkpoint and in what run returns."""
     gan = hand.Gan()
     trainer = GanTask.add_on(GradientAccumulationAddon)(
         gan, "cpu", optimizer=gan.optimizers(), gradient_accumulation_steps=2, log_every=1
@@ -151,9 +145,8 @@ def test_one_step_counter_whatever_the_number_of_optimizers() -> None:
     assert (metrics["step"], trainer.progress_checker.batch, metrics["epoch"]) == (7, 14, 1)
 
 
-@pytest.mark.covers("P-04")
 def test_the_learning_rate_is_a_function_of_the_update() -> None:
-    """P-04: for accumulation 1 and 4 of the same number of updates."""
+    """For accumulation 1 and 4 of the same number of updates."""
     rates = []
     for accumulate, count in ((1, 6), (4, 24)):
         trainer = build(GradientAccumulationAddon, gradient_accumulation_steps=accumulate, log_every=1,
@@ -167,10 +160,9 @@ def test_the_learning_rate_is_a_function_of_the_update() -> None:
 # --- mixed precision
 
 
-@pytest.mark.covers("P-05")
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_skipped_step_leaves_everything_alone(fused: bool) -> None:
-    """P-05: infinite gradients at update 0; parameters, optimizer, scheduler and average wait; torch has no warning."""
+    """Infinite gradients at update 0; parameters, optimizer, scheduler and average wait; torch has no warning."""
     model = network()
     optimizer = AdamW(model.parameters(), lr=0.05, fused=fused)
     scheduler = StepLR(optimizer, 1, 0.5)
@@ -199,7 +191,6 @@ def test_a_skipped_step_leaves_everything_alone(fused: bool) -> None:
     assert trainer.log_history[0]["skipped_steps"] == 1
 
 
-@pytest.mark.covers("P-05")
 def test_one_of_two_optimizers_has_no_gradient_in_a_step() -> None:
     """With fp16: a step that trains one network only."""
 
@@ -250,11 +241,10 @@ class NormAddon(AddOnBase):
         return super().optimizer_step()
 
 
-@pytest.mark.covers("P-06")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("scale", [4.0, 2.0**12, 2.0**19])
 def test_scale_and_clip_and_accumulate_in_every_order(precision: str, scale: float) -> None:
-    """P-06: unscale, clip, step, update; the optimizer never sees more than the norm, at any scale."""
+    """Unscale, clip, step, update; the optimizer never sees more than the norm, at any scale."""
     by_hand, norms = network(), []
     torch.manual_seed(7)
     hand.train(
@@ -280,18 +270,15 @@ def test_scale_and_clip_and_accumulate_in_every_order(precision: str, scale: flo
 # --- schedules
 
 
-@pytest.mark.covers("P-07")
 def test_a_plateau_without_its_metric_is_refused_before_batch_1() -> None:
-    """P-07."""
     trainer = build(task=Untouched, scheduler=lambda o: ReduceLROnPlateau(o))
     with pytest.raises(ConfigError, match=r"ReduceLROnPlateau\) needs a metric .* valid_loader"):
         trainer.run(1, loader())
 
 
-@pytest.mark.covers("P-07")
 @pytest.mark.parametrize(("monitor", "every"), [("loss", None), ("loss", 2), ("train/loss", None), ("train/loss", 2)])
 def test_a_plateau_is_stepped_with_the_monitored_metric(monitor: str, every: Any) -> None:
-    """P-07: after each validation, or after each epoch when it watches training; scheduler_step_on_batch or not."""
+    """After each validation, or after each epoch when it watches training; scheduler_step_on_batch or not."""
     for on_batch in (False, True):
         given: list[float] = []
 
@@ -308,9 +295,8 @@ def test_a_plateau_is_stepped_with_the_monitored_metric(monitor: str, every: Any
         assert trainer.best["score"] == min(given)
 
 
-@pytest.mark.covers("P-08")
 def test_a_schedule_too_short_for_the_run_is_refused_before_batch_1() -> None:
-    """P-08: 6 batches, accumulation 4, 3 epochs: 6 updates."""
+    """6 batches, accumulation 4, 3 epochs: 6 updates."""
     options = {"gradient_accumulation_steps": 4, "scheduler_step_on_batch": True}
     for total, fits in ((5, False), (6, True)):
         trainer = build(
@@ -345,7 +331,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("on_batch", [True, False])
 @pytest.mark.parametrize("factory", [True, False])
 def test_schedulers_are_the_hand_loop(name: str, on_batch: bool, factory: bool) -> None:
-    """P-04: by step and by epoch, given or made by a function; no warning of torch."""
+    """By step and by epoch, given or made by a function; no warning of torch."""
     by_hand, model = network(), network()
     made = SCHEDULES[name]
     if name == "onecycle" and not on_batch:  # As many steps as optimizer steps would be refused.
@@ -383,11 +369,10 @@ class GanTaskByLoss(GanTask):
         return {"loss": self.model.losses(batch)}
 
 
-@pytest.mark.covers("P-11")
 @pytest.mark.parametrize("by_loss", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_two_optimizers_under_clip_and_accumulation_and_precision(by_loss: bool, precision: str) -> None:
-    """P-11: a GAN with no flag is the hand loop, bitwise."""
+    """A GAN with no flag is the hand loop, bitwise."""
     real = [torch.randn(5, 4, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     by_hand, gan = hand.Gan(), hand.Gan()
     torch.manual_seed(4)

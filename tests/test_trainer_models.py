@@ -109,11 +109,10 @@ def grow(model: Any, optimizer: Any) -> None:
     optimizer.add_param_group({"params": list(model.head[1].parameters())})
 
 
-@pytest.mark.covers("P-06")
 @pytest.mark.parametrize("change", [thaw, thaw_and_add, grow])
 @pytest.mark.parametrize("clip", [0.0, 0.02])
 def test_what_is_thawed_or_added_between_epochs_is_trained_and_clipped(change: Any, clip: float) -> None:
-    """P-06: the parameters are those that the model and the optimizer have as an epoch begins, as by hand."""
+    """The parameters are those that the model and the optimizer have as an epoch begins, as by hand."""
 
     class Changing(Regression):
         def on_epoch_begin(self) -> None:
@@ -139,11 +138,10 @@ def test_what_is_thawed_or_added_between_epochs_is_trained_and_clipped(change: A
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.covers("P-06")
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_is_added_between_two_steps_of_an_epoch_is_trained_and_clipped(several: bool, accumulate: int) -> None:
-    """P-06: an optimizer that is given another group follows the hand loop from that step on; so does an average."""
+    """An optimizer that is given another group follows the hand loop from that step on; so does an average."""
 
     class Growing(Regression):
         def train_step(self, batch: Any) -> Any:
@@ -187,9 +185,8 @@ def test_what_is_added_between_two_steps_of_an_epoch_is_trained_and_clipped(seve
     trainer.run(1, batches)
 
 
-@pytest.mark.covers("P-12")
 def test_a_lazy_model_is_planned_saved_and_resumed(tmp_path: Any) -> None:
-    """P-12, F-E12: its shapes are known after its first batch, or after a load; a shape that differs is refused."""
+    """Its shapes are known after its first batch, or after a load; a shape that differs is refused."""
 
     def make(width: int = 8, **options: Any) -> Any:
         torch.manual_seed(3)
@@ -240,9 +237,8 @@ class Observer(nn.Module):
         super()._load_from_state_dict(state, prefix, *args)
 
 
-@pytest.mark.covers("P-12", "F-E12")
 def test_a_module_that_loads_another_shape_itself_is_resumed(tmp_path: Any) -> None:
-    """P-12, F-E12: with its average; what neither it nor torch's own modules take is refused before anything loads."""
+    """With its average; what neither it nor torch's own modules take is refused before anything loads."""
 
     def make(**options: Any) -> Any:
         model = nn.Sequential(Observer(), network())
@@ -268,10 +264,9 @@ def test_a_module_that_loads_another_shape_itself_is_resumed(tmp_path: Any) -> N
     assert digest(fresh.model) == before
 
 
-@pytest.mark.covers("P-10")
 @pytest.mark.parametrize("kind", [Tied, Mixed, Complex, Frozen])
 def test_averages_of_odd_models(kind: Any) -> None:
-    """P-10: tied weights have one average, complex ones are averaged, and frozen ones stay."""
+    """Tied weights have one average, complex ones are averaged, and frozen ones stay."""
     model, first = kind(), kind()
     trainer = build(EMAAddon, task=Regression, model=model, optimizer=SGD(model.parameters(), lr=0.1), decay=0.75)
     expected = {name: p.detach().clone() for name, p in first.named_parameters()}
@@ -293,10 +288,9 @@ def test_averages_of_odd_models(kind: Any) -> None:
         assert trainer.average["a.weight"] is trainer.average["b.weight"]
 
 
-@pytest.mark.covers("P-10")
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_the_average_counts_updates(accumulate: int) -> None:
-    """P-10: for accumulation 1 and 4 on the same effective batches."""
+    """For accumulation 1 and 4 on the same effective batches."""
     big = pairs(8, 8, 8, dtype=torch.float64)
     batches = big if accumulate == 1 else [(a, b) for x, y in big for a, b in zip(x.split(2), y.split(2), strict=True)]
     model = line(dtype=torch.float64)
@@ -401,7 +395,7 @@ def test_parameter_groups_keep_their_rates() -> None:
 
 
 def test_training_without_an_optimizer_is_refused() -> None:
-    """F-E10: also when a trainer for evaluation is toggled."""
+    """Also when a trainer for evaluation is toggled."""
     trainer = Task(network(), "cpu", mode="test")
     trainer.toggle("train")
     with pytest.raises(ConfigError, match="optimizer is None"):

@@ -34,11 +34,10 @@ PIECES = {
 
 
 @pytest.mark.sample(count=5)
-@pytest.mark.covers("P-55")
 @pytest.mark.parametrize("pieces", PIECES)
 @pytest.mark.parametrize("kind", ["loader", "generator", "list", "unsized"])
 def test_pieces_are_the_whole_run(pieces: str, kind: str) -> None:
-    """P-55: weights, optimizer, random streams, counters, history and records; not how often run was called."""
+    """Weights, optimizer, random streams, counters, history and records; not how often run was called."""
     ends = []
     for parts in ([{"n_epoch": 5}], PIECES[pieces]):
         torch.manual_seed(7)
@@ -59,9 +58,8 @@ def test_pieces_are_the_whole_run(pieces: str, kind: str) -> None:
     assert ends[0][0] == ends[1][0]
 
 
-@pytest.mark.covers("P-55")
 def test_an_endless_stream_in_pieces() -> None:
-    """P-55: a generator continues where it was left, and steps_per_epoch ends its epochs."""
+    """A generator continues where it was left, and steps_per_epoch ends its epochs."""
 
     def endless() -> Iterator[Any]:
         generator = torch.Generator().manual_seed(3)
@@ -120,11 +118,10 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
 
 @pytest.mark.sample(count=4)
-@pytest.mark.covers("P-48")
 @pytest.mark.parametrize("every", [None, 1, 2, 7, Every(epochs=2)])
 @pytest.mark.parametrize("shared", [False, True])
 def test_validation_at_any_cadence_changes_nothing(every: Any, shared: bool, tmp_path: Any) -> None:
-    """P-48: dropout, BatchNorm, shuffling without a generator, and a dataset that draws from three streams."""
+    """Dropout, BatchNorm, shuffling without a generator, and a dataset that draws from three streams."""
     ends = []
     for watched in (False, True):
         torch.manual_seed(5), np.random.seed(5), random.seed(5)
@@ -140,9 +137,8 @@ def test_validation_at_any_cadence_changes_nothing(every: Any, shared: bool, tmp
     assert ends[0] == ends[1]
 
 
-@pytest.mark.covers("P-48")
 def test_calls_between_the_steps_change_nothing() -> None:
-    """P-48: evaluate, inference, state_dict, printing and pickling in the middle of an epoch."""
+    """Evaluate, inference, state_dict, printing and pickling in the middle of an epoch."""
     ends = []
     for watched in (False, True):
         trainer = build(EMAAddon, decay=0.5)
@@ -162,9 +158,8 @@ def test_calls_between_the_steps_change_nothing() -> None:
     assert ends[0] == ends[1]
 
 
-@pytest.mark.covers("P-49")
 def test_nothing_of_the_run_is_validated_before_training() -> None:
-    """P-49: a trial of one batch, on copies, is all that comes before the first training batch."""
+    """A trial of one batch, on copies, is all that comes before the first training batch."""
     calls: list[str] = []
 
     class Noting(Task):
@@ -183,9 +178,8 @@ def test_nothing_of_the_run_is_validated_before_training() -> None:
         calls.clear()
 
 
-@pytest.mark.covers("P-35")
 def test_an_unknown_monitor_fails_at_the_first_validation() -> None:
-    """P-35, F-E16: with the names there are; one whose direction is unknown fails at construction."""
+    """With the names there are; one whose direction is unknown fails at construction."""
     trainer = build(monitor="acuracy", monitor_mode="max", try_validation=False)
     with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\? Available: loss, accuracy"):
         trainer.run(5, loader(), valid())
@@ -208,9 +202,8 @@ def test_an_unknown_monitor_fails_at_the_first_validation() -> None:
 # --- what a run leaves behind
 
 
-@pytest.mark.covers("X-5")
 def test_an_empty_folder_stays_empty_and_nothing_is_said(tmp_path: Any) -> None:
-    """X-5, X-7: no add-on that writes, so no file, no connection, and no byte to either stream."""
+    """No add-on that writes, so no file, no connection, and no byte to either stream."""
     script = tmp_path / "script.py"
     script.write_text(
         "import socket, torch, zae\n"
@@ -258,9 +251,8 @@ def test_loaders_that_lie_about_their_length() -> None:
 # --- seed 003
 
 
-@pytest.mark.covers("P-57")
 def test_the_seed_s_basic_example(tmp_path: Any) -> None:
-    """P-57: with its two methods added; device as text, a scheduler of zae's own, and none."""
+    """With its two methods added; device as text, a scheduler of zae's own, and none."""
     from zae.schedulers import CosineAnnealingScheduler
 
     for scheduled in (True, False):
@@ -279,9 +271,8 @@ def test_the_seed_s_basic_example(tmp_path: Any) -> None:
         assert isinstance(trainer.device, torch.device)
 
 
-@pytest.mark.covers("P-57", "F-E17")
 def test_the_abstract_trainer_shows_what_to_write() -> None:
-    """P-57, F-E17: class, methods and the lines."""
+    """Class, methods and the lines."""
     model = line()
     with pytest.raises(TypeError, match=r"no train_step and no test_step[\s\S]*def train_step\(self, batch\)"):
         Trainer.add_on(StateManagerAddon)(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), save_path="x")

@@ -1,4 +1,4 @@
-"""X-23: what type checkers, editors and help say of a user's code, with the wheel and with an editable install."""
+"""What type checkers, editors and help say of a user's code, with the wheel and with an editable install."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ def python(request, tmp_path_factory):
 
 
 @pytest.mark.exhaustive  # With the extra dev: mypy and basedpyright.
-@pytest.mark.covers("X-23")
 @pytest.mark.parametrize("checker", [mypy, pyright])
 def test_checkers_accept_what_is_right_and_refuse_what_is_wrong(python, checker):
     """mypy --strict and pyright report each line of refused.py that says so, and no other one of both files."""
@@ -93,7 +92,6 @@ def test_checkers_accept_what_is_right_and_refuse_what_is_wrong(python, checker)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.covers("X-23")
 def test_pyright_reports_nothing_of_the_source():
     """With the settings of pyproject.toml, as `pyright` in the checkout."""
     command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--outputjson"]
@@ -103,7 +101,6 @@ def test_pyright_reports_nothing_of_the_source():
     assert [(each["file"], each["message"]) for each in answer["generalDiagnostics"]] == []
 
 
-@pytest.mark.covers("X-23")
 def test_the_accepted_programs_run(tmp_path, monkeypatch):
     """What the checkers accept is right."""
     spec = importlib.util.spec_from_file_location("accepted", ACCEPTED)
@@ -117,7 +114,6 @@ def test_the_accepted_programs_run(tmp_path, monkeypatch):
         program(tmp_path)
 
 
-@pytest.mark.covers("X-23")
 def test_the_page_of_types_shows_the_programs():
     """docs/reference/types.md quotes lines that the checkers were given."""
     page = (imports.ROOT / "docs" / "reference" / "types.md").read_text(encoding="utf-8")

@@ -35,19 +35,16 @@ def build(steps: Any, task: Any = Noting, **options: Any) -> Any:
     return made(model, "cpu", optimizer=optimizer, gradient_accumulation_steps=steps, **options)
 
 
-@pytest.mark.covers("F-E11")
 @pytest.mark.parametrize("steps", [0, -1, 1.0, "2", True, None])
 def test_a_count_that_cannot_be_meant(steps: Any) -> None:
-    """F-E11."""
     with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=.* whole number of at least 1"):
         build(steps)
 
 
-@pytest.mark.covers("P-01")
 @pytest.mark.parametrize("count", range(1, 8))
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 50])
 def test_windows_of_every_length(count: int, steps: int) -> None:
-    """P-01: with and without a length, the same windows and bitwise the same weights."""
+    """With and without a length, the same windows and bitwise the same weights."""
     batches = list(loader(28))[:count]
     lengths = [min(steps, count - first) for first in range(0, count, steps)]
     ends = []
@@ -89,10 +86,9 @@ class Unused(AddOnBase):
         return super().forward_context()
 
 
-@pytest.mark.covers("P-01")
 @pytest.mark.parametrize("add_ons", [(), (Unused,)])
 def test_one_dict_for_all_of_a_window(add_ons: Any) -> None:
-    """P-01: each micro-batch weighs by its own targets, and has its own loss in the log."""
+    """Each micro-batch weighs by its own targets, and has its own loss in the log."""
     ends = []
     for task in (OneDict, ManyDicts):
         trainer = build(2, task.add_on(*add_ons) if add_ons else task)
@@ -192,10 +188,9 @@ class Sharpness(Task):
         return outputs
 
 
-@pytest.mark.covers("P-50")
 @pytest.mark.parametrize("sized", [True, False])
 def test_gradients_of_one_window_are_taken_twice_as_by_hand(sized: bool) -> None:
-    """P-50: 6 batches in windows of 4 and of 2; the second time they are the same batches, not those that follow."""
+    """6 batches in windows of 4 and of 2; the second time they are the same batches, not those that follow."""
     trainer, model = build(4, Sharpness), network()
     batches, optimizer = list(loader()), SGD(model.parameters(), lr=0.1)
     torch.manual_seed(5)
@@ -224,7 +219,6 @@ class LikeAStream:
         return iter(self.batches)
 
 
-@pytest.mark.covers("P-50")
 def test_a_window_that_is_not_held_is_not_walked_into_the_next() -> None:
     class Twice(Task.add_on(GradientAccumulationAddon)):
         def micro_batches(self, batch: Any) -> Any:

@@ -35,7 +35,7 @@ def build(task: Any = Noting, **options: Any) -> Any:
 
 @pytest.mark.parametrize("precision", ["fp8", "BF16", 16, [], ["bf16", "fp8"], None, [["bf16"]]])
 def test_a_precision_that_is_none(precision: Any) -> None:
-    """F-E11; an empty list is one without a wish."""
+    """An empty list is one without a wish."""
     if precision == []:
         trainer = build(precision=[])
         trainer.run(1, loader())
@@ -51,7 +51,7 @@ def test_a_precision_that_is_none(precision: Any) -> None:
     ids=str,
 )
 def test_a_loss_scale_that_cannot_be_meant(scale: Any) -> None:
-    """F-E11; from an infinite one no step would ever take place."""
+    """From an infinite one no step would ever take place."""
     with pytest.raises(ConfigError, match=r"loss_scale=.*the first scale and the smallest"):
         build(precision="fp16", loss_scale=scale)
 
@@ -139,9 +139,8 @@ def exploding(*at: int, **options: Any) -> Any:
     return build(type("Now", (Explosive,), {"at": at, "__module__": __name__}), precision="fp16", **options)
 
 
-@pytest.mark.covers("P-05")
 def test_the_scale_halves_and_grows() -> None:
-    """P-05: down at an overflow, up after so many steps without one (Micikevicius et al. 2018)."""
+    """Down at an overflow, up after so many steps without one (Micikevicius et al. 2018)."""
     trainer = exploding(1, loss_scale=(64.0, 1.0))
     scales = []
     trainer.checkpoint = lambda: scales.append(trainer.scaler.get_scale())
@@ -173,7 +172,7 @@ def test_the_scale_goes_on_in_the_next_run_and_in_a_fresh_trainer() -> None:
 
 
 def test_one_of_two_optimizers_overflows() -> None:
-    """P-05: the other one steps; schedules wait, as for any step that was not whole."""
+    """The other one steps; schedules wait, as for any step that was not whole."""
     model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
 
     class Two(Task):
@@ -194,7 +193,7 @@ def test_one_of_two_optimizers_overflows() -> None:
 @pytest.mark.parametrize("kind", [SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
 @pytest.mark.parametrize("overflows", [(), (0,), (0, 1, 4), (3,)], ids=str)
 def test_a_fused_optimizer_is_not_called_where_the_gradients_overflowed(kind: Any, overflows: Any) -> None:
-    """P-05: torch would call it, and its state would be memory that nobody wrote; without an overflow it is by hand."""
+    """Torch would call it, and its state would be memory that nobody wrote; without an overflow it is by hand."""
     own = {"momentum": 0.9} if kind is SGD else {}
     trainer = exploding(*overflows, loss_scale=(64.0, 1.0))
     optimizer = kind(trainer.model.parameters(), lr=0.05, fused=True, **own)

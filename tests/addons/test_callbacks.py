@@ -79,7 +79,6 @@ for _event in EVENTS:
     setattr(PlainRecorder, _event, _plain(_event))
 
 
-@pytest.mark.covers("155", "157", "158", "161")
 def test_events_of_transformers_in_its_order():
     """The order of transformers.Trainer, substeps of a window included; read off its source and a run of it."""
     recorder = ForeignRecorder()
@@ -139,7 +138,6 @@ class Asks:
         self.rows.append(("save", state.global_step))
 
 
-@pytest.mark.covers("159")
 @pytest.mark.parametrize(
     ("flag", "expected", "steps"),
     [
@@ -332,7 +330,6 @@ def test_evaluate_and_predict_have_their_events():
     assert trainer.run(1, loader)["step"] == 2
 
 
-@pytest.mark.covers("P-48")
 def test_callbacks_that_only_look_change_nothing(tmp_path):
     """With mixed precision, windows, an average and checkpoints: weights and average are bitwise those without them."""
     model_and_average = []

@@ -72,7 +72,6 @@ def ask(add_on, folder):
 
 
 @pytest.mark.sample(count=1)
-@pytest.mark.covers("159")
 @pytest.mark.parametrize("add_on", [MultiGPUAddon, FSDPAddon])
 def test_a_flag_of_one_rank_counts_on_all(add_on, tmp_path):
     """One step later, with the collectives of the stop flag only, which steps have in any case."""
@@ -114,7 +113,6 @@ def stop_early(folder, devices):
     return made
 
 
-@pytest.mark.covers("155", "159")
 def test_early_stopping_of_transformers_stops_the_ranks_where_it_stops_one_process(tmp_path, capfd):
     (one,) = each_rank(1, stop_early, tmp_path / "one", ["cpu"])
     printed = capfd.readouterr().out.count("eval_loss")

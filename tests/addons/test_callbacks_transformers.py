@@ -110,7 +110,6 @@ def test_early_stopping_finds_the_metric_under_each_name_of_the_monitor(monitor,
     assert trainer.metrics["stop_reason"].startswith("the callback EarlyStoppingCallback set should_training_stop")
 
 
-@pytest.mark.covers("155", "158", "159", "161")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_run_is_that_of_transformers(accumulate, tmp_path):
     """Every event with the same epoch, step and best score; the same stop, log_history, keys and weight."""
@@ -147,7 +146,6 @@ def watch(run, folder, monkeypatch, capsys):
     return json.loads(json.dumps(tables), parse_float=lambda text: round(float(text), 5)), set(bars)
 
 
-@pytest.mark.covers("155")
 def test_those_that_print_and_log_write_what_they_write_in_transformers(tmp_path, monkeypatch, capsys):
     """PrinterCallback, ProgressCallback, TensorBoardCallback and WandbCallback (offline), with the args of this run."""
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -408,7 +408,7 @@ class Replacing(Task):
 
 @pytest.mark.parametrize("mode", ["graph", "fused"])
 def test_what_is_known_of_a_parameter_is_not_taken_for_what_is_known_of_the_one_in_its_place(mode: str) -> None:
-    """F-A1: a new weight is stepped by its own gradient, in its own order of memory, at the rate of its own group."""
+    """A new weight is stepped by its own gradient, in its own order of memory, at the rate of its own group."""
     ends = []
     for cls, options in ((Replacing, {}), (Replacing.add_on(CompileAddon), {"compile_mode": mode, **FAST})):
         model = Images()
@@ -458,7 +458,7 @@ def test_a_step_that_would_be_compiled_anew_each_time_ends_up_eager(caplog: pyte
 
 
 def test_many_trainers_of_a_process_are_compiled() -> None:
-    """P-56: a search makes more of them than the graphs that torch keeps for one function."""
+    """A search makes more of them than the graphs that torch keeps for one function."""
     kept = [trained(Task.add_on(CompileAddon), epochs=1, compile_mode="graph", **FAST) for _ in range(10)]
     assert [task.compile_report["graphs"] for task in kept] == [1] * 10
 
@@ -540,7 +540,6 @@ class NoMapping(Task):
 
 @pytest.mark.parametrize(("cls", "told"), [(NoLoss, "rename 'los' to 'loss'"), (NoMapping, "return a dict")])
 def test_a_step_that_is_wrong_is_told_so_in_the_same_words(cls: type[Trainer], told: str) -> None:
-    """F-E4."""
     with pytest.raises(StepError, match=told):
         trained(cls.add_on(CompileAddon), compile_mode="graph", **FAST)
 

@@ -218,7 +218,7 @@ def poisoned() -> list[Any]:
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "warn"])
 def test_a_step_that_is_not_finite_is_what_it_is_in_eager(policy: str, where: str, optimizer: str) -> None:
-    """P-34, F-D1: with "raise" and "skip" weights, state and counters stay; "warn" takes the step all the same."""
+    """With "raise" and "skip" weights, state and counters stay; "warn" takes the step all the same."""
     ends = []
     for cls, options in ((Diverging, {}), (Diverging.add_on(CompileAddon), FAST)):
         task = made(cls, optimizer, on_nonfinite=policy, **options)
@@ -247,7 +247,7 @@ def resumable(folder: Any, max_steps: int | None, add_ons: tuple[Any, ...] = (),
 
 
 def test_a_run_resumes_bitwise_and_goes_on_with_the_add_on_or_without_it(tmp_path: Any) -> None:
-    """F-B1: from a checkpoint nothing is eager but the short batches; P-14: and nothing in it is the add-on's."""
+    """From a checkpoint nothing is eager but the short batches, and nothing in it is the add-on's."""
     straight = resumable(tmp_path / "straight", None, (CompileAddon,), **FAST)
     eager = resumable(tmp_path / "eager", None)
     ends = {}

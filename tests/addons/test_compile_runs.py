@@ -22,7 +22,7 @@ class Doubled(Task):
 
 
 def test_a_run_resumes_bitwise_before_a_short_batch(tmp_path: Any) -> None:
-    """F-B1: what is compiled does not depend on where a run begins."""
+    """What is compiled does not depend on where a run begins."""
     graph = {"compile_mode": "graph", **FAST}
     straight = resumable(tmp_path / "straight", None, (CompileAddon,), **graph)
     resumable(tmp_path / "resumed", 5, (CompileAddon,), **graph)
@@ -47,7 +47,7 @@ def time_first(samples: Any) -> Any:
 
 @pytest.mark.parametrize(("kind", "at", "eager"), [("time first", 5, 4), ("list", 5, 4), ("one batch", 2, 0)])
 def test_a_full_batch_is_told_by_its_place_too(tmp_path: Any, kind: str, at: int, eager: int) -> None:
-    """F-B1: where its size does not tell, it is one that another comes after, or the only one of its epoch."""
+    """Where its size does not tell, it is one that another comes after, or the only one of its epoch."""
     loaders: dict[str, Any] = {
         "time first": hand.loader(22, shuffle=False, collate_fn=time_first),
         "list": [*hand.loader(22, shuffle=False)],

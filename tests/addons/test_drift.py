@@ -35,7 +35,7 @@ class NoiseAddon(AddOnBase):
 
 @on_ranks(3)
 def test_ranks_that_drift_apart_are_named(world):
-    """P-36: the tensor, the ranks, the steps between; it is not saved; the ledgers of two ranks name the stage."""
+    """The tensor, the ranks, the steps between; it is not saved; the ledgers of two ranks name the stage."""
     add_ons = (MultiGPUAddon, StateManagerAddon, LedgerAddon, NoiseAddon)
     options = {"save_path": "run", "save_every": 2, "ledger_path": "run/ledger-{rank}.jsonl"}
     trainer = build(Task, add_ons, **options)
@@ -82,7 +82,7 @@ HOLDERS = {"tensor": (NAME, (0, 1), ""), "hsdp": (f"{NAME} (part shard 1)", (1, 
 @pytest.mark.sample(count=1)
 @pytest.mark.parametrize("name", ["tensor", "hsdp", pytest.param("2-D", marks=pytest.mark.exhaustive)])
 def test_ledgers_of_ranks_that_hold_the_same_part_name_the_stage(name):
-    """P-36: between tensor ranks the whole tensors are compared, with HSDP and 2-D the parts that both hold."""
+    """Between tensor ranks the whole tensors are compared, with HSDP and 2-D the parts that both hold."""
     what, ranks, part = HOLDERS[name]
     expected = (what, tuple(f"run/ledger-{rank}.jsonl" for rank in ranks), {part})
     world = ENGINES[name].world
@@ -92,7 +92,7 @@ def test_ledgers_of_ranks_that_hold_the_same_part_name_the_stage(name):
 
 @on_ranks(2)
 def test_a_right_run_is_bitwise_what_it_is_without_the_comparison(world):
-    """P-48: weights, random streams and history; buffers that differ by rank do not count; dropout and averages."""
+    """Weights, random streams and history; buffers that differ by rank do not count; dropout and averages."""
 
     class Blind(MultiGPUAddon):
         def replicas(self):
@@ -117,7 +117,7 @@ def test_a_right_run_is_bitwise_what_it_is_without_the_comparison(world):
 
 
 def test_a_hash_tells_any_tensor_from_any_other():
-    """P-48: kinds and sizes of tensors, one bit, two numbers that change places, in one piece and across pieces."""
+    """Kinds and sizes of tensors, one bit, two numbers that change places, in one piece and across pieces."""
     torch.manual_seed(0)
     large = torch.randn(200_003)
     swapped = large.clone()

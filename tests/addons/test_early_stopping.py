@@ -47,7 +47,6 @@ def stop_of(scores: Any, patience: int, delta: float = 0.0, larger: bool = False
     return len(scores)
 
 
-@pytest.mark.covers("F-E16")
 @given(
     scores=st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, math.nan]), min_size=1, max_size=8),
     patience=st.integers(1, 3),
@@ -56,7 +55,7 @@ def stop_of(scores: Any, patience: int, delta: float = 0.0, larger: bool = False
 )
 @settings(max_examples=40, deadline=None)
 def test_it_stops_where_it_says(scores: Any, patience: int, delta: float, larger: bool) -> None:
-    """F-E16: for any scores; NaN never counts as better."""
+    """For any scores; NaN never counts as better."""
     name = "accuracy" if larger else "loss"
     trainer = build(scores, name, patience=patience, delta=delta, monitor=name)
     metrics = trainer.run(len(scores), loader(8), loader(4))
@@ -65,11 +64,10 @@ def test_it_stops_where_it_says(scores: Any, patience: int, delta: float, larger
     assert (metrics["stop_reason"] is not None) == (stop_of([*scores, *scores], patience, delta, larger) <= len(scores))
 
 
-@pytest.mark.covers("P-17")
 @pytest.mark.parametrize("by_steps", [False, True])
 @pytest.mark.parametrize("stop", range(1, 6))
 def test_it_stops_at_the_same_update_after_a_resume(stop: int, by_steps: bool) -> None:
-    """P-17: at each epoch; a stopped run that is resumed does not train."""
+    """At each epoch; a stopped run that is resumed does not train."""
     scores, every = (3.0, 2.0, 2.5, 2.5, 2.5, 0.0), 2 if by_steps else None
     whole = build(scores, patience=3)
     whole.run(6, loader(8), loader(4), valid_every=every)
@@ -124,9 +122,8 @@ def test_options_that_cannot_be_meant(options: Any) -> None:
         build([], **options)
 
 
-@pytest.mark.covers("F-E16")
 def test_a_metric_that_is_not_there() -> None:
-    """F-E16, P-35: with the names there are."""
+    """With the names there are."""
     with pytest.raises(MonitorError, match=r"monitors 'loss', which no step returns; available: score; give monitor="):
         build([1.0] * 3, "score").run(3, loader(8), loader(4))
     with pytest.raises(MonitorError, match="did you mean 'score'"):

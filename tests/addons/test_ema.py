@@ -33,9 +33,8 @@ def test_a_decay_that_cannot_be_meant(decay: Any) -> None:
         build(decay=decay)
 
 
-@pytest.mark.covers("P-18")
 def test_the_model_file_holds_training_weights_and_the_average_beside_them(tmp_path: Any) -> None:
-    """P-18: also at the moment of a validation, and in a checkpoint."""
+    """Also at the moment of a validation, and in a checkpoint."""
     trainer = build(StateManagerAddon, save_path=tmp_path / "states", save_every=1)
     held: list[bool] = []
     checkpoint = trainer.checkpoint
@@ -98,9 +97,8 @@ class Renewing(nn.Module):
         self.calls = int(state)
 
 
-@pytest.mark.covers("P-10")
 def test_buffers_that_are_made_anew_are_followed(tmp_path: Any) -> None:
-    """P-10, P-18: the average holds, saves and evaluates them as they are, whatever object they have become."""
+    """The average holds, saves and evaluates them as they are, whatever object they have become."""
     model = Renewing()
     trainer = Task.add_on(EMAAddon)(model, "cpu", optimizer=AdamW(model.parameters(), lr=0.05), decay=0.9)
     trainer.run(2, loader(), valid(), valid_every=5)

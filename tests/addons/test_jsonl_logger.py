@@ -34,7 +34,6 @@ def train(folder, at=None, epochs=3, **options):
     return trainer
 
 
-@pytest.mark.covers("P-12")
 def test_killed_at_any_step_each_line_is_there_once(tmp_path):
     """SIGKILL at every step, again in the resumed run, and resume: the file is that of the uninterrupted run."""
     expected = digest(train(tmp_path / "whole"))
@@ -49,7 +48,6 @@ def test_killed_at_any_step_each_line_is_there_once(tmp_path):
         assert lines(folder / "run.jsonl") == whole
 
 
-@pytest.mark.covers("P-12")
 @pytest.mark.parametrize("save_every", [4, Every(epochs=1)])
 def test_a_checkpoint_between_two_records_of_one_step(tmp_path, save_every):
     """The last step of an epoch saves before the epoch's own records of the same step."""
@@ -63,7 +61,6 @@ def test_a_checkpoint_between_two_records_of_one_step(tmp_path, save_every):
         assert lines(folder / "run.jsonl") == whole
 
 
-@pytest.mark.covers("P-12")
 def test_a_line_torn_by_the_kill(tmp_path):
     train(tmp_path / "whole")
     assert forked(lambda: train(tmp_path / "cut", 8)) == -signal.SIGKILL
@@ -211,7 +208,6 @@ def test_what_a_line_holds(tmp_path):
     assert bare(rows) == bare(trainer.log_history)
 
 
-@pytest.mark.covers("P-34")
 def test_not_a_number_is_written_as_text(tmp_path):
     class Broken(Task):
         def test_step(self, batch):
@@ -232,7 +228,6 @@ def test_another_runs_file_is_kept_beside_the_new_one(tmp_path):
     assert (tmp_path / "run.1.jsonl").read_bytes() == before
 
 
-@pytest.mark.covers("F-D13")
 def test_a_path_that_cannot_be_written_is_found_at_construction(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
@@ -255,7 +250,6 @@ def test_a_path_that_cannot_be_written_is_found_at_construction(tmp_path, monkey
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
 
 
-@pytest.mark.covers("F-D8")
 def test_fault_a_folder_that_vanishes_under_way(caplog, tmp_path):
     """The disk that the file was to be on is gone when the run begins: the records are kept elsewhere."""
     trainer = build(JSONLLoggerAddon, jsonl_path=tmp_path / "away" / "run.jsonl")

@@ -398,7 +398,7 @@ def test_ledger_diff_finds_two_equal_runs_the_same(tmp_path: Path) -> None:
 
 
 def test_ledger_of_a_resumed_run_is_that_of_a_whole_one(tmp_path: Path) -> None:
-    """P-12: what was trained twice is there once; what a kill cut off does not matter."""
+    """What was trained twice is there once; what a kill cut off does not matter."""
     options: dict[str, Any] = {"resume": "auto", "save_every": 3, "keep_last": None}
     train(tmp_path / "a", StateManagerAddon, save_path=tmp_path / "whole", **options)
     train(tmp_path / "b", StateManagerAddon, save_path=tmp_path / "cut", max_steps=8, **options)
@@ -433,9 +433,8 @@ def test_ledger_that_a_kill_cut_short_is_read_up_to_there(tmp_path: Path) -> Non
         read_ledger(tmp_path / "a")
 
 
-@pytest.mark.covers("F-D9")
 def test_a_ledger_that_the_disk_refuses_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-D9, F-A3: one warning with the file, and the weights are those of a run without it."""
+    """One warning with the file, and the weights are those of a run without it."""
     (tmp_path / "full").symlink_to("/dev/full")
     watched = train(tmp_path / "full", n_epoch=1)
     assert [record.getMessage().partition(". Training")[0] for record in caplog.records] == [
@@ -517,7 +516,6 @@ def rows(*values: Any) -> list[torch.Tensor]:
     return [torch.tensor(each) for each in values]
 
 
-@pytest.mark.covers("F-E8")
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     "make",
@@ -529,14 +527,12 @@ def rows(*values: Any) -> list[torch.Tensor]:
     ],
 )
 def test_ledger_fingerprint_of_tensors_that_are_not_dense(make: Any) -> None:
-    """F-E8: a batch may be nested, the gradients of an embedding are sparse: what is in them counts as well."""
+    """A batch may be nested, the gradients of an embedding are sparse: what is in them counts as well."""
     assert fingerprint([make(2.0)]) == fingerprint([make(2.0)])
     assert fingerprint([make(2.0)]) != fingerprint([make(4.0)])
 
 
-@pytest.mark.covers("F-E8")
 def test_a_ledger_of_nested_batches_leaves_the_run_as_it_is(tmp_path: Path) -> None:
-    """F-E8."""
     batch = torch.nested.nested_tensor(rows([[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]]), layout=torch.jagged)
 
     class Nested(Task):

@@ -53,7 +53,6 @@ class Drawing(ListSink):
         self.draw()
 
 
-@pytest.mark.covers("F-D9", "P-48")
 @pytest.mark.parametrize("sink", [ListSink(), Drawing(), Drawing(fails_at=7), Drawing(blocks_at=7)])
 def test_fault_the_weights_are_those_without_a_logger(caplog, sink):
     plain = build()
@@ -71,7 +70,6 @@ def test_fault_the_weights_are_those_without_a_logger(caplog, sink):
     assert torch.equal(torch.rand(1), after)
 
 
-@pytest.mark.covers("F-D9")
 def test_fault_a_logger_that_raises_at_step_7(caplog):
     """One warning, all records kept from then on, and their number at the end."""
     trainer = listing(Drawing(fails_at=7))
@@ -85,7 +83,6 @@ def test_fault_a_logger_that_raises_at_step_7(caplog):
     assert "6 records" in told
 
 
-@pytest.mark.covers("F-D8")
 def test_fault_a_sink_that_has_failed_costs_its_time_once(caplog):
     """Not once for each call of run."""
     sink = Drawing()
@@ -100,7 +97,6 @@ def test_fault_a_sink_that_has_failed_costs_its_time_once(caplog):
     assert [row["step"] for row in lines(next(Path("zae-offline").iterdir()))] == list(range(1, 41))
 
 
-@pytest.mark.covers("F-D8")
 def test_fault_required_stops_the_run():
     trainer = listing(Drawing(fails_at=7), logger_required=True)
     with pytest.raises(LoggerError, match="the server is gone") as caught:
@@ -121,7 +117,6 @@ def test_what_a_record_holds():
     assert bare([{"step": step, **row} for row, step in rows]) == bare(trainer.log_history)
 
 
-@pytest.mark.covers("P-28")
 def test_steps_never_fall():
     """Also with validations between, and over two calls of run."""
     trainer = listing()
@@ -132,7 +127,6 @@ def test_steps_never_fall():
     assert len(steps) == 15 + 3 + 2
 
 
-@pytest.mark.covers("P-33")
 def test_nothing_that_is_handed_over_is_a_tensor():
     trainer = listing()
     trainer.setup()
@@ -149,7 +143,6 @@ def test_nothing_that_is_handed_over_is_a_tensor():
     assert len(row["text"]) == 200
 
 
-@pytest.mark.covers("P-29")
 def test_only_the_main_rank_logs():
     class SecondRankAddon(AddOnBase):
         """Pretend to be rank 1."""
@@ -280,7 +273,6 @@ def test_the_state_of_a_run_without_logger_is_welcome():
     assert (info.continued, info.resumed_at) == (False, None)
 
 
-@pytest.mark.covers("F-C4")
 @pytest.mark.parametrize(
     "own", [{}, None, "x", {"run_id": "../../etc/x", "records": 0}, {"run_id": "a" * 99, "records": 0},
             {"run_id": "a", "records": "b"}, {"run_id": 3, "records": 0}],
@@ -328,13 +320,12 @@ def test_options_that_cannot_be_meant(options, text):
 
 
 def test_a_time_limit_as_good_as_none():
-    """D8: more seconds than a lock can wait for."""
+    """More seconds than a lock can wait for."""
     trainer = listing(logger_timeout=1e300)
     trainer.run(1, loader())
     assert trainer.progress_checker.epoch == 1
 
 
-@pytest.mark.covers("F-D8")
 def test_fault_the_folder_of_the_local_files(caplog, tmp_path):
     trainer = listing(Drawing(fails_at=1), logger_fallback=tmp_path / "elsewhere")
     trainer.run(1, loader())
@@ -419,9 +410,8 @@ def test_all_options_that_are_missing_are_named_at_once():
     assert text.endswith('(..., web_logger={"wandb": {"project": "my-project"}}, log_dir=..., jsonl_path=...)')
 
 
-@pytest.mark.covers("P-31")
 def test_both_web_loggers_are_one_class_in_either_order():
-    """P-31: the order they are named in decides nothing, and each wants its own entry."""
+    """The order they are named in decides nothing, and each wants its own entry."""
     assert Task.add_on(WandBLoggerAddon, NeptuneLoggerAddon) is Task.add_on(NeptuneLoggerAddon, WandBLoggerAddon)
     with pytest.raises(ConfigError, match='no entry "neptune"'):
         web(NeptuneLoggerAddon, WandBLoggerAddon, web_logger={"wandb": {"mode": "offline"}})
@@ -450,7 +440,6 @@ def test_one_option_has_one_owner():
         Task.add_on(WandBLoggerAddon, ThiefAddon)
 
 
-@pytest.mark.covers("F-C7")
 def test_no_secret_in_repr_or_state(tmp_path):
     entries = {
         "wandb": {"mode": "disabled", "api_key": "canary-wandb-key"},

@@ -37,7 +37,6 @@ def history(client, run, key):
     return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, key)]
 
 
-@pytest.mark.covers("X-20")
 def test_every_record_is_read_back():
     trainer = logger(gradient_clip=0.5, hyperparameters={"width": 8, "names": {"a@b": "c"}})
     trainer.run(2, loader(), loader(1))

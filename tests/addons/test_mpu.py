@@ -50,7 +50,7 @@ ALTERNATING = [case for at, case in enumerate(SIZES) if at % 2 == case[0] % 2]  
     ],
 )
 def test_every_size_is_the_big_batch(world, sizes):
-    """P-02, P-32, P-39, P-40, P-41: sizes 1-9: weights to 1e-12, means and metrics, each sample once, equal steps."""
+    """Sizes 1-9: weights to 1e-12, means and metrics, each sample once, equal steps."""
     singles = []
     for size, (batch_size, task, accumulate) in sizes:
         options = {"gradient_accumulation_steps": accumulate}
@@ -129,7 +129,7 @@ def test_ranks_train_several_tasks_of_a_mixture_in_a_step(world, accumulate):
 
 @on_ranks(2, 3)
 def test_unused_parameters_are_named(world):
-    """P-45; and parts of the model may be called, which the wrapper does not see."""
+    """Parts of the model may be called as well, which the wrapper does not see."""
 
     class Half(nn.Module):
         def __init__(self):
@@ -160,7 +160,7 @@ def test_unused_parameters_are_named(world):
 
 @on_ranks(2, 3)
 def test_several_optimizers_and_parameters_outside(world):
-    """P-03; a loss for each optimizer, and a learnt weight that the model does not hold."""
+    """A loss for each optimizer, and a learnt weight that the model does not hold."""
 
     class Two(Task):
         def train_step(self, batch):
@@ -188,7 +188,7 @@ def test_several_optimizers_and_parameters_outside(world):
 
 @on_ranks(2, 3)
 def test_rates_are_those_of_one_process(world):
-    """P-04: the learning rate as a function of the step, for accumulation over 1 and 4 batches."""
+    """The learning rate as a function of the step, for accumulation over 1 and 4 batches."""
     for accumulate in (1, 4):
         rates = []
         for add_ons, factor in (((MultiGPUAddon,), 1), ((), world)):
@@ -204,7 +204,7 @@ def test_rates_are_those_of_one_process(world):
 
 @on_ranks(2, 3)
 def test_a_compiled_model_is_averaged(world):
-    """P-04: it is compiled inside of the wrapper; a graph of the whole step, which no wrapper sees, is refused."""
+    """It is compiled inside of the wrapper; a graph of the whole step, which no wrapper sees, is refused."""
     options = {"compile_backend": "eager", "compile_mode": "model"}
     trainer = build(Task, (MultiGPUAddon, CompileAddon), model=network(dtype=F64), gradient_clip=0.05, **options)
     trainer.run(2, loader(4 * world, 2, dtype=F64))
@@ -220,7 +220,7 @@ def test_a_compiled_model_is_averaged(world):
 
 @on_ranks(2, 3)
 def test_a_schedule_free_optimizer_evaluates_with_its_own_weights(world):
-    """P-02, P-20: the score and the saved weights are those of one process, and training continues as without them."""
+    """The score and the saved weights are those of one process, and training continues as without them."""
     trainers = []
     for add_ons, ranks, valid in (((MultiGPUAddon,), 1, True), ((), world, True), ((MultiGPUAddon,), 1, False)):
         model = network(dtype=F64)
@@ -253,7 +253,7 @@ def frozen(model, until):
 
 @on_ranks(2, 3)
 def test_what_is_trained_may_change_meanwhile(world):
-    """P-37, P-45: layers frozen and thawed between epochs, all of the model frozen, optimizers that take turns."""
+    """Layers frozen and thawed between epochs, all of the model frozen, optimizers that take turns."""
     for until in (1, -1):
         ends = []
         for add_ons, batch_size in (((MultiGPUAddon,), 2), ((), 2 * world)):
@@ -290,7 +290,7 @@ def test_what_is_trained_may_change_meanwhile(world):
 
 @on_ranks(2, 3)
 def test_a_step_sees_the_model_itself(world):
-    """P-14: what a step sets on the model is set, names are those of the model, and so is what it has of its own."""
+    """What a step sets on the model is set, names are those of the model, and so is what it has of its own."""
 
     class Scaled(nn.Sequential):
         dim, scale = 3, 1.0
@@ -316,7 +316,7 @@ def test_a_step_sees_the_model_itself(world):
 
 @on_ranks(2, 3)
 def test_buffers_are_those_of_rank_0(world):
-    """P-14: a buffer that a forward replaces, and those of a step that was left out."""
+    """A buffer that a forward replaces, and those of a step that was left out."""
 
     class Counts(nn.Linear):
         def __init__(self):
@@ -347,7 +347,7 @@ def test_buffers_are_those_of_rank_0(world):
 
 @on_ranks(2, 3)
 def test_any_kind_of_gradient(world):
-    """P-37: sparse embeddings and complex weights; a rank without samples in the last step; a static graph."""
+    """Sparse embeddings and complex weights; a rank without samples in the last step; a static graph."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -374,7 +374,7 @@ def test_any_kind_of_gradient(world):
 
 @on_ranks(2, 3)
 def test_a_gradient_lies_in_memory_as_its_weight(world):
-    """P-37: a fused kernel goes through both number by number, also where ranks have no samples in the last step."""
+    """A fused kernel goes through both number by number, also where ranks have no samples in the last step."""
 
     def run(add_ons, batch_size, fused=False):
         model = network(dtype=F64)
@@ -391,7 +391,7 @@ def test_a_gradient_lies_in_memory_as_its_weight(world):
 
 @on_ranks(2, 3)
 def test_a_static_graph_resumes_bitwise(world, tmp_path):
-    """P-02, P-12, F-B3: the order of a sum over three ranks hangs on how gradients are put together; windows of two."""
+    """The order of a sum over three ranks hangs on how gradients are put together; windows of two."""
 
     def run(resume):
         torch.manual_seed(0)
@@ -416,7 +416,7 @@ def test_a_static_graph_resumes_bitwise(world, tmp_path):
 
 @on_ranks(2, 3)
 def test_a_parameter_left_out_of_the_last_batch_is_refused(world):
-    """P-45: before the optimizer steps: what it had of the batches before is not averaged."""
+    """Before the optimizer steps: what it had of the batches before is not averaged."""
 
     class Half(nn.Module):
         def __init__(self):
@@ -450,7 +450,7 @@ def power(rank=1):
 
 @on_ranks(2)
 def test_a_communication_hook_is_called_as_by_hand(world):
-    """P-37: bitwise the loop by hand with the same hook, with and without a state; a second run uses it again."""
+    """Bitwise the loop by hand with the same hook, with and without a state; a second run uses it again."""
     batches = [*loader(16 * world, 2, dtype=torch.float32)]
     for hook in (lambda: (None, fp16_compress_hook), lambda: (power(), powerSGD_hook)):
         model, (state, function) = network(), hook()
@@ -473,7 +473,7 @@ def parts(self, batch):
 
 @on_ranks(2)
 def test_a_communication_hook_that_would_not_be_called_is_refused(world):
-    """P-37: before the first step, or in it before the optimizer steps, with the remedy."""
+    """Before the first step, or in it before the optimizer steps, with the remedy."""
     hook, windows = {"comm_hook": fp16_compress_hook}, (MultiGPUAddon, GradientAccumulationAddon)
     sparse = nn.Embedding(8, 1, sparse=True)
     cases = (

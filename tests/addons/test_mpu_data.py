@@ -31,7 +31,7 @@ from zae.errors import LoaderError
 
 @on_ranks(2, 3)
 def test_evaluation_is_bitwise_that_of_one_process(world):
-    """P-39: the same batches, in the same order: metrics and kept outputs are the very same."""
+    """The same batches, in the same order: metrics and kept outputs are the very same."""
     for size in (1, 4, 7, 9):
         trainer, single = build(Task, (MultiGPUAddon,)), build(Task)
         assert trainer.evaluate(loader(size, 2)) == single.evaluate(loader(size, 2))
@@ -43,7 +43,7 @@ def test_evaluation_is_bitwise_that_of_one_process(world):
 
 @on_ranks(2, 3)
 def test_orders_differ_and_are_repeated(world):
-    """P-41: another order in each epoch, the same in the same run again; validation in the dataset's own."""
+    """Another order in each epoch, the same in the same run again; validation in the dataset's own."""
     seen = []
     for _ in range(2):
         trainer = build(Seen, (MultiGPUAddon,), seed=7)
@@ -100,7 +100,7 @@ def flipped(samples):
 
 @on_ranks(2, 3)
 def test_streams_are_declared_or_refused(world):
-    """P-43, P-40: an IterableDataset without declared sharding is refused; a declared one ends together."""
+    """An IterableDataset without declared sharding is refused; a declared one ends together."""
 
     class Stream(IterableDataset):
         def __iter__(self):
@@ -178,7 +178,7 @@ class Given(Sampler):
 
 @on_ranks(2, 3)
 def test_a_fault_of_a_custom_sampler_loses_nothing(world):
-    """P-41, P-43, F-D11: another number of batches in each epoch; what would lose samples without a word is refused."""
+    """Another number of batches in each epoch; what would lose samples without a word is refused."""
     trainer = build(Seen, (MultiGPUAddon,))
     trainer.run(4, DataLoader(dataset(12), batch_sampler=Budget()))
     assert trainer.world_size == world
@@ -225,7 +225,7 @@ class Endless:
 
 @on_ranks(2, 3)
 def test_a_loader_with_a_place_of_its_own_resumes(world, tmp_path):
-    """P-12: an iterator, which does not begin again, and a StatefulDataLoader; many validations in between."""
+    """An iterator, which does not begin again, and a StatefulDataLoader; many validations in between."""
     for name in ("iterator", "stateful"):
 
         def run(part, resume, name=name):
@@ -251,7 +251,7 @@ def test_a_loader_with_a_place_of_its_own_resumes(world, tmp_path):
 
 @on_ranks(2)
 def test_a_single_sample_under_batch_norm_names_drop_last(world):
-    """P-39: the last step of 10 samples leaves one to each rank."""
+    """The last step of 10 samples leaves one to each rank."""
     trainer = build(Task, (MultiGPUAddon,), model=network(True))
     with pytest.raises(ValueError, match="more than 1 value") as caught:
         trainer.run(1, loader(10, 2))

@@ -42,7 +42,7 @@ from zae.errors import CheckpointMismatch
 
 @on_ranks(2, 3)
 def test_every_add_on_resumes_bitwise(world, tmp_path):
-    """F-B3, P-12: AMP fp16, accumulation, EMA, early stopping, dropout, batch norm, clipping: from any checkpoint."""
+    """AMP fp16, accumulation, EMA, early stopping, dropout, batch norm, clipping: from any checkpoint."""
     add_ons = (AMPAddon, EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon)
 
     def run(name, resume, size, batch_norm):
@@ -72,7 +72,7 @@ def test_every_add_on_resumes_bitwise(world, tmp_path):
 
 @on_ranks(2, 3)
 def test_a_ledger_changes_nothing(world, tmp_path):
-    """P-48, P-02: where ranks have unequal shares of the last batch, or none; kept ones continue there."""
+    """Where ranks have unequal shares of the last batch, or none; kept ones continue there."""
     ledger = {"ledger_path": tmp_path / "ledger.jsonl"}
     for size in (4 * world + 1, 6 * world - 1):
         plain, noted = build(Task, (MultiGPUAddon,)), build(Task, (MultiGPUAddon, LedgerAddon), **ledger)
@@ -90,7 +90,7 @@ def test_a_ledger_changes_nothing(world, tmp_path):
 
 @on_ranks(2, 3)
 def test_another_number_of_ranks_is_refused(world, tmp_path):
-    """F-B5, P-24: the state of one process, and back; with reshard=True each sample that was left comes once."""
+    """The state of one process, and back; with reshard=True each sample that was left comes once."""
     size, batch_size = 24, 2
     alone = build(Seen, (StateManagerAddon,), save_path=tmp_path / f"alone-{dist.get_rank()}")
     alone.run(2, loader(size, batch_size * world, 6), max_steps=2)
@@ -110,7 +110,7 @@ def test_another_number_of_ranks_is_refused(world, tmp_path):
 
 @on_ranks(2, 3)
 def test_stopping_is_agreed(world):
-    """P-36: only the last rank asks for the end; early stopping by a metric of all; all ranks at the same step.
+    """Only the last rank asks for the end; early stopping by a metric of all; all ranks at the same step.
 
     That is the step after the request, for no step waits for it; at once where the ranks meet in any case: at the end
     of an epoch and of the run, and after a validation.
@@ -150,7 +150,7 @@ def test_stopping_is_agreed(world):
 
 @on_ranks(2, 3)
 def test_a_bad_step_of_one_rank_is_left_out_by_all(world):
-    """F-D1, P-34: NaN on the last rank alone: no rank steps, schedules or averages; as in one process."""
+    """NaN on the last rank alone: no rank steps, schedules or averages; as in one process."""
 
     class OneIsBad(Task):
         def train_step(self, batch):
@@ -180,7 +180,7 @@ def test_a_bad_step_of_one_rank_is_left_out_by_all(world):
 
 @on_ranks(2, 3)
 def test_a_bad_step_of_one_rank_is_counted_by_all(world):
-    """F-D1: with "warn" only the last rank sees its loss: what is returned, logged and saved counts it all the same."""
+    """With "warn" only the last rank sees its loss: what is returned, logged and saved counts it all the same."""
 
     class OneIsBad(Task):
         def train_step(self, batch):
@@ -209,7 +209,7 @@ def test_a_bad_step_of_one_rank_is_counted_by_all(world):
 
 @on_ranks(2, 3)
 def test_saved_keys_are_the_model_s(world, tmp_path):
-    """P-14; buffers are those of rank 0 on every rank; one writer."""
+    """Buffers are those of rank 0 on every rank; one writer."""
     trainer = build(
         Task, (MultiGPUAddon, StateManagerAddon), model=network(True), save_path=tmp_path / "run", keep_last=None
     )
@@ -225,7 +225,7 @@ def test_saved_keys_are_the_model_s(world, tmp_path):
 
 @on_ranks(2, 3)
 def test_one_rank_logs(world, tmp_path):
-    """P-29, F-C8: one run, one file, each record once, with the means over all ranks."""
+    """One run, one file, each record once, with the means over all ranks."""
     trainer = build(Task, (MultiGPUAddon, JSONLLoggerAddon), jsonl_path=tmp_path / "log.jsonl", log_every=1)
     trainer.run(2, loader(4 * world, 2), loader(5, 2))
     dist.barrier()
@@ -238,7 +238,7 @@ def test_one_rank_logs(world, tmp_path):
 
 @on_ranks(2, 3)
 def test_all_ranks_begin_and_judge_alike(world, tmp_path):
-    """P-36: a metric that one rank has, or that each draws for itself; a checkpoint that only rank 0 finds."""
+    """A metric that one rank has, or that each draws for itself; a checkpoint that only rank 0 finds."""
 
     class Own(Task):
         def metric_on_epoch_end(self):
@@ -258,7 +258,7 @@ def test_all_ranks_begin_and_judge_alike(world, tmp_path):
 
 @on_ranks(2, 3)
 def test_a_disk_that_refuses_ends_no_run(world, tmp_path):
-    """F-D2, P-36: only rank 0 sees that a save fails: all know by the next, and decide alike what is to be saved."""
+    """Only rank 0 sees that a save fails: all know by the next, and decide alike what is to be saved."""
     for save_async in (False, True):
         trainer = build(
             Task, (MultiGPUAddon, StateManagerAddon), save_path=tmp_path / str(save_async), save_every=1,

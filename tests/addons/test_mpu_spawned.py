@@ -30,7 +30,7 @@ def spawned(devices, **options):
 
 
 def test_the_caller_s_objects_hold_what_rank_0_ended_with(recwarn):
-    """P-29, P-37, P-38, P-55, X-7: two runs of two ranks are those of one process, in the same objects; one log."""
+    """Two runs of two ranks are those of one process, in the same objects; one log."""
     options = {"model": network(dtype=F64)}
     trainer = spawned(["cpu", "cpu"], **options)
     model, optimizer, scheduler = trainer.model, trainer.optimizer, trainer.scheduler
@@ -63,7 +63,7 @@ def test_the_caller_s_objects_hold_what_rank_0_ended_with(recwarn):
 
 
 def test_a_sampler_that_draws_by_itself_goes_on_in_the_next_run():
-    """P-41: ``run(1); run(1)`` is ``run(2)``, though the sampler that drew was in other processes."""
+    """``run(1); run(1)`` is ``run(2)``, though the sampler that drew was in other processes."""
 
     def run(*calls):
         data, drawn = dataset(12), Drawn(12)
@@ -79,9 +79,8 @@ def test_a_sampler_that_draws_by_itself_goes_on_in_the_next_run():
     assert after == there
 
 
-@pytest.mark.covers("P-55")
 def test_what_the_caller_does_between_two_runs_stays(tmp_path):
-    """P-55, P-12: resume="auto" is for the first run of a script: the ranks of a second one begin from the caller's."""
+    """Resume="auto" is for the first run of a script: the ranks of a second one begin from the caller's."""
     trainer = build(Task, (MultiGPUAddon, StateManagerAddon), ["cpu", "cpu"], timeout=120.0, save_path=tmp_path / "run",
                     resume="auto")  # fmt: skip
     with forks():
@@ -107,9 +106,8 @@ class Drawn(Sampler):
         return self.size
 
 
-@pytest.mark.covers("E15")
 def test_what_cannot_travel_is_named_before_anything_starts():
-    """E15, P-38: the attribute's path and the remedy."""
+    """The attribute's path and the remedy."""
     trainer = spawned(["cpu", "cpu"])
     trainer.hooks = {"end": [lambda: None]}
     with pytest.raises(ConfigError, match=re.escape("trainer.hooks['end'][0] cannot be sent")):
@@ -134,9 +132,8 @@ def test_what_cannot_travel_is_named_before_anything_starts():
     assert trainer.world_size == 1
 
 
-@pytest.mark.covers("P-38")
 def test_what_the_main_script_defines_too_late_is_named(monkeypatch, tmp_path):
-    """P-38: below the guard of a script a class is there in the script's own process only."""
+    """Below the guard of a script a class is there in the script's own process only."""
     late = type("Late", (), {"__module__": "__main__"})
     monkeypatch.setattr(sys.modules["__main__"], "Late", late, raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
@@ -147,9 +144,8 @@ def test_what_the_main_script_defines_too_late_is_named(monkeypatch, tmp_path):
         transfer.unpack(tmp_path / "begin")
 
 
-@pytest.mark.covers("P-44")
 def test_devices_are_those_asked_for():
-    """P-44: a list without the add-on is refused, and so is one rank where two were meant."""
+    """A list without the add-on is refused, and so is one rank where two were meant."""
     with pytest.raises(ConfigError, match="MultiGPUAddon"):
         build(Task, (), ["cpu", "cpu"])
     trainer = build(Task, (MultiGPUAddon,), ["cpu", "cpu"])
@@ -172,7 +168,7 @@ def test_devices_are_those_asked_for():
 
 
 def test_the_state_of_two_ranks_is_named_where_one_loads_it(tmp_path):
-    """F-B5: distributed to one process: refused by name; with the add-on and reshard=True it continues."""
+    """Distributed to one process: refused by name; with the add-on and reshard=True it continues."""
     trainer = build(Task, (MultiGPUAddon, StateManagerAddon), ["cpu", "cpu"], save_path=tmp_path / "two", timeout=120.0)
     with forks():
         trainer.run(1, loader(8, 2))

@@ -1,4 +1,4 @@
-"""P-27: Neptune, whose hosted service has ended: the real client, offline and unreachable; and no client at all."""
+"""Neptune, whose hosted service has ended: the real client, offline and unreachable; and no client at all."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def token(url):
     return base64.b64encode(json.dumps({"api_address": url, "api_url": url, "api_key": CANARY}).encode()).decode()
 
 
-@pytest.mark.covers("P-27", "X-20")
 def test_every_record_is_read_back_offline():
     trainer = logger(gradient_clip=0.5)
     trainer.run(2, loader(), loader(1))
@@ -73,7 +72,6 @@ def test_every_record_is_read_back_offline():
     assert assigned["config/composition"] == "['NeptuneLoggerAddon']"
 
 
-@pytest.mark.covers("P-34")
 def test_what_neptune_would_skip_is_kept_as_text():
 
     class Broken(Task):
@@ -86,7 +84,6 @@ def test_what_neptune_would_skip_is_kept_as_text():
     assert texts["texts/valid/b"] == [(0, "-inf")]
 
 
-@pytest.mark.covers("P-12")
 def test_killed_and_resumed_no_record_is_lost():
     """What a checkpoint counts on is on the disk; the client itself writes only now and then."""
     random.seed(None)  # The names of two processes' folders are drawn.
@@ -127,7 +124,6 @@ def test_a_run_that_goes_on_has_one_name(monkeypatch):
     assert given[-1]["custom_run_id"] == "mine"
 
 
-@pytest.mark.covers("P-48")
 def test_the_weights_are_those_without_a_logger():
     """Its client draws the name of its folder from Python's random stream."""
     plain = build()
@@ -137,7 +133,6 @@ def test_the_weights_are_those_without_a_logger():
     assert digest(trainer) == digest(plain)
 
 
-@pytest.mark.covers("P-27")
 def test_the_package_is_absent(monkeypatch, caplog):
     """One warning, every record in a local file, training continues; an error only where it is required."""
     plain = build()
@@ -157,7 +152,6 @@ def test_the_package_is_absent(monkeypatch, caplog):
         logger(logger_required=True)
 
 
-@pytest.mark.covers("P-27", "F-D8")
 @pytest.mark.parametrize("kind", ["refuses", "silent", "500"])
 def test_fault_the_host_is_unreachable(kind, caplog, capfd):
     plain = build()
@@ -179,7 +173,6 @@ def test_fault_the_host_is_unreachable(kind, caplog, capfd):
         assert secret not in caplog.text + repr(trainer) + str(trainer.state_dict()) + "".join(capfd.readouterr())
 
 
-@pytest.mark.covers("F-D8")
 def test_fault_required_raises(caplog):
     with server("refuses") as url:
         entries = {"project": "w/p", "api_token": token(url), **QUIET}
@@ -190,7 +183,6 @@ def test_fault_required_raises(caplog):
     assert not warned(caplog)
 
 
-@pytest.mark.covers("F-D8")
 def test_fault_nobody_is_logged_in(monkeypatch):
     for entries in ({}, {"project": "w/p"}, {"mode": "sync"}):
         with pytest.raises(AddOnRequirement, match=r"no API token; log in with: export NEPTUNE_API_TOKEN"):
@@ -204,7 +196,6 @@ def test_fault_nobody_is_logged_in(monkeypatch):
     logger(web_logger={"neptune": {}})
 
 
-@pytest.mark.covers("F-D9")
 def test_fault_the_real_client_raises_at_step_7(monkeypatch, caplog):
     from neptune.handler import Handler
 
@@ -242,7 +233,6 @@ def test_a_failed_run_is_marked():
     assert failed[-1] is True
 
 
-@pytest.mark.covers("F-C7")
 def test_no_secret_is_written_anywhere(tmp_path, caplog, capfd):
     entries = {"mode": "offline", "api_tkn": CANARY, "description": "https://me:canary@host", **QUIET}
     trainer = build(

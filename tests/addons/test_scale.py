@@ -38,7 +38,7 @@ def run_blocks(blocks):
 
 
 def test_the_scripts_of_the_pages_run_on_two_ranks(tmp_path):
-    """P-46: all pages, one after the other; two runs end with two ranks, whose ledgers agree."""
+    """All pages, one after the other; two runs end with two ranks, whose ledgers agree."""
     pages = (PAGE, *ENGINES)
     shown = run_blocks(block for path in pages for block in read_blocks(path, "python"))
     assert shown == "".join(text for path in pages for text in read_blocks(path, "text"))
@@ -60,7 +60,7 @@ def test_the_script_of_an_engine_needs_no_other_page(path):
 
 
 def test_every_engine_is_on_the_page():
-    """P-46: an add-on that trains on several ranks has its line in the table, and no other name has."""
+    """An add-on that trains on several ranks has its line in the table, and no other name has."""
     engines = {name for name in addons.__all__ if "parallel" in getattr(getattr(addons, name), "layer", "")}
     table = PAGE.read_text(encoding="utf-8").split("## Which engine")[1].split("##")[0]
     linked = dict(re.findall(r"^\| \[`(\w+)`\]\(\.\./engines/(\w+)\.md\) \|", table, re.MULTILINE))

@@ -54,7 +54,6 @@ def valid() -> Any:
     return loader(10, seed=9, shuffle=False)
 
 
-@pytest.mark.covers("P-22")
 @given(
     scores=st.lists(st.sampled_from([1.0, 2.0, 3.0, math.nan]), min_size=1, max_size=6),
     last=st.integers(1, 3),
@@ -63,7 +62,7 @@ def valid() -> Any:
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_resume_the_last_and_the_best_are_kept(scores: Any, last: int, best: int, larger: bool, tmp_path: Path) -> None:
-    """P-22: for any scores the files are exactly last-n and best-m; best_path and last_path are there."""
+    """For any scores the files are exactly last-n and best-m; best_path and last_path are there."""
     folder = tmp_path / "states"
     shutil.rmtree(folder, ignore_errors=True)
     trainer = build(folder, scores, keep_last=last, keep_best=best, monitor_mode="max" if larger else "min")
@@ -90,10 +89,9 @@ def test_resume_the_last_and_the_best_are_kept(scores: Any, last: int, best: int
     look(len(scores))
 
 
-@pytest.mark.covers("P-14", "P-21")
 @pytest.mark.parametrize("save_format", ["safetensors", "safetensor", ".safetensors", "ckpt", ".ckpt"])
 def test_the_formats(save_format: str, tmp_path: Path) -> None:
-    """P-14, P-19, P-21: the model's own keys, in a file that plain libraries read."""
+    """The model's own keys, in a file that plain libraries read."""
     trainer = build(tmp_path / "states", save_format=save_format)
     trainer.run(1, loader())
     [path] = (tmp_path / "states").glob("step-*")
@@ -105,19 +103,17 @@ def test_the_formats(save_format: str, tmp_path: Path) -> None:
     assert digest(plain) == digest(trainer.model)
 
 
-@pytest.mark.covers("P-21")
 @pytest.mark.parametrize("save_format", ["safetensorz", "pickle", "", None, 3])
 def test_fault_a_format_that_is_none_is_refused_at_construction(save_format: Any, tmp_path: Path) -> None:
-    """P-21: nothing is made."""
+    """Nothing is made."""
     with pytest.raises(ValueError, match="save_format"):
         build(tmp_path / "states", save_format=save_format)
     assert not (tmp_path / "states").exists()
 
 
-@pytest.mark.covers("P-23")
 @pytest.mark.parametrize("more", [(), (EMAAddon,)])
 def test_resume_restore_best_reproduces_its_score(more: Any, tmp_path: Path) -> None:
-    """P-23: exactly, with an average in the evaluation too; and training may continue from it."""
+    """Exactly, with an average in the evaluation too; and training may continue from it."""
     options = {"decay": 0.5} if more else {}
     trainer = build(tmp_path, (), *more, keep_last=1, keep_best=1, **options)
     with pytest.raises(CheckpointNotFound, match=r"no checkpoint in .* has a score"):
@@ -131,11 +127,10 @@ def test_resume_restore_best_reproduces_its_score(more: Any, tmp_path: Path) -> 
     trainer.run(1, loader())
 
 
-@pytest.mark.covers("P-23")
 @pytest.mark.parametrize("more", [(), (EMAAddon,)])
 @pytest.mark.parametrize("resume", [True, "auto"])
 def test_resume_the_best_of_a_run_in_another_process(resume: Any, more: Any, tmp_path: Path) -> None:
-    """P-23: a script that only evaluates; the newest is taken up first, and does not come back over the best."""
+    """A script that only evaluates; the newest is taken up first, and does not come back over the best."""
     scores, options = (3.0, 1.0, 2.0), {"decay": 0.5} if more else {}
     first = build(tmp_path, scores, *more, **options)
     first.run(3, loader(4), loader(4))
@@ -161,9 +156,8 @@ class Both(Scored):
         return {"loss": told / 2, "accuracy": told}
 
 
-@pytest.mark.covers("P-23")
 def test_resume_another_monitor_judges_what_was_saved_anew(tmp_path: Path, caplog: Any) -> None:
-    """P-23, P-17: scores of two monitors do not compare: the best is that of the new one, and patience begins again."""
+    """Scores of two monitors do not compare: the best is that of the new one, and patience begins again."""
     scores = (0.2, 0.8, 0.4, 0.6, 0.5)
     make = partial(build, tmp_path, scores, EarlyStoppingAddon, task=Both, keep_last=None, patience=4)
     first = make(monitor="accuracy")
@@ -200,11 +194,10 @@ def test_paths_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.sample(count=4)
-@pytest.mark.covers("F-B1")
 @pytest.mark.parametrize("every", [1, 4, Every(epochs=1), Every(epochs=2)])
 @pytest.mark.parametrize("stop", [3, 6, 8])
 def test_a_resumed_run_ends_like_the_whole_one(every: Any, stop: int, tmp_path: Path) -> None:
-    """F-B1, F-B6, P-12: from the newest checkpoint that there is, or from the start."""
+    """From the newest checkpoint that there is, or from the start."""
     # All streams: one that begins afresh keeps those of Python and NumPy, from which other libraries draw as well.
     whole = build(tmp_path / "whole", (), EMAAddon, decay=0.5, save_every=every, log_every=4)
     seed_everything(3)
@@ -236,9 +229,8 @@ def test_a_resumed_run_ends_like_the_whole_one(every: Any, stop: int, tmp_path: 
     assert names(tmp_path / "cut") == before
 
 
-@pytest.mark.covers("F-B1")
 def test_a_long_history_is_the_same_after_a_resume(tmp_path: Path) -> None:
-    """F-B1: hundreds of records of several kinds, kept as columns, are the same to the last bit and type."""
+    """Hundreds of records of several kinds, kept as columns, are the same to the last bit and type."""
     options = {"log_every": 1, "save_every": Every(epochs=2), "save_async": True, "seed": 5}
     whole = build(tmp_path / "whole", **options)
     whole.run(6, loader(240), valid(), valid_every=Every(steps=40))
@@ -254,7 +246,7 @@ def test_a_long_history_is_the_same_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_resume_from_a_path_and_from_nothing(tmp_path: Path) -> None:
-    """F-A7: nothing is begun afresh unless that is asked for."""
+    """Nothing is begun afresh unless that is asked for."""
     with pytest.raises(CheckpointNotFound, match="write resume='auto' to start a new run"):
         build(tmp_path / "none", resume=True).run(1, loader())
     first = build(tmp_path / "a")
@@ -267,9 +259,7 @@ def test_resume_from_a_path_and_from_nothing(tmp_path: Path) -> None:
     assert names(tmp_path / "a") == {"step-00000006", "step-00000012"}
 
 
-@pytest.mark.covers("P-18")
 def test_a_save_that_meets_a_validation_carries_its_score(tmp_path: Path) -> None:
-    """P-18."""
     trainer = build(tmp_path / "valid", save_every=6, keep_last=None, seed=5)
     metrics = trainer.run(3, loader(), valid())
     rows = {f"step-{row['step']:08d}": row["valid_loss"] for row in metrics["valid_metrics_history"]}
@@ -287,7 +277,7 @@ def test_a_save_that_meets_a_validation_carries_its_score(tmp_path: Path) -> Non
 
 
 def test_a_script_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F-D13: a relative save_path is the one of the start, wherever the script goes while it trains."""
+    """A relative save_path is the one of the start, wherever the script goes while it trains."""
     (tmp_path / "elsewhere").mkdir()
     trainer = build("run", keep_last=None)
     on_epoch_end = trainer.on_epoch_end
@@ -297,9 +287,8 @@ def test_a_script_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-@pytest.mark.covers("F-A7")
 def test_only_what_a_failed_run_has_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-A7, F-D4: it is not taken by itself, but nobody begins afresh beside it without being told."""
+    """It is not taken by itself, but nobody begins afresh beside it without being told."""
     first = build(tmp_path)
     first.train_step = lambda batch: (
         {"loss": 1 / 0} if first.progress_checker.step == 3 else Task.train_step(first, batch)
@@ -388,7 +377,6 @@ class FailsAt(Task):
         self.fail("on_epoch_end")
 
 
-@pytest.mark.covers("F-D4")
 @pytest.mark.parametrize(
     ("place", "in_step"),
     [
@@ -412,7 +400,7 @@ class FailsAt(Task):
 def test_whether_a_failed_run_was_in_the_middle_of_a_step(
     place: str, in_step: bool | None, by_hand: bool, tmp_path: Path
 ) -> None:
-    """F-D4: from the gradients of a step to its checkpoint; what fails before the first step leaves nothing."""
+    """From the gradients of a step to its checkpoint; what fails before the first step leaves nothing."""
 
     def make(where: str, folder: Path) -> Any:
         model = network()
@@ -433,9 +421,8 @@ def test_whether_a_failed_run_was_in_the_middle_of_a_step(
     assert [load_checkpoint(path)[0]["info"]["in_step"] for path in crashed] == [in_step] * (in_step is not None)
 
 
-@pytest.mark.covers("F-D4")
 def test_a_resumed_run_that_does_not_begin_leaves_nothing(tmp_path: Path) -> None:
-    """F-D4: what fails after the state was loaded and before the run begins has trained nothing."""
+    """What fails after the state was loaded and before the run begins has trained nothing."""
     build(tmp_path).run(1, loader())
     resumed = build(tmp_path, resume=True)
     resumed.wrap_loader = lambda loader, training: 1 / 0
@@ -445,9 +432,8 @@ def test_a_resumed_run_that_does_not_begin_leaves_nothing(tmp_path: Path) -> Non
     assert list(tmp_path.glob("crash-*")) == []
 
 
-@pytest.mark.covers("F-D2")
 def test_a_signal_before_a_step_that_fails_leaves_no_regular_checkpoint(tmp_path: Path) -> None:
-    """F-D2, F-D4: weights of the middle of a step are saved apart; those between two steps are a checkpoint."""
+    """Weights of the middle of a step are saved apart; those between two steps are a checkpoint."""
     for place, expected in (("train_step", "crash-00000002"), ("loader", "step-00000002")):
         model = network()
         made = FailsAt.add_on(StateManagerAddon)(
@@ -504,7 +490,7 @@ def test_save_state_elsewhere_is_not_covered_by_the_rule(tmp_path: Path) -> None
     [{"keep_last": 0}, {"keep_last": 1.5}, {"keep_best": -1}, {"resume": 3}, {"save_every": 0}, {"save_every": "1"}],
 )
 def test_options_that_cannot_be_meant(options: Any, tmp_path: Path) -> None:
-    """F-E11, F-D13: at construction."""
+    """At construction."""
     with pytest.raises(ConfigError, match=next(iter(options))):
         build(tmp_path, **options)
     (tmp_path / "file").touch()
@@ -512,10 +498,9 @@ def test_options_that_cannot_be_meant(options: Any, tmp_path: Path) -> None:
         build(tmp_path / "file" / "states")
 
 
-@pytest.mark.covers("P-18")
 @pytest.mark.parametrize("add_ons", [(), (EMAAddon,)])
 def test_a_save_within_an_evaluation_is_refused(add_ons: Any, tmp_path: Path) -> None:
-    """P-18: weights are averages then, and random streams the evaluation's: refused in words, the next time too."""
+    """Weights are averages then, and random streams the evaluation's: refused in words, the next time too."""
     made = build(tmp_path, (), *add_ons, keep_best=0)
     made.metric_on_epoch_end = lambda: {} if made.mode == "train" else made.save_state() and {}
     for _ in range(2):
@@ -537,7 +522,7 @@ class CopyingTask(Task):
 
 
 def test_a_copy_made_within_an_evaluation_has_its_weights_too(tmp_path: Path) -> None:
-    """P-18: a copy of the averages is not saved as what training continues from."""
+    """A copy of the averages is not saved as what training continues from."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = CopyingTask.add_on(StateManagerAddon, EMAAddon)(model, "cpu", optimizer=optimizer, save_path=tmp_path)
@@ -547,9 +532,8 @@ def test_a_copy_made_within_an_evaluation_has_its_weights_too(tmp_path: Path) ->
         made.twins[0].save_state()
 
 
-@pytest.mark.covers("F-B1")
 def test_a_save_within_a_step_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-B1: what is saved in the middle of a step does not resume exactly, and one warning for each save says so."""
+    """What is saved in the middle of a step does not resume exactly, and one warning for each save says so."""
     made = build(tmp_path, keep_best=0)
     step = made.train_step
     made.train_step = lambda batch: (made.progress_checker.step == 3 and made.save_state(), step(batch))[1]
@@ -559,10 +543,9 @@ def test_a_save_within_a_step_is_told_of(tmp_path: Path, caplog: pytest.LogCaptu
     assert "step-00000003" in said[0]
 
 
-@pytest.mark.covers("F-A7")
 @pytest.mark.parametrize("is_there", [True, False])
 def test_links_are_not_taken_for_no_checkpoint(is_there: bool, tmp_path: Path) -> None:
-    """F-A7: checkpoints that were moved, links in their place: no run from its beginning, nor from an older one."""
+    """Checkpoints that were moved, links in their place: no run from its beginning, nor from an older one."""
     build(tmp_path / "run", keep_last=2, keep_best=0, save_every=4).run(1, loader())
     newest = tmp_path / "run" / "step-00000006"
     if is_there:
@@ -582,9 +565,8 @@ def test_links_are_not_taken_for_no_checkpoint(is_there: bool, tmp_path: Path) -
         assert build(tmp_path / "run", resume="auto").run(2, loader())["step"] == 12
 
 
-@pytest.mark.covers("P-17")
 def test_other_add_ons_than_were_saved(tmp_path: Path) -> None:
-    """P-17, P-24: what a strict resume refuses can be loaded as the note says, and the run continues from there."""
+    """What a strict resume refuses can be loaded as the note says, and the run continues from there."""
     build(tmp_path).run(1, loader(), valid())
     with pytest.raises(CheckpointMismatch, match="the state has no entry of EMAAddon") as caught:
         build(tmp_path, (), EMAAddon, resume="auto").run(2, loader(), valid())

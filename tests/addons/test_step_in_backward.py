@@ -235,7 +235,6 @@ def test_there_is_one_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 # -------------------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.covers("P-12")
 @pytest.mark.parametrize("is_resumed_with_it", [True, False])
 def test_checkpoints_are_those_without_it(is_resumed_with_it: bool, tmp_path: Path) -> None:
     """A run that was saved with it resumes without it, and the other way round, bitwise."""

@@ -17,7 +17,6 @@ from zae.addons import StateManagerAddon
 from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
 
 
-@pytest.mark.covers("X-20")
 def test_every_record_is_read_back(tmp_path):
     trainer = build(TensorBoardLoggerAddon, log_dir=tmp_path / "tb")
     trainer.run(2, loader(), loader(2))
@@ -31,7 +30,6 @@ def test_every_record_is_read_back(tmp_path):
     assert {value for _, value in found["epoch"]} == {1.0, 2.0, 3.0}
 
 
-@pytest.mark.covers("P-34")
 def test_not_a_number_is_shown_as_such(tmp_path):
     class Broken(Task):
         def test_step(self, batch):
@@ -65,7 +63,6 @@ def train(folder, at=None):
     return digest(trainer)
 
 
-@pytest.mark.covers("P-12", "P-28")
 @pytest.mark.parametrize("at", [3, 7, 11])
 def test_killed_and_resumed_it_shows_the_uninterrupted_run(tmp_path, at):
     """What was written before a checkpoint is on the disk; what comes again is shown once."""
@@ -75,7 +72,6 @@ def test_killed_and_resumed_it_shows_the_uninterrupted_run(tmp_path, at):
     assert scalars(tmp_path / "cut" / "tb") == scalars(tmp_path / "whole" / "tb")
 
 
-@pytest.mark.covers("F-D9")
 def test_fault_the_real_writer_raises_at_step_7(tmp_path, monkeypatch, caplog):
     plain = build()
     plain.run(3, loader())
@@ -98,14 +94,12 @@ def test_fault_the_real_writer_raises_at_step_7(tmp_path, monkeypatch, caplog):
     assert [step for step, _ in scalars(tmp_path)["train/loss"]] == list(range(1, 7))
 
 
-@pytest.mark.covers("F-D8")
 def test_fault_the_package_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(AddOnRequirement, match=r'pip install "zae\[tensorboard\]"'):
         build(TensorBoardLoggerAddon, log_dir=tmp_path)
 
 
-@pytest.mark.covers("F-D13")
 def test_a_folder_that_cannot_be_written_is_found_at_construction(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):

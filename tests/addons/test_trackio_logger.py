@@ -34,7 +34,6 @@ def rows(project):
     return SQLiteStorage.get_logs(project, "first")
 
 
-@pytest.mark.covers("X-20")
 def test_every_record_is_read_back_and_nothing_is_printed(project, capfd):
     trainer = logger(project, gradient_clip=0.5)
     trainer.run(2, loader(), loader(1))

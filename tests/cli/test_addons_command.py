@@ -63,7 +63,6 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return status, *capsys.readouterr()
 
 
-@pytest.mark.covers("X-14")
 @pytest.mark.usefixtures("site")
 def test_the_list_imports_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours first; each with its distribution, its version and the first line of its docstring."""

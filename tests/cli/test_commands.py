@@ -35,7 +35,6 @@ def helps() -> tuple[str, str]:
     return text, slow.strip()
 
 
-@pytest.mark.covers("X-14")
 def test_the_help_of_every_command() -> None:
     """It does not wait for torch, and says what the command and each of its arguments does, and the exit status."""
     text, slow = helps()

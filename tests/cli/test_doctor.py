@@ -59,7 +59,6 @@ def test_all_is_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor(capsys, run / "step-00000006")[0] == 0
 
 
-@pytest.mark.covers("F-A8", "X-15")
 @pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
 def test_the_newest_is_damaged(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit status 1, the file and what to do; resume does just what is said."""
@@ -85,7 +84,6 @@ def test_an_older_one_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert "delete the damaged ones: step-00000006" in text
 
 
-@pytest.mark.covers("X-15")
 def test_none_and_no_folder(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """None is whole: 1, with the way to save the weights; an empty folder: 1; no folder: 2."""
     for path in list_checkpoints(run):
@@ -100,9 +98,8 @@ def test_none_and_no_folder(tmp_path: Path, run: Path, capsys: pytest.CaptureFix
     assert doctor(capsys, "x" * 300)[0] == 2  # No system looks that up: the status of a finding would be wrong.
 
 
-@pytest.mark.covers("F-C10")
 def test_what_was_left_and_who_is_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Left-overs of killed saves, crash checkpoints and the holder are listed; nothing acts on the terminal (F-C10)."""
+    """Left-overs of killed saves, crash checkpoints and the holder are listed; nothing acts on the terminal."""
     (run / ".staging-step-00000024-00000000-1-0123456789abcdef").mkdir()
     (run / "crash-00000020").mkdir()
     about = {"run_id": "\x1b[31mred", "step": 19, "epoch": 0, "composition": ["\x1b]0;title\x07"], "world_size": 1}
@@ -152,9 +149,8 @@ def test_what_is_closed_ends_no_command_otherwise(closed: str, tmp_path: Path) -
     assert ">&-" not in closed.split() or done.stdout == ""
 
 
-@pytest.mark.covers("F-C10")
 def test_a_name_in_a_ledger_does_not_act_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """F-C10: nor does what stands under it."""
+    """Nor does what stands under it."""
     for run in ("one", "other"):
         lines = [{"ledger": 1, "begins_after": 0}, {"step": 1, "stages": {"forward": {"\x1b[2Jname": f"\x07{run}"}}}]
         (tmp_path / run).write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -44,7 +44,6 @@ def check(stage: Callable[[], object], found: str, remedy: str, is_fault: bool =
     assert fault is is_fault
 
 
-@pytest.mark.covers("X-15")
 @pytest.mark.parametrize(
     ("variables", "found", "remedy", "is_fault"),
     [
@@ -86,7 +85,6 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
           "name devices that nvidia-smi -L lists", bool(torch.version.cuda))  # fmt: skip
 
 
-@pytest.mark.covers("X-15")
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 would listen there; the other ranks connect to it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -100,7 +98,6 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("MASTER_PORT" in text for text in findings())
 
 
-@pytest.mark.covers("X-15")
 def test_limits_of_a_process() -> None:
     """Few open files; a file that may not be large, so that one cannot be written either."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -125,7 +122,6 @@ def test_a_file_in_the_place_of_a_package() -> None:
     check(lambda: Path("numpy.py").touch(), "numpy.py is imported in the place of 'numpy'", "rename it")
 
 
-@pytest.mark.covers("X-15")
 @pytest.mark.parametrize(
     ("name", "version", "found", "remedy"),
     [
@@ -186,7 +182,6 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert os.listdir() == []
 
 
-@pytest.mark.covers("X-15")
 @pytest.mark.exhaustive
 def test_small_disks(tmp_path: Path) -> None:
     """A full disk, and the shared memory of a container, mounted for one process; it needs the right to mount."""

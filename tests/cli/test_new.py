@@ -21,7 +21,6 @@ def new(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return status, *capsys.readouterr()
 
 
-@pytest.mark.covers("X-14", "X-17")
 @pytest.mark.parametrize(
     ("kind", "name", "folder", "package"),
     [("project", "MyDigits", "my-digits", "my_digits"), ("addon", "grad-noise", "zae-grad-noise", "zae_grad_noise")],
@@ -71,7 +70,6 @@ def test_what_cannot_be_a_name(kind: str, name: str, words: str, capsys: pytest.
     assert os.listdir() == []
 
 
-@pytest.mark.covers("X-17")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "name"), [("project", "my-digits"), ("addon", "grad-noise")])
 def test_it_passes_its_own_checks(kind: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,6 @@ def plot(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str,
     return status, *capsys.readouterr()
 
 
-@pytest.mark.covers("X-10")
 def test_what_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     """One run and two, in braille and in ASCII, linear and logarithmic, wide and narrow."""
     drawn = []
@@ -55,7 +54,6 @@ def test_what_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n".join(drawn) == GOLDEN.read_text(encoding="utf-8")
 
 
-@pytest.mark.covers("X-10")
 def test_the_width_is_that_of_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without metrics every loss is drawn."""
     for columns in (40, 100):
@@ -88,7 +86,6 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[st
     assert words in error
 
 
-@pytest.mark.covers("X-10")
 def test_colours_tell_curves_apart_in_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

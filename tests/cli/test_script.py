@@ -70,7 +70,6 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return status, *capsys.readouterr()
 
 
-@pytest.mark.covers("X-13")
 def test_plan_shows_the_run_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """The text of ``trainer.plan``; no file, not even of bytecode; the path and the arguments are put back."""
     before = sorted(os.listdir()), sys.argv[:], sys.path[:], sys.dont_write_bytecode

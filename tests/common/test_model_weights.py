@@ -1,4 +1,4 @@
-"""P-14: what is saved has the names of the plain module, whatever torch has put around it or around a part of it."""
+"""What is saved has the names of the plain module, whatever torch has put around it or around a part of it."""
 
 from __future__ import annotations
 

@@ -154,7 +154,6 @@ def test_the_weights_are_those_of_the_loop_by_hand(name: str, feature: str) -> N
 
 
 @pytest.mark.sample(count=3, covering=("name",))
-@pytest.mark.covers("P-12")
 @pytest.mark.parametrize("feature", list(FEATURES))
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_it_resumes_bitwise_from_every_second_checkpoint(name: str, feature: str, tmp_path: Path) -> None:

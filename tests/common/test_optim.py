@@ -25,9 +25,8 @@ def test_every_form_is_named() -> None:
     assert optim.map_entries(None, lambda name, each: each) is None
 
 
-@pytest.mark.covers("F-E10")
 def test_optimizers_that_cannot_train_the_model() -> None:
-    """F-E10: with the counts of parameters."""
+    """With the counts of parameters."""
     model, other = network(), network()
     held = len(list(model.parameters()))
     with pytest.raises(ConfigError, match=rf"has {held} parameters, none of which is among the {held} of the model"):
@@ -97,10 +96,9 @@ class Relative(SGD):
             parameter.data.sub_(parameter.grad, alpha=0.1)
 
 
-@pytest.mark.covers("P-51")
 @pytest.mark.parametrize("entry", [{"lr": None}, {}])
 def test_an_optimizer_that_has_no_rate_to_show_is_trained_with(entry: dict[str, Any]) -> None:
-    """P-51: planned, logged and recorded as any other, without a rate."""
+    """Planned, logged and recorded as any other, without a rate."""
     model, twin = network(), network()
     trainer = Task(model, "cpu", optimizer=Relative(model.parameters(), **entry), log_every=1)
     assert trainer.plan(1, loader()).learning_rates == {}
@@ -176,9 +174,8 @@ def test_the_state_follows_the_parameters_to_their_device() -> None:
     assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
-@pytest.mark.covers("P-08")
 def test_a_resumed_schedule_counts_what_it_has_taken() -> None:
-    """P-08: 6 of 12 steps are taken."""
+    """6 of 12 steps are taken."""
     trainers = []
     for _ in range(2):
         model = network()
@@ -193,7 +190,6 @@ def test_a_resumed_schedule_counts_what_it_has_taken() -> None:
         trainers[1].run(1, loader())
 
 
-@pytest.mark.covers("P-08")
 @pytest.mark.parametrize(
     ("arguments", "on_batch", "refused"),
     [
@@ -215,7 +211,7 @@ def test_a_resumed_schedule_counts_what_it_has_taken() -> None:
 def test_a_schedule_is_held_to_the_epochs_and_steps_that_a_run_really_takes(
     arguments: dict[str, Any], on_batch: bool, refused: str
 ) -> None:
-    """P-08: whichever of its ends comes first; ``plan`` refuses what ``run`` does, in the same words."""
+    """Whichever of its ends comes first; ``plan`` refuses what ``run`` does, in the same words."""
     batches, given = list(loader()), {key: value for key, value in arguments.items() if key != "length"}
     model = network()
     trainer = Task(
@@ -251,10 +247,9 @@ class Clearing(SGD):
         super().zero_grad(set_to_none)
 
 
-@pytest.mark.covers("P-51")
 @pytest.mark.parametrize("add_ons", [(), (GradientAccumulationAddon, EMAAddon)])
 def test_an_optimizer_s_own_zero_grad_is_called_as_by_hand(add_ons: Any) -> None:
-    """P-51: after each step, and as an epoch begins; nobody pays for it whose optimizer has none."""
+    """After each step, and as an epoch begins; nobody pays for it whose optimizer has none."""
     model, by_hand = network(), network()
     optimizer, twin = Clearing(model.parameters(), lr=0.1), Clearing(by_hand.parameters(), lr=0.1)
     trainer = Task.add_on(*add_ons)(model, "cpu", optimizer=[optimizer])
@@ -271,9 +266,8 @@ def test_an_optimizer_s_own_zero_grad_is_called_as_by_hand(add_ons: Any) -> None
     assert twin.cleared == 12
 
 
-@pytest.mark.covers("P-11")
 def test_a_network_that_is_frozen_for_a_while_has_no_gradient_of_its_loss() -> None:
-    """P-11: the loss of the other one still goes through it; its own is nobody's."""
+    """The loss of the other one still goes through it; its own is nobody's."""
     gan, by_hand = Gan(), Gan()
     batches = [torch.randn(4, 4) for _ in range(3)]
 

@@ -84,7 +84,7 @@ def loss_by_hand(model: Any, batches: Any, *, by_sample: bool = True) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_and_files_have_the_evaluation_weights(kind: str) -> None:
-    """P-02: as by hand with ``optimizer.eval()``; no code has called ``optimizer.train()``."""
+    """As by hand with ``optimizer.eval()``; no code has called ``optimizer.train()``."""
     valid = list(loader(seed=4, shuffle=False))
     model, optimizer = by_hand(kind, 2)
     training = digest(model)
@@ -106,7 +106,7 @@ def test_evaluation_and_files_have_the_evaluation_weights(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluations_and_saves_leave_training_as_it_is(kind: str) -> None:
-    """P-48: the way to the other weights and back is not exact, so it is not gone."""
+    """The way to the other weights and back is not exact, so it is not gone."""
 
     class Curious(Task):
         def on_epoch_end(self) -> None:
@@ -127,7 +127,7 @@ def test_evaluations_and_saves_leave_training_as_it_is(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resume_goes_on_from_the_training_weights(kind: str, dtype: torch.dtype) -> None:
-    """P-20: bitwise from every step, though the weights in the file are those of evaluation."""
+    """Bitwise from every step, though the weights in the file are those of evaluation."""
     assert_resumes_at_every_step(KINDS[kind], dtype)
 
 
@@ -136,7 +136,7 @@ ALL = (StateManagerAddon, EMAAddon, AMPAddon, GradientAccumulationAddon)
 
 @pytest.mark.parametrize(("kind", "precision"), [("AdamW", "bf16"), ("AdamW", "fp16"), ("exchanging", "fp16")])
 def test_composed_with_an_average_mixed_precision_and_windows(kind: str, precision: str) -> None:
-    """P-03, P-20: killed after any step and started again, with skipped steps among them."""
+    """Killed after any step and started again, with skipped steps among them."""
 
     def run(folder: str, steps: int) -> Any:
         trainer = make(
@@ -159,7 +159,7 @@ def test_composed_with_an_average_mixed_precision_and_windows(kind: str, precisi
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_weights_are_evaluated_as_they_were_scored(kind: str) -> None:
-    """P-21: after restore_best(), and after the weights of a file were loaded."""
+    """After restore_best(), and after the weights of a file were loaded."""
     valid = list(loader(seed=4, shuffle=False))
     trainer = make(kind, StateManagerAddon, save_path="save", keep_last=None)
     trainer.run(3, loader(), valid)
@@ -176,7 +176,7 @@ def test_the_best_weights_are_evaluated_as_they_were_scored(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "cut"), [("AdamW", 4), ("AdamW", 10), ("exchanging", 10)])
 def test_a_script_that_restores_the_best_between_two_runs(kind: str, cut: int) -> None:
-    """P-22: killed in either run, the script ends as if it had not been."""
+    """Killed in either run, the script ends as if it had not been."""
 
     class Killed(Exception):
         pass
@@ -229,7 +229,7 @@ def test_steps_without_a_run_and_an_evaluation_that_fails() -> None:
 
 
 def test_weights_outside_of_the_model_and_an_optimizer_in_eval_mode() -> None:
-    """P-20: a learnt loss weight has its training value; a state that was saved in eval mode stays in it."""
+    """A learnt loss weight has its training value; a state that was saved in eval mode stays in it."""
 
     def make_both() -> Any:
         model, weight = network(), nn.Parameter(torch.ones(1))
@@ -271,7 +271,7 @@ def test_training_weights_that_are_not_weights_are_refused() -> None:
 
 
 def test_the_disk_of_a_plan_counts_both_kinds_of_weights(tmp_path: Path) -> None:
-    """P-08: weights of evaluation, of training, and two moments; before the first step and after it."""
+    """Weights of evaluation, of training, and two moments; before the first step and after it."""
     trainer = make("AdamW", StateManagerAddon, save_path=tmp_path)
     before = trainer.plan(1, loader()).bytes_per_checkpoint
     trainer.run(1, loader())

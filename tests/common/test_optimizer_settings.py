@@ -80,7 +80,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("name", [*SCHEDULERS, *OPTIMIZERS])
 def test_an_unchanged_script_is_warned_of_nothing(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """P-12: a schedule moves rates and momenta, and training may move the rest: the script has set none of that."""
+    """A schedule moves rates and momenta, and training may move the rest: the script has set none of that."""
 
     def script(**options: Any) -> Any:
         if name in SCHEDULERS:
@@ -99,7 +99,7 @@ def test_an_unchanged_script_is_warned_of_nothing(name: str, tmp_path: Path, cap
 
 
 def test_another_scheduler_is_refused_by_name(tmp_path: Path) -> None:
-    """E13: every class against every other, and what schedulers are made of; nothing is loaded."""
+    """Every class against every other, and what schedulers are made of; nothing is loaded."""
     trainers = {name: build(tmp_path / str(i), scheduler=make) for i, (name, make) in enumerate(SCHEDULERS.items())}
     for each in trainers.values():
         each.setup()
@@ -118,7 +118,7 @@ def test_another_scheduler_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
-    """E13: also one whose settings have the same names."""
+    """Also one whose settings have the same names."""
     first, second = build(tmp_path / "a", torch.optim.Adam), build(tmp_path / "b", torch.optim.AdamW)
     first.setup()
     second.setup()
@@ -134,7 +134,7 @@ def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_an_older_state_is_refused_by_its_entries(saved: str, present: str, is_refused: bool, tmp_path: Path) -> None:
-    """C11: one that has no classes, as the checkpoints of format 1 that were saved before."""
+    """One that has no classes, as the checkpoints of format 1 that were saved before."""
     first = build(tmp_path / "a", scheduler=SCHEDULERS[saved])
     second = build(tmp_path / "b", scheduler=SCHEDULERS[present])
     first.setup()
@@ -184,7 +184,7 @@ def decayed(value: float) -> Make:
 def test_what_the_checkpoint_overrides_is_named_once(
     before: Any, after: Any, expected: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P-16: one warning with both values each, at every resume; the checkpoint's are used."""
+    """One warning with both values each, at every resume; the checkpoint's are used."""
     first = build(tmp_path, **before)
     first.run(1, hand.loader())
     assert said(caplog) == []

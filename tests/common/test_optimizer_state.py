@@ -300,7 +300,7 @@ def trains(make_optimizer: Callable[..., Optimizer], dtype: torch.dtype) -> bool
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_optimizer_of_torch_resumes_bitwise_at_every_step(dtype: torch.dtype) -> None:
-    """P-20: NAdam's product and ASGD's counts are not of the weights' type, which torch would make of them."""
+    """NAdam's product and ASGD's counts are not of the weights' type, which torch would make of them."""
     tried = [name for name, make_optimizer in optimizers.OPTIMIZERS.items() if trains(make_optimizer, dtype)]
     assert set(optimizers.OPTIMIZERS) - set(tried) <= ({"SparseAdam", "LBFGS"} if dtype == torch.bfloat16 else set())
     for name in tried:
@@ -310,7 +310,7 @@ def test_every_optimizer_of_torch_resumes_bitwise_at_every_step(dtype: torch.dty
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_states_of_any_kind_resume_bitwise_at_every_step(kind: Any, dtype: torch.dtype) -> None:
-    """P-20: master weights, bytes, text, arrays, tensors that are one, and classes that load in their own way."""
+    """Master weights, bytes, text, arrays, tensors that are one, and classes that load in their own way."""
     assert_resumes_at_every_step(kind, dtype)
 
 
@@ -330,7 +330,7 @@ WRONG_WITH_A_TENSOR = {
 
 @pytest.mark.parametrize("name", optimizers.SCHEDULERS)
 def test_a_rate_that_is_a_tensor_resumes_bitwise(name: str) -> None:
-    """P-20: as a tensor, in its type, with every scheduler of torch; as a float where torch has no other."""
+    """As a tensor, in its type, with every scheduler of torch; as a float where torch has no other."""
     make_scheduler, on_batch = optimizers.SCHEDULERS[name], name == "OneCycleLR"
     is_float = (".".join(torch.__version__.split(".")[:2]), name) in WRONG_WITH_A_TENSOR
 
@@ -421,7 +421,7 @@ class HoldsFunction(Base):
     ],
 )
 def test_a_state_that_would_be_another_one_is_refused_at_the_first_save(kind: Any, said: str) -> None:
-    """P-20: not at the resume, hours later."""
+    """Not at the resume, hours later."""
     trainer = optimizers.make(kind, cls=optimizers.Task.add_on(StateManagerAddon), save_path="save", save_every=1)
     with pytest.raises(CheckpointError, match=said):
         trainer.run(1, optimizers.batches())

@@ -143,7 +143,7 @@ class _Ends:
 @pytest.mark.parametrize("base", [AddOnBase, Task])
 @pytest.mark.parametrize("kind", [name for name in vars(_Ends) if "thing" in name])
 def test_what_a_seam_gives_is_given_on(kind, base):
-    """F-E: a step whose result is forgotten would count as skipped, and neither scheduler nor average would move."""
+    """A step whose result is forgotten would count as skipped, and neither scheduler nor average would move."""
     namespace = {"optimizer_step": getattr(_Ends, kind)}
     if kind.startswith("something"):
         assert type("KeepingAddon", (base,), namespace).optimizer_step is getattr(_Ends, kind)
@@ -659,7 +659,7 @@ def test_another_metaclass_is_pythons_own_refusal():
 
 
 def test_an_init_that_loses_what_it_was_given_is_refused():
-    """E1: never swallowed by ``**kwargs``."""
+    """Never swallowed by ``**kwargs``."""
     with pytest.raises(
         AddOnError, match=r"LossyAddon.__init__ takes \*\*kwargs but does not pass them on, .* lost; wri"
     ):

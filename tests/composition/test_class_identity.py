@@ -31,12 +31,11 @@ def test_name_and_repr():
     assert repr(trainer) == "Task[AMPAddon](model=Linear, device=cpu, mode=train, epoch=0, step=0)"
 
 
-@pytest.mark.covers("X-23")
 @pytest.mark.parametrize(
     "pair", list(itertools.combinations(LOCAL, 2)), ids=lambda pair: "-".join(a.__name__ for a in pair)
 )
 def test_the_signature_is_what_is_accepted(pair, tmp_path):
-    """F-B6: ``inspect.signature`` of every pair: each option is taken, and nothing else is."""
+    """``inspect.signature`` of every pair: each option is taken, and nothing else is."""
     made = Task.add_on(*pair)
     parameters = inspect.signature(made).parameters
     own = {n for a in pair for n, p in inspect.signature(a.__init__).parameters.items() if p.kind is p.KEYWORD_ONLY}
@@ -53,7 +52,6 @@ def test_the_signature_is_what_is_accepted(pair, tmp_path):
         made(**values, nonsense_zzz=1)
 
 
-@pytest.mark.covers("X-23")
 def test_help_lists_the_add_ons():
     made = Task.add_on(AMPAddon, StateManagerAddon)
     text = pydoc.render_doc(made, renderer=pydoc.plaintext)
@@ -81,7 +79,6 @@ def test_a_class_without_a_docstring_has_one_line_all_the_same():
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_classes_and_instances_pickle(protocol):
-    """P-38"""
     for made in (Task, Task.add_on(AMPAddon, EMAAddon), Task.add_on(*TRACED, WrappingAddon)):
         assert pickle.loads(pickle.dumps(made, protocol)) is made
     trainer = make(Task.add_on(InnerAddon, EMAAddon, WrappingAddon))
@@ -96,7 +93,6 @@ def test_classes_and_instances_pickle(protocol):
 
 
 def test_deepcopy():
-    """P-38"""
     made = Task.add_on(*TRACED)
     assert copy.deepcopy(made) is made
     assert copy.copy(made) is made
@@ -116,7 +112,6 @@ def _in_another_process(trainer, cls, queue):
 
 
 def test_a_composed_trainer_travels_to_a_spawned_process():
-    """P-38"""
     cls = Task.add_on(InnerAddon, EMAAddon, WrappingAddon)
     trainer, twin = make(cls), make(cls)
     context = multiprocessing.get_context("spawn")
@@ -131,7 +126,7 @@ def test_a_composed_trainer_travels_to_a_spawned_process():
 
 
 def test_a_class_made_in_a_function_does_not_pickle_and_says_its_name():
-    """P-38: the object that cannot travel is named."""
+    """The object that cannot travel is named."""
 
     class Local(Task):
         pass
@@ -173,7 +168,6 @@ def test_the_cache_keeps_what_is_in_use():
 # ------------------------------------------------------------------------------------------------- add-ons by name
 
 
-@pytest.mark.covers("X-22")
 def test_add_ons_are_found_by_their_name():
     assert Task.add_on("AMPAddon", "EMA") is Task.add_on(AMPAddon, EMAAddon)
     with pytest.raises(AddOnError, match=r"no add-on is called 'AMPAdon'; did you mean 'AMPAddon'?"):
@@ -192,7 +186,6 @@ def _install(folder, name, entries):
     (info / "entry_points.txt").write_text("[zae.addons]\n" + "\n".join(entries) + "\n")
 
 
-@pytest.mark.covers("X-22")
 def test_names_of_other_distributions(tmp_path, monkeypatch):
     (tmp_path / "zae_other_parts.py").write_text(
         "from zae import AddOnBase\nclass RemoteAddon(AddOnBase):\n    'Far away.'\n"
@@ -227,7 +220,6 @@ def test_names_of_other_distributions(tmp_path, monkeypatch):
     ],
 )
 def test_options_are_checked_before_any_init_runs(options, message):
-    """E1, E2"""
     ran = []
 
     class Watched(Task):

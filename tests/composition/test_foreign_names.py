@@ -92,7 +92,6 @@ def method_names(library):
     return [*HOOKS_OF_THE_SEEDS.split(), *ATTRIBUTES_OF_THE_SEEDS.split()]
 
 
-@pytest.mark.covers("X-12", "X-16")
 @pytest.mark.parametrize(
     "library", ["transformers", "lightning", "accelerate", "fairseq2", "omnigenbench", "forgather", "former"]
 )
@@ -115,7 +114,6 @@ def test_each_option_of_another_trainer_is_taken_or_explained(library):
     assert refused > len(names) / 2
 
 
-@pytest.mark.covers("X-16")
 @pytest.mark.parametrize("library", ["transformers", "lightning", "accelerate", "seeds"])
 def test_each_method_of_another_trainer_is_taken_or_explained(library):
     names, trainer, unknown, refused = method_names(library), trainer_of(), [], 0

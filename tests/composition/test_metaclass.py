@@ -17,7 +17,7 @@ from zae.composition.metaclass import LAYERS, add_ons_of, options_of, slots_of
 
 
 def test_add_on_is_a_pure_function_of_a_set():
-    """P-50: every order, and every way of chaining, is the same class."""
+    """Every order, and every way of chaining, is the same class."""
     whole = Task.add_on(*TRACED, WrappingAddon)
     for order in itertools.permutations((*TRACED, WrappingAddon)):
         assert Task.add_on(*order) is whole
@@ -29,7 +29,7 @@ def test_add_on_is_a_pure_function_of_a_set():
 
 
 def test_the_local_add_ons_commute():
-    """P-50: all orders of the add-ons that come with zae."""
+    """All orders of the add-ons that come with zae."""
     whole = Task.add_on(*LOCAL)
     assert all(Task.add_on(*order) is whole for order in itertools.permutations(LOCAL))
     layers = [LAYERS.index(a.layer) for a in add_ons_of(whole)]
@@ -37,7 +37,7 @@ def test_the_local_add_ons_commute():
 
 
 def test_adding_twice_or_nothing_changes_nothing():
-    """E3: the same add-on twice is one."""
+    """The same add-on twice is one."""
     once = Task.add_on(InnerAddon)
     assert once.add_on(InnerAddon) is once
     assert Task.add_on(InnerAddon, InnerAddon) is once
@@ -53,7 +53,7 @@ def test_the_base_is_untouched():
 
 
 def test_the_order_runs_as_the_layers_say():
-    """P-50: the same effective order and bitwise the same weights, whatever the order of the arguments."""
+    """The same effective order and bitwise the same weights, whatever the order of the arguments."""
     results = set()
     for order in itertools.permutations((*TRACED, WrappingAddon)):
         trainer = make(Task.add_on(*order))
@@ -131,7 +131,7 @@ def test_a_class_derived_of_a_composed_trainer():
 
 @pytest.mark.parametrize("written", ["composed", "by hand"])
 def test_an_add_on_that_belongs_inside_of_those_there_goes_there(written):
-    """P-50: an add-on put on a user's class that stands on add-ons finds its place below the user's own methods."""
+    """An add-on put on a user's class that stands on add-ons finds its place below the user's own methods."""
     base = Task.add_on(OuterAddon, MiddleAddon)
     bases = (base,) if written == "composed" else (OuterAddon, MiddleAddon, Task)
 
@@ -427,7 +427,6 @@ def test_two_add_ons_of_one_name_are_refused():
 
 
 def test_what_is_no_add_on_is_refused():
-    """E3"""
     with pytest.raises(AddOnError, match=r"Odd is not an add-on; write class Odd\(AddOnBase\): ..., and Task.add_on"):
         Task.add_on(type("Odd", (), {}))
     with pytest.raises(AddOnError, match=r"int is not an add-on; write class MyAddon\(AddOnBase\)"):

@@ -14,7 +14,6 @@ from zae import ConfigError, LoaderError
 from zae.addons import GradientAccumulationAddon
 
 
-@pytest.mark.covers("E6")
 @pytest.mark.parametrize(
     ("empty", "match"),
     [
@@ -31,14 +30,13 @@ from zae.addons import GradientAccumulationAddon
     ids=["list", "drop_last", "iterator", "generator", "Nones", "Nones unsized"],
 )
 def test_an_empty_loader(empty, match):
-    """E6: never "finished" at 0 steps."""
+    """Never "finished" at 0 steps."""
     for add_ons in ((), (GradientAccumulationAddon,)):
         trainer = make(Task.add_on(*add_ons))
         with pytest.raises(LoaderError, match=match), unchanged(trainer):
             trainer.run(1, empty())
 
 
-@pytest.mark.covers("E6")
 def test_an_empty_valid_loader():
     trainer = make()
     with pytest.raises(LoaderError, match="valid_loader has 0 batches"), unchanged(trainer):
@@ -52,7 +50,6 @@ def test_an_empty_valid_loader():
         trainer.run(1, loader(), iter([]))
 
 
-@pytest.mark.covers("E6")
 def test_some_batches_of_none_are_passed_over_and_counted(caplog):
     batches = list(loader())
     trainer = make()
@@ -68,10 +65,9 @@ class Unsized:
         return iter(loader())
 
 
-@pytest.mark.covers("E7")
 @pytest.mark.parametrize("kind", ["list", "tuple", "unsized", "generator", "iterator", "map"])
 def test_loaders_of_every_kind(kind):
-    """E7: with and without a length, once or again and again; a used-up one is an error in epoch 2."""
+    """With and without a length, once or again and again; a used-up one is an error in epoch 2."""
     make_loader = {
         "list": lambda: list(loader()),
         "tuple": lambda: tuple(loader()),
@@ -93,9 +89,8 @@ def test_loaders_of_every_kind(kind):
             make().run(2, make_loader())
 
 
-@pytest.mark.covers("E7")
 def test_a_schedule_that_needs_the_length():
-    """E7, P-08: a stream has none; the message names steps_per_epoch."""
+    """A stream has none; the message names steps_per_epoch."""
 
     def cycle(optimizer):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
@@ -128,10 +123,9 @@ class Mover:
         return self
 
 
-@pytest.mark.covers("E8")
 @pytest.mark.parametrize("kind", ["tuple", "list", "dict", "namedtuple", "dataclass", "to", "nested"])
 def test_batches_of_every_kind(kind):
-    """E8: the type is kept, what is not a tensor is untouched, and the weights are those of a plain tuple."""
+    """The type is kept, what is not a tensor is untouched, and the weights are those of a plain tuple."""
     wrap = {
         "tuple": lambda x, y: (x, y),
         "list": lambda x, y: [x, y],
@@ -170,7 +164,6 @@ def test_batches_of_every_kind(kind):
         assert seen[0].note == "kept"
 
 
-@pytest.mark.covers("E8")
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
@@ -188,7 +181,7 @@ def test_batches_of_every_kind(kind):
     ids=["dataset", "model", "tensor", "path", "None", "dict", "list of loaders"],
 )
 def test_what_is_no_loader(wrong, match):
-    """E8, X-12: dataset for loader, and its kin, in every method that takes one."""
+    """Dataset for loader, and its kin, in every method that takes one."""
     trainer = make()
     with pytest.raises(LoaderError, match=match), unchanged(trainer):
         trainer.run(1, wrong)

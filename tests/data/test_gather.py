@@ -1,4 +1,4 @@
-"""The exact data path: bitwise the batches, the order and the random states of the plain DataLoader (issue 6, P-13)."""
+"""The exact data path: bitwise the batches, the order and the random states of the plain DataLoader."""
 
 from __future__ import annotations
 
@@ -523,7 +523,6 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.sample(count=3)
-@pytest.mark.covers("P-13")
 @pytest.mark.parametrize("name", LOADERS)
 def test_training_and_resuming_are_bitwise_those_of_the_plain_loader(name: str) -> None:
     expected = trained(False, LOADERS[name])

@@ -94,7 +94,6 @@ def grouped(kind: Any = DataLoader, seed: int = 0, first: int = 0, **options: An
 
 
 @pytest.mark.sample(count=2)
-@pytest.mark.covers("F-B2")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("at", [2, 5, 7])
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])

@@ -261,10 +261,9 @@ LOADERS["torchdata's loader"] = lambda: StatefulDataLoader(
 )
 
 
-@pytest.mark.covers("P-12", "F-B2")
 @pytest.mark.parametrize("name", list(LOADERS))
 def test_whatever_the_parts_of_a_loader_keep(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """P-12, F-B2: streams in transforms, places of samplers and streams, loaders that iterate in a way of their own."""
+    """Streams in transforms, places of samplers and streams, loaders that iterate in a way of their own."""
     states, end = states_of(LOADERS[name], build())
     per_epoch = (len(states) - 3) // 3
     # In the first epoch, after its last step, between two epochs, in the second and as the third is complete.
@@ -273,9 +272,8 @@ def test_whatever_the_parts_of_a_loader_keep(name: str, caplog: pytest.LogCaptur
     assert "exact" not in caplog.text
 
 
-@pytest.mark.covers("P-12")
 def test_resumed_twice_in_one_epoch() -> None:
-    """P-12: what is saved by a run that was resumed is resumed again; a sampler's place is that of the sampler."""
+    """What is saved by a run that was resumed is resumed again; a sampler's place is that of the sampler."""
     for name in ("place of a sampler", "begins again"):
         states, end = states_of(LOADERS[name], build())
         for first in (3, 8):  # In the first epoch, and in the second.
@@ -287,9 +285,8 @@ def test_resumed_twice_in_one_epoch() -> None:
                 assert differing(end, goes_on(build(), state, LOADERS[name]())) == [], (name, state["progress"])
 
 
-@pytest.mark.covers("P-24")
 def test_a_number_of_batches_that_is_another_in_each_epoch() -> None:
-    """P-24: a batch sampler of one's own may have another length in each epoch; in an open one it is compared."""
+    """A batch sampler of one's own may have another length in each epoch; in an open one it is compared."""
 
     def ongoing() -> tuple[Any, Any]:
         model, sampler = network(), Lengths()
@@ -317,9 +314,8 @@ def _pair(made: tuple[Any, Any], state: Any) -> tuple[Any, Any, Any]:
     return made[0], state, made[1]
 
 
-@pytest.mark.covers("P-12", "P-55")
 def test_a_stateful_loader_goes_on_in_a_later_call_of_run() -> None:
-    """P-12, P-55: what a later call saves of an epoch that an earlier one left open is not the earlier one's place."""
+    """What a later call saves of an epoch that an earlier one left open is not the earlier one's place."""
     make = lambda: StatefulDataLoader(hand.data(SIZE), batch_size=4, shuffle=True)  # noqa: E731
 
     def train(trainer: Any, loader: Any, *steps: int) -> Any:
@@ -340,9 +336,8 @@ def test_a_stateful_loader_goes_on_in_a_later_call_of_run() -> None:
         assert differing(end, train(again, make(), 3, 5)) == [], state["progress"]
 
 
-@pytest.mark.covers("P-12")
 def test_workers_that_persist_draw_their_seed_once() -> None:
-    """P-12: in an uninterrupted run they get it in the first epoch; a resumed one begins them later, and must not draw.
+    """In an uninterrupted run they get it in the first epoch; a resumed one begins them later, and must not draw.
 
     Else every later epoch has another order: samples twice, and others not at all.
     """
@@ -361,9 +356,8 @@ def test_workers_that_persist_draw_their_seed_once() -> None:
     assert hand.digest(once.unwrap()) == hand.digest(twice.unwrap()), "in a later call of run"
 
 
-@pytest.mark.covers("P-12")
 def test_an_iterator_that_begins_again_is_asked_once_an_epoch() -> None:
-    """P-12, P-55: as ``for batch in loader`` does; and a later call of run continues with it where it stands."""
+    """As ``for batch in loader`` does; and a later call of run continues with it where it stands."""
     loader = Again(hand.loader(shuffle=False))
     trainer = build()
     given: list[Any] = []
@@ -375,10 +369,9 @@ def test_an_iterator_that_begins_again_is_asked_once_an_epoch() -> None:
     assert all(map(torch.equal, given, [batch[0] for batch in hand.loader(shuffle=False)] * 2))
 
 
-@pytest.mark.covers("P-12", "F-B4")
 @pytest.mark.parametrize("at", [1, 4, 6, 9])
 def test_an_iterator_over_several_epochs_is_read_again_from_its_beginning(at: int) -> None:
-    """P-12, F-B4: the order that ``cycle`` keeps was drawn as the first epoch began, whichever is resumed."""
+    """The order that ``cycle`` keeps was drawn as the first epoch began, whichever is resumed."""
 
     def loader() -> Any:
         return itertools.cycle(hand.loader(12))
@@ -396,9 +389,8 @@ def test_an_iterator_over_several_epochs_is_read_again_from_its_beginning(at: in
     assert hand.digest(resumed.unwrap()) == hand.digest(straight.unwrap())
 
 
-@pytest.mark.covers("P-48")
 def test_a_validation_draws_no_number_from_what_it_shares_with_training() -> None:
-    """P-48, P-12: parts of one dataset: neither the weights nor, after a resume, the records depend on validations."""
+    """Parts of one dataset: neither the weights nor, after a resume, the records depend on validations."""
 
     def loaders() -> tuple[Any, Any]:
         dataset = Augmented()
@@ -435,12 +427,11 @@ class Masks:
         return inputs * (self.stream.random() if drawn is None else drawn), targets
 
 
-@pytest.mark.covers("P-48")
 @pytest.mark.parametrize(
     "make", [lambda: torch.Generator().manual_seed(7), lambda: np.random.default_rng(7)], ids=["torch", "numpy"]
 )
 def test_an_evaluation_before_training_makes_a_stream_and_draws_nothing(make: Any) -> None:
-    """P-48: the stream that a plan or a baseline makes is given back with nothing drawn from it."""
+    """The stream that a plan or a baseline makes is given back with nothing drawn from it."""
 
     def weights(watched: bool) -> str:
         torch.manual_seed(0)
@@ -455,9 +446,8 @@ def test_an_evaluation_before_training_makes_a_stream_and_draws_nothing(make: An
     assert weights(watched=True) == weights(watched=False)
 
 
-@pytest.mark.covers("F-B2")
 def test_a_stream_that_is_made_later_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """F-B2: a stream that is not there yet as a run resumes is one warning; a part without its state is an error."""
+    """A stream that is not there yet as a run resumes is one warning; a part without its state is an error."""
     dataset = Augmented()
     state = capture_parts(DataLoader(dataset, 4))
     assert sorted(state) == [f"dataset.transform.transforms.{index}.stream" for index in range(3)]
@@ -473,9 +463,8 @@ def test_a_stream_that_is_made_later_is_told_of(caplog: pytest.LogCaptureFixture
         restore_parts(DataLoader(dataset, 4), {"sampler": {"at": 3}})
 
 
-@pytest.mark.covers("P-13")
 def test_long_lists_are_not_looked_through() -> None:
-    """P-13: the samples of a dataset cost a checkpoint nothing, and what holds itself has an end."""
+    """The samples of a dataset cost a checkpoint nothing, and what holds itself has an end."""
 
     class Many(Dataset[Any]):
         def __init__(self) -> None:
@@ -487,9 +476,8 @@ def test_long_lists_are_not_looked_through() -> None:
     assert list(capture_parts(type("Loader", (), {"dataset": Many()})())) == ["dataset.stream"]
 
 
-@pytest.mark.covers("F-B4")
 def test_a_stream_that_draws_as_it_goes_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """F-B4: batches that are read again, while their order is drawn between them: a warning, never in silence."""
+    """Batches that are read again, while their order is drawn between them: a warning, never in silence."""
     caplog.set_level(logging.INFO, "zae")
 
     def endless() -> Iterator[Any]:

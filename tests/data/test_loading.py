@@ -103,11 +103,10 @@ def through_disk(state: Any) -> Any:
 
 
 @pytest.mark.sample(covering=1)
-@pytest.mark.covers("P-12")
 @pytest.mark.parametrize("name", [name for name in SAMPLERS if "workers" not in name])
 @pytest.mark.parametrize("tensors", [False, True], ids=["samples", "tensors"])
 def test_exact_at_every_step(name: str, tensors: bool) -> None:
-    """P-12, P-13, F-B1, F-B2: stopped after each step of two epochs; consumed samples are not asked for again."""
+    """Stopped after each step of two epochs; consumed samples are not asked for again."""
     kind = ByBatch if name == "no batch size" else Counting
 
     def make() -> tuple[Any, Any]:
@@ -144,11 +143,10 @@ def step_samples(asked: list[int], batch: int, batches: int) -> int:
 
 
 @pytest.mark.sample(covering=1)
-@pytest.mark.covers("P-12")
 @pytest.mark.parametrize("name", ["shuffled", "generator", "replacement", "two workers"])
 @pytest.mark.parametrize("stop", [1, 3, 6, 8])
 def test_exact_in_pieces_and_in_another_process_of_workers(name: str, stop: int, caplog: Any) -> None:
-    """P-12, P-55, F-B2: by the same trainer and by a fresh one; with workers, a message says what is not exact."""
+    """By the same trainer and by a fresh one; with workers, a message says what is not exact."""
     ends = []
     for way in ("whole", "pieces", "fresh"):
         trainer, batches = build(), SAMPLERS[name](hand.data())
@@ -168,9 +166,8 @@ def test_exact_in_pieces_and_in_another_process_of_workers(name: str, stop: int,
     assert bool(said) == (name == "two workers" and stop % 6 != 0)
 
 
-@pytest.mark.covers("P-13")
 def test_a_long_epoch_is_skipped_in_the_sampler() -> None:
-    """P-13: of 20000 batches 19998 are passed over, and 2 loaded."""
+    """Of 20000 batches 19998 are passed over, and 2 loaded."""
     data = Counting(20000)
     trainer = build()
     batches = DataLoader(data, 1, shuffle=True)
@@ -189,10 +186,9 @@ def test_a_long_epoch_is_skipped_in_the_sampler() -> None:
 # --- batches that are None
 
 
-@pytest.mark.covers("F-E6")
 @pytest.mark.parametrize("stop", [1, 2, 3, 5, 6])
 def test_batches_that_are_none_are_passed_over_and_counted(stop: int, caplog: Any) -> None:
-    """F-E6, P-12: also by a resume, which neither repeats a batch nor leaves one out."""
+    """Also by a resume, which neither repeats a batch nor leaves one out."""
     real = list(hand.loader(12, shuffle=False))
     batches = [None, real[0], None, real[1], real[2], None]
     whole = build()
@@ -214,10 +210,9 @@ def test_batches_that_are_none_are_passed_over_and_counted(stop: int, caplog: An
     assert third.progress_checker.batch == 0
 
 
-@pytest.mark.covers("F-E6")
 @pytest.mark.parametrize("batches", [[None, None], [None, None, "x"]])
 def test_mostly_none_is_an_error(batches: list[Any]) -> None:
-    """F-E6: more than half."""
+    """More than half."""
     given = [next(iter(hand.loader())) if batch == "x" else batch for batch in batches]
     with pytest.raises(LoaderError, match=rf"2 of {len(given)} batches were None \(list\); fix the collate_fn"):
         build().run(1, given)
@@ -226,9 +221,8 @@ def test_mostly_none_is_an_error(batches: list[Any]) -> None:
 # --- what is not a loader, or an empty one
 
 
-@pytest.mark.covers("F-E6")
 def test_empty_loaders() -> None:
-    """F-E6: refused before a step, with what was found."""
+    """Refused before a step, with what was found."""
     empty = TensorDataset(torch.zeros(0, 4), torch.zeros(0).long())
     with pytest.raises(
         LoaderError, match=r"loader has 0 batches .DataLoader, .*length 0, batch_size=4, drop_last=False"
@@ -268,9 +262,8 @@ class Unhelpful:
         return iter(list(hand.loader(8, shuffle=False)))
 
 
-@pytest.mark.covers("F-E7")
 def test_loaders_without_a_length() -> None:
-    """F-E7: a generator works for an epoch, and is used up in the second; steps_per_epoch ends what has no end."""
+    """A generator works for an epoch, and is used up in the second; steps_per_epoch ends what has no end."""
     assert length_of(DataLoader(Endless(), 4)) is None
     assert length_of(Unhelpful()) is None
     assert build().run(2, Unhelpful())["step"] == 4
@@ -282,10 +275,9 @@ def test_loaders_without_a_length() -> None:
         build().run(2, hand.loader(), iter(list(hand.loader(8))))
 
 
-@pytest.mark.covers("F-B4")
 @pytest.mark.parametrize("stop", [1, 3, 4, 5, 10])
 def test_a_stream_resumes_by_passing_over(stop: int, caplog: Any) -> None:
-    """F-B4: a fresh generator stands where the old one was, also after several epochs of it; a message says so."""
+    """A fresh generator stands where the old one was, also after several epochs of it; a message says so."""
 
     def stream() -> Iterator[Any]:
         numbers = seeded()
@@ -313,9 +305,7 @@ class Numbers(IterableDataset[Any]):
         yield from hand.data()
 
 
-@pytest.mark.covers("F-B4")
 def test_an_iterable_dataset_resumes_by_passing_over(caplog: Any) -> None:
-    """F-B4."""
     ends = []
     for stop in (None, 1, 4):
         trainer, batches = build(), DataLoader(Numbers(), 4)
@@ -376,7 +366,6 @@ class Parcel:
         return self
 
 
-@pytest.mark.covers("P-54")
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
 def test_only_batches_pinned_by_workers_are_copied_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Anything else may be one buffer, which its owner fills again while the copy goes on."""

@@ -281,7 +281,6 @@ def train(folder: Path, loader: Any, at: int, **more: Any) -> Any:
 
 
 @pytest.mark.sample(count=6, covering=("name",))
-@pytest.mark.covers("F-B2", "P-12")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("at", [3, 5, 7, 11])
 @pytest.mark.parametrize("name", list(LOADERS))
@@ -303,7 +302,6 @@ def test_killed_in_mid_epoch_it_resumes_bitwise(
     assert name == "workers" or "exact" not in caplog.text
 
 
-@pytest.mark.covers("P-24")
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -334,7 +332,6 @@ def test_an_epoch_of_a_trainer_is_that_of_the_sampler() -> None:
 # ---------------------------------------------------------------------------------------------------------- over ranks
 
 
-@pytest.mark.covers("P-41")
 @on_ranks(2, 3)
 def test_ranks_share_each_sample_once(world, tmp_path):
     """Each sample of an epoch once, a step that of one process with all batches, resumed bitwise in mid-epoch."""

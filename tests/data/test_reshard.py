@@ -1,4 +1,4 @@
-"""P-24: whatever the layouts before and after, each sample of an epoch that was resharded is used exactly once."""
+"""Whatever the layouts before and after, each sample of an epoch that was resharded is used exactly once."""
 
 from __future__ import annotations
 
@@ -52,14 +52,13 @@ def samples(steps: list[list[Any]]) -> list[int]:
     return [int(each) for step in steps for batch in step if batch is not EMPTY for each in batch]
 
 
-@pytest.mark.covers("P-24")
 @given(
     size=st.integers(1, 40), first=LAYOUTS, then=LAYOUTS, last=LAYOUTS,
     parts=st.tuples(st.floats(0, 1), st.floats(0, 1)), kind=st.sampled_from([sampled, batched, listed]),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_resume_in_any_layout(size: int, first: Any, then: Any, last: Any, parts: Any, kind: Any) -> None:
-    """P-24, F-B5: twice resharded in one epoch, after any number of steps: the same samples, in the same order."""
+    """Twice resharded in one epoch, after any number of steps: the same samples, in the same order."""
     seen: list[int] = []
     pad, place, before, world = 0, 0, {}, 1
     for (batch_size, ranks), part in zip((first, then, last), (*parts, 1.0), strict=True):
@@ -76,9 +75,8 @@ def test_resume_in_any_layout(size: int, first: Any, then: Any, last: Any, parts
     assert seen == list(range(size))
 
 
-@pytest.mark.covers("P-24")
 def test_resume_of_what_deals_by_itself_is_refused() -> None:
-    """P-24: a DistributedSampler, another number of batches, and what has no length."""
+    """A DistributedSampler, another number of batches, and what has no length."""
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
     loader = DataLoader(range(8), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
     assert why_not_reshard(loader, facts_of(loader), (2, 3), 0, 1) == ["a DistributedSampler shards the dataset itself"]
@@ -88,10 +86,9 @@ def test_resume_of_what_deals_by_itself_is_refused() -> None:
     ]
 
 
-@pytest.mark.covers("P-24")
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_resume_of_a_loader_without_batches(count: int) -> None:
-    """P-24: of batch_size=None the entries are the batches."""
+    """Of batch_size=None the entries are the batches."""
     loader = DataLoader(Range(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(7)), 3, False))  # type: ignore[arg-type]
     made = pad_order(loader, count)
     assert len(made) == 3 + count

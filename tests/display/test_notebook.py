@@ -104,7 +104,6 @@ def of(shown: Any, text: str) -> list[Any]:
     return found
 
 
-@pytest.mark.covers("X-8")
 def test_a_run_has_one_output_that_is_updated(shown: Any) -> None:
     """Its text is the table of a terminal; names are escaped; no bar is left; nothing is written to a stream."""
     outputs, updates = shown
@@ -123,7 +122,6 @@ def test_a_run_has_one_output_that_is_updated(shown: Any) -> None:
         assert of(shown, text) == []
 
 
-@pytest.mark.covers("X-8")
 def test_metrics_show_their_curves_and_table(shown: Any) -> None:
     """A run that ends a cell is not shown twice; two runs in a cell have an output each."""
     (result,) = of(shown, "metrics")
@@ -136,7 +134,6 @@ def test_metrics_show_their_curves_and_table(shown: Any) -> None:
     assert len(of(shown, "for _ in range(2): build().run(1, batches)")) == 2
 
 
-@pytest.mark.covers("X-8")
 def test_ranks_are_shown_in_the_cell_that_started_them(shown: Any) -> None:
     """The output of rank 0 is drawn by the kernel, once; the metrics are not drawn again; nothing goes to a stream."""
     live, short = of(shown, RANKS)
@@ -152,7 +149,6 @@ def test_ranks_are_shown_in_the_cell_that_started_them(shown: Any) -> None:
     assert shown[1][CELLS.index(RANKS)] >= 1
 
 
-@pytest.mark.covers("X-8")
 def test_a_run_that_ends_early_leaves_its_table_and_the_error(shown: Any) -> None:
     for text, said in ((CELLS[5], "KeyboardInterrupt"), (CELLS[7], "ValueError: bad &lt;i&gt;")):
         output, error = of(shown, text)
@@ -163,7 +159,6 @@ def test_a_run_that_ends_early_leaves_its_table_and_the_error(shown: Any) -> Non
     assert [line.split()[:2] for line in rest] == [["1", "4"], ["2", "8"]], "it ended in epoch 2, which run(1) finishes"
 
 
-@pytest.mark.covers("X-8")
 def test_a_trainer_shows_its_parts_and_its_state(shown: Any) -> None:
     page = of(shown, "t")[0].data["text/html"]
     for said in ("<b>Task</b>", "epoch 1, step 6, on cpu", "Linear, 3 parameters", "SGD(lr=0.01)", "train_loss"):
@@ -171,7 +166,6 @@ def test_a_trainer_shows_its_parts_and_its_state(shown: Any) -> None:
     assert of(shown, "t")[0].data["text/plain"].startswith("Task(model=Linear")
 
 
-@pytest.mark.covers("X-8")
 def test_the_notebooks_of_the_examples_run(shown: Any) -> None:
     """Three notebooks, each with one output for each run; the last of them shows add-ons, a plan and the loop."""
     outputs = shown[0][len(CELLS) :]
@@ -217,9 +211,8 @@ def test_long_runs_are_drawn_in_few_points() -> None:
     assert "nan" not in points[1]
 
 
-@pytest.mark.covers("X-23")
 def test_shift_tab_shows_the_options_of_all_add_ons(shown: Any) -> None:
-    """X-23: what the kernel answers to Shift-Tab: options with type and default, and what each add-on does."""
+    """What the kernel answers to Shift-Tab: options with type and default, and what each add-on does."""
     (output,) = of(shown, SHIFT_TAB)
     text = re.sub(r"\x1b\[[\d;]*m", "", output["text"])
     assert text.startswith("Init signature:\nComposed(\n    model: ")

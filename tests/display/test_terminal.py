@@ -96,9 +96,8 @@ def shown(tmp_path_factory: Any) -> tuple[str, float, str]:
     return text, time.monotonic() - begin, (folder / "end.txt").read_text()
 
 
-@pytest.mark.covers("X-6")
 def test_one_line_an_epoch_and_one_bar(shown: Any) -> None:
-    """X-6: a header, a line for each epoch, a summary, and never two bars at once; at most 10 redraws in a second."""
+    """A header, a line for each epoch, a summary, and never two bars at once; at most 10 redraws in a second."""
     text, seconds, _ = shown
     header, *rows, summary = screen(text)
     assert header.split() == ["epoch", "step", "train_loss", "lr", "valid_loss", "valid_accuracy", "time", "steps/s"]
@@ -114,7 +113,6 @@ def test_one_line_an_epoch_and_one_bar(shown: Any) -> None:
     assert re.search(r"epoch 1/3 \|.*\| \d+/30, \S+s, ETA \S+s, \S+ steps/s, loss [\d.e-]+, lr 0.001", text)
 
 
-@pytest.mark.covers("X-6")
 def test_lines_fit_into_narrow_terminals(tmp_path: Path) -> None:
     """In 50 columns the accuracy, the learning rate and the speed are left out; nothing is wrapped."""
     text = on_a_terminal(script(tmp_path, pause=0.01), columns=50)
@@ -126,7 +124,6 @@ def test_lines_fit_into_narrow_terminals(tmp_path: Path) -> None:
     assert re.search(r"epoch \d/3 \|.*\| \d+/30, ETA \S+s", text)
 
 
-@pytest.mark.covers("X-7")
 @pytest.mark.parametrize("environment", [{"CI": "true"}, {"TERM": "dumb"}])
 def test_whole_lines_where_a_log_is_kept(tmp_path: Path, environment: dict[str, str]) -> None:
     """A terminal of a CI service, or one that cannot overwrite: the table, and at most 120 bytes an epoch."""
@@ -137,7 +134,6 @@ def test_whole_lines_where_a_log_is_kept(tmp_path: Path, environment: dict[str, 
     assert max(map(len, text.splitlines())) < 120
 
 
-@pytest.mark.covers("X-6")
 def test_columns_that_come_later_have_a_place(tmp_path: Path) -> None:
     """A validation every second epoch: the line of an epoch without one does not show that of another epoch."""
     rows = [line.split() for line in screen(on_a_terminal(script(tmp_path, every="__import__('zae').Every(epochs=2)")))]
@@ -146,16 +142,14 @@ def test_columns_that_come_later_have_a_place(tmp_path: Path) -> None:
     assert rows[4][4:6] == ["-", "-"]
 
 
-@pytest.mark.covers("X-7")
 def test_no_color(tmp_path: Path, shown: Any) -> None:
-    """X-7: no colour on a terminal with NO_COLOR, nor without."""
+    """No colour on a terminal with NO_COLOR, nor without."""
     for text in (shown[0], on_a_terminal(script(tmp_path), NO_COLOR="1")):
         assert re.findall(r"\x1b\[[0-9;]*m", text) == []
 
 
-@pytest.mark.covers("X-7")
 def test_nothing_is_written_to_a_pipe(tmp_path: Path, shown: Any) -> None:
-    """X-5, X-7, P-48: 0 bytes to both streams, and the end of a run that was watched on a terminal."""
+    """0 bytes to both streams, and the end of a run that was watched on a terminal."""
     assert Script(*script(tmp_path)).end() == (0, "", "")
     assert (tmp_path / "end.txt").read_text() == shown[2]
 
@@ -199,7 +193,6 @@ class Steps:
         raise AssertionError("a terminal shows no history")
 
 
-@pytest.mark.covers("X-6")
 def test_redraws_are_bound_to_time_not_to_steps(monkeypatch: Any) -> None:
     """2,000 steps of a millisecond are drawn ten times, and what is known is shown as it was measured."""
     now = itertools.count(step=0.001)
@@ -247,7 +240,7 @@ def run_quick(leaves: int = -1, master: int = -1) -> Quick:
 
 @pytest.mark.parametrize("leaves", [0, 2, 3, 5])
 def test_a_terminal_that_is_closed_does_not_end_the_run(monkeypatch: Any, leaves: int) -> None:
-    """F-A: somebody logs out, and writing to the terminal fails from then on; training continues, and shows nothing."""
+    """Somebody logs out, and writing to the terminal fails from then on; training continues, and shows nothing."""
     plain = run_quick()
     master, slave = pty.openpty()
     stream = os.fdopen(slave, "w")
@@ -269,9 +262,8 @@ def test_a_process_without_standard_error_trains(monkeypatch: Any, tmp_path: Pat
         assert run_quick().metrics["step"] == 8
 
 
-@pytest.mark.covers("F-C10")
 def test_names_in_a_state_do_not_act_on_the_terminal(monkeypatch: Any, capsys: Any) -> None:
-    """F-C10: neither in the bar, nor in the line of an epoch, nor in the table; of an epoch that was left open."""
+    """Neither in the bar, nor in the line of an epoch, nor in the table; of an epoch that was left open."""
 
     def build() -> Quick:
         model = torch.nn.Linear(2, 1)

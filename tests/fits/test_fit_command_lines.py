@@ -27,7 +27,6 @@ Task = Classifier.add_on(EMAAddon)
 
 
 @pytest.mark.fits
-@pytest.mark.covers("X-21")
 def test_jsonargparse_reads_the_signature():
     """The options of the trainer and of its add-ons are arguments, with their types; a wrong one is refused."""
     # begin: jsonargparse
@@ -48,7 +47,6 @@ def test_jsonargparse_reads_the_signature():
 
 
 @pytest.mark.fits
-@pytest.mark.covers("X-21")
 def test_tyro_fills_a_dataclass():
     """The options that a script offers are a dataclass. tyro does not read those of a composed class itself."""
     # begin: tyro
@@ -72,7 +70,6 @@ def test_tyro_fills_a_dataclass():
 
 
 @pytest.mark.fits
-@pytest.mark.covers("X-21")
 def test_hydra_instantiates_a_trainer(tmp_path):
     """A configuration with overrides; the optimizer is a partial function that the trainer calls."""
     (tmp_path / "train.yaml").write_text(

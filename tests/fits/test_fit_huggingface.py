@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -43,7 +42,6 @@ def train_by_hand(model, optimizer, batches, scheduler=None, n_epoch=2):
     return hand.digest(model)
 
 
-@pytest.mark.covers("X-21")
 def test_transformers_with_its_collator_and_schedule():
     """A model, a data collator and a schedule of transformers, bitwise the loop by hand."""
     rows = [{"input_ids": row, "labels": row} for row in ROWS]
@@ -65,7 +63,6 @@ def test_transformers_with_its_collator_and_schedule():
     assert hand.digest(model) == train_by_hand(expected, optimizer, loader, schedule)
 
 
-@pytest.mark.covers("X-21")
 def test_datasets_resume_in_mid_epoch(tmp_path):
     """A mapped and formatted dataset in a DataLoader: dicts of tensors; a second run resumes within the epoch."""
     # begin: datasets
@@ -85,7 +82,6 @@ def test_datasets_resume_in_mid_epoch(tmp_path):
     assert hand.digest(trainer.unwrap()) == hand.digest(whole.unwrap())
 
 
-@pytest.mark.covers("X-21")
 def test_peft_trains_its_adapter():
     """`get_peft_model` is a module like any other: the base stays, and the adapter is bitwise that of the loop."""
     batches = [{"input_ids": rows, "labels": rows} for rows in ROWS.split(4)]
@@ -110,7 +106,6 @@ def test_peft_trains_its_adapter():
     assert hand.digest(base) == hand.digest(before)
 
 
-@pytest.mark.covers("X-21")
 def test_accelerate_prepares_the_loader():
     """A loader of `Accelerator.prepare` is an iterable like any other, bitwise the loop that accelerate trains."""
     rows = [{"input_ids": row, "labels": row} for row in ROWS]

@@ -37,7 +37,6 @@ def train_by_hand(n_epoch, batches):
     return hand.digest(model)
 
 
-@pytest.mark.covers("X-21")
 def test_torchdata_resumes_in_mid_epoch(tmp_path):
     """A `StatefulDataLoader` with two workers: a new trainer and loader continue the epoch, bitwise."""
     # begin: torchdata
@@ -62,7 +61,6 @@ def sgd(parameters):
 
 
 @pytest.mark.fits
-@pytest.mark.covers("X-21")
 def test_webdataset_streams_shards(tmp_path):
     """Shards read as a stream without a length, bitwise the loop by hand. A `WebLoader` does the same."""
     for shard in range(2):

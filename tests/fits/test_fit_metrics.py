@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -11,7 +10,6 @@ from kit import hand
 from zae import Trainer
 
 
-@pytest.mark.covers("X-21")
 def test_torchmetrics_over_an_epoch():
     """A metric that is not a mean of batches: updated in `test_step`, computed once in `metric_on_epoch_end`."""
     # begin: torchmetrics
@@ -50,7 +48,6 @@ def test_torchmetrics_over_an_epoch():
     assert trainer.f1.update_count == 0
 
 
-@pytest.mark.covers("X-21")
 def test_a_network_inside_a_pipeline_of_sklearn():
     """`predict` as a step of a pipeline: scaled inputs go in, and a classifier of sklearn is fitted to the features."""
     from sklearn.datasets import load_digits

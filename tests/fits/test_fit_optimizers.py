@@ -23,7 +23,6 @@ class Classifier(Trainer):
     test_step = train_step
 
 
-@pytest.mark.covers("X-21")
 def test_schedulefree_resumes_in_mid_epoch(tmp_path):
     """The weights are those of the loop by hand, which calls `train` and `eval` itself, also after a resume."""
     from schedulefree import AdamWScheduleFree
@@ -85,7 +84,6 @@ def test_torchao_resumes_in_mid_epoch(tmp_path):
     assert hand.digest(model) == hand.digest(expected)
 
 
-@pytest.mark.covers("X-21")
 def test_optuna_prunes_from_a_seam():
     """An objective as in optuna's documentation; a seam reports each validation and raises `TrialPruned`."""
     # begin: optuna

@@ -13,7 +13,6 @@ from zae.addons import StateManagerAddon
 
 
 @pytest.mark.fits
-@pytest.mark.covers("X-21")
 def test_monai_segments_images():
     """A U-Net, the Dice loss, and a Dice metric over an epoch, with batches that are dicts of `MetaTensor`."""
     rows = torch.rand(8, 1, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -79,7 +78,6 @@ class Classifier(Trainer):
 
 
 @pytest.mark.fits
-@pytest.mark.covers("X-21")
 def test_einops_layers(tmp_path):
     """Layers of einops in a module; the weights of a checkpoint are those in memory."""
     images = [(torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 0, 1]))] * 3
@@ -99,7 +97,6 @@ def test_einops_layers(tmp_path):
 
 
 @pytest.mark.fits
-@pytest.mark.covers("X-21")
 def test_tensordict_is_a_batch():
     """A `TensorDict` is moved to the device and weighted by its samples; the model is a `TensorDictModule`."""
     # begin: tensordict
@@ -124,7 +121,6 @@ def test_tensordict_is_a_batch():
 
 
 @pytest.mark.fits
-@pytest.mark.covers("X-21")
 def test_torch_geometric_batches_of_graphs():
     """Batches of graphs of different sizes; `num_targets` says how many graphs the loss is the mean over."""
     generator = torch.Generator().manual_seed(2)

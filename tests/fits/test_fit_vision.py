@@ -22,7 +22,6 @@ class Classifier(Trainer):
 
 
 @pytest.mark.vision
-@pytest.mark.covers("X-21")
 def test_timm_resumes_in_mid_epoch(tmp_path):
     """A small vision transformer and LAMB with its groups, bitwise the loop by hand, also after a resume."""
     images = [(torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(n)), torch.arange(4)) for n in range(3)]

@@ -231,7 +231,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.covers("X-16")
 @pytest.mark.parametrize("case", CASES)
 def test_the_weights_and_cadences_are_those_of_transformers(case, samples, tmp_path):
     """SGD in float32 to 1e-6, and the steps of logs with their rates, evaluations and saves."""

@@ -22,7 +22,6 @@ SIDES = [(page, heading) for page in PAGES for heading in rows(page)]
 
 
 @pytest.mark.sample(count=8)
-@pytest.mark.covers("X-16")
 @pytest.mark.parametrize(("page", "heading"), SIDES)
 def test_both_sides_of_a_guide_give_the_same(page, heading, tmp_path, monkeypatch):
     """The same weights, bitwise but for Transformers; a second start of what saves finds nothing left to do."""

@@ -107,7 +107,6 @@ def test_widths_that_differ_are_padded_as_by_transformers(tmp_path: Path) -> Non
     assert (found.label_ids == expected.label_ids).all()
 
 
-@pytest.mark.covers("X-21")
 def test_metrics_of_sklearn_by_batch_and_preprocessed(tmp_path: Path) -> None:
     data = hf.dataset("sequence", 22)
     close(

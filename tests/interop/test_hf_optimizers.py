@@ -82,7 +82,7 @@ def step(model, optimizer, inputs):
 
 @pytest.mark.parametrize("name", sorted(HERE))
 def test_an_optimizer_is_that_of_transformers(name, tmp_path, model):
-    """Class, groups, defaults, and the weights after five steps: X-16."""
+    """Class, groups, defaults, and the weights after five steps."""
     more = {"optim_args": "momentum=0.9,nesterov=true"} if name == "sgd" else {}
     more |= {"adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-7} if "adam" in name else {}
     args = arguments(tmp_path, optim=name, **more)
@@ -114,7 +114,7 @@ def test_an_optimizer_is_that_of_transformers(name, tmp_path, model):
 @pytest.mark.parametrize("warmup", [0, 4, 0.3])
 @pytest.mark.parametrize("name", [each.value for each in SchedulerType if each.value != "greedy"])
 def test_a_schedule_is_that_of_transformers(name, warmup, tmp_path, model):
-    """The rate of each group over 20 steps: X-16."""
+    """The rate of each group over 20 steps."""
     more = {"eval_strategy": "epoch"} if name == "reduce_lr_on_plateau" else {}
     kwargs = KWARGS.get(name)
     args = arguments(

@@ -43,7 +43,6 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((found == labels)[labels != -100].mean())}
 
 
-@pytest.mark.covers("X-21")
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("head", ["sequence", "token"])
 def test_a_script_moves_as_it_is(head: str, bf16: bool, tmp_path: Any, caplog: Any) -> None:

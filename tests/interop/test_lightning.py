@@ -131,7 +131,6 @@ def of(**members):
     return type("Lit", (Plain,), members)
 
 
-@pytest.mark.covers("X-16")
 @pytest.mark.parametrize(("given", "text"), [
     (Adversarial(), "manually"),
     (of(automatic_optimization=False), "manually"),

@@ -97,7 +97,6 @@ class Asking(Classifier):
                 group["lr"] = min(1.0, (self.trainer.global_step + 1) / 5) * self.hparams.lr
 
 
-@pytest.mark.covers("X-16")
 def test_each_name_has_the_value_of_lightning():
     """In five hooks of two epochs; what methods return in a step; the same weights and metrics in the end."""
     theirs, ours = build(Asking), build(Asking)
@@ -119,7 +118,6 @@ def test_each_name_has_the_value_of_lightning():
     assert {name: float(value) for name, value in zae.callback_metrics.items()} == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.covers("X-16")
 def test_each_name_of_the_trainer_is_carried_or_answered_with_what_to_write():
     assert len(OF_TRAINER) > 80
     refused = OF_TRAINER - {*CARRIED}
@@ -143,7 +141,6 @@ def test_a_hook_that_is_not_carried_is_refused(name):
         task_of(lit(**{name: lambda self: None}))
 
 
-@pytest.mark.covers("X-16")
 def test_each_other_hook_is_called():
     """In a run with validation, a test and a prediction, with loaders and transfers; each as often as by Lightning."""
     counts = []

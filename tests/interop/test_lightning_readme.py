@@ -26,7 +26,6 @@ def same(theirs, ours):
     return all(torch.equal(a, b) for a, b in zip(theirs.state_dict().values(), ours.state_dict().values(), strict=True))
 
 
-@pytest.mark.covers("X-16")
 def test_the_autoencoder_of_the_readme_of_lightning(caplog):
     """It has no validation_step, and gets a loader for it."""
     text = importlib.metadata.distribution("lightning").read_text("METADATA")
@@ -128,7 +127,6 @@ class DigitsData(L.LightningDataModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
-@pytest.mark.covers("X-16")
 def test_a_classifier_of_images_with_its_data_module(capsys, tmp_path):
     """Weights bitwise, metrics, what it prints, predictions; then the weights of its .ckpt file, here."""
     theirs, ours = build(ImageClassifier), build(ImageClassifier)

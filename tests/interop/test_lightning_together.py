@@ -41,7 +41,6 @@ class Wrapped(pl.LightningModule):
 
 
 @pytest.mark.sample(count=8)
-@pytest.mark.covers("X-16")
 @pytest.mark.parametrize("entry", [each for each in TABLE if each.add_on not in ELSEWHERE], ids=lambda entry: entry.id)
 def test_the_weights_are_those_of_a_task(entry, tmp_path):
     """Two epochs, with clipping and a validation; what the averages of an EMA or the best epoch are too."""

@@ -207,7 +207,7 @@ def check_table(quoted, printed):
 
 
 def check_loop(pseudo_code):
-    """P-51: the verbs of the pseudo-code, in its order, are those of a real run with one step."""
+    """The verbs of the pseudo-code, in its order, are those of a real run with one step."""
     calls: list[str] = []
 
     class Task(Trainer):

@@ -134,9 +134,8 @@ class Raises(Task):
 # --------------------------------------------------------------------------------------------------- starting
 
 
-@pytest.mark.covers("F-C8")
 def test_loopback_only_and_two_at_once_and_a_given_port(monkeypatch):
-    """F-C8, P-46: no socket of any rank or of the parent is open to the network; two runs at once; MASTER_PORT."""
+    """No socket of any rank or of the parent is open to the network; two runs at once; MASTER_PORT."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -173,7 +172,6 @@ def test_loopback_only_and_two_at_once_and_a_given_port(monkeypatch):
     del store
 
 
-@pytest.mark.covers("P-46")
 def test_a_port_in_use_is_said_before_anything_starts():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -190,9 +188,8 @@ HEAD = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
 HEAD += "from kit.rank_tasks import *\nfrom zae.addons import MultiGPUAddon\n"
 
 
-@pytest.mark.covers("P-38")
 def test_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tmp_path):
-    """P-38: what is typed into an interpreter cannot be imported elsewhere, all else runs; a script needs its guard."""
+    """What is typed into an interpreter cannot be imported elsewhere, all else runs; a script needs its guard."""
     make = "Mine.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
     body = f"class Mine(Task):\n    pass\n{make}.run(1, loader(4, 2))\n"
     Path("bare.py").write_text(HEAD + body)
@@ -209,9 +206,8 @@ def test_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tm
 
 
 @pytest.mark.exhaustive
-@pytest.mark.covers("P-38")
 def test_a_condition_that_is_no_guard_is_refused_in_the_new_process(tmp_path):
-    """P-38: whatever else the script asks, the last line has the line to write."""
+    """Whatever else the script asks, the last line has the line to write."""
     make = "Task.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
     Path("asking.py").write_text(f"{HEAD}if len(sys.argv) == 1:\n    {make}.run(1, loader(4, 2))\n")
     status, _, said = Script(Path("asking.py").absolute()).end()
@@ -223,10 +219,9 @@ def test_a_condition_that_is_no_guard_is_refused_in_the_new_process(tmp_path):
 # ---------------------------------------------------------------------------------------------------- failing
 
 
-@pytest.mark.covers("F-D5")
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_killed_rank_is_named(who):
-    """F-D5: long before the timeout of 600 s, with rank and signal; nothing is left."""
+    """Long before the timeout of 600 s, with rank and signal; nothing is left."""
     killed = rf"rank {who} of 2 \(process \d+\) was killed by signal 9 \(SIGKILL\)"
     with forks(), pytest.raises(DistributedError, match=killed):
         spawn(misbehave, {"how": "kill", "who": who}, CPUS)
@@ -235,9 +230,8 @@ def test_a_killed_rank_is_named(who):
     assert still_there() == []
 
 
-@pytest.mark.covers("F-D6")
 def test_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
-    """F-D6: a rank that does not go on ends with `timeout`, by its name, also after its work; so does an early end.
+    """A rank that does not go on ends with `timeout`, by its name, also after its work; so does an early end.
 
     One that waits says where; one that is stopped cannot.
     """
@@ -261,11 +255,10 @@ def test_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
     assert still_there() == []
 
 
-@pytest.mark.covers("P-42", "F-D4")
 def test_an_exception_of_one_rank_is_raised_here(capfd, caplog):
-    """P-42, F-D6: the type, the rank's number and its traceback; a type that cannot be made again is told in words.
+    """The type, the rank's number and its traceback; a type that cannot be made again is told in words.
 
-    F-D4: that rank alone saves the state apart, and says what it is without and which checkpoint is whole.
+    That rank alone saves the state apart, and says what it is without and which checkpoint is whole.
     """
     add_ons = (MultiGPUAddon, StateManagerAddon)
     trainer = build(Raises, add_ons, ["cpu", "cpu"], save_path="run", save_every=1, keep_last=1)
@@ -321,9 +314,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.covers("F-D3")
 def test_ctrl_c_ends_a_script_and_every_rank():
-    """F-D3: once, in words; no process of it is left."""
+    """Once, in words; no process of it is left."""
     Path("slow.py").write_text(SLOW)
     mark = f"interrupted-{os.getpid()}"
     with subprocess.Popen([sys.executable, "slow.py"], env={**os.environ, MARK: mark}, stderr=subprocess.PIPE) as run:
@@ -336,14 +328,13 @@ def test_ctrl_c_ends_a_script_and_every_rank():
     wait_for(lambda: processes(mark) == [])
 
 
-@pytest.mark.covers("F-D3", "F-D5")
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, None)],
     ids=["TERM", "HUP", "KILL"],
 )
 def test_what_ends_the_parent_ends_every_rank(number, status, capfd):
-    """F-D5, P-26: SIGTERM, after all ranks have saved, and a kill that nobody can catch: no rank is left.
+    """SIGTERM, after all ranks have saved, and a kill that nobody can catch: no rank is left.
 
     One rank says that it is saved.
     """
@@ -404,7 +395,7 @@ RESTART = """
 
 
 def test_torchrun_restarts_and_the_ddp_example_in_two_ways_at_once(tmp_path):
-    """P-29, P-46: restarted by torchrun, two ranks end bitwise as if never killed, with one log; runs beside runs.
+    """Restarted by torchrun, two ranks end bitwise as if never killed, with one log; runs beside runs.
 
     So do two ranks with shards, which are killed in their second life.
 

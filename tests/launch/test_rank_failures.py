@@ -82,10 +82,9 @@ CASES += [(PipelineAddon, "raise", 1, "step"), (PipelineAddon, "kill", 0, "end")
 
 
 @pytest.mark.sample(covering=1)
-@pytest.mark.covers("F-D4", "F-D5", "F-D6")
 @pytest.mark.parametrize(("engine", "how", "who", "where"), CASES)
 def test_a_rank_fails_and_the_run_goes_on(engine, how, who, where, whole, monkeypatch, capfd):
-    """F-D4, F-D5, F-D6: nothing aborts or is half there; a resume ends bitwise."""
+    """Nothing aborts or is half there; a resume ends bitwise."""
     monkeypatch.setattr(launching, "GRACE", 1.0)  # Seconds that nobody is going to use.
     kind, text = ENDS[how]
     begun = time.monotonic()
@@ -106,12 +105,11 @@ def test_a_rank_fails_and_the_run_goes_on(engine, how, who, where, whole, monkey
     assert metrics["train_metrics_history"] == history["train_metrics_history"]
 
 
-@pytest.mark.covers("P-26")
 @pytest.mark.parametrize(
     ("engine", "where", "last"), [(MultiGPUAddon, "step", 7), (MultiGPUAddon, "end", 6), (FSDPAddon, "step", 7)]
 )
 def test_a_signal_to_one_rank_ends_all_of_them_one_step_later(engine, where, last, whole):
-    """P-26: SIGTERM in the sixth step of one rank, or after the fifth: all end after the next, and go on bitwise."""
+    """SIGTERM in the sixth step of one rank, or after the fifth: all end after the next, and go on bitwise."""
     with pytest.raises(SystemExit) as caught:
         run("run", "term", 1, where, engine)
     assert caught.value.code == 143

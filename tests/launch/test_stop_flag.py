@@ -37,7 +37,6 @@ def obey(folder, asks, waits_at):
     return found
 
 
-@pytest.mark.covers("P-26")
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_obey_at_the_call_after_the_request(world, shares_memory, tmp_path):

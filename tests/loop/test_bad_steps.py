@@ -29,22 +29,20 @@ OUTPUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.covers("E4")
 @pytest.mark.parametrize("add_ons", [(), (AMPAddon, GradientAccumulationAddon, EMAAddon)], ids=["plain", "composed"])
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_what_train_step_returns(kind, add_ons):
-    """E4: at that step, with the batch's shapes, and the weights of before."""
+    """At that step, with the batch's shapes, and the weights of before."""
     step, match = OUTPUTS[kind]
     trainer = make(stepping(step).add_on(*add_ons))
     with pytest.raises(StepError, match=match), unchanged(trainer):
         trainer.run(1, loader())
 
 
-@pytest.mark.covers("E4")
 @pytest.mark.parametrize("count", ["eight", -1, float("nan"), float("inf"), torch.ones(2), torch.tensor(-3)], ids=str)
 @pytest.mark.parametrize("add_ons", [(), (GradientAccumulationAddon,)], ids=["plain", "composed"])
 def test_a_count_of_targets_that_is_none(count, add_ons):
-    """E4: in training and in evaluation, before a mean is made of it."""
+    """In training and in evaluation, before a mean is made of it."""
     step = lambda self, batch: {"loss": mse(self, batch), "num_targets": count}  # noqa: E731
     trainer = make(stepping(step).add_on(*add_ons))
     message = r"Task.*\.train_step \(batch: .*\) returned num_targets .*; return the number of targets"
@@ -56,9 +54,8 @@ def test_a_count_of_targets_that_is_none(count, add_ons):
         trainer.evaluate(loader())
 
 
-@pytest.mark.covers("E4")
 def test_names_the_batch_and_the_place():
-    """E4: shapes and types in the text, the place in a note, and later steps are no different from the first."""
+    """Shapes and types in the text, the place in a note, and later steps are no different from the first."""
 
     def late(self, batch):
         return {"loss": mse(self, batch)} if self.progress_checker.step < 2 else None
@@ -74,7 +71,6 @@ def test_names_the_batch_and_the_place():
     assert trainer.progress_checker.step == 2
 
 
-@pytest.mark.covers("E4")
 @pytest.mark.parametrize("out", [None, "0.5", torch.zeros(2), (1, 2), [{}]], ids=str)
 def test_what_test_step_returns(out):
     trainer = make(stepping(lambda self, batch: out, "test_step"))
@@ -84,9 +80,8 @@ def test_what_test_step_returns(out):
             call(loader())
 
 
-@pytest.mark.covers("E5")
 def test_extra_outputs():
-    """E5: numbers are averaged, all else is kept; nothing fails at the end of the epoch."""
+    """Numbers are averaged, all else is kept; nothing fails at the end of the epoch."""
     seen = {}
 
     def step(self, batch):
@@ -122,7 +117,6 @@ def test_extra_outputs():
     assert not any(o.requires_grad for o in seen["train"]["output"])
 
 
-@pytest.mark.covers("E5")
 @pytest.mark.parametrize(
     ("returned", "match"),
     [
@@ -139,7 +133,6 @@ def test_what_metric_on_epoch_end_returns(returned, match):
     assert make(stepping(lambda self: None, "metric_on_epoch_end")).run(1, loader())["epoch"] == 1
 
 
-@pytest.mark.covers("E17")
 @pytest.mark.parametrize(
     ("add_ons", "options"),
     [
@@ -161,7 +154,6 @@ def test_a_loss_alone_is_a_dict_with_it(add_ons, options):
     assert str(ends[0]) == str(ends[1])
 
 
-@pytest.mark.covers("E17")
 @pytest.mark.parametrize("number", [0.5, 1, np.float32(2.0), torch.tensor(3.0)])
 def test_a_number_alone_is_the_loss_of_a_test_step(number):
     class Counting(InADict):
@@ -171,7 +163,6 @@ def test_a_number_alone_is_the_loss_of_a_test_step(number):
     assert make(Counting).evaluate(loader()) == {"loss": float(number)}
 
 
-@pytest.mark.covers("E17")
 @pytest.mark.parametrize("wrong", [None, "loss", [1.0], torch.ones(2), 0.5])
 def test_what_is_neither_is_refused(wrong):
     class Wrong(InADict):
@@ -187,7 +178,6 @@ def test_what_is_neither_is_refused(wrong):
         make(Wrong).evaluate(loader())
 
 
-@pytest.mark.covers("E17")
 @pytest.mark.parametrize("add_ons", [(), (JSONLLoggerAddon,)])
 def test_logging_a_number_by_name(add_ons):
     """The most written line of Lightning, with and without its further arguments."""

@@ -96,7 +96,7 @@ def test_steps_and_epochs_without_run() -> None:
 
 
 def test_toggle() -> None:
-    """F-E11: between the two modes, and to nothing else."""
+    """Between the two modes, and to nothing else."""
     trainer = build()
     trainer.toggle()
     assert (trainer.mode, trainer.model.training) == ("test", False)
@@ -227,7 +227,7 @@ def test_no_loader_at_all_is_refused_as_run_refuses_it() -> None:
 
 
 def test_an_error_in_an_evaluation_leaves_the_model_as_it_was() -> None:
-    """F-D4: modes, weights, averages and random streams."""
+    """Modes, weights, averages and random streams."""
 
     class Failing(Task):
         def test_step(self, batch: Any) -> Any:

@@ -43,9 +43,8 @@ class Failing(faults.Task):
         raise self.error
 
 
-@pytest.mark.covers("F-D4")
 def test_an_exception_saves_apart(folder: Path) -> None:
-    """F-D4: the user's traceback comes first and unchanged; crash-00000007 displaces nothing and is not resumed."""
+    """The user's traceback comes first and unchanged; crash-00000007 displaces nothing and is not resumed."""
     made = build(Failing, StateManagerAddon, save_path=folder / "run", save_every=Every(epochs=1), keep_last=1)
     with pytest.raises(ValueError, match="the user's own words") as caught:
         made.run(3, hand.loader())
@@ -68,9 +67,8 @@ def test_an_exception_saves_apart(folder: Path) -> None:
     assert looked.progress_checker.step == 7
 
 
-@pytest.mark.covers("F-D4")
 def test_a_copy_of_what_a_failed_run_has_left_is_the_users(folder: Path) -> None:
-    """F-D4: the state of a later failure takes the place of the earlier one, and of no folder that is named alike."""
+    """The state of a later failure takes the place of the earlier one, and of no folder that is named alike."""
     run = folder / "run"
     made = build(Failing, StateManagerAddon, save_path=run, save_every=Every(epochs=1))
     with pytest.raises(ValueError, match="own words"):
@@ -86,9 +84,8 @@ def test_a_copy_of_what_a_failed_run_has_left_is_the_users(folder: Path) -> None
     assert verify(kept)["step"] == 7
 
 
-@pytest.mark.covers("F-D4")
 def test_a_disk_that_refuses_hides_no_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-D4: when the crash checkpoint cannot be written, the error is still the user's."""
+    """When the crash checkpoint cannot be written, the error is still the user's."""
 
     class Broken(Failing):
         def fail(self) -> None:
@@ -105,9 +102,8 @@ def test_a_disk_that_refuses_hides_no_error(folder: Path, caplog: pytest.LogCapt
     assert "could not be saved" in caplog.text
 
 
-@pytest.mark.covers("F-D12")
 def test_out_of_memory_says_what_was_computed(folder: Path) -> None:
-    """F-D12: step, shapes and dtypes of the batch are noted, also inside an accumulation window, and D4 holds."""
+    """Step, shapes and dtypes of the batch are noted, also inside an accumulation window, and D4 holds."""
 
     class Full(Failing):
         error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -166,10 +162,9 @@ class KillsWorker(faults.Task):
         return super().train_step(batch)
 
 
-@pytest.mark.covers("F-D7")
 @pytest.mark.parametrize("how", ["killed", "killed in a step", "raises"])
 def test_a_worker_dies(folder: Path, how: str) -> None:
-    """F-D7: at once an error names the worker and the dataset, and the crash checkpoint is there."""
+    """At once an error names the worker and the dataset, and the crash checkpoint is there."""
 
     def run() -> Any:
         made = build(KillsWorker if "step" in how else AsksForTheLast, StateManagerAddon, save_path=folder / "run")
@@ -197,9 +192,8 @@ def test_a_worker_dies(folder: Path, how: str) -> None:
     assert len(list((folder / "run").glob("crash-*"))) == 1
 
 
-@pytest.mark.covers("F-D4")
 def test_the_batch_of_an_evaluation_is_named_where_it_is_the_cause() -> None:
-    """F-D4: a test_step that fails is noted with its batch; a dataset that fails, with the loader of the evaluation."""
+    """A test_step that fails is noted with its batch; a dataset that fails, with the loader of the evaluation."""
 
     class Fails(faults.Task):
         def test_step(self, batch: Any) -> dict[str, Any]:
@@ -240,9 +234,8 @@ class Unsliced(list[Any]):
         raise KeyError("file")
 
 
-@pytest.mark.covers("F-D4")
 def test_what_cannot_be_described_hides_no_error() -> None:
-    """F-D4: whatever objects are met on the way to the note, the error is the user's and tells its place."""
+    """Whatever objects are met on the way to the note, the error is the user's and tells its place."""
 
     class Fails(faults.Task):
         def train_step(self, batch: Any) -> dict[str, Any]:
@@ -270,10 +263,9 @@ def test_what_cannot_be_described_hides_no_error() -> None:
         assert caught.value.__notes__ == [note]
 
 
-@pytest.mark.covers("F-D4")
 @pytest.mark.parametrize("known", [True, False])
 def test_a_loader_that_fails_within_a_window_is_named_with_the_number_of_its_batch(known: bool, tmp_path: Path) -> None:
-    """F-D4: not the batch before it, whatever add-ons have threads or windows of their own."""
+    """Not the batch before it, whatever add-ons have threads or windows of their own."""
 
     class Given:
         def __iter__(self) -> Iterator[Any]:
@@ -305,9 +297,8 @@ class Broken:
         raise ConnectionResetError("the worker's end is gone")
 
 
-@pytest.mark.covers("F-D7")
 def test_a_worker_dies_while_its_error_is_caught(folder: Path) -> None:
-    """F-D7, F-D4: what torch raises for a dead worker, wherever Python is then, never takes the place of an error."""
+    """What torch raises for a dead worker, wherever Python is then, never takes the place of an error."""
 
     def run() -> Any:
         made, loader = build(faults.Task, StateManagerAddon, save_path=folder / "run"), Broken()

@@ -41,11 +41,10 @@ class Bad(faults.Task):
 # --- not finite
 
 
-@pytest.mark.covers("F-D1", "P-34")
 @pytest.mark.parametrize("add_ons", [(), (GradientAccumulationAddon,), (AMPAddon,), (StateManagerAddon, EMAAddon)])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_raise_before_the_step(folder: Path, value: float, add_ons: Any) -> None:
-    """F-D1, P-34: step, epoch, loss, its parts and the learning rate are named; the weights are those of step 4."""
+    """Step, epoch, loss, its parts and the learning rate are named; the weights are those of step 4."""
     options: dict[str, Any] = {"save_path": folder / "run", "save_every": 1, "decay": 0.9}
     options = options if StateManagerAddon in add_ons else {}
     accumulate = {"gradient_accumulation_steps": 2} if GradientAccumulationAddon in add_ons else {}
@@ -66,9 +65,8 @@ def test_raise_before_the_step(folder: Path, value: float, add_ons: Any) -> None
         assert made.last_path.name == "step-00000004"
 
 
-@pytest.mark.covers("F-D1")
 def test_a_gradient_norm_that_is_not_finite(folder: Path) -> None:
-    """F-D1: a finite loss with a gradient that is not is caught where clipping computes the norm."""
+    """A finite loss with a gradient that is not is caught where clipping computes the norm."""
 
     class Root(faults.Task):
         def train_step(self, batch: Any) -> dict[str, Any]:
@@ -91,10 +89,9 @@ def test_a_gradient_norm_that_is_not_finite(folder: Path) -> None:
         two.run(1, hand.loader())
 
 
-@pytest.mark.covers("F-D1")
 @pytest.mark.parametrize("add_ons", [(), (GradientAccumulationAddon,), (AMPAddon,)])
 def test_skip_leaves_the_step_out(add_ons: Any) -> None:
-    """F-D1: "skip" is a step that never was for weights, optimizer, schedule and average; it is counted and logged."""
+    """ "skip" is a step that never was for weights, optimizer, schedule and average; it is counted and logged."""
     options = {"gradient_accumulation_steps": 2} if GradientAccumulationAddon in add_ons else {}
     options |= {"precision": "fp16", "loss_scale": (8.0, 1.0)} if AMPAddon in add_ons else {}
     seen: dict[int, str] = {}
@@ -126,12 +123,11 @@ def test_skip_leaves_the_step_out(add_ons: Any) -> None:
     assert metrics["nonfinite_steps"] == metrics["skipped_steps"] == 2
     assert made.log_history[-1]["nonfinite_steps"] == 2
     losses = [row["train/loss"] for row in made.log_history]
-    assert [math.isnan(value) for value in losses] == [False, True, True, False, False], "P-34: never replaced in a log"
+    assert [math.isnan(value) for value in losses] == [False, True, True, False, False], "never replaced in a log"
 
 
-@pytest.mark.covers("F-D1")
 def test_warn_takes_the_step_and_never_saves_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-D1: "warn" trains on; no checkpoint of weights that are not finite replaces one of finite ones."""
+    """ "warn" trains on; no checkpoint of weights that are not finite replaces one of finite ones."""
     made = build(
         Bad, StateManagerAddon, on_nonfinite="warn", save_path=folder / "run", save_every=1, keep_last=1, keep_best=0
     )
@@ -145,9 +141,8 @@ def test_warn_takes_the_step_and_never_saves_it(folder: Path, caplog: pytest.Log
     assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
-@pytest.mark.covers("F-D1")
 def test_weights_that_went_bad_unseen_are_not_saved(folder: Path) -> None:
-    """F-D1: gradients that nobody looked at spoil the weights: the save refuses, the last good one stays."""
+    """Gradients that nobody looked at spoil the weights: the save refuses, the last good one stays."""
 
     class Spoiled(faults.Task):
         def optimizer_step(self) -> bool:
@@ -163,18 +158,16 @@ def test_weights_that_went_bad_unseen_are_not_saved(folder: Path) -> None:
     assert [path.name for path in list_checkpoints(folder / "run")] == ["step-00000003"]
 
 
-@pytest.mark.covers("F-D1")
 def test_an_overflow_of_the_loss_scale_is_no_error() -> None:
-    """F-D1, P-05: what GradScaler skips is its own business."""
+    """What GradScaler skips is its own business."""
     made = build(faults.Task, AMPAddon, precision="fp16", loss_scale=(2.0**30, 1.0), gradient_clip=1.0)
     metrics = made.run(3, hand.loader())
     assert metrics["skipped_steps"] > 5
     assert metrics["nonfinite_steps"] == 0
 
 
-@pytest.mark.covers("F-D1")
 def test_the_late_look_of_an_accelerator(folder: Path) -> None:
-    """F-D1: where a look waits for the device it comes after 64 steps at most, and before anything is saved."""
+    """Where a look waits for the device it comes after 64 steps at most, and before anything is saved."""
 
     class Far(NonFiniteGuard):
         """As if every loss were on an accelerator."""
@@ -202,14 +195,13 @@ def test_the_late_look_of_an_accelerator(folder: Path) -> None:
 
 
 def test_on_nonfinite_is_checked() -> None:
-    """E11: the option says what it may be."""
+    """The option says what it may be."""
     with pytest.raises(ConfigError, match="did you mean 'raise'"):
         build(faults.Task, on_nonfinite="rise")
 
 
-@pytest.mark.covers("P-34")
 def test_the_log_is_true(caplog: pytest.LogCaptureFixture) -> None:
-    """P-34: a loss that is not finite is in the history as it was."""
+    """A loss that is not finite is in the history as it was."""
     caplog.set_level(logging.WARNING)
     made = build(Bad, on_nonfinite="warn", bad=(2,), value=math.inf)
     metrics = made.run(1, hand.loader())

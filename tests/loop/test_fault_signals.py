@@ -56,14 +56,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.sample(covering=1)
-@pytest.mark.covers("F-D2", "F-D3", "P-26")
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
 )  # fmt: skip
 @pytest.mark.parametrize("at", [1, 5, 6, 11, 18])
 def test_finish_the_step_and_save(folder: Path, number: int, status: int, at: int, straight: Any) -> None:
-    """F-D2, F-D3, P-26: the step is finished and saved, the status is 143 or 130, and the resumed end is the same."""
+    """The step is finished and saved, the status is 143 or 130, and the resumed end is the same."""
     outcome = forked(lambda: long_run(folder, number=number, at=at) and None)
     assert outcome.status == status, outcome.error
     newest = newest_valid(folder / "run")
@@ -73,10 +72,9 @@ def test_finish_the_step_and_save(folder: Path, number: int, status: int, at: in
     assert answer(long_run, folder, faults.Task) == straight
 
 
-@pytest.mark.covers("F-D2")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(folder: Path, number: int) -> None:
-    """F-D2: the same signal again kills, though the step goes on and on; what was saved is whole."""
+    """The same signal again kills, though the step goes on and on; what was saved is whole."""
 
     class Endless(Signalled):
         def train_step(self, batch: Any) -> dict[str, Any]:
@@ -89,7 +87,6 @@ def test_a_second_signal_ends_at_once(folder: Path, number: int) -> None:
     assert outcome.status == -number  # Else it would not end, which `forked` says.
 
 
-@pytest.mark.covers("F-D2")
 def test_a_closed_terminal_sends_two_signals(folder: Path) -> None:
     """The system and the shell send SIGHUP each: the second does not end the step. Under nohup there is none."""
     outcome = forked(lambda: long_run(folder, number=signal.SIGHUP, at=10, times=2) and None)
@@ -108,7 +105,6 @@ def test_a_closed_terminal_sends_two_signals(folder: Path) -> None:
     assert not list((folder / "nohup").glob("run/crash-*"))
 
 
-@pytest.mark.covers("F-D2")
 def test_a_run_beside_the_main_thread_says_that_it_cannot_catch_signals(folder: Path, caplog: Any) -> None:
     trainer = build(faults.Task, StateManagerAddon, save_path=folder / "run")
     quiet = build(faults.Task, StateManagerAddon, save_path=folder / "quiet", save_on_signal=False)
@@ -120,9 +116,8 @@ def test_a_run_beside_the_main_thread_says_that_it_cannot_catch_signals(folder: 
         assert sum("not in the main thread" in record.message for record in caplog.records) == said
 
 
-@pytest.mark.covers("F-D2")
 def test_a_signal_in_a_validation_and_while_data_is_waited_for(folder: Path, straight: Any) -> None:
-    """P-26: wherever it comes, at most one more update is made before the save."""
+    """Wherever it comes, at most one more update is made before the save."""
 
     class InValidation(faults.Task):
         def test_step(self, batch: Any) -> dict[str, Any]:
@@ -161,9 +156,8 @@ def two_ranks(folder: Path, seed: int, **options: Any) -> Any:
     return everything(made)
 
 
-@pytest.mark.covers("P-26", "P-12")
 def test_a_signal_to_one_rank(folder: Path) -> None:
-    """P-26, P-12, F-B3, F-D5: SIGTERM to rank 1 alone saves the step after it and ends both; then SIGKILL; bitwise."""
+    """SIGTERM to rank 1 alone saves the step after it and ends both; then SIGKILL; bitwise."""
     whole = two_ranks(folder / "whole", 1)
     with pytest.raises(SystemExit) as caught:
         two_ranks(folder / "run", 2, kill_at=2, kill_with=signal.SIGTERM, kill_rank=1)
@@ -175,9 +169,8 @@ def test_a_signal_to_one_rank(folder: Path) -> None:
     assert two_ranks(folder / "run", 4) == whole
 
 
-@pytest.mark.covers("F-D2")
 def test_a_signal_to_the_whole_group(folder: Path) -> None:
-    """P-26: a cluster signals the loader's workers as well; they die, and the state of the last step is saved."""
+    """A cluster signals the loader's workers as well; they die, and the state of the last step is saved."""
 
     def run() -> Any:
         made = build(faults.Task, StateManagerAddon, save_path=folder / "run", save_every=Every(epochs=99), log_every=1)
@@ -197,9 +190,8 @@ def test_a_signal_to_the_whole_group(folder: Path) -> None:
     assert not list((folder / "run").glob("crash-*"))
 
 
-@pytest.mark.covers("F-D2")
 def test_a_worker_dies_with_the_lock_of_the_others(folder: Path) -> None:
-    """F-D2, P-26: a worker may be killed while it holds what torch waits for without an end: the run saves and ends."""
+    """A worker may be killed while it holds what torch waits for without an end: the run saves and ends."""
     held = []
 
     class Held(DataLoader[Any]):
@@ -226,9 +218,8 @@ def test_a_worker_dies_with_the_lock_of_the_others(folder: Path) -> None:
     assert newest[1]["step"] == 3
 
 
-@pytest.mark.covers("F-D2")
 def test_handlers_that_were_there(folder: Path) -> None:
-    """F-D2, P-26: an earlier handler is called after the save, and all are back in place after a run."""
+    """An earlier handler is called after the save, and all are back in place after a run."""
     calls: list[Any] = []
 
     def mine(number: int, frame: Any) -> None:
@@ -255,9 +246,8 @@ def test_handlers_that_were_there(folder: Path) -> None:
             signal.signal(number, handler)
 
 
-@pytest.mark.covers("F-D2")
 def test_not_the_main_thread(folder: Path) -> None:
-    """F-D2: in another thread there are no signals, and no error."""
+    """In another thread there are no signals, and no error."""
     ended: list[Any] = []
     thread = threading.Thread(target=lambda: ended.append(long_run(folder, faults.Task)))
     thread.start()
@@ -265,9 +255,8 @@ def test_not_the_main_thread(folder: Path) -> None:
     assert len(ended) == 1
 
 
-@pytest.mark.covers("F-D3")
 def test_the_status_that_a_shell_sees(folder: Path) -> None:
-    """F-D3: a script that gets Ctrl-C ends with 130 for its shell, after the save."""
+    """A script that gets Ctrl-C ends with 130 for its shell, after the save."""
     script = folder / "script.py"
     script.write_text(
         f"import sys; sys.path[:0] = {[str(each) for each in Path(__file__).parents[:2]]!r}\n"
@@ -286,9 +275,8 @@ def test_the_status_that_a_shell_sees(folder: Path) -> None:
     assert newest[1]["step"] == 3
 
 
-@pytest.mark.covers("F-D2")
 def test_no_handler_of_a_run_outlives_it(folder: Path) -> None:
-    """F-D2: neither where a run ends before another that began within it, nor where others put its handler back."""
+    """Neither where a run ends before another that began within it, nor where others put its handler back."""
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = {number: signal.getsignal(number) for number in numbers}
 

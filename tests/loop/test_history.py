@@ -50,9 +50,8 @@ def build(more: Any = None, task: type[Trainer] = Returning, **options: Any) -> 
 # --- means
 
 
-@pytest.mark.covers("P-32")
 def test_the_mean_of_an_epoch_is_by_sample() -> None:
-    """P-32: batches of 4, 4 and 1, in training and in evaluation."""
+    """Batches of 4, 4 and 1, in training and in evaluation."""
     trainer = build(lambda trainer, batch: {"first": batch[0][:, 0].mean(), "count": len(batch[0])})
     del trainer.model[1]  # BatchNorm refuses a batch of one.
     batches = hand.loader(9, shuffle=False)
@@ -73,7 +72,7 @@ def test_the_mean_of_an_epoch_is_by_sample() -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_the_mean_does_not_depend_on_when_it_is_read(rows: Any, reads: Any) -> None:
-    """P-32: nor on how a number was returned."""
+    """Nor on how a number was returned."""
     make = {"number": float, "tensor": lambda v: torch.tensor(v, dtype=torch.float64), "numpy": np.float64}
     log = EpochLog()
     for index, (value, weight, kind) in enumerate(rows):
@@ -100,7 +99,7 @@ def test_values_that_wait_on_a_device_are_read_in_their_order() -> None:
 
 @pytest.mark.parametrize("every", [1, 4, 5, Every(epochs=1), Every(epochs=2)])
 def test_records_hold_the_means_since_the_last_one(every: Any) -> None:
-    """P-03: each step is in one record, also across the end of an epoch; both counters are in every record."""
+    """Each step is in one record, also across the end of an epoch; both counters are in every record."""
     trainer = build(lambda trainer, batch: {"at": trainer.progress_checker.step + 1}, log_every=every)
     trainer.run(4, hand.loader(12))
     rows = [(row["step"], row["batch"], row["train/at"]) for row in trainer.log_history]
@@ -113,7 +112,7 @@ def test_records_hold_the_means_since_the_last_one(every: Any) -> None:
 
 
 def test_a_record_after_a_nan_is_finite_again() -> None:
-    """P-34: NaN stands in the record it belongs to, and in no other."""
+    """NaN stands in the record it belongs to, and in no other."""
     trainer = build(lambda trainer, batch: {"x": math.nan if trainer.progress_checker.step == 1 else 1.0}, log_every=2)
     trainer.run(1, hand.loader())
     assert [row["train/x"] == 1.0 for row in trainer.log_history] == [False, True, True]
@@ -164,11 +163,10 @@ EXTRAS = {
 }
 
 
-@pytest.mark.covers("F-E5")
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("name", EXTRAS)
 def test_extra_outputs_never_fail(name: str, keeps: bool) -> None:
-    """F-E5: in training, evaluation and the middle of a checkpoint."""
+    """In training, evaluation and the middle of a checkpoint."""
     trainer = build(lambda trainer, batch: {"extra": EXTRAS[name], 3: 4.0, "lr_scale": 2.0}, keep_train_outputs=keeps)
     metrics = trainer.run(None, hand.loader(), max_steps=2)
     state = trainer.state_dict()["records"]["log_train"]
@@ -190,7 +188,7 @@ def test_extra_outputs_never_fail(name: str, keeps: bool) -> None:
 
 
 def test_a_state_leaves_out_what_no_checkpoint_can_hold(caplog: Any) -> None:
-    """F-E5: and says so; the rest of the epoch's log is there."""
+    """And says so; the rest of the epoch's log is there."""
     things = {"thing": object(), "text": "x"}
     trainer = build(lambda trainer, batch: {"output": batch[0], **things}, keep_train_outputs=True)
     trainer.run(None, hand.loader(), max_steps=2)
@@ -202,7 +200,7 @@ def test_a_state_leaves_out_what_no_checkpoint_can_hold(caplog: Any) -> None:
 
 
 def test_outputs_of_a_last_batch_of_one_sample_are_kept_with_the_others() -> None:
-    """F-E5: ``squeeze()`` leaves a number of it, and it was all that the log held."""
+    """``squeeze()`` leaves a number of it, and it was all that the log held."""
 
     class Shapes(Returning):
         def metric_on_epoch_end(self) -> Any:
@@ -262,10 +260,9 @@ def tensors() -> list[Tensor]:
     return [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
 
 
-@pytest.mark.covers("P-33")
 @pytest.mark.parametrize(("keep", "returns"), [(False, False), (False, True), (True, True)])
 def test_nothing_keeps_a_graph_and_tensors_do_not_pile_up(keep: bool, returns: bool) -> None:
-    """P-33: over 1000 steps; outputs are kept only where that was asked for, detached and on the host."""
+    """Over 1000 steps; outputs are kept only where that was asked for, detached and on the host."""
 
     def more(trainer: Any, batch: Any) -> Any:
         output = trainer.model(batch[0])
@@ -306,9 +303,8 @@ def test_to_host_takes_what_a_step_goes_on_using() -> None:
     assert not any(t.requires_grad for t in (out["a"], out["b"][0], out["c"].a, out["d"].logits))
 
 
-@pytest.mark.covers("P-33")
 def test_to_host_frees_what_an_object_of_any_class_holds() -> None:
-    """P-33: a distribution or a cache is kept without its graph; what holds none is kept as it is, and modules too."""
+    """A distribution or a cache is kept without its graph; what holds none is kept as it is, and modules too."""
     weight = torch.ones(2, requires_grad=True)
     normal, cache = torch.distributions.Normal(weight * 2, 1.0), Cache(weight * 3)
     out = to_host({"normal": normal, "cache": cache})
@@ -497,7 +493,7 @@ def test_outputs_in_a_state_of_an_open_epoch(before: bool, after: bool, caplog: 
 
 
 def test_a_misspelt_entry_is_an_error_also_where_nothing_is_validated() -> None:
-    """X-12: what nobody records is not left out silently."""
+    """What nobody records is not left out silently."""
 
     class Misspelt(Task):
         def metric_on_epoch_end(self) -> Any:
@@ -597,7 +593,6 @@ def test_log_reset_forgets_the_open_epoch() -> None:
 
 
 def test_nan_is_never_the_best() -> None:
-    """F-E16."""
     scores = iter([math.nan, 2.0, math.nan, 1.0, math.nan])
 
     class Scored(Task):
@@ -609,7 +604,6 @@ def test_nan_is_never_the_best() -> None:
     assert (metrics["best_valid"]["score"], metrics["best_valid"]["epoch"]) == (1.0, 4)
 
 
-@pytest.mark.covers("P-33")
 def test_what_is_logged_by_hand_is_kept_as_plain_numbers():
     """A tensor given to ``log`` must not keep its graph alive in the history."""
     loss = (torch.ones(3, requires_grad=True) * 2).sum()
@@ -661,7 +655,6 @@ def test_a_buffer_of_a_device_is_recorded_as_it_was() -> None:
     assert log["total"] == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.covers("P-54")
 @pytest.mark.parametrize(("more", "reads_a_step"), [({}, 0), ({"gradient_accumulation_steps": 4}, 1)], ids=str)
 def test_counted_targets_are_read_with_the_log(more: Any, reads_a_step: int) -> None:
     """No step waits for the device to learn how many targets it had, but to divide a window by them: that one, once."""
@@ -692,10 +685,9 @@ def test_counted_targets_are_read_with_the_log(more: Any, reads_a_step: int) -> 
     assert torch.equal(weight.as_subclass(Tensor), same)
 
 
-@pytest.mark.covers("P-33")
 @pytest.mark.parametrize("monitor", ["loss", "score", "epoch"])
 def test_a_metric_called_like_what_is_said_of_the_best_is_there_too(monitor: str, caplog: Any) -> None:
-    """P-33: ``score``, ``split``, ``epoch`` and ``step`` of a user's own are in the row, and are no silent others."""
+    """``score``, ``split``, ``epoch`` and ``step`` of a user's own are in the row, and are no silent others."""
 
     class Named(Task):
         def test_step(self, batch: Any) -> Any:

@@ -42,10 +42,9 @@ def test_a_number_means_steps_and_none_the_default() -> None:
     assert Every.parse(Every(epochs=2), "x", Every(epochs=1)) == Every(epochs=2)
 
 
-@pytest.mark.covers("P-03")
 @given(windows=st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.booleans())))
 def test_the_counters_add_up(windows: Any) -> None:
-    """P-03: steps, batches, skipped steps, and the same within the epoch; a round trip keeps them."""
+    """Steps, batches, skipped steps, and the same within the epoch; a round trip keeps them."""
     progress = ProgressChecker()
     open_windows: list[int] = []
     for batches, skipped, ends in windows:

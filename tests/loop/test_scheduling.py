@@ -1,4 +1,4 @@
-"""P-08: a schedule is stepped when it is meant to be, or the run says so before its first batch."""
+"""A schedule is stepped when it is meant to be, or the run says so before its first batch."""
 
 from __future__ import annotations
 

@@ -101,14 +101,13 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {  # What fits at the first look, a
 }
 
 
-@pytest.mark.covers("F-E12", "F-E13")
 @pytest.mark.parametrize(
     "name",
     ["missing weight", "unexpected weight", "shape", "leftover", "other optimizers", "groups", "no scheduler",
      "outside", "counter", "model", "optimizer", "position", "records", *ODD],
 )  # fmt: skip
 def test_a_state_that_does_not_fit_changes_nothing(name: str) -> None:
-    """F-E12, F-E13: one error, and model, optimizer, counters and history are as before."""
+    """One error, and model, optimizer, counters and history are as before."""
     state, text = spoil(name, trained().state_dict())
     trainer = build()
     trainer.run(1, loader(seed=8))
@@ -118,9 +117,8 @@ def test_a_state_that_does_not_fit_changes_nothing(name: str) -> None:
     assert fingerprint(core_of(trainer)) == before
 
 
-@pytest.mark.covers("E12")
 def test_a_weight_that_is_no_tensor_changes_nothing() -> None:
-    """E12: torch would load the others before it says so."""
+    """Torch would load the others before it says so."""
     trainer = build()
     before = digest(trainer.model)
     weights = {**{key: value + 1 for key, value in trainer.model.state_dict().items()}, "0.bias": [0.0] * 8}
@@ -142,10 +140,9 @@ SAVING: dict[Any, dict[str, Any]] = {
 }
 
 
-@pytest.mark.covers("F-E13")
 @pytest.mark.parametrize("add_on", SAVING, ids=lambda add_on: add_on.__name__)
 def test_an_entry_of_an_add_on_that_does_not_fit_changes_nothing(add_on: Any) -> None:
-    """F-E13: without one of its parts, or with another kind of value there: it is refused, or no error is raised."""
+    """Without one of its parts, or with another kind of value there: it is refused, or no error is raised."""
     state = trained(add_on, **SAVING[add_on]).state_dict()
     (name,) = (key for key in state if key.endswith("Addon"))
     own, other = state[name], build(add_on, **SAVING[add_on])
@@ -193,10 +190,9 @@ def pair(second: Any, model: Any = None) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.covers("F-E13")
 @pytest.mark.parametrize("fails", ["optimizer", "scheduler", "chain", "weights"])
 def test_what_was_loaded_before_the_part_that_fails_is_taken_back(fails: str) -> None:
-    """F-E13: the second optimizer, a schedule of another length, or a module that refuses: the first is as it was."""
+    """The second optimizer, a schedule of another length, or a module that refuses: the first is as it was."""
 
     def warm(length: int) -> Any:
         return partial(WarmUpScheduler, total_iters=length)
@@ -221,9 +217,8 @@ def test_what_was_loaded_before_the_part_that_fails_is_taken_back(fails: str) ->
     assert trainer.optimizer["a"].state[trainer.model["a"].weight]["exp_avg"] is held
 
 
-@pytest.mark.covers("F-E13")
 def test_weights_that_code_of_the_model_refuses_are_taken_back() -> None:
-    """F-E13: by a hook before, or after, the loading of a module that comes late; alone as in a whole state."""
+    """By a hook before, or after, the loading of a module that comes late; alone as in a whole state."""
     for register in ("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"):
         first, second = (nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)) for _ in range(2))
         trainer, before = build(model=second), digest(second)
@@ -257,10 +252,9 @@ def chain(order: list[int], kind: Any = AdamW) -> Any:
     return build(model=model, optimizer=kind(model.groups(order), lr=0.1))
 
 
-@pytest.mark.covers("F-B1")
 @pytest.mark.parametrize("kind", [AdamW, partial(SGD, momentum=0.9)])
 def test_an_optimizer_that_is_given_its_parameters_in_another_order(kind: Any) -> None:
-    """F-B1: those of a set have another order in each process; each of them continues with its own state."""
+    """Those of a set have another order in each process; each of them continues with its own state."""
     whole, first, second = (chain(order, kind) for order in ([0, 1, 2, 3], [0, 1, 2, 3], [1, 0, 3, 2]))
     whole.run(4, list(loader(shuffle=False)))
     first.run(2, list(loader(shuffle=False)))
@@ -273,18 +267,16 @@ def test_an_optimizer_that_is_given_its_parameters_in_another_order(kind: Any) -
     ]  # fmt: skip
 
 
-@pytest.mark.covers("F-C11")
 def test_a_state_without_the_order_of_the_parameters_is_read() -> None:
-    """F-C11: as it was saved before; each parameter takes the state of its place."""
+    """As it was saved before; each parameter takes the state of its place."""
     state = trained().state_dict()
     loaded = build()
     loaded.load_state_dict({key: value for key, value in state.items() if key != "order"})
     assert fingerprint(core_of(loaded)) == fingerprint(core_of(trained()))
 
 
-@pytest.mark.covers("F-B1")
 def test_an_optimizer_of_a_model_that_was_compiled_when_it_was_saved() -> None:
-    """F-B1: every name began otherwise then; the weights are taken without that, and the optimizer's state by place."""
+    """Every name began otherwise then; the weights are taken without that, and the optimizer's state by place."""
     first, second = (chain([0, 1, 2, 3]) for _ in range(2))
     first.run(2, list(loader(shuffle=False)))
     state = first.state_dict()
@@ -294,9 +286,8 @@ def test_an_optimizer_of_a_model_that_was_compiled_when_it_was_saved() -> None:
     assert fingerprint(core_of(second)["optimizer"]) == fingerprint(core_of(first)["optimizer"])
 
 
-@pytest.mark.covers("F-B5")
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
-    """F-B5: as many as were saved, of the same shapes, but not the same; and a state that is of all at once."""
+    """As many as were saved, of the same shapes, but not the same; and a state that is of all at once."""
     state = chain([0, 1, 2]).state_dict()
     with pytest.raises(
         CheckpointMismatch, match=r"optimizer 0 \(AdamW\) was saved with other parameters \(2.*, 3.bias"
@@ -336,9 +327,8 @@ class Unfreezes(Task):
         super().load_state_dict(state, strict)
 
 
-@pytest.mark.covers("F-B1")
 def test_a_group_that_training_has_added() -> None:
-    """F-B1, F-B5: a refusal has a remedy, which resumes exactly."""
+    """A refusal has a remedy, which resumes exactly."""
 
     def make() -> Any:
         with torch.random.fork_rng():
@@ -357,9 +347,8 @@ def test_a_group_that_training_has_added() -> None:
     assert digest(second.model) == digest(whole.model)
 
 
-@pytest.mark.covers("F-E12")
 def test_many_differences_are_listed_by_tens() -> None:
-    """F-E12: counts and shapes; strict=False loads what fits."""
+    """Counts and shapes; strict=False loads what fits."""
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))
     with pytest.raises(CheckpointMismatch, match=r"16 missing \(0.weight, .*, \.\.\.\).*1 unexpected \(x\); nothing"):
         build(model=model).apply_weights({"x": torch.ones(1)})
@@ -380,19 +369,16 @@ def test_strict_false_leaves_out_what_nobody_takes(caplog: Any) -> None:
     build(EMAAddon).load_state_dict(trained().state_dict(), strict=False)
 
 
-@pytest.mark.covers("P-14")
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_prefixes_of_wrappers_are_taken_off(prefix: str) -> None:
-    """P-14."""
     source, trainer = network(5), build()
     trainer.apply_weights({prefix + key: value for key, value in source.state_dict().items()})
     assert digest(trainer.model) == digest(source)
 
 
-@pytest.mark.covers("P-14")
 @pytest.mark.parametrize("suffix", [".safetensors", ".ckpt", ".pt", ".pth"])
 def test_resume_saved_keys_are_the_model_s(suffix: str, tmp_path: Any) -> None:
-    """P-14, P-19: a file that plain torch reads strictly, without pickle."""
+    """A file that plain torch reads strictly, without pickle."""
     trainer = trained(AMPAddon, EMAAddon, precision="bf16")
     path = trainer.save_model(tmp_path / "new" / f"model{suffix}")
     weights = load_file(path) if suffix == ".safetensors" else torch.load(path, weights_only=True)
@@ -408,7 +394,7 @@ def test_resume_saved_keys_are_the_model_s(suffix: str, tmp_path: Any) -> None:
 
 
 def test_two_trainers_share_nothing_after_a_load() -> None:
-    """P-23: neither weights, nor the optimizer's buffers, nor what an add-on keeps."""
+    """Neither weights, nor the optimizer's buffers, nor what an add-on keeps."""
     first = trained(EMAAddon, EarlyStoppingAddon)
     state = first.state_dict()
     second = build(EMAAddon, EarlyStoppingAddon)
@@ -420,11 +406,10 @@ def test_two_trainers_share_nothing_after_a_load() -> None:
     assert fingerprint(second.state_dict()["EMAAddon"]) == fingerprint(frozen["EMAAddon"])
 
 
-@pytest.mark.covers("F-B1")
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam])
 @pytest.mark.parametrize("factories", [False, True])
 def test_a_fresh_trainer_goes_on_to_the_same_end(kind: Any, factories: bool) -> None:
-    """F-B1: with objects and with functions that make them, before and after the first set-up."""
+    """With objects and with functions that make them, before and after the first set-up."""
     options: dict[str, Any] = {}
     if factories:
         options = {"optimizer": lambda p: kind(p, lr=0.05), "scheduler": lambda o: LambdaLR(o, lambda n: 1 / (n + 1))}
@@ -441,7 +426,7 @@ def test_a_fresh_trainer_goes_on_to_the_same_end(kind: Any, factories: bool) -> 
 
 
 def test_a_seed_is_set_once_and_a_resume_goes_on_from_the_saved_streams() -> None:
-    """F-B1: independent of the ambient seed."""
+    """Independent of the ambient seed."""
     ends = []
     for ambient in (1, 2):
         torch.manual_seed(ambient)
@@ -494,7 +479,6 @@ class Images(Trainer):
     test_step = train_step
 
 
-@pytest.mark.covers("F-B1")
 @pytest.mark.parametrize("kind", [partial(SGD, lr=0.1, momentum=0.9), partial(AdamW, lr=0.05, amsgrad=True)])
 def test_a_fused_kernel_resumes_where_weights_are_not_in_rows(kind: Any) -> None:
     """A state is saved in rows, and the kernel goes through weight and state number by number, wherever they lie."""
@@ -517,10 +501,9 @@ def test_a_fused_kernel_resumes_where_weights_are_not_in_rows(kind: Any) -> None
     assert digest(resumed.unwrap()) == digest(straight.unwrap())
 
 
-@pytest.mark.covers("P-23")
 @pytest.mark.parametrize("monitor", ["accuracy", "loss"])
 def test_a_scheduler_that_waits_for_a_metric_waits_anew_for_another(monitor: str) -> None:
-    """P-23: its best and its direction are of the monitor that the state was saved with, and do not compare."""
+    """Its best and its direction are of the monitor that the state was saved with, and do not compare."""
 
     def make(monitor: str) -> Any:
         class Told(Task):

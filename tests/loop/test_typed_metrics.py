@@ -87,7 +87,7 @@ def test_each_type_over_an_epoch_and_an_evaluation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_records_of_steps_hold_what_came_since_the_last_one(every: int) -> None:
-    """P-03: over micro-batches too, and over the end of an epoch."""
+    """Over micro-batches too, and over the end of an epoch."""
     trainer = build(GradientAccumulationAddon, gradient_accumulation_steps=2, log_every=every)
     trainer.run(2, loader(size=3))
     rows = [(row["train/total"], row["train/largest"], row["train/last"]) for row in trainer.log_history]
@@ -205,7 +205,7 @@ def test_a_compiled_step_returns_them(mode: str) -> None:
 )
 @settings(max_examples=80, deadline=None)
 def test_ranks_and_batches_may_be_combined_in_any_grouping(shares: Any, kind: str) -> None:
-    """P-32: what two ranks know of their batches is what one knows of all, to rounding."""
+    """What two ranks know of their batches is what one knows of all, to rounding."""
     parts = [Partial.empty(kind).extend([v for v, _ in each], [float(w) for _, w in each]) for each in shares]
     flat = [pair for each in shares for pair in each]
     whole = Partial.empty(kind).extend([v for v, _ in flat], [float(w) for _, w in flat])

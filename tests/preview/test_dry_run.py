@@ -1,4 +1,4 @@
-"""P-49, P-35: a fault of the validation is found before the first step, and looking for it changes nothing."""
+"""A fault of the validation is found before the first step, and looking for it changes nothing."""
 
 from __future__ import annotations
 
@@ -171,7 +171,6 @@ def test_a_fault_of_test_step_is_raised_before_the_first_step() -> None:
     assert left_out.progress_checker.epoch == 1
 
 
-@pytest.mark.covers("P-35")
 @pytest.mark.parametrize("monitor", ["acuracy", "valid/acuracy"])
 def test_an_unknown_monitor_is_refused_before_the_first_step(monitor: str) -> None:
     trainer = make(monitor=monitor, monitor_mode="max")
@@ -273,7 +272,7 @@ def test_a_resume_and_a_second_call_try_nothing() -> None:
 
 
 def test_a_crash_state_is_saved_whatever_the_monitor_says() -> None:
-    """P-35: the monitor is not asked while the state of a failed run is saved."""
+    """The monitor is not asked while the state of a failed run is saved."""
     trainer = make(Task, [StateManagerAddon], save_path="saved", monitor="acuracy", monitor_mode="max")
     with pytest.raises(MonitorError, match="did you mean 'accuracy'"):
         trainer.run(2, batches(), iter(batches()))

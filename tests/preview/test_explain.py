@@ -140,7 +140,7 @@ TRACED = [
 def test_explain_is_what_a_real_run_does(
     chosen: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P-51: call by call, in the same order, by the same classes; what is not in the text does nothing."""
+    """Call by call, in the same order, by the same classes; what is not in the text does nothing."""
     options = matrix.without(CONFIGURATION_FOR_TRACES, set(matrix.PIECES) - set(chosen))
     cls = Task.add_on(*(add_ons()[name] for name in chosen))
     trainer, loader, valid = matrix.build(cls, options, tmp_path, chosen)
@@ -169,7 +169,7 @@ def test_explain_is_what_a_real_run_does(
 
 
 def test_explain_shows_a_bare_task_on_one_screen() -> None:
-    """P-51: forty lines at most, and the names of the steps in the order of a loop written by hand."""
+    """Forty lines at most, and the names of the steps in the order of a loop written by hand."""
     text = Task.explain()
     assert len(text.splitlines()) <= 40
     order = ["setup()", "for batch in batches(loader)", "train_step", "backward", "clip()", "optimizer_step()",

@@ -120,10 +120,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.covers("X-13")
 @pytest.mark.parametrize("case", CASES)
 def test_plan_is_what_a_run_then_does(case: str) -> None:
-    """P-08: steps, batches, epochs, learning rates, validations, records and checkpoints."""
+    """Steps, batches, epochs, learning rates, validations, records and checkpoints."""
     options, arguments = CASES[case]
     trainer, (loader, valid) = make(**options), loaders()
     n_epoch, rest = arguments["n_epoch"], {k: v for k, v in arguments.items() if k != "n_epoch"}
@@ -243,7 +242,6 @@ def test_plan_says_what_a_model_that_the_script_has_compiled_means(how: str) -> 
     assert all(torch.equal(value, ends[1][key]) for key, value in ends[0].items())
 
 
-@pytest.mark.covers("X-13")
 def test_plan_has_no_side_effect() -> None:
     """Weights, modes, optimizer, schedulers, random streams, the loader's generator, files: all as they were."""
     add_ons = [AMPAddon, EMAAddon, GradientAccumulationAddon, EarlyStoppingAddon, StateManagerAddon]
@@ -308,7 +306,7 @@ def assert_untouched(trainer: Any, batches: list[Any]) -> None:
 
 
 def test_looking_changes_no_optimizer_of_torch() -> None:
-    """P-08, P-48: a rate that is a tensor is written in place by a scheduler, also by the copy that a plan steps."""
+    """A rate that is a tensor is written in place by a scheduler, also by the copy that a plan steps."""
     kinds = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"}
     assert kinds == optimizers.OPTIMIZERS.keys()
     tensors = 0
@@ -325,7 +323,7 @@ def test_looking_changes_no_optimizer_of_torch() -> None:
 
 @pytest.mark.parametrize("name", optimizers.SCHEDULERS)
 def test_looking_changes_no_scheduler_of_torch(name: str) -> None:
-    """P-08, P-48: whatever a schedule changes of a group, rates and betas."""
+    """Whatever a schedule changes of a group, rates and betas."""
     assert {*optimizers.SCHEDULERS, "LRScheduler"} == set(torch.optim.lr_scheduler.__all__)
     options = {"scheduler_step_on_batch": name == "OneCycleLR"}
     trainer = optimizers.make(torch.optim.Adam, optimizers.SCHEDULERS[name], lr=torch.tensor(0.05), **options)
@@ -375,7 +373,7 @@ def test_plan_of_a_stream_says_what_cannot_be_known() -> None:
 
 
 def test_plan_refuses_an_unknown_monitor_with_the_names_there_are() -> None:
-    """P-35: a typo is found before the first batch."""
+    """A typo is found before the first batch."""
     loader, valid = loaders()
     with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\? Available: loss, accuracy, spread"):
         make(monitor="acuracy", monitor_mode="max").plan(2, loader, valid)
@@ -386,7 +384,7 @@ def test_plan_refuses_an_unknown_monitor_with_the_names_there_are() -> None:
 
 
 def test_plan_refuses_what_run_refuses() -> None:
-    """P-08: a schedule that is too short."""
+    """A schedule that is too short."""
     loader, valid = loaders()
     trainer = make(scheduler="onecycle", scheduler_step_on_batch=True)
     with pytest.raises(ConfigError, match=r"ends after 60 steps, but this run has .*a length of 66 steps"):
@@ -558,7 +556,7 @@ def test_plan_suggests_no_kernel_for_half_precision_on_the_cpu() -> None:
 
 
 def test_a_run_in_mode_test_has_no_steps() -> None:
-    """FEATURES 16, P-35: run() evaluates its loader then; a monitor is nothing to it."""
+    """Run() evaluates its loader then; a monitor is nothing to it."""
     trainer = PlainTask(oracle.Net(), "cpu", mode="test", monitor="recall")
     loader = [(torch.ones(2, 3), torch.ones(2, 2))] * 3
     made = trainer.plan(2, loader)
@@ -569,7 +567,7 @@ def test_a_run_in_mode_test_has_no_steps() -> None:
 
 @pytest.mark.parametrize("scheduler", [None, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)])
 def test_a_trainer_without_an_optimizer_is_not_planned_to_train(scheduler: Any) -> None:
-    """P-08: made to evaluate and toggled, it is told what ``run`` would tell it; what it lacks is named."""
+    """Made to evaluate and toggled, it is told what ``run`` would tell it; what it lacks is named."""
     trainer = Task(nn.Linear(3, 2), "cpu", "test", scheduler=scheduler)
     data = [(torch.ones(4, 3), torch.ones(4, 2))]
     assert "nothing is trained" in str(trainer.plan(1, data))
@@ -596,7 +594,7 @@ class Growing:
 
 
 def test_an_epoch_of_another_number_of_batches_is_said_to_be_uncertain() -> None:
-    """P-08: a batch sampler of one's own may make another number in each; one of torch's does not."""
+    """A batch sampler of one's own may make another number in each; one of torch's does not."""
     data = TensorDataset(torch.ones(24, 3), torch.ones(24, 2))
     model = nn.Linear(3, 2)
     trainer = PlainTask(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

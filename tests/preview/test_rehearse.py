@@ -46,7 +46,6 @@ def world(trainer: Any, *loaders: Any) -> Any:
     return fingerprint(trainer.state_dict()), fingerprint(streams), grads, trainer.model.training
 
 
-@pytest.mark.covers("X-13")
 def test_a_good_run_is_rehearsed_and_nothing_changes(tmp_path: Path, monkeypatch: Any) -> None:
     """Before a run and between two; the run after it is bitwise that of a trainer without a rehearsal."""
     monkeypatch.chdir(tmp_path)

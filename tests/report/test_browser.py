@@ -64,7 +64,6 @@ def check(browser: Browser) -> None:
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.covers("X-9")
 def test_pointing_shows_the_values_of_the_log(browser: Browser, tmp_path: Path) -> None:
     """At every step, to the last digit; and each series has a curve with as many points as the log has lines."""
     given = rows(40)
@@ -107,7 +106,6 @@ def test_zoom_and_scale(browser: Browser, tmp_path: Path) -> None:
     check(browser)
 
 
-@pytest.mark.covers("X-9")
 def test_the_keyboard_moves_along_a_curve(browser: Browser, tmp_path: Path) -> None:
     """What is shown is said to who cannot see it; every chart and every button can be reached."""
     given = rows(12)
@@ -147,7 +145,6 @@ def test_gaps_and_hostile_names(browser: Browser, tmp_path: Path) -> None:
     check(browser)
 
 
-@pytest.mark.covers("X-9")
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_and_can_be_read(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:

@@ -17,7 +17,6 @@ from zae.report.records import Records, Run
 from zae.report.tree import Branch
 
 
-@pytest.mark.covers("X-9")
 def test_each_number_of_the_log_is_in_the_page_to_the_last_bit() -> None:
     page, given = Page(render([Run("a", Records.of(rows()))])), rows()
     for key in ("train/loss", "valid/loss", "lr", "grad_norm"):
@@ -116,7 +115,6 @@ def test_hostile_names_are_only_text(name: str) -> None:
         assert page.data["runs"][0]["name"] == name
 
 
-@pytest.mark.covers("X-9")
 def test_the_page_requests_nothing() -> None:
     """No element refers to another file, and the policy forbids all but the two parts whose hashes it has."""
     page = Page(render([Run("a", Records.of(rows()))]))
@@ -134,7 +132,6 @@ def test_the_page_requests_nothing() -> None:
     assert not any("style" in found for _, found in page.elements), "the policy would not apply them"
 
 
-@pytest.mark.covers("X-9")
 def test_ten_thousand_points_take_less_than_a_megabyte() -> None:
     draw = random.Random(0)
     given: list[dict[str, Any]] = [{"step": 0, "run": ABOUT, "unix_time": 1.7e9}]

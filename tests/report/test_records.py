@@ -16,7 +16,6 @@ from zae.addons import JSONLLoggerAddon
 from zae.report.records import THROUGHPUT, Records, find_log, read_log
 
 
-@pytest.mark.covers("X-20")
 def test_the_log_of_a_run_becomes_its_series(tmp_path: Path) -> None:
     """Each number of each line, with its step and its time, and the description that comes first."""
     path = tmp_path / "run.jsonl"

@@ -16,7 +16,6 @@ def _weights(**changes):
     return {k: v for k, v in state.items() if v is not None}
 
 
-@pytest.mark.covers("E12")
 @pytest.mark.parametrize(
     ("weights", "match"),
     [
@@ -31,7 +30,7 @@ def _weights(**changes):
     ids=["missing", "unexpected", "shape", "another model"],
 )
 def test_weights_that_do_not_fit(weights, match, tmp_path):
-    """E12: one error with all of them, and nothing loaded partly, from a dict and from a file."""
+    """One error with all of them, and nothing loaded partly, from a dict and from a file."""
     trainer = make()
     trainer.run(1, loader())
     with pytest.raises(CheckpointMismatch, match=match), unchanged(trainer):
@@ -44,16 +43,14 @@ def test_weights_that_do_not_fit(weights, match, tmp_path):
         trainer.load_state_dict(state)
 
 
-@pytest.mark.covers("E12")
 def test_lists_at_most_ten():
     with pytest.raises(CheckpointMismatch) as caught:
         make().apply_weights({f"layer{i}.weight": torch.ones(1) for i in range(30)})
     assert str(caught.value).count("layer") == 10
 
 
-@pytest.mark.covers("E12")
 def test_what_fits_can_be_loaded_and_the_rest_is_returned():
-    """E12: strict=False gives the lists; a shape is refused all the same."""
+    """Strict=False gives the lists; a shape is refused all the same."""
     trainer = make()
     weights = _weights(bias=None, extra=torch.ones(1), weight=torch.full((1, 3), 2.0))
     assert trainer.apply_weights(weights, strict=False) == (["bias"], ["extra"])
@@ -62,17 +59,14 @@ def test_what_fits_can_be_loaded_and_the_rest_is_returned():
         trainer.apply_weights(_weights(weight=torch.ones(2, 3)), strict=False)
 
 
-@pytest.mark.covers("E12")
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_the_prefixes_of_wrappers_are_taken_off(prefix):
-    """E12, P-14"""
     trainer = make()
     weights = {f"{prefix}{key}": torch.full_like(value, 3.0) for key, value in trainer.unwrap().state_dict().items()}
     assert trainer.apply_weights(weights) == ([], [])
     assert trainer.unwrap().bias.item() == 3.0
 
 
-@pytest.mark.covers("E12")
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -91,7 +85,6 @@ def test_the_prefixes_of_wrappers_are_taken_off(prefix):
     ids=["no optimizer", "left over", "no counters", "weights", "nothing"],
 )
 def test_states_that_are_not_whole(change, match):
-    """E12"""
     trainer = make()
     trainer.run(1, loader())
     state = change(make().state_dict())
@@ -99,9 +92,8 @@ def test_states_that_are_not_whole(change, match):
         trainer.load_state_dict(state)
 
 
-@pytest.mark.covers("E13")
 def test_optimizer_groups_that_differ():
-    """E13: before the weights are touched."""
+    """Before the weights are touched."""
     saved = make().state_dict()
     model = torch.nn.Linear(3, 1)
     groups = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1, momentum=0.9)
@@ -117,7 +109,6 @@ def test_optimizer_groups_that_differ():
         trainer.load_state_dict(saved)
 
 
-@pytest.mark.covers("E13")
 def test_an_add_ons_state_that_is_wrong_changes_nothing():
     composed = Task.add_on(AMPAddon, EMAAddon, EarlyStoppingAddon)
     trainer = make(composed)
@@ -139,9 +130,8 @@ def test_a_file_that_is_not_there():
         trainer.save_model("best.h5")
 
 
-@pytest.mark.covers("E12")
 @pytest.mark.parametrize("weights", [torch.nn.Linear(3, 1), None, 3])
 def test_weights_that_are_neither_a_path_nor_a_state(weights):
-    """E12: a whole model, for instance."""
+    """A whole model, for instance."""
     with pytest.raises(ConfigError, match=f"weights is a {type(weights).__name__}; .* a state dict: model.state_dict"):
         make().apply_weights(weights)

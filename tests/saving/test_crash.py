@@ -86,11 +86,10 @@ class Scene:
 
 
 @pytest.mark.sample(covering=1)
-@pytest.mark.covers("F-A1", "F-A2")
 @pytest.mark.parametrize("torn", [False, True], ids=["killed", "torn"])
 @pytest.mark.parametrize("keep", [1, 3])
 def test_killed_at_every_operation_of_a_save(folder: Path, keep: int, torn: bool) -> None:
-    """F-A1, F-A2: SIGKILL before (or in the middle of) each file operation; the run continues from step 3 or 4."""
+    """SIGKILL before (or in the middle of) each file operation; the run continues from step 3 or 4."""
     scene = Scene(folder, keep)
     names = scene.operations()
     assert len(names) > 20
@@ -106,11 +105,10 @@ def test_killed_at_every_operation_of_a_save(folder: Path, keep: int, torn: bool
 
 
 @pytest.mark.sample(covering=1)
-@pytest.mark.covers("F-A3")
 @pytest.mark.parametrize("background", [False, True], ids=["", "async"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
 def test_a_disk_that_refuses_from_any_operation_on(folder: Path, code: int, background: bool) -> None:
-    """F-A3: the older checkpoint is intact, the error says path and reason, the next save leaves nothing stray."""
+    """The older checkpoint is intact, the error says path and reason, the next save leaves nothing stray."""
     scene = Scene(folder, 2)
     refused = 0
     for at in range(0, len(scene.operations()), 3 if background else 1):
@@ -131,9 +129,8 @@ def test_a_disk_that_refuses_from_any_operation_on(folder: Path, code: int, back
     assert refused > 5
 
 
-@pytest.mark.covers("F-A3")
 def test_on_save_error_warn_trains_on(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-A3: a warning for each save that failed, the weights of a run without a disk, and saves once there is room."""
+    """A warning for each save that failed, the weights of a run without a disk, and saves once there is room."""
     scene = Scene(folder, 2)
     place = scene.copy("warned")
     made = trainer(place, keep_last=2, on_save_error="warn")
@@ -150,10 +147,9 @@ def test_on_save_error_warn_trains_on(folder: Path, caplog: pytest.LogCaptureFix
     assert verify(made.last_path)["step"] == 5
 
 
-@pytest.mark.covers("F-A3")
 @pytest.mark.parametrize("background", [False, True])
 def test_a_file_in_the_place_of_the_folder_is_a_disk_that_refuses(folder: Path, background: bool, caplog: Any) -> None:
-    """F-A3, F-A9: made while the run continues; it trains on, and another error is not hidden by it."""
+    """Made while the run continues; it trains on, and another error is not hidden by it."""
 
     class Hindered(Saving):
         def on_epoch_begin(self) -> None:
@@ -178,9 +174,8 @@ def test_a_file_in_the_place_of_the_folder_is_a_disk_that_refuses(folder: Path, 
     assert "the state could not be saved" in caplog.text
 
 
-@pytest.mark.covers("F-A3")
 def test_a_real_disk_that_is_full(folder: Path) -> None:
-    """F-A3: a file system of a megabyte where it can be mounted, else the kernel's own limit on a file."""
+    """A file system of a megabyte where it can be mounted, else the kernel's own limit on a file."""
     place = folder / "small"
     place.mkdir()
     steps, text, left = answer(_on_a_full_disk, place)
@@ -213,9 +208,8 @@ def _on_a_full_disk(place: Path) -> Any:
     return again.progress_checker.step, text, sorted(os.listdir(place))
 
 
-@pytest.mark.covers("F-A4")
 def test_power_loss_leaves_the_old_or_the_new(folder: Path) -> None:
-    """F-A4: of what was not fsynced each part is kept, lost or cut by chance, 200 times: always step 3 or 4, whole."""
+    """Of what was not fsynced each part is kept, lost or cut by chance, 200 times: always step 3 or 4, whole."""
     scene = Scene(folder, 1)
     place = scene.copy("journal")
     disk = JournalDisk()
@@ -248,9 +242,8 @@ def test_power_loss_leaves_the_old_or_the_new(folder: Path) -> None:
         shutil.rmtree(left)
 
 
-@pytest.mark.covers("F-A4")
 def test_a_save_without_fsync_would_be_caught(folder: Path) -> None:
-    """F-A4: the same power losses find a disk on which fsync does nothing, so the test can fail."""
+    """The same power losses find a disk on which fsync does nothing, so the test can fail."""
     scene = Scene(folder, 1)
     place = scene.copy("journal")
     disk = JournalDisk()
@@ -270,9 +263,8 @@ def test_a_save_without_fsync_would_be_caught(folder: Path) -> None:
     assert lost > 10
 
 
-@pytest.mark.covers("F-A5")
 def test_one_whole_checkpoint_at_every_operation(folder: Path) -> None:
-    """F-A5: from the first save on there is a whole checkpoint before each operation on the disk."""
+    """From the first save on there is a whole checkpoint before each operation on the disk."""
     place = folder / "run"
 
     class Watching(faults.Disk):
@@ -312,9 +304,8 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-@pytest.mark.covers("F-A5")
 def test_what_does_not_read_back_removes_nothing(folder: Path) -> None:
-    """F-A5: a new checkpoint that the disk has changed costs no older one."""
+    """A new checkpoint that the disk has changed costs no older one."""
 
     class Rotting(faults.Disk):
         def before(self, name: str, args: tuple[Any, ...]) -> None:
@@ -339,9 +330,8 @@ class Scored(faults.Task):
         return {"loss": (0.1, 0.5, 0.4)[self.progress_checker.epoch - 1]}
 
 
-@pytest.mark.covers("F-A1", "F-A5", "P-22")
 def test_killed_while_the_best_is_saved_once_more(folder: Path) -> None:
-    """F-A1, F-A5, P-22: the run resumes by itself from either of the two of one step, and the best stays the best."""
+    """The run resumes by itself from either of the two of one step, and the best stays the best."""
 
     def build(place: Path) -> Any:
         model, cls = faults.classifier(), Scored.add_on(StateManagerAddon)
@@ -374,9 +364,8 @@ def test_killed_while_the_best_is_saved_once_more(folder: Path) -> None:
         assert _is_whole(went_on.restore_best())
 
 
-@pytest.mark.covers("F-A7", "P-15")
 def test_what_was_passed_over_once_is_no_other_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-A7, P-15: a damaged checkpoint that later ones do not replace stops no later start of the script."""
+    """A damaged checkpoint that later ones do not replace stops no later start of the script."""
     options = {"save_every": 2, "keep_last": 3}
     train(folder / "run", 4, **options)
     train(folder / "run", 5, **options)  # Step 5 is the end of this one, and of no other.
@@ -395,9 +384,8 @@ def test_what_was_passed_over_once_is_no_other_run(folder: Path, caplog: pytest.
     assert state.exists(), "what may be restored from a copy is left where it is"
 
 
-@pytest.mark.covers("F-A5", "F-D10")
 def test_what_could_not_be_removed_is_no_other_run(folder: Path) -> None:
-    """F-A5: an old checkpoint that the disk did not let go stops no later start; one of another run does."""
+    """An old checkpoint that the disk did not let go stops no later start; one of another run does."""
 
     class Holding(faults.Disk):
         def before(self, name: str, args: tuple[Any, ...]) -> None:
@@ -415,9 +403,8 @@ def test_what_could_not_be_removed_is_no_other_run(folder: Path) -> None:
         train(folder / "run", 5, keep_last=1)
 
 
-@pytest.mark.covers("F-A6")
 def test_nothing_leaves_the_folder(folder: Path) -> None:
-    """F-A6: staging is a sibling, no rename crosses a disk, nothing is written after the commit; TMPDIR is not used."""
+    """Staging is a sibling, no rename crosses a disk, nothing is written after the commit; TMPDIR is not used."""
     scene = Scene(folder, 1)
     place = scene.copy("sibling")
     disk = faults.Disk()
@@ -464,9 +451,8 @@ def test_nothing_bypasses_the_module(folder: Path) -> None:
     assert seen > 20
 
 
-@pytest.mark.covers("F-A7")
 def test_resume_auto(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-A7: none: afresh, with a line; only torn ones: an error that lists each; the newest torn: one warning."""
+    """None: afresh, with a line; only torn ones: an error that lists each; the newest torn: one warning."""
     caplog.set_level(logging.INFO, "zae")
     place = folder / "run"
     train(place, 3, keep_last=3)
@@ -488,9 +474,8 @@ def test_resume_auto(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert all(f"step-0000000{step}" in str(caught.value) for step in (1, 2, 3))
 
 
-@pytest.mark.covers("F-A8", "F-A10", "P-16")
 def test_nothing_is_changed_by_what_is_damaged(folder: Path) -> None:
-    """F-A8, F-A10, P-16: flips, cuts and missing files are named before anything of the trainer has changed."""
+    """Flips, cuts and missing files are named before anything of the trainer has changed."""
     place = folder / "run"
     train(place, 2, keep_last=1)
     checkpoint = place / "step-00000002"
@@ -513,10 +498,9 @@ def test_nothing_is_changed_by_what_is_damaged(folder: Path) -> None:
     assert made.progress_checker.step == 2
 
 
-@pytest.mark.covers("P-15")
 @pytest.mark.parametrize("lives", [25, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_200_kills_at_drawn_operations(folder: Path, lives: int) -> None:
-    """P-15: the lives of one run, each killed at a drawn file operation: what was reported as saved is never lost."""
+    """The lives of one run, each killed at a drawn file operation: what was reported as saved is never lost."""
     place, reports = folder / "run", folder / "reports"
     draw = random.Random(0)
     saved, inside = 0, 0
@@ -556,10 +540,9 @@ def _live(place: Path, reports: Path, number: int, disk: KillingDisk) -> None:
         made.run(10**6, hand.loader())
 
 
-@pytest.mark.covers("P-15")
 @pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
 def test_any_file_cut_means_the_one_before(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """P-15: one cut file of the newest checkpoint costs one interval, with a warning, and the end is the same."""
+    """One cut file of the newest checkpoint costs one interval, with a warning, and the end is the same."""
     place = folder / "run"
     train(place, 4, keep_last=2)
     whole = everything(train(folder / "whole", 6))
@@ -570,9 +553,8 @@ def test_any_file_cut_means_the_one_before(folder: Path, name: str, caplog: pyte
     assert everything(made) == whole
 
 
-@pytest.mark.covers("P-16")
 def test_allow_partial(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """P-16: a missing part is an error that names it, unless it was said that it may be missing."""
+    """A missing part is an error that names it, unless it was said that it may be missing."""
     place = folder / "run"
     weights = train(place, 3, keep_last=1).model_state()
     checkpoint = place / "step-00000003"
@@ -589,10 +571,9 @@ def test_allow_partial(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.sample(covering=1)
-@pytest.mark.covers("F-A1")
 @pytest.mark.parametrize("at", range(0, 60, 7))
 def test_an_async_save_is_committed_by_the_same_rules(folder: Path, at: int) -> None:
-    """F-A1: killed in the background thread, at some operations; what is there is whole."""
+    """Killed in the background thread, at some operations; what is there is whole."""
     scene = Scene(folder, 1)
     place = scene.copy("async")
     outcome = forked(lambda: scene.save(place, KillingDisk(at), save_async=True) and None)

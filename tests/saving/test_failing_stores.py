@@ -56,7 +56,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return everything(train(f"file://{folder}/store", folder / "local", 6))
 
 
-@pytest.mark.covers("F-A3")
 @pytest.mark.parametrize(
     ("error", "background"),
     [
@@ -139,7 +138,6 @@ def test_a_store_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, error
     assert files_in(store) == before
 
 
-@pytest.mark.covers("F-A6")
 def test_a_store_that_fails_for_good_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The exception of the step is raised, and the log says that its state could not be saved."""
 
@@ -192,7 +190,6 @@ def _run_to_a_gate(store: Path, folder: Path, marker: Path, background: bool) ->
     made.run(None, hand.loader(), max_steps=50)
 
 
-@pytest.mark.covers("F-A5")
 @pytest.mark.parametrize("background", [False, True], ids=["now", "async"])
 def test_sigterm_during_an_upload(tmp_path: Path, whole: Any, background: bool) -> None:
     """The upload is finished, the last step is saved, and the status is 143; a resume is bitwise the same."""
@@ -231,7 +228,6 @@ def test_a_second_sigterm_ends_a_run_whose_store_hangs(tmp_path: Path, whole: An
     assert everything(resumed) == whole
 
 
-@pytest.mark.covers("F-A1")
 def test_a_kill_during_an_upload_leaves_nothing_on_the_local_disk(tmp_path: Path, whole: Any) -> None:
     """The temporary files of the killed process are removed by the next save on the same machine."""
     store, folder, marker = tmp_path / "store", tmp_path / "local", tmp_path / "marker"
@@ -362,7 +358,6 @@ class _Killing:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.covers("F-A1")
 @pytest.mark.parametrize("scheme", ["faulty", "objects"])
 def test_a_kill_during_an_upload_of_weights(tmp_path: Path, scheme: str) -> None:
     """Each file is whole or absent, and the resumed run makes the same files. A put of an object is atomic."""

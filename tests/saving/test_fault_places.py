@@ -27,9 +27,8 @@ from zae.errors import CheckpointError, ConfigError
 # --- two runs, and places
 
 
-@pytest.mark.covers("F-D10")
 def test_a_second_run_is_refused(folder: Path) -> None:
-    """F-D10: the second one is told process, host and start at construction; the first one trains on untouched."""
+    """The second one is told process, host and start at construction; the first one trains on untouched."""
     ready = folder / "ready"
 
     class Waiting(faults.Task):
@@ -58,9 +57,8 @@ def _trained(trainer: Any) -> Any:
     return trainer
 
 
-@pytest.mark.covers("F-D10")
 def test_many_at_once(folder: Path) -> None:
-    """F-D10: of several that begin at once exactly one has the folder, again and again."""
+    """Of several that begin at once exactly one has the folder, again and again."""
     for number in range(5):
         place, decided = folder / str(number), folder / f"decided-{number}"
         decided.mkdir()
@@ -85,9 +83,8 @@ def test_many_at_once(folder: Path) -> None:
         assert sorted(child.wait().result for child in children) == [False, False, False, True]
 
 
-@pytest.mark.covers("F-D10")
 def test_a_stale_lock_is_taken_over(folder: Path) -> None:
-    """F-D10: the lock of a killed process, of a torn write, and of a number that another process has now."""
+    """The lock of a killed process, of a torn write, and of a number that another process has now."""
     run = folder / "run"
     add_ons = (StateManagerAddon, KillAddon)
     assert forked(lambda: _trained(build(faults.Task, *add_ons, save_path=run, kill_at=3)) and None).status == -9
@@ -107,9 +104,8 @@ def test_a_stale_lock_is_taken_over(folder: Path) -> None:
         _trained(build(faults.Task, StateManagerAddon, save_path=run, resume="auto"))
 
 
-@pytest.mark.covers("F-D10")
 def test_a_copy_of_a_live_run_is_free(folder: Path) -> None:
-    """F-D10: a folder that is copied while its run continues brings the lock along; a run in the copy begins."""
+    """A folder that is copied while its run continues brings the lock along; a run in the copy begins."""
 
     class Copied(faults.Task):
         def on_epoch_begin(self) -> None:
@@ -126,9 +122,8 @@ def test_a_copy_of_a_live_run_is_free(folder: Path) -> None:
     assert made.run(2, hand.loader())["step"] == 12
 
 
-@pytest.mark.covers("F-D10")
 def test_a_folder_that_is_removed_in_mid_run_is_locked_again(folder: Path) -> None:
-    """F-D10: with its next save; where another run has made the folder in the meantime, that one has it."""
+    """With its next save; where another run has made the folder in the meantime, that one has it."""
     run, others = folder / "run", []
 
     class Removed(faults.Task):
@@ -151,9 +146,8 @@ def test_a_folder_that_is_removed_in_mid_run_is_locked_again(folder: Path) -> No
     assert not (run / ".lock").exists()
 
 
-@pytest.mark.covers("F-D10")
 def test_one_process_and_two_trainers(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-D10: two runs of one process do not share a folder at the same time, but one after the other they do."""
+    """Two runs of one process do not share a folder at the same time, but one after the other they do."""
 
     class Nested(faults.Task):
         def on_epoch_begin(self) -> None:
@@ -170,9 +164,8 @@ def test_one_process_and_two_trainers(folder: Path, caplog: pytest.LogCaptureFix
     assert other.progress_checker.epoch == 3
 
 
-@pytest.mark.covers("F-D13")
 def test_places_that_cannot_be_written(folder: Path) -> None:
-    """F-D13: a file in the way, or a folder without the right, is found at construction."""
+    """A file in the way, or a folder without the right, is found at construction."""
     (folder / "file").write_text("")
     for place in (folder / "file", folder / "file" / "run"):
         with pytest.raises(ConfigError, match="is a file"):
@@ -195,7 +188,6 @@ def test_places_that_cannot_be_written(folder: Path) -> None:
     build(faults.Task, StateManagerAddon, save_path=folder / "missing" / "deep" / "run")
 
 
-@pytest.mark.covers("F-D13")
 @pytest.mark.parametrize("path", ["x" * 300, "a\0b", "~nobody-has-this-name/run"])
 @pytest.mark.parametrize(
     ("add_on", "option"),
@@ -204,13 +196,13 @@ def test_places_that_cannot_be_written(folder: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_paths_that_no_system_takes(add_on: Any, option: str, path: str) -> None:
-    """F-D13, F-E: refused at construction, in words."""
+    """Refused at construction, in words."""
     with pytest.raises(ConfigError, match=rf"^{option}='.*(cannot be a path|there is no such home folder)"):
         build(faults.Task, add_on, **{option: path})
 
 
 def test_a_save_that_fails_ends_the_run_by_default(folder: Path) -> None:
-    """F-A3: on_save_error="raise" is the default; the loggers and the lock are closed."""
+    """On_save_error="raise" is the default; the loggers and the lock are closed."""
     made = build(faults.Task, StateManagerAddon, save_path=folder / "run", save_every=1)
     with faults.installed(faults.RefusingDisk(30, 5)), pytest.raises(CheckpointError):
         made.run(1, hand.loader())

@@ -33,7 +33,6 @@ def differences(saved: Any, present: Any, path: str = "state") -> list[str]:
     )
 
 
-@pytest.mark.covers("X-24")
 @pytest.mark.parametrize("name", [name for name, case in frozen.CASES.items() if case.ranks == 1])
 def test_frozen_checkpoint_loads_to_what_it_was(name: str, tmp_path: Path) -> None:
     """A state of an earlier zae is read back entry for entry, and its run ends as it did then."""

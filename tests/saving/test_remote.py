@@ -100,7 +100,6 @@ def save_on(files: BreakingFiles, store: Path, folder: Path, again: bool) -> Bre
     return files
 
 
-@pytest.mark.covers("F-A1", "F-A2", "F-A5")
 @pytest.mark.parametrize(
     ("how", "again"),
     [
@@ -147,7 +146,6 @@ def test_killed_at_each_operation_of_a_store(tmp_path: Path, how: str, again: bo
     assert set(found) == ({4} if again else {3} if how == "tear" else {3, 4})
 
 
-@pytest.mark.covers("F-A3")
 @pytest.mark.parametrize("background", [False, True], ids=["", "async"])
 def test_a_store_that_refuses(tmp_path: Path, background: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The error names the URL; the older checkpoint is whole; with "warn" training continues."""
@@ -236,7 +234,6 @@ def test_the_doctor_examines_a_url(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "nosuch" in capsys.readouterr().err
 
 
-@pytest.mark.covers("F-A6")
 def test_a_failed_run_is_stored_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The state of a failed run is in the store, named in the log, resumed by its path, and replaced by the next."""
 
@@ -308,7 +305,6 @@ def _save_and_die(cls: Any, folder: Path, at: int) -> int:
     return count
 
 
-@pytest.mark.covers("F-A1")
 def test_the_storage_of_the_page_is_killed_at_its_lines(tmp_path: Path, zipped: Any) -> None:
     """A class of forty lines that keeps zip files: killed before every sixth line, it resumes to bitwise the same."""
     whole = everything(train(Checkpointer, tmp_path / "whole", 6))

@@ -103,11 +103,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.covers("P-12", "F-B1", "F-B3")
 @pytest.mark.sample(count=3)
 @pytest.mark.parametrize("name", list(CASES))
 def test_killed_after_every_update(folder: Path, name: str) -> None:
-    """P-12, F-B1, F-B3, P-13, P-28: one life for each update, each killed after it; the end is bitwise the same."""
+    """One life for each update, each killed after it; the end is bitwise the same."""
     case = CASES[name]
     whole = answer(case.run, folder / "whole", 1)
     for step in range(1, whole["steps"] + 1):
@@ -128,10 +127,9 @@ def plain_end(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.sample(count=3)
-@pytest.mark.covers("P-12", "F-B1")
 @pytest.mark.parametrize("step", range(1, 10))
 def test_one_kill_at_each_update(folder: Path, plain_end: Any, step: int) -> None:
-    """P-12: a run that is killed once only, after update k, for each k."""
+    """A run that is killed once only, after update k, for each k."""
     case = CASES["plain"]
     assert plain_end["steps"] == 9
     assert forked(lambda: case.run(folder, 50, kill_at=step) and None).status == -signal.SIGKILL
@@ -245,7 +243,6 @@ def straight_and_resumed(folder: Path, loader: Callable[[], Any], at: int, **opt
 
 
 @pytest.mark.sample(covering=1)
-@pytest.mark.covers("F-B2", "P-13")
 @pytest.mark.parametrize("at", [1, 5, 6, 7, 12, 17])
 @pytest.mark.parametrize(
     "make",
@@ -262,29 +259,27 @@ def straight_and_resumed(folder: Path, loader: Callable[[], Any], at: int, **opt
     ids=["global", "generator", "own streams", "subset", "own order", "sampler state", "stateful loader", "list"],
 )  # fmt: skip
 def test_loaders(folder: Path, make: Any, at: int, caplog: pytest.LogCaptureFixture) -> None:
-    """F-B2, P-13: augmentation, generators, samplers and loaders with their own streams and states: bitwise."""
+    """Augmentation, generators, samplers and loaders with their own streams and states: bitwise."""
     whole, resumed, loader = straight_and_resumed(folder, make, at)
     assert resumed == whole
     dataset = getattr(loader, "dataset", None)
     asked = getattr(getattr(dataset, "dataset", dataset), "asked", None)
     if asked is not None:
-        assert len(asked) == 3 * 22 - min(4 * (at % 6) + 22 * (at // 6), 66), "P-13: the consumed ones are not read"
+        assert len(asked) == 3 * 22 - min(4 * (at % 6) + 22 * (at // 6), 66), "the consumed ones are not read"
     assert not [r for r in caplog.records if "exact" in r.getMessage()]
 
 
 @pytest.mark.sample(count=1)
-@pytest.mark.covers("F-B2")
 @pytest.mark.parametrize("at", [2, 6, 9])
 def test_stateful_loader_with_workers(folder: Path, at: int) -> None:
-    """F-B2: StatefulDataLoader with two workers continues through its own state: the same batches."""
+    """StatefulDataLoader with two workers continues through its own state: the same batches."""
     make = lambda: StatefulDataLoader(hand.data(), batch_size=4, shuffle=True, num_workers=2)  # noqa: E731
     whole, resumed, _ = straight_and_resumed(folder, make, at)
     assert resumed == whole
 
 
-@pytest.mark.covers("P-26", "F-D2")
 def test_a_signal_parts_from_the_workers_of_a_stateful_loader(folder: Path) -> None:
-    """P-26, F-D2: what is saved after SIGTERM is the place of StatefulDataLoader at that step, not at its beginning."""
+    """What is saved after SIGTERM is the place of StatefulDataLoader at that step, not at its beginning."""
 
     def run(seed: int, **more: Any) -> Any:
         faults.ambient(1)
@@ -305,10 +300,9 @@ def test_a_signal_parts_from_the_workers_of_a_stateful_loader(folder: Path) -> N
 
 
 @pytest.mark.sample(count=1)
-@pytest.mark.covers("F-B2")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_that_augment_are_told_of(folder: Path, persistent: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """F-B2: random numbers in the workers of a plain loader cannot be exact, and one warning says so."""
+    """Random numbers in the workers of a plain loader cannot be exact, and one warning says so."""
     make = lambda: DataLoader(  # noqa: E731
         Asked(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=persistent
     )
@@ -318,19 +312,17 @@ def test_workers_that_augment_are_told_of(folder: Path, persistent: bool, caplog
     assert "num_workers=2" in said[0]
 
 
-@pytest.mark.covers("F-B4")
 def test_a_lazy_sampler_is_told_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-B4: a sampler that draws from the global stream while it is iterated: one warning names it."""
+    """A sampler that draws from the global stream while it is iterated: one warning names it."""
     straight_and_resumed(folder, lambda: DataLoader(hand.data(), batch_size=4, sampler=Lazy(22)), 9)
     said = [r.getMessage() for r in caplog.records if "while it is iterated" in r.getMessage()]
     assert len(said) == 1
     assert "Lazy" in said[0]
 
 
-@pytest.mark.covers("F-B4")
 @pytest.mark.parametrize("at", [3, 6, 8])
 def test_streams_are_passed_over(folder: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
-    """F-B4: an IterableDataset without a state is read again up to the place; a message says so; bitwise here."""
+    """An IterableDataset without a state is read again up to the place; a message says so; bitwise here."""
     whole, resumed, _ = straight_and_resumed(folder, lambda: DataLoader(Stream(), batch_size=4), at)
     assert resumed == whole
     said = [r.getMessage() for r in caplog.records if "loaded and dropped" in r.getMessage()]
@@ -342,7 +334,6 @@ def once() -> Iterator[Any]:
     yield from list(hand.loader(shuffle=False)) * 4
 
 
-@pytest.mark.covers("F-B4")
 @pytest.mark.parametrize(
     ("make", "seen"),
     [
@@ -353,7 +344,7 @@ def once() -> Iterator[Any]:
     ids=["stream", "sampler", "iterator"],
 )
 def test_or_the_epoch_begins_again(folder: Path, make: Any, seen: int, caplog: pytest.LogCaptureFixture) -> None:
-    """F-B4: with mid_epoch="restart" nothing is read again: the open epoch restarts, and a message says so."""
+    """With mid_epoch="restart" nothing is read again: the open epoch restarts, and a message says so."""
 
     def run(number: int, **more: Any) -> Any:
         model = faults.classifier()
@@ -379,7 +370,6 @@ def test_or_the_epoch_begins_again(folder: Path, make: Any, seen: int, caplog: p
     assert "the 3 batches" in said[0]
 
 
-@pytest.mark.covers("P-24", "F-B5")
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
@@ -392,7 +382,7 @@ def test_or_the_epoch_begins_again(folder: Path, make: Any, seen: int, caplog: p
 )
 @pytest.mark.parametrize("at", [2, 6])
 def test_another_loader(folder: Path, loader: Any, message: str, at: int) -> None:
-    """P-24, F-B5: batch size, length or kind of the loader has changed: both values, before the first batch."""
+    """Batch size, length or kind of the loader has changed: both values, before the first batch."""
     case = CASES["plain"]
     assert forked(lambda: case.run(folder, 1, kill_at=at) and None).status == -signal.SIGKILL
     trainer = case.build(folder)
@@ -403,7 +393,6 @@ def test_another_loader(folder: Path, loader: Any, message: str, at: int) -> Non
 
 
 @pytest.mark.sample(count=2)
-@pytest.mark.covers("P-24")
 @pytest.mark.parametrize(
     ("at", "order"),
     [
@@ -413,7 +402,7 @@ def test_another_loader(folder: Path, loader: Any, message: str, at: int) -> Non
     ],
 )
 def test_reshard_with_another_batch_size(folder: Path, order: Any, at: int) -> None:
-    """P-24: reshard=True: each sample that was left comes exactly once; killed and resharded again, too."""
+    """Reshard=True: each sample that was left comes exactly once; killed and resharded again, too."""
     indexed = torch.utils.data.TensorDataset(hand.data()[:][0], torch.arange(22))
 
     class Noting(faults.Task):
@@ -456,9 +445,8 @@ def test_reshard_with_another_batch_size(folder: Path, order: Any, at: int) -> N
     assert seen() == [list(range(22))] * 3
 
 
-@pytest.mark.covers("P-24")
 def test_reshard_refuses_what_has_another_order(folder: Path) -> None:
-    """P-24: another dataset, another sampler and a stream are refused with reshard=True too, with both values."""
+    """Another dataset, another sampler and a stream are refused with reshard=True too, with both values."""
     case = CASES["plain"]
     assert forked(lambda: case.run(folder, 1, kill_at=2) and None).status == -signal.SIGKILL
     for loader, message in (
@@ -471,9 +459,8 @@ def test_reshard_refuses_what_has_another_order(folder: Path) -> None:
             case.build(folder, reshard=True).run(EPOCHS, loader)
 
 
-@pytest.mark.covers("P-24")
 def test_reshard_and_a_loader_with_its_own_place(folder: Path) -> None:
-    """P-24, F-B4: a StatefulDataLoader is not resharded; with mid_epoch="restart" any batch size begins the epoch."""
+    """A StatefulDataLoader is not resharded; with mid_epoch="restart" any batch size begins the epoch."""
 
     def run(batch_size: int, **more: Any) -> Any:
         model = faults.classifier()
@@ -499,9 +486,8 @@ def resumed(script: Any, place: Path, step: int) -> Any:
     return answer(script, place, 2)
 
 
-@pytest.mark.covers("P-24")
 def test_a_later_call_of_run_may_have_another_loader(folder: Path) -> None:
-    """P-24: two stages with two loaders in one script, killed in either: the second one's loader is not refused."""
+    """Two stages with two loaders in one script, killed in either: the second one's loader is not refused."""
 
     def script(place: Path, seed: int, **more: Any) -> Any:
         faults.ambient(seed)
@@ -519,9 +505,8 @@ def test_a_later_call_of_run_may_have_another_loader(folder: Path) -> None:
         assert resumed(script, folder / str(step), step) == whole
 
 
-@pytest.mark.covers("P-24")
 def test_another_world_size(folder: Path) -> None:
-    """P-24: the state of two ranks is refused by one, with both numbers."""
+    """The state of two ranks is refused by one, with both numbers."""
     case = CASES["plain"]
     answer(case.run, folder, 1)
 
@@ -541,9 +526,8 @@ def test_another_world_size(folder: Path) -> None:
         made.setup()
 
 
-@pytest.mark.covers("F-B6")
 def test_saving_changes_nothing(folder: Path) -> None:
-    """F-B6: with and without saving, and with two saves at one step, training is bitwise the same."""
+    """With and without saving, and with two saves at one step, training is bitwise the same."""
     case = CASES["all"]
     saved = case.run(folder / "saved", 1)
     plain = case.run(folder / "plain", 2, save_every=Every(epochs=100), keep_best=0)
@@ -570,10 +554,9 @@ class Worse(faults.Task):
 
 
 @pytest.mark.sample(count=2)
-@pytest.mark.covers("P-17")
 @pytest.mark.parametrize("epoch", range(1, 6))
 def test_early_stopping_counts_on(folder: Path, epoch: int) -> None:
-    """P-17: killed at the end of each epoch, it stops at the same update; and a run that was stopped stays stopped."""
+    """Killed at the end of each epoch, it stops at the same update; and a run that was stopped stays stopped."""
 
     def run(place: Path, **more: Any) -> Any:
         model = faults.classifier()
@@ -602,7 +585,6 @@ class AtTheEnd(KillAddon):
 
 
 @pytest.mark.sample(count=2)
-@pytest.mark.covers("P-12", "P-55")
 @pytest.mark.parametrize(
     ("kills", "options"),
     [
@@ -614,7 +596,7 @@ class AtTheEnd(KillAddon):
     ids=["so many steps", "max_steps", "both", "stopped early"],
 )
 def test_killed_after_the_last_step_of_an_epoch(folder: Path, kills: Any, options: Any) -> None:
-    """P-12, P-17: the epoch that is open in the state, with all of its steps, is closed, also where the run ends."""
+    """The epoch that is open in the state, with all of its steps, is closed, also where the run ends."""
 
     def run(place: Path, seed: int, **more: Any) -> Any:
         place.mkdir(exist_ok=True)
@@ -638,10 +620,9 @@ def test_killed_after_the_last_step_of_an_epoch(folder: Path, kills: Any, option
 
 
 @pytest.mark.sample(covering=1)
-@pytest.mark.covers("P-18")
 @pytest.mark.parametrize("order", list(permutations(range(4))))
 def test_training_weights_and_the_score_of_the_moment(folder: Path, order: tuple[int, ...]) -> None:
-    """P-18: for every order of the add-ons, the model file holds the training weights, with that validation's score."""
+    """For every order of the add-ons, the model file holds the training weights, with that validation's score."""
     add_ons = [StateManagerAddon, EMAAddon, EarlyStoppingAddon, JSONLLoggerAddon]
     model = faults.classifier()
     seen: dict[int, Any] = {}
@@ -665,9 +646,8 @@ def test_training_weights_and_the_score_of_the_moment(folder: Path, order: tuple
     assert faults.fingerprint(dict(weights)) != faults.fingerprint(made.average)
 
 
-@pytest.mark.covers("P-19", "P-20")
 def test_plain_torch_reads_a_tied_model(folder: Path) -> None:
-    """P-19, P-20: a run with tied weights saves in both formats, resumes tied, and reads without pickle."""
+    """A run with tied weights saves in both formats, resumes tied, and reads without pickle."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -701,9 +681,8 @@ def test_plain_torch_reads_a_tied_model(folder: Path) -> None:
             assert torch.equal(weights["one.weight"], model.one.weight)
 
 
-@pytest.mark.covers("P-55")
 def test_a_script_that_calls_run_twice(folder: Path) -> None:
-    """P-12, P-55: `run(1); run(2)` killed anywhere finds its goal again in a new process."""
+    """`run(1); run(2)` killed anywhere finds its goal again in a new process."""
 
     def script(place: Path, seed: int, **more: Any) -> Any:
         faults.ambient(seed)
@@ -718,9 +697,8 @@ def test_a_script_that_calls_run_twice(folder: Path) -> None:
         assert resumed(script, folder / str(step), step) == whole
 
 
-@pytest.mark.covers("F-B1")
 def test_validation_by_steps_and_max_steps(folder: Path) -> None:
-    """F-B1: validation in the middle of epochs, max_steps inside of one, `last_path` the newest: the same end."""
+    """Validation in the middle of epochs, max_steps inside of one, `last_path` the newest: the same end."""
 
     def script(place: Path, seed: int, **more: Any) -> Any:
         faults.ambient(seed)
@@ -734,9 +712,8 @@ def test_validation_by_steps_and_max_steps(folder: Path) -> None:
     assert os.path.isdir(folder / "16" / "run" / "step-00000016")
 
 
-@pytest.mark.covers("E12", "E13")
 def test_a_state_that_does_not_fit_changes_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """E12, E13: another model or other optimizer groups are refused before anything is loaded."""
+    """Another model or other optimizer groups are refused before anything is loaded."""
     caplog.set_level(logging.INFO, "zae")
     answer(CASES["plain"].run, folder, 1)
     wide = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 2))
@@ -761,10 +738,9 @@ def test_a_state_that_does_not_fit_changes_nothing(folder: Path, caplog: pytest.
 
 
 @pytest.mark.sample(count=1)
-@pytest.mark.covers("P-12", "P-55")
 @pytest.mark.parametrize("between", ["restore_best", "apply_weights"])
 def test_what_a_script_does_between_two_calls_of_run(folder: Path, between: str) -> None:
-    """P-12, P-55: killed in the second call of run, it restores the best of the first again: not upon the state."""
+    """Killed in the second call of run, it restores the best of the first again: not upon the state."""
 
     def script(place: Path, seed: int, **more: Any) -> Any:
         faults.ambient(seed)

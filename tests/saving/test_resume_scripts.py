@@ -138,10 +138,9 @@ def files_in(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.sample(count=4)
-@pytest.mark.covers("P-12", "P-17", "P-55")
 @pytest.mark.parametrize("number", range(10))
 def test_a_script_killed_anywhere_ends_as_if_it_was_not(number: int, caplog: pytest.LogCaptureFixture) -> None:
-    """P-12, P-17, P-55: calls that ended early are over for good, whenever the script is started again."""
+    """Calls that ended early are over for good, whenever the script is started again."""
     draw = random.Random(number)
     script = draw_script(draw)
     folder = faults.memory_folder()
@@ -181,9 +180,8 @@ class Failing(rank_tasks.Task):
             self.stop("one rank has enough")
 
 
-@pytest.mark.covers("P-12", "P-55")
 def test_several_ranks_pass_over_a_call_that_ended_early(tmp_path: Path) -> None:
-    """P-12, P-55: the same on two ranks, which are started for each call; and the learning rate is halved once."""
+    """The same on two ranks, which are started for each call; and the learning rate is halved once."""
 
     def play(folder: Path, fail_at: int = -1) -> Any:
         Failing.fail_at = fail_at

@@ -11,7 +11,6 @@ from zae.saving import saver
 from zae.saving.saver import Snapshots
 
 
-@pytest.mark.covers("P-54")
 def test_a_snapshot_waits_for_the_devices_that_it_copies_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer on "cuda:1" has not made that the present device: waiting for this one waits for nothing."""
     empty, waited_for, pinned = torch.empty, list[Any](), list[Any]()
@@ -34,7 +33,6 @@ def test_a_snapshot_waits_for_the_devices_that_it_copies_from(monkeypatch: pytes
     assert len(waited_for) == 1
 
 
-@pytest.mark.covers("P-54")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_is_large_is_copied_piece_by_piece(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, to the last byte, by one thread or several; what is one tensor stays one, and the next save reuses it."""
@@ -51,7 +49,6 @@ def test_what_is_large_is_copied_piece_by_piece(threads: int, monkeypatch: pytes
     assert snapshots.take(state)["a"].data_ptr() == held
 
 
-@pytest.mark.covers("P-54")
 def test_an_interrupted_copy_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not copied any more is not copied into the memory of the state after it."""
     first, second = torch.zeros(3_000_000), torch.ones(3_000_000)

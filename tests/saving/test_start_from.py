@@ -76,7 +76,7 @@ def rates(trainer: Any) -> list[float]:
 
 @pytest.mark.parametrize("parts", [("model",), WSD])
 def test_it_is_what_one_does_by_hand(source: Any, parts: tuple[str, ...], tmp_path: Path) -> None:
-    """P-16: the weights, and the moments where they are asked for; every setting and the schedule are the script's."""
+    """The weights, and the moments where they are asked for; every setting and the schedule are the script's."""
     model = faults.classifier()
     model.load_state_dict(source.unwrap().state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -100,7 +100,6 @@ def test_it_is_what_one_does_by_hand(source: Any, parts: tuple[str, ...], tmp_pa
 
 
 @pytest.mark.sample(count=2)
-@pytest.mark.covers("P-12")
 @pytest.mark.parametrize(
     "options",
     [
@@ -112,7 +111,7 @@ def test_it_is_what_one_does_by_hand(source: Any, parts: tuple[str, ...], tmp_pa
     ids=["cooldown", "average", "schedule", "iterator"],
 )
 def test_killed_at_every_step_it_ends_the_same(source: Any, options: Any, tmp_path: Path) -> None:
-    """P-12: before the first checkpoint the parts are read again; after it they need not be there."""
+    """Before the first checkpoint the parts are read again; after it they need not be there."""
     make: Callable[[], Any] = options.get("make", hand.loader)
     options = {key: value for key, value in options.items() if key != "make"}
     copied = tmp_path / "source"
@@ -214,7 +213,7 @@ def test_the_random_streams_come_where_they_are_asked_for(source: Any, tmp_path:
 
 
 def test_f_a_only_what_is_needed_is_read(source: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-A1: a damaged file that is needed is refused, another is not looked at; of a folder the newest whole one."""
+    """A damaged file that is needed is refused, another is not looked at; of a folder the newest whole one."""
     damaged = tmp_path / "damaged"
     shutil.copytree(source.last_path, damaged)
     (damaged / "state.json").write_text("{}")
@@ -239,9 +238,8 @@ class Wide(Trainer):
     train_step = test_step = faults.Task.train_step
 
 
-@pytest.mark.covers("E12")
 def test_parts_that_do_not_fit_change_nothing(source: Any, tmp_path: Path) -> None:
-    """E12: other weights, other groups, no schedule to take."""
+    """Other weights, other groups, no schedule to take."""
     wide = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 2))
     made = Wide.add_on(StateManagerAddon)(
         wide, "cpu", optimizer=torch.optim.AdamW(wide.parameters()), save_path=tmp_path / "a", log_bar=False,
@@ -288,22 +286,21 @@ def test_parts_that_do_not_fit_change_nothing(source: Any, tmp_path: Path) -> No
 def test_options_that_cannot_be_meant(
     source: Any, options: Any, error: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F-E: all of it before anything begins."""
+    """All of it before anything begins."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         build(tmp_path / "new", **{"start_from": source.save_path, **options})
 
 
 def test_a_checkpoint_of_the_folder_itself_is_refused(source: Any) -> None:
-    """F-E: with resume='auto' that run would be continued, and nothing would be taken."""
+    """With resume='auto' that run would be continued, and nothing would be taken."""
     for path in (source.save_path, source.last_path):
         with pytest.raises(ConfigError, match="is in save_path"):
             build(source.save_path, start_from=path, resume="auto")
 
 
-@pytest.mark.covers("P-12")
 def test_several_ranks_start_alike(tmp_path: Path) -> None:
-    """P-12: each rank takes the same weights and moments, and its own random streams; killed and restarted, too."""
+    """Each rank takes the same weights and moments, and its own random streams; killed and restarted, too."""
 
     def make(name: str, **options: Any) -> Any:
         return rank_tasks.build(

@@ -140,10 +140,9 @@ def cut_short(case: Case, folder: Path, step: int, at: int, number: int = TERM) 
 
 
 @pytest.mark.sample(count=2)
-@pytest.mark.covers("P-26", "F-D2")
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_validation_is_given_up_and_made_first(folder: Path, name: str) -> None:
-    """P-26, F-D2, P-12, P-17, P-18: signalled in validations, and killed in one that was resumed: bitwise the same."""
+    """Signalled in validations, and killed in one that was resumed: bitwise the same."""
     case = CASES[name]
     whole = straight(case)
     for index, step in enumerate(case.at):
@@ -165,10 +164,9 @@ class InStep(Watched):
         return super().train_step(batch)
 
 
-@pytest.mark.covers("P-26")
 @pytest.mark.parametrize(("name", "step"), [("plain", 12), ("by steps", 8)])
 def test_a_signal_in_the_step_before_a_validation(folder: Path, name: str, step: int) -> None:
-    """P-26, P-12: no batch of that validation is tested, and the end is the same."""
+    """No batch of that validation is tested, and the end is the same."""
     case = CASES[name]
     whole = straight(case)
     outcome = forked(lambda: case.run(folder, 5, InStep, at=step) and None)
@@ -188,11 +186,10 @@ class Fails(Watched):
         return out
 
 
-@pytest.mark.covers("F-D4", "P-26")
 @pytest.mark.parametrize("name", ["plain", "by steps"])
 @pytest.mark.parametrize("signalled", [False, True])
 def test_what_a_failed_validation_leaves(folder: Path, name: str, signalled: bool) -> None:
-    """F-D4, F-D2: an error leaves a crash slot that resumes the validation; with a signal, as when the system has
+    """An error leaves a crash slot that resumes the validation; with a signal, as when the system has
     hit the loader's workers too, a regular checkpoint."""
     case = CASES[name]
     whole = straight(case)
@@ -205,9 +202,8 @@ def test_what_a_failed_validation_leaves(folder: Path, name: str, signalled: boo
     assert answer(lambda: case.run(folder, 6, **more)) == whole
 
 
-@pytest.mark.covers("F-D2")
 def test_a_signal_to_the_workers_of_a_validation_too(folder: Path) -> None:
-    """P-26, F-D2: the system signals the whole group: the loader's workers die, the run saves and ends."""
+    """The system signals the whole group: the loader's workers die, the run saves and ends."""
 
     class Group(Watched):
         def test_step(self, batch: Any) -> dict[str, Any]:
@@ -226,9 +222,8 @@ def test_a_signal_to_the_workers_of_a_validation_too(folder: Path) -> None:
     assert answer(CASES["plain"].run, folder, 6) == whole
 
 
-@pytest.mark.covers("P-55")
 def test_evaluations_by_hand_are_not_given_up(folder: Path) -> None:
-    """F-D2, F-D3: one within a run is finished before its end; outside of a run Ctrl-C interrupts at once."""
+    """One within a run is finished before its end; outside of a run Ctrl-C interrupts at once."""
 
     class ByHand(Watched):
         def on_epoch_end(self) -> None:
@@ -256,9 +251,8 @@ def test_evaluations_by_hand_are_not_given_up(folder: Path) -> None:
     assert (folder / "alone").read_text() == '["tested", 0, 0]\n'
 
 
-@pytest.mark.covers("P-55")
 def test_the_call_of_run_that_it_is_of(folder: Path) -> None:
-    """P-55, F-B4: a script of two calls validates in the second; a state that says nonsense of it is refused."""
+    """A script of two calls validates in the second; a state that says nonsense of it is refused."""
 
     def script(place: Path, seed: int, **more: Any) -> Any:
         faults.ambient(seed)
@@ -282,9 +276,8 @@ def test_the_call_of_run_that_it_is_of(folder: Path) -> None:
     assert answer(script, folder, 3) == whole
 
 
-@pytest.mark.covers("F-B4")
 def test_where_nothing_can_be_validated_and_where_the_epoch_begins_again(folder: Path) -> None:
-    """F-B4: without its loader a run omits it; mid_epoch="restart" validates, and begins the epoch again."""
+    """Without its loader a run omits it; mid_epoch="restart" validates, and begins the epoch again."""
     bare = Case(at=(12,))
     cut_short(bare, folder, 12, 3)
     bare.valid = lambda: None  # type: ignore[method-assign]
@@ -298,10 +291,9 @@ def test_where_nothing_can_be_validated_and_where_the_epoch_begins_again(folder:
     assert ended["ends"] == [1, 2]
 
 
-@pytest.mark.covers("F-D3")
 @pytest.mark.parametrize("place", ["train", "valid"])
 def test_workers_that_persist_and_a_process_that_goes_on(folder: Path, place: str) -> None:
-    """F-D3: in a notebook Ctrl-C ends a run, and the next one asks the same loader, whose workers were told to end."""
+    """In a notebook Ctrl-C ends a run, and the next one asks the same loader, whose workers were told to end."""
 
     class Interrupted(Watched):
         def train_step(self, batch: Any) -> dict[str, Any]:
@@ -363,9 +355,8 @@ def two_ranks(folder: Path, seed: int, at: int) -> Any:
     return everything(trainer), trainer.valid_history, trainer.best_path.name
 
 
-@pytest.mark.covers("P-26", "P-12")
 def test_two_ranks_give_a_validation_up_together(folder: Path) -> None:
-    """P-26, P-12: a signal to one rank in its fourth batch of a loader: both leave before the fifth; bitwise then."""
+    """A signal to one rank in its fourth batch of a loader: both leave before the fifth; bitwise then."""
     whole = two_ranks(made(folder / "whole"), 1, -1)
     with pytest.raises(SystemExit) as caught:
         two_ranks(folder, 2, 3)

@@ -116,9 +116,8 @@ def trainer(task: Any, folder: Path, **options: Any) -> Any:
 BATCHES = [data(8).tensors, data(8, seed=4).tensors]
 
 
-@pytest.mark.covers("F-B2")
 def test_a_resume_names_what_a_class_keeps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-B2, P-16: exact, or said: a stream, a hidden state, an average that the trainer or a module keeps itself."""
+    """Exact, or said: a stream, a hidden state, an average that the trainer or a module keeps itself."""
     first = trainer(Keeps, tmp_path)
     first.run(1, BATCHES)
     first.run(1, BATCHES)
@@ -135,9 +134,8 @@ def test_a_resume_names_what_a_class_keeps(tmp_path: Path, caplog: pytest.LogCap
     assert again.state_dict()["StateManagerAddon"]["unsaved"] == named
 
 
-@pytest.mark.covers("F-B2")
 def test_a_resume_names_nothing_that_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-B2: a class with its own state is believed, and a state without anything to say has no entry for it."""
+    """A class with its own state is believed, and a state without anything to say has no entry for it."""
     trainer(Saves, tmp_path).run(1, BATCHES)
     again = trainer(Saves, tmp_path)
     again.run(2, BATCHES)

@@ -32,7 +32,6 @@ def look(found: Any) -> list[Any]:
     return [(each.number, each.state, each.params, each.values, each.reports, each.error) for each in found.trials]
 
 
-@pytest.mark.covers("X-21")
 def test_a_search(tmp_path, capsys):
     """What a trial gets, what its folder has, and what is returned, shown and read again."""
     seen, states = list[Any](), torch.get_rng_state()

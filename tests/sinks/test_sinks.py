@@ -42,7 +42,7 @@ def test_every_line_is_strict_json(tmp_path):
 
 
 def test_numbers_of_numpy_are_written_like_pythons(tmp_path):
-    """D9, FEATURES 142: a NaN of NumPy is the text "nan", too; its float64 is a float that shows itself otherwise."""
+    """A NaN of NumPy is the text "nan", too; its float64 is a float that shows itself otherwise."""
     path = tmp_path / "run.jsonl"
     write(path, RunInfo("a"), (1, np.float64("nan")), (2, np.float64("-inf")), (3, np.float64(0.1)))
     assert [row["x"] for row in lines(path)] == ["nan", "-inf", 0.1]
@@ -57,7 +57,6 @@ def test_each_line_is_there_at_once(tmp_path):
     sink.close(False)
 
 
-@pytest.mark.covers("P-12")
 @pytest.mark.parametrize(
     ("records", "resumed_at", "kept"),
     [
@@ -76,7 +75,6 @@ def test_a_resume_cuts_what_comes_again(path, records, resumed_at, kept):
     assert [p.name for p in path.parent.iterdir()] == ["run.jsonl"]
 
 
-@pytest.mark.covers("P-12")
 @pytest.mark.parametrize("torn", [b'{"step": 3, "x"', b'{"step": 3, "x": 3.0}', b"\x00\x00\x00", b"\xff\n", b"[]\n"])
 def test_a_torn_line_is_cut(path, torn):
     with path.open("ab") as file:

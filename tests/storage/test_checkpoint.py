@@ -153,7 +153,6 @@ def test_a_checkpoint_comes_back(tmp_path: Path, model_format: str) -> None:
     assert sorted(manifest["files"]) == sorted(set(os.listdir(directory)) - {"manifest.json"})
 
 
-@pytest.mark.covers("P-19", "F-C2")
 def test_the_files_are_read_by_everybodys_tools_without_pickle(tmp_path: Path) -> None:
     first = save(tmp_path, 1)
     assert safetensors.torch.load_file(first / "model.safetensors").keys() == {"embed.weight", "bias"}
@@ -163,7 +162,6 @@ def test_the_files_are_read_by_everybodys_tools_without_pickle(tmp_path: Path) -
     assert torch.load(second / "model.ckpt", weights_only=True).keys() == model_state().keys()
 
 
-@pytest.mark.covers("P-20", "F-C6")
 def test_a_tied_model_stays_tied(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     about = {"run_id": "r", "step": 0, "epoch": 0, "composition": [], "world_size": 1}
@@ -176,7 +174,6 @@ def test_a_tied_model_stays_tied(tmp_path: Path) -> None:
     assert torch.equal(third.head.weight, model.head.weight)
 
 
-@pytest.mark.covers("P-21")
 def test_formats(tmp_path: Path) -> None:
     assert [parse_format(name) for name in (".ckpt", ".safetensor", "safetensors")] == ["ckpt"] + ["safetensors"] * 2
     with pytest.raises(ConfigError, match="unknown model format 'zip'; write 'safetensors' or 'ckpt'"):
@@ -204,7 +201,6 @@ def test_a_wrong_manifest_is_refused_before_anything_is_written(tmp_path: Path, 
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.covers("F-C6")
 def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     about = {"run_id": "r", "step": 0, "epoch": 0, "composition": [], "world_size": 1}
     with pytest.raises(CheckpointError, match=r"hooks\[0\] is a builtin_function_or_method"):
@@ -269,7 +265,6 @@ def test_another_default_device_changes_nothing(tmp_path: Path, model_format: st
     assert (rest["t"].item(), rest["b"], rest["c"]) == (1 + 0j, b"", b"x")
 
 
-@pytest.mark.covers("F-C9")
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 def test_nobody_else_can_write(tmp_path: Path, umask: int, watch: Callable[..., Watched]) -> None:
     modes: set[int] = set()
@@ -289,7 +284,6 @@ def test_nobody_else_can_write(tmp_path: Path, umask: int, watch: Callable[..., 
     assert modes == {0o755 & ~umask, 0o644 & ~umask}
 
 
-@pytest.mark.covers("F-C9")
 def test_staging_names_are_unpredictable_and_exclusive(tmp_path: Path, watch: Callable[..., Watched]) -> None:
     watched = watch()
     save(tmp_path, 1)
@@ -305,7 +299,6 @@ def test_staging_names_are_unpredictable_and_exclusive(tmp_path: Path, watch: Ca
         FileSystem().create(tmp_path / "link")
 
 
-@pytest.mark.covers("F-A6", "F-A4")
 def test_the_order_of_operations(tmp_path: Path, watch: Callable[..., Watched]) -> None:
     watched = watch()
     save(tmp_path, 1)
@@ -328,7 +321,6 @@ def operations(parent: Path, act: Callable[[Path], object], watch: Callable[...,
     return len(watched.log)
 
 
-@pytest.mark.covers("F-A1", "F-A2")
 @pytest.mark.parametrize("torn", [False, True], ids=["killed", "torn"])
 @pytest.mark.parametrize("model_format", ["safetensors", "ckpt"])
 def test_killed_at_every_operation_of_a_save(
@@ -353,7 +345,6 @@ def test_killed_at_every_operation_of_a_save(
         assert {name for name in os.listdir(parent) if name.startswith(".")} == set()
 
 
-@pytest.mark.covers("F-A1")
 @pytest.mark.parametrize("name", [None, "last"])
 def test_killed_at_every_operation_of_replacing(
     tmp_path: Path, watch: Callable[..., Watched], name: str | None
@@ -384,7 +375,6 @@ def test_killed_at_every_operation_of_replacing(
         assert is_of(directory, 7)
 
 
-@pytest.mark.covers("F-A5")
 def test_killed_at_every_operation_of_a_removal(tmp_path: Path, watch: Callable[..., Watched]) -> None:
     def act(parent: Path) -> None:
         remove_checkpoint(parent / checkpoint_name(2))
@@ -408,7 +398,6 @@ def test_killed_at_every_operation_of_a_removal(tmp_path: Path, watch: Callable[
         assert all(not name.startswith(".") for name in os.listdir(parent))
 
 
-@pytest.mark.covers("F-A3")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("model_format", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("once", [False, True], ids=["from then on", "once"])
@@ -446,7 +435,6 @@ def test_a_full_or_broken_disk(
         assert not [name for name in os.listdir(parent) if name.startswith(".")]
 
 
-@pytest.mark.covers("F-A3")
 def test_replacing_puts_the_old_one_back(tmp_path: Path, watch: Callable[..., Watched]) -> None:
     directory = save(tmp_path, 1, name="last")
 
@@ -522,7 +510,6 @@ def test_a_save_in_another_thread_is_not_swept(tmp_path: Path, watch: Callable[.
     assert [is_of(path, step) for path, step in zip(list_checkpoints(tmp_path), (2, 1))] == [True, True]
 
 
-@pytest.mark.covers("F-A5")
 def test_what_was_replaced_goes_only_once_the_new_one_is_read_again(tmp_path: Path) -> None:
     directory = save(tmp_path, 1)
     aside = tmp_path / (".replaced-step-00000001-" + "a" * 16)
@@ -575,7 +562,6 @@ def test_remove_reports_what_it_could_not(tmp_path: Path, watch: Callable[..., W
 # ---------------------------------------------------------------- single files of weights
 
 
-@pytest.mark.covers("P-21")
 @pytest.mark.parametrize("suffix", [".safetensors", ".safetensor", ".ckpt", ".pt", ".pth", ".PT"])
 def test_weights_in_one_file(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "made" / f"model{suffix}"
@@ -610,7 +596,6 @@ def test_weights_that_are_not_there_or_not_weights(tmp_path: Path) -> None:
         load_weights(tmp_path / "x.safetensors")
 
 
-@pytest.mark.covers("F-A1", "F-A3")
 def test_weights_are_replaced_at_once(tmp_path: Path, watch: Callable[..., Watched]) -> None:
     path = tmp_path / "model.ckpt"
     total = operations(tmp_path, lambda _: save_weights(path, model_state(1)), watch)

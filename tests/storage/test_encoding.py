@@ -114,7 +114,6 @@ states = st.recursive(
 )
 
 
-@pytest.mark.covers("F-C6")
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @few
 @given(states)
@@ -125,21 +124,19 @@ def test_every_state_comes_back_exactly(state: object) -> None:
 values = st.sampled_from([0.5, -0.0, math.nan, math.inf, 1e-310, 3, -1, 2**62, 2**63, True, False, None, "", "$tuple"])
 
 
-@pytest.mark.covers("F-C6")
 @few
 @given(
     st.lists(st.lists(st.tuples(st.sampled_from("ab$c"), values), max_size=3), min_size=1, max_size=4),
     st.integers(0, 9),
 )
 def test_long_lists_of_records_come_back_exactly(rows: list[list[Any]], extra: int) -> None:
-    """F-C6: with every order of names, kind of record and mixture of types."""
+    """With every order of names, kind of record and mixture of types."""
     state = {"rows": [dict(rows[number % len(rows)]) for number in range(255 + extra)]}
     assert same(through_json(state), state)
 
 
-@pytest.mark.covers("F-B1")
 def test_a_long_history_is_kept_as_columns() -> None:
-    """F-B1: what a run has logged is in every checkpoint, and must neither be large nor take long."""
+    """What a run has logged is in every checkpoint, and must neither be large nor take long."""
     rows: list[dict[str, Any]] = []
     for step in range(1, 5001):
         rows.append({"step": step, "batch": 2 * step, "train/loss": 1 / step, "lr": 1 if step < 9 else 0.1})
@@ -168,7 +165,7 @@ def test_a_long_history_is_kept_as_columns() -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 def test_security_c6_tensors_of_every_dtype_shape_and_layout(dtype: torch.dtype) -> None:
-    """F-C6: odd tensors come back bitwise."""
+    """Odd tensors come back bitwise."""
     base = torch.arange(12, dtype=torch.uint8).view(3, 4).to(torch.float32).to(dtype)
     state = {"two": base, "turned": base.t(), "none": base[:0], "one": base[0, 0], "row": base[1], "step": base[:, ::2]}
     made = through_json(state)
@@ -177,7 +174,6 @@ def test_security_c6_tensors_of_every_dtype_shape_and_layout(dtype: torch.dtype)
     assert all(tensor.device.type == "cpu" for tensor in made.values())
 
 
-@pytest.mark.covers("F-C6")
 def test_lazy_conjugates_are_not_taken_for_their_base() -> None:
     base = torch.tensor([1 + 2j, 3 - 1j])
     made = through_json([base, base.conj(), base.imag])
@@ -186,7 +182,6 @@ def test_lazy_conjugates_are_not_taken_for_their_base() -> None:
     assert made[2].tolist() == [2.0, -1.0]
 
 
-@pytest.mark.covers("F-C6")
 def test_identical_views_are_stored_once_and_come_back_as_one() -> None:
     weight = torch.ones(4)
     structure, tensors = encode({"a": weight, "b": weight.detach(), "part": weight[:2]})
@@ -293,7 +288,6 @@ def test_the_order_of_memory_comes_back(tensor: torch.Tensor) -> None:
     assert made["b"][0] is made["a"]
 
 
-@pytest.mark.covers("F-C6")
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -371,7 +365,6 @@ hostile = st.recursive(
 )
 
 
-@pytest.mark.covers("F-C5")
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(hostile)
 def test_a_hostile_structure_is_damage_and_no_other_error(structure: object) -> None:
@@ -382,7 +375,6 @@ def test_a_hostile_structure_is_damage_and_no_other_error(structure: object) -> 
     assert not callable(found)
 
 
-@pytest.mark.covers("F-C5")
 @pytest.mark.parametrize(
     "structure",
     [
@@ -443,7 +435,6 @@ def test_malformed_structures(structure: object) -> None:
         decode(structure, {"t": torch.ones(1, dtype=torch.uint8), "f": torch.zeros(2, dtype=torch.float64)})
 
 
-@pytest.mark.covers("F-C5")
 def test_deep_structures_are_refused_without_recursion() -> None:
     deep: list[Any] = []
     for _ in range(100_000):

@@ -16,7 +16,6 @@ from zae.storage import hashed_io
 from zae.storage.hashed_io import CHUNK, Output, open_input, read_whole
 
 
-@pytest.mark.covers("F-A8")
 def test_pieces_of_every_size_are_written_and_hashed_in_order() -> None:
     data = os.urandom(3 << 20)
     written: list[bytes] = []
@@ -40,7 +39,6 @@ def test_a_thousand_small_pieces_are_few_writes() -> None:
     assert sum(written) == 3_000_000
 
 
-@pytest.mark.covers("F-A3")
 @pytest.mark.parametrize("size", [10, 3 << 20])
 def test_the_first_error_is_kept_and_no_write_follows_it(size: int) -> None:
     calls: list[int] = []
@@ -97,7 +95,6 @@ def test_a_slow_hash_holds_the_writing_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert output.hexdigest() == hashlib.sha256(b"".join(bytes([i]) * (2 << 20) for i in range(20))).hexdigest()
 
 
-@pytest.mark.covers("F-A8")
 def test_reading_compares_size_hash_and_end(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"abc")

@@ -30,7 +30,6 @@ def test_it_comes_back_with_any_text_and_any_plain_info() -> None:
     assert manifest["tied"] == {"b": "a"}
 
 
-@pytest.mark.covers("F-C10")
 def test_what_it_says_is_shown_escaped() -> None:
     bad = full() | {"step": "\x1b[31m{0}%s"}
     with pytest.raises(CheckpointDamaged) as caught:

@@ -54,12 +54,11 @@ class Payload:
 
 
 @pytest.mark.sample(covering=1)
-@pytest.mark.covers("F-C1")
 @pytest.mark.parametrize("name", ["model.ckpt", "state.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("kind", ["zip", "pickle", "legacy"])
 @pytest.mark.parametrize("how", ["eval", "mkdir", "open"])
 def test_no_file_of_a_checkpoint_runs_code(tmp_path: Path, name: str, kind: str, how: str) -> None:
-    """F-C1: a payload in any file, in any of torch's forms: by resume, load, restore and doctor, no mark appears."""
+    """A payload in any file, in any of torch's forms: by resume, load, restore and doctor, no mark appears."""
     made = saving(tmp_path / "run", save_format="ckpt")
     made.run(1, hand.loader(), [hand.data()[:4]])
     mark = tmp_path / "mark"
@@ -108,9 +107,8 @@ def dangerous(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.covers("F-C2")
 def test_no_call_in_the_package_makes_code_of_a_file() -> None:
-    """F-C2: no pickle, eval or torch.load without weights_only=True, but in the two places that say why."""
+    """No pickle, eval or torch.load without weights_only=True, but in the two places that say why."""
     found = {f"{path.parent.name}/{path.name}": dangerous(ast.parse(path.read_text())) for path in SOURCES}
     found = {name: calls for name, calls in found.items() if calls}
     trusted = found.pop("storage/weights_file.py")
@@ -126,17 +124,15 @@ def test_no_call_in_the_package_makes_code_of_a_file() -> None:
     assert len(SOURCES) > 40
 
 
-@pytest.mark.covers("F-C2")
 def test_the_search_finds_what_it_looks_for() -> None:
-    """F-C2: each banned call is found in a text that holds it."""
+    """Each banned call is found in a text that holds it."""
     calls = ["eval(x)", "torch.load(p)", "torch.load(p, weights_only=False)", "pickle.loads(b)"]
     text = "\n".join(["import yaml", *calls, "np.load(p, allow_pickle=True)"])
     assert len(dangerous(ast.parse(text))) == 6
 
 
-@pytest.mark.covers("F-C3")
 def test_trust_is_asked_for_each_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-C3: code is run only by an argument, with a warning that names the file; no resume takes the argument."""
+    """Code is run only by an argument, with a warning that names the file; no resume takes the argument."""
     path = tmp_path / "old.pt"
     torch.save(hand.network(), path)
     with pytest.raises(CheckpointDamaged, match="contains code"):
@@ -154,9 +150,8 @@ def test_trust_is_asked_for_each_time(tmp_path: Path, caplog: pytest.LogCaptureF
         load_weights(path, trust_pickle=True)
 
 
-@pytest.mark.covers("F-C4")
 def test_a_resume_opens_nothing_elsewhere(tmp_path: Path) -> None:
-    """F-C4: of a checkpoint whose manifest and links point elsewhere, nothing outside of the folder is opened."""
+    """Of a checkpoint whose manifest and links point elsewhere, nothing outside of the folder is opened."""
     made = saving(tmp_path / "run")
     made.run(1, hand.loader())
     (tmp_path / "secret").write_text("secret")
@@ -207,9 +202,8 @@ def test_a_resume_opens_nothing_elsewhere(tmp_path: Path) -> None:
         assert elsewhere == []
 
 
-@pytest.mark.covers("F-C7")
 def test_no_secret_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, capsys: Any) -> None:
-    """F-C7: keys, tokens and passwords of every logger and of the environment: in no checkpoint, log, repr or error."""
+    """Keys, tokens and passwords of every logger and of the environment: in no checkpoint, log, repr or error."""
     caplog.set_level(logging.DEBUG)
     canary = "canary0123456789abcdef0123456789abcdef01234"[:40]
     for name in ("WANDB_API_KEY", "NEPTUNE_API_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
@@ -245,9 +239,8 @@ def test_no_secret_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert [path for path in written if canary.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.covers("F-C9")
 def test_nobody_else_can_write(tmp_path: Path) -> None:
-    """F-C9: with umask 022 and with none, nothing that a run makes can be written by others."""
+    """With umask 022 and with none, nothing that a run makes can be written by others."""
     for umask in (0o022, 0):
         place = tmp_path / str(umask)
         before = os.umask(umask)
@@ -259,9 +252,8 @@ def test_nobody_else_can_write(tmp_path: Path) -> None:
             assert not stat.S_IMODE(path.stat().st_mode) & 0o022, path
 
 
-@pytest.mark.covers("F-C10")
 def test_text_of_a_checkpoint_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-C10: names in a state become no path and no colour of a terminal."""
+    """Names in a state become no path and no colour of a terminal."""
     caplog.set_level(logging.DEBUG, "zae")
     made = saving(tmp_path / "run")
     made.run(1, hand.loader())
@@ -279,9 +271,8 @@ def test_text_of_a_checkpoint_is_not_believed(tmp_path: Path, caplog: pytest.Log
     assert again.last_path.name == "step-00000012"
 
 
-@pytest.mark.covers("F-C10")
 def test_names_of_a_forged_state_reach_no_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """F-C10: what an error or a warning quotes of a state, and of a file of weights, is escaped."""
+    """What an error or a warning quotes of a state, and of a file of weights, is escaped."""
     made = saving(tmp_path / "run")
     made.run(1, hand.loader())
     evil = "\x1b]0;evil\x07"
@@ -303,9 +294,8 @@ def test_names_of_a_forged_state_reach_no_terminal(tmp_path: Path, caplog: pytes
         made.apply_weights(forged[1]["model"])
 
 
-@pytest.mark.covers("F-C11")
 def test_every_released_format_is_read(tmp_path: Path) -> None:
-    """F-C11: golden checkpoints of each format load to what they were; a newer one is refused in words."""
+    """Golden checkpoints of each format load to what they were; a newer one is refused in words."""
     formats = sorted(GOLDEN.glob("format-*"))
     assert [path.name for path in formats] == [f"format-{number}" for number in range(1, FORMAT + 1)]
     for folder in formats:
@@ -330,9 +320,8 @@ def test_every_released_format_is_read(tmp_path: Path) -> None:
         saving(place, EMAAddon, resume="auto").setup()
 
 
-@pytest.mark.covers("P-19")
 def test_every_file_is_read_without_pickle(tmp_path: Path) -> None:
-    """P-19: JSON is JSON, tensors are safetensors or load with weights_only=True."""
+    """JSON is JSON, tensors are safetensors or load with weights_only=True."""
     for kind in ("safetensors", "ckpt"):
         made = saving(tmp_path / kind, EMAAddon, save_format=kind, decay=0.9)
         made.run(1, hand.loader())

@@ -46,12 +46,11 @@ def test_what_json_writes_is_read(value: Any, ascii_only: bool) -> None:
     ],
 )
 def test_security_c5_refused_with_the_file_and_the_reason(data: bytes, message: str) -> None:
-    """F-C5: hostile JSON."""
+    """Hostile JSON."""
     with pytest.raises(CheckpointDamaged, match=rf"^run/state\.json: .*{message}"):
         strict_json(data, "run/state.json")
 
 
-@pytest.mark.covers("F-C5")
 @pytest.mark.parametrize(
     "data",
     [

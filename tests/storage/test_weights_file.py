@@ -64,7 +64,6 @@ def some(dtype: torch.dtype) -> Tensor:
     return torch.tensor([[0, 1, 1], [1, 0, 1]], dtype=torch.uint8).float().to(dtype)
 
 
-@pytest.mark.covers("F-C6")
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_is_read_by_safetensors_and_back(name: str) -> None:
     dtype = DTYPES[name]
@@ -84,7 +83,6 @@ def test_every_dtype_is_read_by_safetensors_and_back(name: str) -> None:
         assert all(theirs[key].shape == value.shape for key, value in state.items())
 
 
-@pytest.mark.covers("F-C6")
 def test_tensors_start_at_multiples_of_their_element_size() -> None:
     data = written({"a": some(torch.bool), "b": some(torch.float64), "c": some(torch.bfloat16)})
     length = int.from_bytes(data[:8], "little")
@@ -93,7 +91,6 @@ def test_tensors_start_at_multiples_of_their_element_size() -> None:
     assert [header[name]["data_offsets"][0] % DTYPES[header[name]["dtype"]].itemsize for name in "abc"] == [0, 0, 0]
 
 
-@pytest.mark.covers("P-20")
 @pytest.mark.parametrize("write", [written, saved])
 def test_tied_weights_are_written_once_and_stay_tied(write: Callable[..., bytes], tmp_path: Path) -> None:
     model = Tied()
@@ -115,7 +112,6 @@ def test_tied_weights_are_written_once_and_stay_tied(write: Callable[..., bytes]
         assert third.head.weight.data_ptr() == third.embed.weight.data_ptr()
 
 
-@pytest.mark.covers("P-20")
 def test_files_of_safetensors_save_model_are_tied_again(tmp_path: Path) -> None:
     model = Tied()
     safetensors.torch.save_model(model, str(tmp_path / "m"), {"author": "somebody"})
@@ -125,7 +121,6 @@ def test_files_of_safetensors_save_model_are_tied_again(tmp_path: Path) -> None:
     assert notes == {"author": "somebody"}
 
 
-@pytest.mark.covers("F-C6")
 @pytest.mark.parametrize("write", [written, saved])
 def test_overlapping_views_are_written_each(write: Callable[..., bytes]) -> None:
     base = torch.arange(1000.0)
@@ -144,7 +139,6 @@ def test_a_note_that_looks_like_a_tie_is_none() -> None:
     assert notes == {"format": "pt", "author": "w"}
 
 
-@pytest.mark.covers("F-C6")
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -166,7 +160,6 @@ def test_ckpt_holds_what_safetensors_cannot() -> None:
     assert made["w"].dtype is torch.complex128
 
 
-@pytest.mark.covers("P-19")
 def test_ckpt_loads_with_weights_only_and_holds_its_own_tensors_only() -> None:
     data = saved({"w": nn.Parameter(torch.ones(2)), "b": torch.zeros(1 << 20)})
     made = torch.load(io.BytesIO(data), weights_only=True)
@@ -227,7 +220,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.covers("F-C5")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_headers_are_damage_within_seconds(name: str) -> None:
     tracemalloc.start()
@@ -239,7 +231,6 @@ def test_hostile_headers_are_damage_within_seconds(name: str) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.covers("F-C5")
 def test_a_header_of_200_mb_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     real = Input.fill
@@ -267,7 +258,6 @@ def test_tensors_outlive_their_file() -> None:
 GOOD = written({"w": torch.ones(2, 2), "v": torch.ones(3, dtype=torch.int8)}, {"a": "b"})
 
 
-@pytest.mark.covers("F-C5")
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(0, len(GOOD) - 1), st.binary(min_size=1, max_size=4), st.integers(0, 3))
 def test_any_change_is_read_or_is_damage(place: int, change: bytes, cut: int) -> None:
@@ -313,7 +303,6 @@ def wrapped(value: object, how: str) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.covers("F-C1")
 @pytest.mark.parametrize("how", ["zip", "legacy", "raw"])
 @pytest.mark.parametrize("name", payloads(Path("x")))
 def test_code_is_not_run(name: str, how: str, tmp_path: Path) -> None:
@@ -326,7 +315,6 @@ def test_code_is_not_run(name: str, how: str, tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-@pytest.mark.covers("F-C1")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_programs_and_bombs_are_not_loaded() -> None:
     stream = io.BytesIO()

@@ -39,7 +39,6 @@ print(json.dumps([found.micro_batch_size, found.gradient_accumulation_steps, fou
 """
 
 
-@pytest.mark.covers("X-11")
 def test_a_limit_of_memory_divides_the_batch() -> None:
     status, out, err = Script(LIMITED).end()
     assert status == 0, err
@@ -62,7 +61,6 @@ def faulty(limit: int, error: Exception) -> Any:
     return Faulty
 
 
-@pytest.mark.covers("X-11")
 @pytest.mark.parametrize(
     "error",
     [

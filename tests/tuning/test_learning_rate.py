@@ -64,7 +64,6 @@ def batches_of() -> DataLoader[Any]:
     return loader(40, 4, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.covers("X-11")
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_the_trainer_and_all_that_it_uses_stay_as_they_were(tmp_path: Path, name: str, is_begun: bool) -> None:
@@ -101,7 +100,6 @@ class Digits(zae.Trainer):
     test_step = train_step
 
 
-@pytest.mark.covers("X-11")
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)])
 def test_the_suggestion_trains_digits_to_95_percent(optimizer: Any) -> None:
     from sklearn.datasets import load_digits

@@ -40,7 +40,6 @@ def rows_of(text: str) -> dict[str, str]:
     return {line.split()[0]: re.sub(r"\s+", " ", line.strip()) for line in text.split("\n\n")[0].splitlines()}
 
 
-@pytest.mark.covers("X-11")
 def test_a_model_is_counted_and_shown_and_stays_as_it_was() -> None:
     model = Tied().train()
     model.drop.eval()
