@@ -238,6 +238,8 @@ class StateManagerAddon(AddOnBase):
         open_folder = partial(self.checkpointer.open, self.progress_checker.step, self.overwrite)
         Group(self.rank, self.gather).together(open_folder if self.is_main else lambda: None, self.save_path)
         self._resumption.unsaved.begin(self, self.unwrap(), self.optimization, self.is_main)
+        if self.is_main and self._resumption.mid_epoch != "restart":
+            self.loader_position.warn_of_order(self.current_run.current_loader)
         if (path := self._resumption.must_reload(self.progress_checker.run_calls)) is not None:
             progress, position = self.progress_checker, dict(vars(self.loader_position))
             self._resume_from(path, self.checkpointer.read(path, self._resumption.allow_partial, self.held_parts()))

@@ -23,6 +23,7 @@ __all__ = [
     "copy_with",
     "datasets_with_epoch",
     "describe",
+    "has_order",
     "has_pinned_batches",
     "is_stateful",
     "length_of",
@@ -58,6 +59,11 @@ def batch_size_of(loader: Any) -> int | None:
 def has_pinned_batches(loader: Any) -> bool:
     """Return whether each batch of a loader has its own pinned memory, so that copies can be asynchronous."""
     return isinstance(loader, DataLoader) and bool(loader.pin_memory) and loader.num_workers > 0
+
+
+def has_order(loader: Any) -> bool:
+    """Return whether the place of a batch in the epoch says which samples it has, however long a worker takes."""
+    return bool(getattr(loader, "in_order", True)) or getattr(loader, "num_workers", 0) < 2
 
 
 def describe(loader: Any) -> str:

@@ -21,10 +21,17 @@ from zae.data.loader_state import (
     is_exhausted,
     restore_parts,
 )
-from zae.data.loaders import describe, has_pinned_batches, is_stateful, length_of
+from zae.data.loaders import describe, has_order, has_pinned_batches, is_stateful, length_of
 from zae.data.reshard import own_batch_sampler, pad_order, place_of, why_not_reshard
-from zae.data.skip import iterate_on, skip_batches
-from zae.data.workers import abandon_workers, deaths_expected, mute_workers, unmute_workers
+from zae.data.skip import LastBatch, is_read_again, iterate_on, skip_batches
+from zae.data.workers import (
+    abandon_workers,
+    check_epoch_of_workers,
+    deaths_expected,
+    is_seeded,
+    mute_workers,
+    unmute_workers,
+)
 from zae.errors import CheckpointMismatch, LoaderError
 
 if TYPE_CHECKING:
@@ -34,6 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["LoaderPosition"]
 
 _log = logging.getLogger("zae")
+_NO_ORDER = (
+    "its batches came as the workers finished them (in_order=False, with several workers), so that it is not known "
+    "which samples were used: to continue would use some twice and others never"
+)
 
 
 class LoaderPosition:
@@ -63,6 +74,8 @@ class LoaderPosition:
         # Whether the workers persist in the next epoch, and whether they persisted in this one.
         self._persists = self._persisted = False
         self._ended_at: int | None = None  # The total number of batches when an iterator ended; it may begin again.
+        self._last: LastBatch | None = None  # The batch that was used last, of a loader that a resume reads again.
+        self._is_read_again = False
         self._pad = 0  # Entries before the order of this epoch, since it was resharded.
         self._padded: tuple[Any, Any] = (None, None)
         self.view: tuple[Any, Any, Any] = (None, None, None)  # The loader of the last call, its limits, its view.
@@ -73,7 +86,8 @@ class LoaderPosition:
         if self._resume is None and self.loader is not None:
             twin = self.fresh()
             twin.load_state_dict(self.state_dict())
-        return {**vars(twin), "loader": None, "_ended_with": None, "_padded": (None, None), "view": (None, None, None)}
+        unset = {"loader": None, "_ended_with": None, "_last": None}
+        return {**vars(twin), **unset, "_padded": (None, None), "view": (None, None, None)}
 
     def fresh(self) -> LoaderPosition:
         """Return a position before the first batch, without a loader."""
@@ -86,6 +100,10 @@ class LoaderPosition:
         absent: dict[str, Any] = {"absent": list(self._absent), "absent_before": self._absent_before}
         if self._persists if self._begin is None else self._persisted:
             absent["persists"] = True
+        if not has_order(self.loader):
+            absent["has_no_order"] = True
+        if self._last is not None and (last := self._last.digest()) is not None:
+            absent["last_batch"] = last
         state = {"begin": self._begin, "present": self._capture(), "loader": None, "pad": self._pad, **absent}
         state["facts"] = {} if self.loader is None else facts_of(self.loader)
         if isinstance(self.loader, Iterator):
@@ -159,7 +177,7 @@ class LoaderPosition:
             absent, present = {"absent": [], "absent_before": -used_before}, self._resume["present"]
             begin = self._resume["begin"] or present
             present = {**present, "parts": as_begun(present["parts"], begin["parts"])}
-            unset = {"begin": None, "first": None, "loader": None, "pad": 0}
+            unset = {"begin": None, "first": None, "loader": None, "pad": 0, "last_batch": None}
             self._resume = {**self._resume, **unset, "present": present, **absent}
 
     def check(self, loader: Any, new_run: bool) -> None:
@@ -191,6 +209,30 @@ class LoaderPosition:
         self._resume = {**self._resume, **unset, "present": present}
         self._another = True
 
+    def check_order(self, loader: Any) -> None:
+        """Refuse to continue an open epoch whose batches came in no known order."""
+        if self._resume is not None and not self._another:
+            if self._resume.get("has_no_order"):
+                raise CheckpointMismatch(
+                    f"the state was saved within an epoch, and {_NO_ORDER}. Resume from a checkpoint of the end of an "
+                    "epoch, or write mid_epoch='restart' (an option of StateManagerAddon) to begin the epoch again"
+                )
+        elif self.loader is loader and not has_order(loader):
+            raise LoaderError(
+                f"an epoch is open, and {_NO_ORDER}. Write in_order=True, let each call of run() end with an epoch, or "
+                "give another loader, which begins the next epoch"
+            )
+
+    def warn_of_order(self, loader: Any) -> None:
+        """Warn, as a run begins, where no state within an epoch can be continued."""
+        if not has_order(loader):
+            _log.warning(
+                "%s has in_order=False and num_workers=%d: what is saved within an epoch cannot be resumed there, "
+                "since the order of the batches is not known; write in_order=True, or mid_epoch='restart' (an option "
+                "of StateManagerAddon) to begin such an epoch again",
+                type(loader).__name__, loader.num_workers,
+            )  # fmt: skip
+
     def note_loader(self, loader: Any) -> None:
         """Note the loader of a finished call of ``run`` that is repeated; the next call may have another one."""
         self._ended_with = None if self._resume is None else loader
@@ -203,6 +245,8 @@ class LoaderPosition:
     def forget(self) -> None:
         """Begin the next epoch at its first batch."""
         self.pinned = False
+        if not isinstance(self.loader, Iterator):  # It is read on in the next epoch.
+            self._last = None
         self._begin = self._resume = None
         self._pad, self._padded = 0, (None, None)
         self._absent_before += len(self._absent)
@@ -225,11 +269,16 @@ class LoaderPosition:
         ``used`` of them were used in this epoch, and ``used_before`` in all: an iterator, which cannot start again,
         skips as many.
         """
+        if used:
+            self.check_order(loader)
+        else:
+            check_epoch_of_workers(loader, 1)
         resume, self._resume, self._another, self._ended_with = self._resume, None, False, None
         self._note_workers(loader, used, resume)
         self._kept, self._first = None, self._first if self.loader is loader else (resume or {}).get("first")
         self.loader, self.pinned, self._is_copied, self._ended_at = loader, has_pinned_batches(loader), False, None
         self.failed_at = None
+        self._is_read_again = is_read_again(loader)
         unmute_workers()
         once = isinstance(loader, Iterator)  # It cannot start again.
         if resume is None and (once or not used):
@@ -248,12 +297,12 @@ class LoaderPosition:
         elif earlier:
             if self._first is not None:
                 self._rewind(self._first)
-            iterator = self._open(loader, skip + earlier)
+            iterator = self._open(loader, skip + earlier, (resume or {}).get("last_batch"))
         else:
             self._rewind(begin if used and begin is not None else present)
             begin = begin if used and begin is not None else self._capture()
             self._first = self._first or begin
-            iterator = self._open(loader, skip)
+            iterator = self._open(loader, skip, (resume or {}).get("last_batch"))
         expected, self._expected = self._expected, None
         if expected is not None and length_of(loader) != expected:
             raise _another_loader([f"number of batches was {expected} and is {length_of(loader)}"])
@@ -286,18 +335,25 @@ class LoaderPosition:
         """Note whether the workers of an uninterrupted run would persist here, and have their seed already."""
         if resume is not None:
             self._persisted = bool(resume.get("persists"))
+            if self._persisted and not used and not is_seeded(getattr(loader, "dataset", None)):
+                _log.warning(
+                    "resuming with persistent_workers=True: the workers of the run that was saved had come from "
+                    "earlier epochs, and random numbers that the dataset draws in them, or what it keeps there, are "
+                    "not exact; write SeededDataset(dataset) of zae.data for the dataset of the loader, or "
+                    "persistent_workers=False"
+                )
         elif not used:
             self._persisted = self._persists and self.loader is loader
         self._persists = bool(getattr(loader, "persistent_workers", False))
 
-    def _open(self, loader: Any, count: int) -> Iterator[Any]:
+    def _open(self, loader: Any, count: int, last: str | None = None) -> Iterator[Any]:
         """Skip the first batches of a loader, without drawing a seed for persistent workers, which have one."""
         if not self._persisted or (not count and getattr(loader, "_iterator", None) is not None):
-            iterator, self._is_copied = skip_batches(loader, count, self.is_fast)
+            iterator, self._is_copied = skip_batches(loader, count, self.is_fast, last)
             return iterator
         own, loader.generator = loader.generator, torch.Generator()  # The workers' seed is drawn from it.
         try:
-            iterator, self._is_copied = skip_batches(loader, count, self.is_fast)
+            iterator, self._is_copied = skip_batches(loader, count, self.is_fast, last)
         finally:
             loader.generator = own
         return iterator
@@ -310,6 +366,8 @@ class LoaderPosition:
                     self._absent.append(given)
                     continue
                 given += 1
+                if self._is_read_again:
+                    self._last = LastBatch(batch)
                 yield batch
         except Exception:
             self.failed_at = given + 1

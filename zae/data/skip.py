@@ -6,25 +6,68 @@ import logging
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from zae.common.torch_private import version_of
+from zae.common.walk import leaves_of
 from zae.data.gather import batches_of
-from zae.data.loaders import Proxy, copy_with
+from zae.data.loaders import Proxy, copy_with, is_stateful
 from zae.data.workers import is_seeded
+from zae.errors import CheckpointMismatch
 
-__all__ = ["iterate_on", "skip_batches"]
+__all__ = ["LastBatch", "is_read_again", "iterate_on", "skip_batches"]
 
 _log = logging.getLogger("zae")
+_COMPARED = 8192  # Elements of each tensor.
 
 
-def skip_batches(loader: Any, count: int, fast: bool) -> tuple[Iterator[Any], bool]:
+class LastBatch:
+    """The batch that was used last, of a loader whose first batches a resumed run reads again and drops.
+
+    Its digest is in the state, and the batch at its place is compared with it: a stream that draws from an unseeded
+    generator, or that counts how often it was read, yields others.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        # Its leaves: a step may change a dict, or a tensor in place, which is then not compared.
+        self._leaves = [(each, version_of(each) if isinstance(each, Tensor) else 0) for _, each in leaves_of(batch)]
+
+    def digest(self) -> str | None:
+        """Return a digest of its numbers and texts; None where a step has changed them."""
+        made = blake2b(digest_size=16)
+        for each, version in self._leaves:
+            if not isinstance(each, Tensor):
+                is_plain = isinstance(each, (str, bytes, int, float, bool, type(None)))
+                made.update(repr(each if is_plain else type(each).__name__).encode())
+            elif version_of(each) != version:
+                return None
+            else:
+                made.update(f"{each.dtype} {tuple(each.shape)}".encode())
+                if type(each) is Tensor and each.layout == torch.strided:
+                    first = each.detach().reshape(-1)[:_COMPARED].cpu().contiguous()
+                    made.update(first.view(torch.uint8).numpy().tobytes())
+        return made.hexdigest()
+
+
+def is_read_again(loader: Any) -> bool:
+    """Return whether a resume in the middle of an epoch loads the first batches of a loader, and drops them."""
+    if isinstance(loader, Sequence) or is_stateful(loader):
+        return False
+    takes_samples = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return not (takes_samples and type(loader).__iter__ is DataLoader.__iter__)
+
+
+def skip_batches(loader: Any, count: int, fast: bool, last: str | None = None) -> tuple[Iterator[Any], bool]:
     """Return an iterator over a loader without its first batches, and whether it iterates over a copy of the loader.
 
-    The entries of a sampler are skipped before anything is loaded. Batches of any other loader are loaded and dropped.
+    The entries of a sampler are skipped before anything is loaded. Batches of any other loader are loaded and dropped;
+    ``last`` is the digest of the last of them, where it is known.
     """
     if not count:
         return batches_of(loader, fast), False
@@ -40,7 +83,15 @@ def skip_batches(loader: Any, count: int, fast: bool) -> tuple[Iterator[Any], bo
         _log.info("the first %d batches of %s are loaded and dropped", count, type(loader).__name__)
     iterator = iter(loader)
     source = "dataset" if isinstance(loader, DataLoader) else "loader"
-    _drop(iterator, count, f"{source} {type(getattr(loader, 'dataset', loader)).__name__}")
+    name = f"{source} {type(getattr(loader, 'dataset', loader)).__name__}"
+    found = _drop(iterator, count, name)
+    if last is not None and found is not None and LastBatch(found).digest() != last:
+        raise CheckpointMismatch(
+            f"the {name} yields other batches when it is read again: the last one that was used, batch {count}, is "
+            "another one now, so that to continue would use some samples twice and others never. Seed what it draws "
+            "from in each __iter__, or give it state_dict and load_state_dict; with mid_epoch='restart' (an option of "
+            "StateManagerAddon) nothing is read again, and the epoch begins anew"
+        )
     return iterator, False
 
 
@@ -91,17 +142,24 @@ def _global_streams() -> tuple[Any, ...]:
     return random.getstate(), key, twister.get("pos"), torch.get_rng_state().numpy().tobytes()
 
 
-def _drop(iterator: Iterator[Any], count: int, what: str) -> None:
-    """Drop the first entries; warn if the iterator draws from the global random streams between them."""
-    before = None
+def _drop(iterator: Iterator[Any], count: int, what: str) -> Any:
+    """Drop the first entries, and return the last one.
+
+    Where the iterator draws from the global random streams between them, which training uses too, it warns and returns
+    None: the entries are others than those that were used.
+    """
+    before = last = None
     for _ in range(count):
-        next(iterator, None)
+        entry = next(iterator, None)
+        last = last if entry is None else entry
         before = before or _global_streams()  # The first entry may draw all numbers of the epoch at once.
     if count and before != _global_streams():
         _log.warning(
             "the %s draws from the global random streams while it is iterated: the order of the samples may differ "
             "from that of an uninterrupted run; give it its own generator", what,
         )  # fmt: skip
+        return None
+    return last
 
 
 def _skip_entries(loader: DataLoader[Any], count: int, fast: bool) -> Iterator[Any] | None:

@@ -28,12 +28,13 @@ from zae.common.torch_private import shut_down_workers
 from zae.common.walk import search
 from zae.data.loader_state import STREAMS, read_stream, write_stream
 from zae.data.loaders import datasets_with_epoch, parts_of_dataset
-from zae.errors import ConfigError, kind_of
+from zae.errors import ConfigError, LoaderError, kind_of
 
 __all__ = [
     "SeededDataset",
     "abandon_workers",
     "add_to_text",
+    "check_epoch_of_workers",
     "dead_workers",
     "deaths_expected",
     "ignore_dead_workers",
@@ -96,6 +97,7 @@ class SeededDataset(Dataset[Any]):
             )
         self.dataset, self.seed = dataset, check_count("seed", seed, least=0, bits=64)
         self._epoch = torch.tensor(0).share_memory_()  # Workers that persist see the next epoch.
+        self._passed_on = 0  # The epoch that the datasets within have, in this process.
         self._streams: list[Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -107,6 +109,11 @@ class SeededDataset(Dataset[Any]):
             Each has its own random numbers.
         """
         self._epoch.fill_(epoch)
+        self._pass_on(epoch)
+
+    def _pass_on(self, epoch: int) -> None:
+        """Set the epoch of the datasets within."""
+        self._passed_on = epoch
         for each in datasets_with_epoch(self.dataset).values():
             each.set_epoch(epoch)
 
@@ -127,7 +134,10 @@ class SeededDataset(Dataset[Any]):
     def _sample(self, index: Any) -> Any:
         with suppress(TypeError):  # A key may be a string.
             index = as_index(index)
-        key = f"{self.seed} {int(self._epoch)} {index!r}"
+        epoch = int(self._epoch)
+        if epoch != self._passed_on:  # In a worker that persists, whose copies within are of an earlier epoch.
+            self._pass_on(epoch)
+        key = f"{self.seed} {epoch} {index!r}"
         seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -145,6 +155,46 @@ class SeededDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_streams": None}  # A copy has generators of its own.
+
+
+def check_epoch_of_workers(loader: Any, new_epochs: int) -> None:
+    """Refuse to begin so many epochs where the dataset has ``set_epoch``, and workers would stay in the first one.
+
+    Workers that persist keep the copy of the dataset that they began with. Every epoch would have the samples of the
+    first one, and a resumed run, whose workers are new, other ones.
+    """
+    if not (getattr(loader, "num_workers", 0) and getattr(loader, "persistent_workers", False)):
+        return
+    have_begun = getattr(loader, "_iterator", None) is not None
+    if new_epochs < 1 or (new_epochs == 1 and not have_begun):
+        return
+    for place, dataset in datasets_with_epoch(getattr(loader, "dataset", None), "loader.dataset").items():
+        if not _has_shared_value(dataset):
+            raise LoaderError(
+                f"{place} ({type(dataset).__name__}) has set_epoch, and persistent_workers=True: each worker keeps its "
+                "own copy of the dataset, which set_epoch does not reach, so that every epoch would be the first one, "
+                "and another one after a resume. Write persistent_workers=False, or keep the epoch where workers see "
+                "it: self.epoch = torch.tensor(0).share_memory_() in __init__, and self.epoch.fill_(epoch) in set_epoch"
+            )
+
+
+_SMALL = 16  # Elements of a shared tensor that may be an epoch; a larger one holds data.
+
+
+def _has_shared_value(dataset: Any) -> bool:
+    """Return whether a dataset holds a number that other processes see, in the ways in which Python and torch do it."""
+    # Imported here: few runs come here, and torch does not import them either.
+    from ctypes import _SimpleCData
+    from multiprocessing.managers import BaseProxy
+    from multiprocessing.shared_memory import SharedMemory
+    from multiprocessing.sharedctypes import SynchronizedBase
+
+    kinds = (torch.Tensor, SynchronizedBase, BaseProxy, _SimpleCData, SharedMemory)
+    closed = (np.ndarray, type, ModuleType, Iterator)
+    return any(
+        not isinstance(each, torch.Tensor) or (each.is_cpu and each.is_shared() and each.numel() <= _SMALL)
+        for _, each in search(dataset, "dataset", kinds, closed=closed)
+    )
 
 
 def is_seeded(dataset: Any) -> bool:

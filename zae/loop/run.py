@@ -17,7 +17,7 @@ from zae.common import argument_checks, optim
 from zae.common.optimizer_checks import Span
 from zae.composition.introspect import is_overridden
 from zae.data.loaders import describe, length_of
-from zae.data.workers import add_to_text, dead_workers, ignore_dead_workers
+from zae.data.workers import add_to_text, check_epoch_of_workers, dead_workers, ignore_dead_workers
 from zae.display.notebook import choose_display
 from zae.display.terminal import Display
 from zae.errors import ConfigError, LoaderError, MonitorError, kind_of
@@ -203,10 +203,16 @@ class Run:
         calls, is_new = progress.run_calls, progress.run_calls.is_new
         has_more = progress.epoch < self.last_epoch and progress.step < self.last_step
         if has_more and not is_new:
+            if progress.epoch_batch:
+                position.check_order(self.loader)
             position.reshard(self.trainer, self.loader)
         wrapped = self.trainer.wrap_loader(self.loader, True)
         if has_more:
             position.check(wrapped, is_new)
+            if progress.epoch_batch and position.is_of(wrapped):
+                position.check_order(wrapped)
+            new_epochs = self.last_epoch - progress.epoch - bool(progress.epoch_batch)
+            check_epoch_of_workers(wrapped, new_epochs)
         if calls.is_behind and not calls.is_over:
             position.note_loader(wrapped)
         return wrapped

@@ -237,10 +237,10 @@ def between_epochs(position: Mapping[str, Any]) -> dict[str, Any]:
 
 def derive_streams(position: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Derive the random streams of a rank whose own were not saved; rank 0 has those of the position."""
-    present = position["present"]
-    if rank:
-        present = {**present, "random": random_state.of_rank(rank, present["random"])}
-    return {**position, "present": present}
+    if not rank:
+        return {**position}
+    present = {**position["present"], "random": random_state.of_rank(rank, position["present"]["random"])}
+    return {**position, "present": present, "last_batch": None}  # Its own was another one.
 
 
 def _merging(cls: type) -> dict[str, Any]:
