@@ -223,10 +223,10 @@ class StateManagerAddon(AddOnBase):
         if is_due:
             found = self.checkpointer.find(resumption.resume, resumption.allow_partial, self.held_parts())
             if found is None:
-                resumption.start.apply(self)
+                resumption.news = resumption.start.apply(self)
             else:
-                resumption.path = found[0]
                 self._resume_from(*found)
+                resumption.note_resumed(found[0], self.progress_checker.run_calls)
                 resumption.restart_epoch(self.progress_checker, self.loader_position)
         self.checkpointer.begin_run(secrets.token_hex(8), partial(describe_code, type(self), self.unwrap()))
 
@@ -249,6 +249,8 @@ class StateManagerAddon(AddOnBase):
             vars(self.loader_position).update(position)
         if self.save_on_signal:
             self.current_run.signals = self._stop_signals.install()
+        if news := self._resumption.take_news(self.current_run, self.checkpointer.shown):
+            self.current_run.say(news)
 
     def checkpoint(self) -> None:
         """Save if it is due, or if the validation of this moment was the best; stop after a signal."""
@@ -281,9 +283,15 @@ class StateManagerAddon(AddOnBase):
         if self.checkpointer.saved_at != self.progress_checker.moment:
             self.save_state()
         if signal is not None:
-            if self.is_main:
-                _log.warning("signal %d: saved at step %d, in %s", signal, self.progress_checker.step, self.last_path)
+            self._say_saved(signal)
             self._stop_signals.end(signal)
+
+    def _say_saved(self, signal: int) -> None:
+        """Say what was saved because of a signal, and where."""
+        path, is_resumed = self.last_path, self._resumption.resume is not False
+        where = "nowhere" if path is None else self.checkpointer.shown(path)
+        then = "started again, the run continues from there" if is_resumed else "resume='auto' continues from there"
+        self.current_run.say(f"signal {signal}: saved at {self.current_run.place}, in {where}; {then}", logging.WARNING)
 
     def on_exception(self, error: BaseException) -> None:
         """Save the state apart; nothing that fails here hides the error."""
@@ -297,6 +305,7 @@ class StateManagerAddon(AddOnBase):
             return
         if (signal := self._stop_signals.first) is not None and not in_step and self.world_size == 1:
             self.save_state()  # The signal has hit a worker of the loader too: the state is that of the last step.
+            self._say_saved(signal)
             self._stop_signals.end(signal)
 
         def write(target: Path, older: Sequence[Path], info: Mapping[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """Handwritten digits: mixed precision, early stopping, a log, and checkpoints that a second start resumes from."""
 
-import sys
-
 import torch
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
@@ -23,12 +21,6 @@ class Digits(Trainer):
         return {"loss": cross_entropy(logits, labels), "accuracy": (logits.argmax(1) == labels).float().mean()}
 
     test_step = train_step  # The same numbers, without gradients and in evaluation mode.
-
-    def on_epoch_end(self):
-        super().on_epoch_end()
-        if not sys.stderr.isatty():  # A terminal shows a bar, and a line for each epoch.
-            row = self.metrics["valid_metrics_history"][-1]
-            print(f"epoch {row['epoch']}: loss {row['loss']:.4f}, accuracy {row['accuracy']:.4f}", flush=True)
 
 
 def loaders():

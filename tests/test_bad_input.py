@@ -250,7 +250,7 @@ def test_an_optimizer_at_the_place_of_the_device():
         ({"seed": 2**64}, r"seed=18446744073709551616; it must be a whole number below 2\*\*64"),
         ({"log_every": 0}, r"log_every=0; write Every\(steps=...\)"),
         ({"log_every": "epoch"}, "log_every='epoch'"),
-        ({"log_bar": "False"}, "log_bar='False'; it must be True or False"),
+        ({"log_bar": "False"}, "log_bar='False'; it must be 'auto' .or True., 'bar', 'lines' or False"),
         ({"scheduler_step_on_batch": "epoch"}, "scheduler_step_on_batch='epoch'"),
         ({"fast_data": "off"}, "fast_data='off'"),
         ({"fast_data": None}, "fast_data=None"),

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from kit.hand import digest, loader
 from kit.regression import Regression, Unsized, build, line, pairs, valid
-from kit.scripts import Script
+from kit.scripts import Script, besides_progress
 from kit.table import Task, core_of, fingerprint
 from zae import ConfigError, Every, LoaderError, MonitorError, Trainer
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
@@ -202,8 +202,8 @@ def test_an_unknown_monitor_fails_at_the_first_validation() -> None:
 # --- what a run leaves behind
 
 
-def test_an_empty_folder_stays_empty_and_nothing_is_said(tmp_path: Any) -> None:
-    """No add-on that writes, so no file, no connection, and no byte to either stream."""
+def test_an_empty_folder_stays_empty_and_only_progress_is_said(tmp_path: Any) -> None:
+    """No add-on that writes, so no file, no connection, and nothing but three epochs and a summary."""
     script = tmp_path / "script.py"
     script.write_text(
         "import socket, torch, zae\n"
@@ -224,7 +224,9 @@ def test_an_empty_folder_stays_empty_and_nothing_is_said(tmp_path: Any) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     with contextlib.chdir(folder):
-        assert Script(script).end() == (0, "", "")
+        status, out, said = Script(script).end()
+    assert (status, out, besides_progress(said)) == (0, "", "")
+    assert len(said.splitlines()) == 4
     assert list(folder.iterdir()) == []
 
 

@@ -70,8 +70,11 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     scheduler : LRScheduler, callable, or a list or dict of them, optional
         One or several, or functions that make them of the optimizer. A function of ``optimizer, total_steps`` gets the
         optimizer steps that the first call of ``run`` is planned to take; None where the loader has no length.
-    log_bar : bool
-        Whether to show progress; it is quiet where standard error is not a terminal.
+    log_bar : {"auto", "bar", "lines"} or bool
+        How a run shows its progress, on standard error and on rank 0 only. "bar" is a bar and a table. "lines" is a
+        plain line for each epoch, for each validation within an epoch (at most one a second), and after each minute
+        without one. "auto", and True, is the bar on a terminal and lines elsewhere: in a pipe, a file, or a terminal
+        whose output a CI service keeps. In a notebook it is one output, with "bar" too. False shows nothing.
     scheduler_step_on_batch : bool, optional
         Step the schedulers after each optimizer step, as warm-up and OneCycleLR need, instead of after each epoch. None
         is False, except that a schedule as long as the run has optimizer steps is then refused before the first batch.
@@ -135,7 +138,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         optimizer: Any = None,
         scheduler: Any = None,
         *,
-        log_bar: bool = True,
+        log_bar: bool | str = "auto",
         scheduler_step_on_batch: bool | None = None,
         gradient_clip: float = 0.0,
         monitor: str = "loss",
@@ -153,7 +156,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self.model: Any = argument_checks.check_model(model, random_state.seeded(self.seed))
         self._module: nn.Module = self.model
         optimizer_checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
-        self.log_bar, self.try_validation = argument_checks.check_flags(log_bar=log_bar, try_validation=try_validation)
+        self.log_bar = argument_checks.check_log_bar(log_bar)
+        (self.try_validation,) = argument_checks.check_flags(try_validation=try_validation)
         fast, keeps = argument_checks.check_flags(fast_data=fast_data, keep_train_outputs=keep_train_outputs)
         self.optimization = Optimization(optimizer, scheduler, gradient_clip, scheduler_step_on_batch)
         has_metric = type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end

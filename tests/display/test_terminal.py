@@ -1,4 +1,4 @@
-"""Progress on a terminal, and silence everywhere else."""
+"""Progress on a terminal, and plain lines everywhere else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pty
 import re
 import select
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -20,9 +21,11 @@ from typing import Any
 import pytest
 import torch
 
+from kit.rank_tasks import forks
 from kit.scripts import Script
 from zae import Trainer
-from zae.display import terminal
+from zae.display import lines, terminal
+from zae.display.lines import Lines
 from zae.display.terminal import Terminal
 from zae.loop.progress import Position
 
@@ -45,9 +48,16 @@ open(sys.argv[1], "w").write(str([model.weight.tolist(), torch.rand(1).item()]))
 EPOCHS = 3
 
 
-def script(folder: Path, pause: float = 0.0, log_bar: bool = True, every: str = "None") -> tuple[Path, str]:
+LINE = (
+    r"epoch {0}/3, step {1}, train_loss \d\.\d+, lr 0.001, valid_loss \d\.\d+, valid_accuracy 0\.5000, "
+    r"time \S+s(, ETA \S+s)?, best"
+)
+SUMMARY = r"3 epochs, 90 steps, \S+s, \S+ steps/s; best: loss \S+ in epoch 3"
+
+
+def script(folder: Path, pause: float = 0.0, log_bar: bool | str = "auto", every: str = "None") -> tuple[Path, str]:
     path = folder / "script.py"
-    text = SCRIPT.replace("PAUSE", str(pause)).replace("LOG_BAR", str(log_bar)).replace("EVERY", every)
+    text = SCRIPT.replace("PAUSE", str(pause)).replace("LOG_BAR", repr(log_bar)).replace("EVERY", every)
     path.write_text(text)
     return path, str(folder / "end.txt")
 
@@ -126,12 +136,19 @@ def test_lines_fit_into_narrow_terminals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("environment", [{"CI": "true"}, {"TERM": "dumb"}])
 def test_whole_lines_where_a_log_is_kept(tmp_path: Path, environment: dict[str, str]) -> None:
-    """A terminal of a CI service, or one that cannot overwrite: the table, and at most 120 bytes an epoch."""
-    text = on_a_terminal(script(tmp_path), **environment).replace("\r\n", "\n")
-    assert "\r" not in text
-    assert "\x1b" not in text
-    assert [line.split()[0] for line in text.splitlines()] == ["epoch", "1", "2", "3", "3"]
-    assert max(map(len, text.splitlines())) < 120
+    """A terminal of a CI service, or one that cannot overwrite: the lines of a pipe, unless the bar was asked for."""
+    check_lines(on_a_terminal(script(tmp_path), **environment).replace("\r\n", "\n"))
+    assert len(re.findall(r"epoch \d/3 \|", on_a_terminal(script(tmp_path, log_bar="bar"), **environment))) >= EPOCHS
+
+
+def check_lines(text: str) -> None:
+    """A line for each epoch and a summary; they have no colour, and nothing that overwrites."""
+    assert [sign for sign in text if sign < " " and sign != "\n"] == []
+    *rows, summary = text.splitlines()
+    assert len(rows) == EPOCHS
+    for epoch, row in enumerate(rows, 1):
+        assert re.fullmatch(LINE.format(epoch, epoch * 30), row), row
+    assert re.fullmatch(SUMMARY, summary), summary
 
 
 def test_columns_that_come_later_have_a_place(tmp_path: Path) -> None:
@@ -148,14 +165,80 @@ def test_no_color(tmp_path: Path, shown: Any) -> None:
         assert re.findall(r"\x1b\[[0-9;]*m", text) == []
 
 
-def test_nothing_is_written_to_a_pipe(tmp_path: Path, shown: Any) -> None:
-    """0 bytes to both streams, and the end of a run that was watched on a terminal."""
-    assert Script(*script(tmp_path)).end() == (0, "", "")
+@pytest.mark.parametrize("log_bar", ["auto", True, "lines"])
+def test_plain_lines_where_there_is_no_terminal(tmp_path: Path, shown: Any, log_bar: bool | str) -> None:
+    """A file or a pipe gets a line for each epoch on standard error; the end is that of a run on a terminal."""
+    status, out, error = Script(*script(tmp_path, log_bar=log_bar)).end()
+    assert (status, out) == (0, "")
+    check_lines(error)
     assert (tmp_path / "end.txt").read_text() == shown[2]
 
 
-def test_log_bar_false_is_quiet_on_a_terminal(tmp_path: Path) -> None:
+def test_what_is_asked_for_is_shown_anywhere(tmp_path: Path) -> None:
+    """Lines on a terminal, the bar in a pipe, and nothing with False."""
+    check_lines(on_a_terminal(script(tmp_path, log_bar="lines")).replace("\r\n", "\n"))
+    status, out, error = Script(*script(tmp_path, log_bar="bar")).end()
+    assert (status, out) == (0, "")
+    assert {"1", "2", "3"} == set(re.findall(r"epoch (\d)/3 \|", error))
     assert on_a_terminal(script(tmp_path, log_bar=False)) == ""
+    assert Script(*script(tmp_path, log_bar=False)).end() == (0, "", "")
+
+
+def test_lines_stand_beside_those_of_print_and_logging(tmp_path: Path) -> None:
+    """Each is whole, in the order in which they were written, also where both streams are one."""
+    path, end = script(tmp_path)
+    begun = "        time.sleep(0.0)\n"
+    beside = begun + "        print('printed', flush=True); import logging; logging.getLogger('mine').error('logged')\n"
+    path.write_text(path.read_text().replace(begun, beside))
+    with (tmp_path / "log").open("w+") as both:
+        assert Script(path, end, terminal=both.fileno()).end()[0] == 0
+        both.seek(0)
+        text = both.read()
+    check_lines("\n".join(line for line in text.splitlines() if line not in ("printed", "logged")))
+    assert text.count("printed\nlogged\n") == text.count("printed") > EPOCHS * 30
+
+
+def test_a_standard_error_that_takes_nothing_does_not_end_the_run(tmp_path: Path, shown: Any) -> None:
+    """A reader that is gone after the first line, and a full disk: the exit status and the end are as ever."""
+    path, end = script(tmp_path, pause=0.003)
+    reader, writer = os.pipe()
+    run = Script(path, end, terminal=writer)
+    os.close(writer)
+    assert re.fullmatch(LINE.format(1, 30), os.read(reader, 4096).decode().splitlines()[0])
+    os.close(reader)
+    assert run.end()[0] == 0
+    assert (tmp_path / "end.txt").read_text() == shown[2]
+    (tmp_path / "end.txt").unlink()
+    with open("/dev/full", "w") as full:  # By an interpreter of its own, which flushes the stream as it ends.
+        assert subprocess.run([sys.executable, path, end], stderr=full).returncode == 0
+    assert (tmp_path / "end.txt").read_text() == shown[2]
+
+
+RANKS = """
+import torch
+from zae import Trainer
+from zae.addons import MultiGPUAddon
+from torch.utils.data import DataLoader
+class Task(Trainer):
+    def train_step(self, batch):
+        return {"loss": self.model(batch).square().mean()}
+    def test_step(self, batch):
+        return {**self.train_step(batch), "accuracy": 0.5}
+if __name__ == "__main__":
+    torch.manual_seed(3)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    trainer = Task.add_on(MultiGPUAddon)(model, ["cpu", "cpu"], optimizer=optimizer)
+    trainer.run(3, DataLoader(torch.ones(480, 2), 8), DataLoader(torch.ones(16, 2), 8))
+"""
+
+
+def test_only_rank_0_writes_lines(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    with forks():
+        status, out, error = Script(tmp_path / "ranks.py").end()
+    assert (status, out) == (0, ""), error
+    check_lines(error)
 
 
 def test_a_bar_is_closed_when_a_step_fails(tmp_path: Path) -> None:
@@ -189,6 +272,12 @@ class Steps:
     def last_row(self) -> tuple[dict[str, Any], str]:
         return {"epoch": 1, "train_loss": 0.5}, "best"
 
+    def last_validation(self) -> tuple[dict[str, Any], str]:
+        return {"epoch": 1, "step": self.step, "valid_loss": 0.25}, ""
+
+    def ending(self) -> list[str]:
+        return []
+
     def metrics(self) -> Any:
         raise AssertionError("a terminal shows no history")
 
@@ -212,6 +301,46 @@ def test_redraws_are_bound_to_time_not_to_steps(monkeypatch: Any) -> None:
     assert bars[-1][1] == "1.8s"
     assert bars[-1][2] == "2.2s"
     assert screen(seen.getvalue())[-1].split()[:3] == ["1", "0.5000", "2.0s"]
+
+
+def test_lines_within_an_epoch_are_bound_to_time(monkeypatch: Any) -> None:
+    """200 validations in 2 seconds have two lines, and an hour without any says each minute where it is."""
+    now = [0.0]
+    monkeypatch.setattr(lines, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(terminal, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    seen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", seen)
+    shown, run = Lines(), Steps()
+    shown.open(run)
+    for run.step in range(1, 201):
+        now[0] += 0.01
+        shown.validation(run)
+    validated = seen.getvalue().splitlines()
+    assert [line.rpartition(", time")[0] for line in validated] == [
+        "epoch 1/2, step 1, valid_loss 0.2500", "epoch 1/2, step 101, valid_loss 0.2500",
+    ]  # fmt: skip
+    for run.step in range(201, 1281):
+        now[0] += 10 / 3
+        if shown.due():
+            shown.update(run)
+    hour = seen.getvalue().splitlines()[len(validated) :]
+    assert 55 <= len(hour) <= 60
+    said = re.compile(r"epoch 1/2, step \d+, \d+ of 2000 in this epoch, loss 0.5000, time .*")
+    assert all(map(said.fullmatch, hour))
+
+
+def test_a_sentence_does_not_break_the_bar(monkeypatch: Any) -> None:
+    seen = Screen()
+    monkeypatch.setattr(sys, "stderr", seen)
+    monkeypatch.setenv("COLUMNS", "100")
+    shown, run = Terminal(), Steps()
+    shown.open(run)
+    shown.say(run, "resumed from \x1b[2J step 3")
+    shown.say(run, "word " * 40)
+    assert screen(seen.getvalue())[0] == "resumed from \\x1b[2J step 3"
+    assert max(map(len, screen(seen.getvalue()))) <= 100
+    assert screen(seen.getvalue())[-1].startswith("epoch 1/2 |")
+    shown.close(run)
 
 
 class Quick(Trainer):

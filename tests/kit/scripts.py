@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import runpy
 import sys
 import tempfile
@@ -16,6 +17,15 @@ from torch.distributed import run
 from torch.distributed.launcher.api import elastic_launch
 
 from kit.faults import Child
+
+_PROGRESS = re.compile(
+    r"epoch \d+(/\d+)?, step \d+(, [^,]+)*|[\d,]+ epochs?, [\d,]+ steps?, .*|resumed from step .*|already finished; .*"
+)
+
+
+def besides_progress(error: str) -> str:
+    """What a run has written to standard error beside the plain lines of its progress."""
+    return "".join(line for line in error.splitlines(keepends=True) if not _PROGRESS.fullmatch(line.rstrip("\n")))
 
 
 class Script(Child):

@@ -68,7 +68,9 @@ def test_a_search(tmp_path, capsys):
     assert page.count("<svg") == 5
     assert "trial 3" in page
     assert "4 finished" in page
-    assert capsys.readouterr().err == ""  # It is not a terminal.
+    shown = capsys.readouterr().err.splitlines()  # A plain line for each trial, also where it is no terminal.
+    assert [line.partition(":")[0] for line in shown] == [f"trial {at} of 4" for at in range(1, 5)]
+    assert shown[-1].partition("; best ")[2].startswith(f"{found.best_value:.4g}"[:4])
 
 
 def test_a_search_that_is_called_again_adds_trials(tmp_path):

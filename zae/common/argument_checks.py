@@ -22,6 +22,7 @@ __all__ = [
     "check_file",
     "check_flags",
     "check_folder",
+    "check_log_bar",
     "check_metrics",
     "check_mode",
     "check_model",
@@ -111,6 +112,13 @@ def check_flags(**flags: Any) -> list[bool]:
         if not isinstance(value, (bool, np.bool_)):
             raise ConfigError(f"{name}={value!r}; it must be True or False")
     return [bool(value) for value in flags.values()]
+
+
+def check_log_bar(log_bar: Any) -> bool | str:
+    """Return how a run shows itself: False, or a text; True is "auto"."""
+    if log_bar is True or log_bar is False or log_bar in ("auto", "bar", "lines"):
+        return "auto" if log_bar is True else log_bar
+    raise ConfigError(f"log_bar={log_bar!r}; it must be 'auto' (or True), 'bar', 'lines' or False")
 
 
 def check_partial(files: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -9,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from zae.display.html import block, escape, metrics_html, note_shown
-from zae.display.terminal import Clock, Display, Source, Terminal, is_on_a_terminal
+from zae.display.lines import Lines
+from zae.display.terminal import Clock, Display, Source, Terminal, can_write, is_on_a_terminal
 from zae.errors import printable
 
 __all__ = ["Notebook", "Output", "choose_display", "draw_elsewhere", "is_in_a_notebook"]
@@ -49,6 +51,7 @@ class Notebook(Display):
         self._output = output
         self._next = 0.0
         self._error: BaseException | None = None
+        self._said: list[str] = []
 
     def open(self, run: Source) -> None:
         self._clock.begin_epoch(run.position().step)
@@ -75,6 +78,10 @@ class Notebook(Display):
         if self.due():
             self.update(run)
 
+    def say(self, run: Source, text: str, level: int = logging.INFO) -> None:
+        self._said.append(text)
+        self._draw(run, "")
+
     def fail(self, run: Source, error: BaseException) -> None:
         self._error = error
 
@@ -96,8 +103,10 @@ class Notebook(Display):
         text, rows = str(metrics), metrics.rows()  # With a row for the open epoch.
         style = "margin:4px 0" + (";border-left:4px solid #e5484d;padding-left:8px" if is_failed else "")
         table = metrics_html(rows, metrics.marks(rows)) if rows else ""
-        page = block(f"<div style='{style}'>{bar}{escape(status)}</div>", table)
-        data = {"text/plain": printable(f"{status}\n{text if rows else ''}".rstrip()), "text/html": page}
+        said = "".join(f"<div>{escape(each)}</div>" for each in self._said)
+        page = block(said, f"<div style='{style}'>{bar}{escape(status)}</div>", table)
+        plain = "\n".join([*self._said, status, text if rows else ""])
+        data = {"text/plain": printable(plain.rstrip()), "text/html": page}
         self._output(data, text)
         self._is_drawn = True
 
@@ -117,15 +126,18 @@ def is_in_a_notebook() -> bool:
     return shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {})
 
 
-def choose_display(enabled: bool) -> Display:
-    """Return the display for this process: of a notebook, of a terminal, or none.
+def choose_display(log_bar: bool | str) -> Display:
+    """Return the display for this process: of a notebook, of a terminal, plain lines, or none.
 
-    A terminal that cannot overwrite a line, or whose output a CI service keeps, gets no bar.
+    A terminal that cannot overwrite a line, or whose output a CI service keeps, gets lines, unless ``log_bar`` says
+    "bar".
     """
-    if not enabled:
+    if not log_bar:
         return Display()
-    if _elsewhere is not None or is_in_a_notebook():
+    if log_bar != "lines" and (_elsewhere is not None or is_in_a_notebook()):
         return Notebook(_elsewhere or Output())
-    if is_on_a_terminal():
-        return Terminal(has_bar=not os.environ.get("CI") and os.environ.get("TERM") != "dumb")
-    return Display()
+    if not can_write():
+        return Display()
+    keeps_lines = bool(os.environ.get("CI")) or os.environ.get("TERM") == "dumb"
+    has_bar = log_bar == "bar" or (log_bar != "lines" and is_on_a_terminal() and not keeps_lines)
+    return Terminal() if has_bar else Lines()

@@ -1,7 +1,8 @@
-"""The live display of a run: nothing, or on a terminal a line for each epoch and one bar."""
+"""What a run shows while it trains: nothing, or on a terminal a line for each epoch and one bar."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -16,7 +17,9 @@ from zae.errors import printable
 if TYPE_CHECKING:
     from zae.loop.progress import Position
 
-__all__ = ["Clock", "Display", "Source", "Terminal", "is_on_a_terminal"]
+__all__ = ["Clock", "Display", "Source", "Terminal", "can_write", "is_on_a_terminal", "write_line"]
+
+_log = logging.getLogger("zae")
 
 _BAR = 8  # Columns that a bar has at least.
 _MARK = 6  # Columns of "best" after a line.
@@ -38,6 +41,10 @@ class Source(Protocol):
         """Return the row of the last epoch, and its mark."""
         ...
 
+    def last_validation(self) -> tuple[Mapping[str, Any], str]:
+        """Return the row of the last validation, and its mark."""
+        ...
+
     def ending(self) -> list[str]:
         """Return what there is to say at the end."""
         ...
@@ -48,9 +55,10 @@ class Source(Protocol):
 
 
 class Display:
-    """What a run shows while it trains; this one shows nothing."""
+    """What a run shows while it trains; this one shows nothing, and what the run says goes to the log."""
 
     shown = False
+    """Whether something is shown within an epoch, when it is due."""
 
     def open(self, run: Source) -> None:
         """Begin an epoch."""
@@ -65,8 +73,15 @@ class Display:
     def end_epoch(self, run: Source) -> None:
         """End the steps of an epoch; its validation follows."""
 
+    def validation(self, run: Source) -> None:
+        """Show a validation within an epoch."""
+
     def line(self, run: Source) -> None:
         """Show the row of a finished epoch."""
+
+    def say(self, run: Source, text: str, level: int = logging.INFO) -> None:
+        """Show a sentence about the run; ``level`` is that of the log, where nothing is shown."""
+        _log.log(level, "%s", text)
 
     def fail(self, run: Source, error: BaseException) -> None:
         """Show the error that ends the run."""
@@ -117,19 +132,13 @@ class Clock:
 
 
 class Terminal(Display):
-    """A table that grows by one line an epoch, and below it the bar of the open epoch, redrawn by time.
-
-    Parameters
-    ----------
-    has_bar : bool
-        False writes whole lines only, and nothing that overwrites them.
-    """
+    """A table that grows by one line an epoch, and below it the bar of the open epoch, redrawn by time."""
 
     interval = 0.2
     """Seconds between two redraws: reading a loss from an accelerator waits for it."""
 
-    def __init__(self, has_bar: bool = True) -> None:
-        self.shown, self._has_bar = True, has_bar
+    def __init__(self) -> None:
+        self.shown = True
         self._clock = Clock()
         self._bar: Any = None
         self._next = 0.0
@@ -139,7 +148,7 @@ class Terminal(Display):
     def open(self, run: Source) -> None:
         at = run.position()
         self._clock.begin_epoch(at.step)
-        if not self._has_bar or not self.shown:
+        if not self.shown:
             return
         self._remove_bar()
         from tqdm import tqdm  # ~40 ms, and only a shown bar needs it
@@ -187,6 +196,13 @@ class Terminal(Display):
         cells = [cell(row.get(name)).rjust(self._widths[name]) for name in columns]
         self._write("  ".join(cells) + (f"  {mark}" if mark else ""))
 
+    def say(self, run: Source, text: str, level: int = logging.INFO) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        self._wrap(text)
+        if self._bar is not None:
+            self._bar.refresh()
+
     def fail(self, run: Source, error: BaseException) -> None:
         self._remove_bar()
         self._header = []  # An error has no summary: its message follows.
@@ -194,23 +210,38 @@ class Terminal(Display):
     def close(self, run: Source) -> None:
         self._remove_bar()
         if self._header and self.shown:
-            text = "; ".join([", ".join(self._clock.summary(run.position())), *run.ending()])
-            for line in textwrap.wrap(printable(text), max(20, _width()), break_long_words=False):
-                self._write(line)
+            self._wrap("; ".join([", ".join(self._clock.summary(run.position())), *run.ending()]))
         self._header = []
+
+    def _wrap(self, text: str) -> None:
+        """Write a sentence, in as many lines as it needs."""
+        for line in textwrap.wrap(printable(text), max(20, _width()), break_long_words=False):
+            self._write(line)
 
     def _write(self, text: str) -> None:
         """Write a line; a closed terminal does not end the run."""
-        try:
-            sys.stderr.write(f"{text}\n")
-        except (OSError, ValueError):
-            self.shown = False
+        self.shown = self.shown and write_line(text)
 
     def _remove_bar(self) -> None:
         """End the bar and free its line."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def can_write() -> bool:
+    """Return whether there is a standard error to write to: it may be None, or closed."""
+    return sys.stderr is not None and not getattr(sys.stderr, "closed", False)
+
+
+def write_line(text: str) -> bool:
+    """Write a whole line to standard error; return whether it took it: its reader may be gone."""
+    try:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):  # The last where it is None by now, or cannot be flushed.
+        return False
+    return True
 
 
 def is_on_a_terminal() -> bool:

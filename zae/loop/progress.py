@@ -406,7 +406,15 @@ class RunView:
         row = dict(history.train[-1])
         if history.valid and history.valid[-1]["step"] == row["step"]:
             row.update(history.valid[-1])
-        return row, "best" if history.best.get("step") == row["step"] else ""
+        return row, self._mark_of(row)
+
+    def last_validation(self) -> tuple[dict[str, Any], str]:
+        """Return the row of the last validation, and whether it is the best."""
+        row = dict(self._trainer.history.valid[-1])
+        return row, self._mark_of(row)
+
+    def _mark_of(self, row: Mapping[str, Any]) -> str:
+        return "best" if self._trainer.history.best.get("step") == row["step"] else ""
 
     def metrics(self) -> Any:
         """Return the history so far, as ``Trainer.run`` returns it."""

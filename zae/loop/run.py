@@ -111,7 +111,19 @@ class Run:
     @cached_property
     def display(self) -> Display:
         """What the run shows of itself."""
-        return choose_display(self.trainer.log_bar and self.trainer.is_main)
+        return choose_display(self.trainer.log_bar if self.trainer.is_main else False)
+
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """Show a sentence about the run beside its progress, on the main rank; with ``log_bar=False``, log it."""
+        if self.trainer.is_main:
+            self.display.say(RunView(self), text, level)
+
+    @property
+    def place(self) -> str:
+        """The step, and the epoch that is open or was just closed, of how many, in words."""
+        progress = self.trainer.progress_checker
+        of = "" if self.last_epoch == NO_LIMIT else f" of {self.last_epoch}"
+        return f"step {progress.step} (epoch {progress.place['epoch']}{of})"
 
     def new_call(self, loader: Any, valid_loader: Any, limits: RunLimits) -> Run:
         """Return a call of ``run``; the trainer may be set up already."""
@@ -134,9 +146,9 @@ class Run:
             yield
         except BaseException as error:
             with ignore_dead_workers():
-                trainer.on_exception(error) if self.is_call else self.explain(error)
-                if "display" in vars(self):
+                if "display" in vars(self):  # First: what is said of the error begins on its own line.
                     self.display.fail(RunView(self), error)
+                trainer.on_exception(error) if self.is_call else self.explain(error)
             raise
         finally:
             if trainer.current_run is self:  # Else a call of ``run`` in the block has torn down.
@@ -407,6 +419,8 @@ class Run:
                 trainer.on_validation_begin()
                 metrics = trainer.validate()
                 progress.pending_validation = ""
+                if moment == "step":  # Else it is in the line of the epoch.
+                    self.display.validation(RunView(self))
                 trainer.on_validation_end(metrics)
 
     def run_test_epoch(self) -> None:

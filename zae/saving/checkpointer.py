@@ -139,6 +139,13 @@ class Checkpointer:
         """Return the place of the checkpoint of a step."""
         return self.folder / checkpoint_name(step)
 
+    def shown(self, path: Path) -> str:
+        """Return a checkpoint or folder as it is shown: relative to the present folder where it lies in it."""
+        with contextlib.suppress(OSError):  # The present folder may be gone.
+            if Path.cwd() in path.parents:
+                return str(path.relative_to(Path.cwd()))
+        return str(path)
+
     @property
     def last(self) -> Path | None:
         """The newest checkpoint of this run, None before the first."""

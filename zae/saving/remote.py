@@ -115,6 +115,12 @@ class FsspecCheckpointer(Checkpointer):
         """
         return partial(cls, url=url, storage_options=storage_options)
 
+    def shown(self, path: Path) -> str:
+        """Return a checkpoint in the store, or the folder of them, by its URL."""
+        if path == self.folder:
+            return self.url
+        return f"{self.url.rstrip('/')}/{path.name}" if path.parent == self.folder else super().shown(path)
+
     # ------------------------------------------------------------------------------------------------- reading
 
     def list_saved(self, folder: Path, kind: str = "step") -> list[Path]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zae.common.argument_checks import check_flags, check_partial
 from zae.data.position import LoaderPosition
@@ -14,6 +15,9 @@ from zae.saving.checkpointer import Content
 from zae.saving.rank_states import RankStates
 from zae.saving.start_from import Start
 from zae.saving.unsaved import Unsaved
+
+if TYPE_CHECKING:
+    from zae.loop.run import Run
 
 __all__ = ["Resumption"]
 
@@ -46,6 +50,8 @@ class Resumption:
         self.resume, self.mid_epoch, self.allow_partial = resume, mid_epoch, check_partial(allow_partial)
         self.start, self.unsaved = start, Unsaved()
         self.path: Path | None = None
+        self.news = ""
+        self._calls = 0  # Calls of run in the state that was resumed from.
         self._is_done = self._is_left = False
 
     def begin_from(self, resume: bool | str | Path) -> None:
@@ -63,6 +69,29 @@ class Resumption:
         is_begun = self._is_done or (is_seeded and calls.index > 0 and not calls.is_behind)
         self._is_done = True
         return not is_begun
+
+    def note_resumed(self, path: Path, calls: RunCalls) -> None:
+        """Note the checkpoint that was resumed from, with the calls of ``run`` in its state."""
+        self.path, self._calls = path, len(calls.starts)
+
+    def take_news(self, run: Run, shown: Callable[[Path], str]) -> str:
+        """Return what to say as a call of ``run`` begins: where it continues, or that it is finished already.
+
+        Each sentence is returned once; ``shown`` returns a path as it is shown.
+        """
+        news, self.news = self.news, ""
+        calls = run.trainer.progress_checker.run_calls
+        if self.path is None or calls.index > self._calls:  # A new call.
+            return news
+        if calls.is_behind:
+            return f"call {calls.index} of run() was finished before; nothing to train"
+        is_regular = self.path.name.startswith("step-")
+        where = shown(self.path.parent if is_regular else self.path)
+        if run.trainer.progress_checker.pending_validation or run.has_more_epochs():
+            return f"resumed from {run.place} of {where}"
+        reason = run.trainer.progress_checker.stop_reason
+        because = f", stopped: {reason}" if reason else ""
+        return f"already finished; nothing to train: {where} is at {run.place}{because}"
 
     def is_ahead(self, calls: RunCalls) -> bool:
         """Return whether the state belongs to a call of ``run`` that the script has not made yet."""

@@ -88,10 +88,13 @@ class Start:
         verify(path, skip={*needed, STATE, STATE_TENSORS} if self._reads_state() else needed)
         return self._load(path)
 
-    def apply(self, trainer: Trainer) -> None:
-        """Load the parts into a trainer that is set up and has not begun; on an error nothing is loaded."""
+    def apply(self, trainer: Trainer) -> str:
+        """Load the parts into a trainer that is set up and has not begun; on an error nothing is loaded.
+
+        Return what there is to say of it.
+        """
         if self.path is None:
-            return
+            return ""
         found, (model, rest) = self._newest(self._load, self._load_whole)
         engine, world, rank = engine_of(type(trainer), rest), trainer.data_size, trainer.data_rank
         saved = RankStates.with_entries_of(rest, engine, world, rank)
@@ -112,7 +115,8 @@ class Start:
         if streams is not None:
             random_state.restore(streams)
         trainer.checkpointer.parent = self._describe(found)  # type: ignore[attr-defined]
-        _log.info("a new run starts from %s of %s", ", ".join(self.parts), found)
+        place = trainer.checkpointer.shown(found)  # type: ignore[attr-defined]
+        return f"a new run starts from {', '.join(self.parts)} of {place}"
 
 
 def parts_of(cls: type) -> list[str]:

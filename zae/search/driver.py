@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zae.common.argument_checks import check_count, check_flags
+from zae.display.terminal import write_line
 from zae.display.text import duration, number
 from zae.errors import ConfigError, printable
 from zae.saving.locks import FolderLock
@@ -90,7 +90,7 @@ def search(
     name : callable, optional
         Returns the name of the folder of a trial; by default ``trial-0000`` and so on.
     log_bar : bool
-        Whether to write a line for each trial, where standard error is a terminal.
+        Whether to write a line for each trial to standard error.
 
     Returns
     -------
@@ -132,7 +132,7 @@ def search(
     lock = FolderLock(made.folder, "folder")
     lock.acquire()
     try:
-        _conduct_all(made, n_trials, n_jobs, seconds, log_bar and sys.stderr is not None and sys.stderr.isatty())
+        _conduct_all(made, n_trials, n_jobs, seconds, log_bar)
     except KeyboardInterrupt:
         if made.is_open:
             _log.warning(f"the search was interrupted, and continues when it is called again:\n{made.result()}")
@@ -166,7 +166,7 @@ def _conduct_all(made: Search, n_trials: int, n_jobs: int, seconds: float, shows
     def report(at: int) -> None:
         made.warn_of_failure(at)
         if shows:
-            sys.stderr.write(f"{_line(made, at, n_trials)}; {duration(time.monotonic() - began)}\n")
+            write_line(f"{_line(made, at, n_trials)}; {duration(time.monotonic() - began)}")
 
     if n_jobs > 1 and len(tasks) > 1:
         workers.conduct_all(made, tasks, min(n_jobs, len(tasks)), deadline, report)
