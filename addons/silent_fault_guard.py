@@ -86,7 +86,6 @@ class SilentFaultGuardAddon(AddOnBase):
     layer = "control"
     state_attributes = ("faults", "fault_checks")
     process_attributes = {"_begin": None}
-    reads_gradients = True  # CompileAddon then makes no graph of the whole step.
     excludes = {
         "AutoBatchAddon": "it computes the gradients of a step again as well, in other parts; leave AutoBatchAddon "
         "out, and write GradientAccumulationAddon with a smaller batch size, which zae.find_batch_size finds",
@@ -117,9 +116,8 @@ class SilentFaultGuardAddon(AddOnBase):
     @property
     def repeats_gradients(self) -> bool:
         """Whether the next step needs its batches more than once."""
-        is_measured = getattr(self, "compile_report", {}).get("kept") == "auto"  # Each step in another way.
         is_due = self.fault_check_every.due_at_step(self.progress_checker.step + 1)
-        return is_due and self.mode == "train" and not is_measured and not optim.has_lazy(self.parameters)
+        return is_due and self.mode == "train" and not optim.has_lazy(self.parameters)
 
     # ---------------------------------------------------------------------------------------------- the computations
 

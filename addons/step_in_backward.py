@@ -94,14 +94,12 @@ class StepInBackwardAddon(AddOnBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._backward_steps: BackwardSteps | None = None
-        compiled, precision = getattr(self, "compile_mode", "model"), getattr(self, "precision", None)
+        precision = getattr(self, "precision", None)
         others = [f"{seam}() of {each.__name__}" for seam in _SEAMS for each in owners_of(type(self), seam)
                   if not each.__module__.startswith("zae.")]  # fmt: skip
         reasons: dict[str, Any] = {
             f"gradient_clip={self.gradient_clip:g} needs the norm of all gradients before the first step; write "
             f"gradient_clip=0, or {_OUT}": self.gradient_clip,
-            f"compile_mode={compiled!r} computes all gradients in one graph; write compile_mode='model'": compiled
-            != "model",
             f"precision='fp16' skips a step in which any gradient overflows, and needs all of them; write "
             f"precision='bf16', or {_OUT}": precision == "fp16",
             f"{' and '.join(others)} may need the gradients, which are freed in the backward; do that work in another "

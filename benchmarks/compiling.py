@@ -1,6 +1,6 @@
 """What CompileAddon saves beside the manual loop: python benchmarks/compiling.py.
 
-For each model and mode, all in one process: half of the manual loop, the trainer, the other half of the manual loop,
+For each model and target, all in one process: half of the manual loop, the trainer, the other half of the manual loop,
 as CPU time; and what the compiler took, and after how many steps it has paid.
 """
 
@@ -24,8 +24,7 @@ import zae
 from zae.addons.compile import CompileAddon
 
 EPOCHS = {"free": 4, "cnn": 8, "transformer": 4}  # Of one repetition; even.
-MODES = ("eager", "graph", "fused", "model", "auto")
-LIMITS = {("free", "graph"): 0.80, ("cnn", "graph"): 1.05, ("transformer", "graph"): 0.90, ("free", "fused"): 0.62}
+TARGETS = ("eager", "model", "step")
 TITLES = {"free": "tiny MLP, free loader", "cnn": "CNN", "transformer": "transformer"}
 
 
@@ -78,29 +77,27 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, epo
             total, seen = total + loss.item() * len(batch[0]), seen + len(batch[0])
 
 
-def make(workload: str, mode: str) -> tuple[Any, nn.Module, torch.optim.Optimizer, Any, float]:
+def make(workload: str, target: str) -> tuple[Any, nn.Module, torch.optim.Optimizer, Any, float]:
     """A trainer, and what the manual loop is given; both are warm. And how far their weights are apart."""
     torch.manual_seed(0)
     model, loader = WORKLOADS[workload]()
     bare = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3)
     options: dict[str, Any] = {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)}
-    if mode == "eager":
+    if target == "eager":
         trainer: Any = Task(model, "cpu", log_bar=False, **options)
     else:
-        trainer = Task.add_on(CompileAddon)(model, "cpu", log_bar=False, compile_mode=mode, **options)
+        trainer = Task.add_on(CompileAddon)(model, "cpu", log_bar=False, compile_target=target, **options)
     by_hand(bare, optimizer, loader, 1)
     trainer.run(1, loader)
     furthest = difference(bare, trainer.unwrap())
-    while mode == "auto" and trainer.compile_report["kept"] == "auto":
-        trainer.run(1, loader)  # Until the trial is over.
     return trainer, bare, optimizer, loader, furthest
 
 
-def measure(workload: str, mode: str, repeats: int) -> dict[str, Any]:
+def measure(workload: str, target: str, repeats: int) -> dict[str, Any]:
     """Half of the manual loop, the trainer, the other half, so many times."""
-    trainer, bare, optimizer, loader, furthest = make(workload, mode)
-    report = {} if mode == "eager" else dict(trainer.compile_report)
+    trainer, bare, optimizer, loader, furthest = make(workload, target)
+    report = {} if target == "eager" else dict(trainer.compile_report)
     half, ratios, hands = EPOCHS[workload] // 2, [], []
     for _ in range(repeats):
         first = cpu_time(lambda: by_hand(bare, optimizer, loader, half))
@@ -116,17 +113,15 @@ def measure(workload: str, mode: str, repeats: int) -> dict[str, Any]:
         "difference": furthest,
         "seconds": seconds,
         "pays_after": f"{seconds / gain:,.0f}" if gain > 0 else "never",
-        "kept": report.get("kept", ""),
     }
 
 
-def row(workload: str, mode: str, found: dict[str, Any]) -> str:
+def row(workload: str, target: str, found: dict[str, Any]) -> str:
     ratios = found["ratios"]
-    limit = f"{LIMITS[workload, mode]:.2f}" if (workload, mode) in LIMITS else ""
-    compiled = " | " if mode == "eager" else f"{found['seconds']:.1f} | {found['pays_after']}"
-    name = "trainer, eager" if mode == "eager" else f'"{mode}"' + (f", kept {found['kept']}" if mode == "auto" else "")
+    compiled = " | " if target == "eager" else f"{found['seconds']:.1f} | {found['pays_after']}"
+    name = "trainer, eager" if target == "eager" else f'"{target}"'
     return (
-        f"| {TITLES[workload]} | {name} | {median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) | {limit} | "
+        f"| {TITLES[workload]} | {name} | {median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) | "
         f"{found['hand'] * 1e6:,.0f} | {compiled} | {found['difference']:.1g} |"
     )
 
@@ -135,21 +130,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=[*WORKLOADS])
-    parser.add_argument("--modes", nargs="*", choices=MODES, default=[*MODES])
+    parser.add_argument("--targets", nargs="*", choices=TARGETS, default=[*TARGETS])
     arguments = parser.parse_args()
     if "MALLOC_ARENA_MAX" not in os.environ:  # The allocator reads its settings when a process begins.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SETTINGS})
     torch.set_num_threads(1)
     lines = [f"{machine()}; {arguments.repeats} repetitions.", ""]
-    heads = ["model", "mode", "ratio to the manual loop", "limit", "manual loop, microseconds per step",
+    heads = ["model", "target", "ratio to the manual loop", "manual loop, microseconds per step",
              "compiling, seconds", "breakeven steps", "largest difference of a weight, first epoch"]  # fmt: skip
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # Nothing is there from an earlier time.
         torch.compile(lambda value: value + 1)(torch.ones(3))  # What the compiler needs to begin with.
         for workload in arguments.workloads:
-            for mode in arguments.modes:
-                lines.append(row(workload, mode, measure(workload, mode, arguments.repeats)))
+            for target in arguments.targets:
+                lines.append(row(workload, target, measure(workload, target, arguments.repeats)))
                 sys.stderr.write(lines[-1] + "\n")
     sys.stdout.write("\n".join(lines) + "\n")
 

@@ -72,7 +72,7 @@ def compare(width: int, depth: int) -> dict[str, float]:
     model = network(width, depth).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plain = make(Task.add_on(AMPAddon), network(width, depth))
-    compiled = make(Task.add_on(AMPAddon, CompileAddon), network(width, depth), compile_mode="graph")
+    compiled = make(Task.add_on(AMPAddon, CompileAddon), network(width, depth), compile_target="step")
     contestants: dict[str, Callable[[], Any]] = {
         "by hand": lambda: by_hand(model, optimizer, loader),
         "zae": lambda: plain.run(1, loader),

@@ -146,8 +146,8 @@ def test_what_is_compiled_is_left_to_the_compiler(copies: Any) -> None:
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
         model = nn.Sequential(nn.Linear(4, 8), *blocks, nn.Linear(8, 2))
-        trainer = trained(*add_ons, model=model, compile_mode="graph", compile_backend="eager")
-        assert trainer.compile_report["kept"] == "graph"
+        trainer = trained(*add_ons, model=model, compile_target="step", compile_backend="eager")
+        assert trainer.compile_report["graphs"] > 0
         ends.append(hand.digest(model))
     assert ends[0] == ends[1]
     assert not copies

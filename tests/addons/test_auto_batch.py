@@ -24,7 +24,6 @@ from zae import AddOnBase, ConfigError, StepError, Trainer
 from zae.addons import (
     AMPAddon,
     AutoBatchAddon,
-    CompileAddon,
     DeepSpeedAddon,
     EMAAddon,
     FSDPAddon,
@@ -478,7 +477,6 @@ def test_what_would_train_something_else_is_refused() -> None:
     model = network()
     model.register_buffer("seen", torch.zeros(()))
     refused("train_step changes seen: computed in parts", StepError, Buffered, model=model)
-    refused("batches that AutoBatchAddon may compute in parts", ConfigError, Task, CompileAddon, compile_mode="fused")
     for engine in (DeepSpeedAddon, PipelineAddon):
         with pytest.raises(zae.AddOnError, match="AutoBatchAddon"):
             Task.add_on(AutoBatchAddon, engine)

@@ -204,8 +204,8 @@ def test_rates_are_those_of_one_process(world):
 
 @on_ranks(2, 3)
 def test_a_compiled_model_is_averaged(world):
-    """It is compiled inside of the wrapper; a graph of the whole step, which no wrapper sees, is refused."""
-    options = {"compile_backend": "eager", "compile_mode": "model"}
+    """It is compiled inside of the wrapper; a graph of the step, with the wrapper in it, is refused."""
+    options = {"compile_backend": "eager"}
     trainer = build(Task, (MultiGPUAddon, CompileAddon), model=network(dtype=F64), gradient_clip=0.05, **options)
     trainer.run(2, loader(4 * world, 2, dtype=F64))
     single = build(Task, (), model=network(dtype=F64), gradient_clip=0.05)
@@ -213,8 +213,8 @@ def test_a_compiled_model_is_averaged(world):
     assert trainer.world_size == world
     assert trainer.compile_report["graphs"] == 1
     assert distance(trainer, single) < 1e-12
-    options["compile_mode"] = "graph"
-    with pytest.raises(ConfigError, match=r"several ranks \(MultiGPUAddon\); write compile_mode='model'"):
+    options["compile_target"] = "step"
+    with pytest.raises(ConfigError, match=r"compile_target='step' with \d ranks: .*; write compile_target='model'"):
         build(Task, (MultiGPUAddon, CompileAddon), **options).run(1, loader(4 * world, 2))
 
 

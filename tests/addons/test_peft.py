@@ -93,7 +93,7 @@ def test_an_optimizer_that_was_given_frozen_weights_does_not_decay_them() -> Non
     [
         (AMPAddon, {"precision": "bf16"}, {"precision": "bf16"}),
         (GradientAccumulationAddon, {"gradient_accumulation_steps": 4}, {"accumulate": 4}),
-        (CompileAddon, {"compile_mode": "model", "compile_backend": "eager"}, {}),
+        (CompileAddon, {"compile_backend": "eager"}, {}),
     ],
     ids=["amp", "accumulation", "compile"],
 )

@@ -93,10 +93,10 @@ KINDS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "fp16": ([AMPAddon, GradientAccumulationAddon], {"precision": "fp16", "gradient_accumulation_steps": 2}),
     "bf16": ([AMPAddon, SpikeGuardAddon], {"precision": "bf16"}),
     "recomputed": ([GradientCheckpointingAddon], {"checkpoint_modules": ["body"]}),
-    "model": ([CompileAddon], {"compile_mode": "model", "compile_backend": "aot_eager"}),
-    "graph": (
+    "model": ([CompileAddon], {"compile_backend": "aot_eager"}),
+    "step": (
         [CompileAddon, GradientAccumulationAddon],
-        {"compile_mode": "graph", "compile_backend": "aot_eager", "gradient_accumulation_steps": 2},
+        {"compile_target": "step", "compile_backend": "aot_eager", "gradient_accumulation_steps": 2},
     ),
 }
 
@@ -299,7 +299,7 @@ def test_the_record_of_faults_is_resumed() -> None:
 
 
 def test_what_cannot_be_computed_twice_is_refused() -> None:
-    """A step that changes parameters, and a graph that steps the optimizer."""
+    """A step that changes parameters."""
 
     class Changing(Task):
         def train_step(self, batch: Any) -> Any:
@@ -309,10 +309,6 @@ def test_what_cannot_be_computed_twice_is_refused() -> None:
 
     with pytest.raises(StepError, match=r"train_step changes the parameter head\.bias"):
         train(build(task=Changing), batches(), 1)
-    plain = nn.Linear(4, 1)
-    trainer = build(CompileAddon, model=plain, compile_mode="fused", compile_backend="aot_eager")
-    with pytest.raises(ConfigError, match=r"gradients\(\) of SilentFaultGuardAddon; write compile_mode='graph'"):
-        train(trainer, batches(), 1)
 
 
 def test_parameters_without_shapes_wait_for_a_later_step() -> None:

@@ -21,7 +21,6 @@ from zae import AddOnBase, ConfigError, NonFiniteError, StepError, Trainer
 from zae.addons import (
     AMPAddon,
     CallbackAddon,
-    CompileAddon,
     EMAAddon,
     FSDPAddon,
     GradientCheckpointingAddon,
@@ -455,7 +454,6 @@ AT_RUN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "clip": ((), {"gradient_clip": 1.0}, r"gradient_clip=1 needs .*; write gradient_clip=0, or leave"),
     "norm": ((), {"gradient_clip": math.inf}, "gradient_clip=inf needs the norm of all gradients"),
     "float16": ((AMPAddon,), {"precision": "fp16"}, "write precision='bf16', or leave StepInBackwardAddon out"),
-    "a graph": ((CompileAddon,), {"compile_mode": "graph"}, "write compile_mode='model'"),
     "an override": ((), {"task": Overriding}, r"may_step\(\) of Overriding may need the gradients"),
     "another add-on": ((Noise,), {}, r"unscale\(\) of Noise may need the gradients, which are freed"),
 }

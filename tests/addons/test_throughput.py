@@ -108,7 +108,7 @@ def test_operations_are_counted_once_and_windows_whole() -> None:
     parts = build(ThroughputAddon, AutoBatchAddon, micro_batch_size=3)  # Its first step compares parts with the whole.
     parts.run(1, hand.loader(12))
     assert parts.step_flops == trainer.step_flops
-    compiled = build(ThroughputAddon, CompileAddon, compile_mode="model", compile_backend="eager")
+    compiled = build(ThroughputAddon, CompileAddon, compile_backend="eager")
     assert "operations are not counted: a compiled step hides them" in str(compiled.plan(1, hand.loader(8)))
     compiled.run(1, hand.loader(8))
     assert compiled.step_flops is None

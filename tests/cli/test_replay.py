@@ -84,7 +84,7 @@ CASES = {
     "fp16": (["AMPAddon"], {"precision": "fp16"}),
     "accumulation": (["GradientAccumulationAddon"], {"gradient_accumulation_steps": 3, "gradient_clip": 0.5}),
     "average": (["EMAAddon"], {"decay": 0.5}),
-    "compile": (["CompileAddon"], {"compile_mode": "model"}),
+    "compile": (["CompileAddon"], {"compile_target": "model"}),
     "together": (["AMPAddon", "GradientAccumulationAddon", "EMAAddon"],
                  {"precision": "bf16", "gradient_accumulation_steps": 2, "decay": 0.5}),
 }

@@ -151,9 +151,7 @@ def test_a_compiled_model_beside_the_add_on_that_compiles() -> None:
     """The names stay plain; a plan tries the module itself."""
     model = compiled(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # A graph of the step needs a torch that traces torch.autograd.grad, which the oldest one does not.
-    mode = "graph" if hasattr(torch._dynamo.config, "trace_autograd_ops") else "model"
-    options = {"compile_mode": mode, "compile_backend": "eager"}
+    options = {"compile_target": "step", "compile_backend": "eager"}
     trainer = Task.add_on(CompileAddon)(model, "cpu", optimizer=optimizer, log_bar=False, **options)
     assert trainer.plan(1, list(loader())).metrics
     trainer.run(1, loader())

@@ -592,7 +592,7 @@ def test_arguments_that_change_nothing_here_are_taken(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_compiled_and_saved_in_every_engine(tmp_path: Path) -> None:
     """CompileAddon works beside it; a checkpoint of StateManagerAddon goes to DDP and to one process."""
-    options: dict[str, Any] = {"compile_mode": "model", "compile_backend": "eager", "model": net(F32)}
+    options: dict[str, Any] = {"compile_backend": "eager", "model": net(F32)}
     trainer = make(ACCELERATE, CompileAddon, StateManagerAddon, save_path=tmp_path / "own", **options)
     trainer.run(1, data(16))
     single = make(None, model=net(F32))

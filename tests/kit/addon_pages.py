@@ -66,8 +66,8 @@ trainer.run(1, train, test)
 """,
     "CompileAddon": """
 Task = Digits.add_on(CompileAddon)
-trainer = Task(model, {adam}, compile_mode="graph")
-print(trainer.plan(20, train, test))  # trainer.run(20, train, test) compiles at its second step
+trainer = Task(model, {adam}, compile_mode="max-autotune")
+print(trainer.plan(20, train, test))  # trainer.run(20, train, test) compiles at its first step
 """,
     "DeepSpeedAddon": """
 config = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}
@@ -154,8 +154,8 @@ NOT_MEASURED = {
     "AutoBatchAddon": "A step notes the random streams and the versions of the weights, so that it can be repeated: "
     "about 0.2 ms, `python -m timeit -s \"from zae.common import random_state\" \"random_state.rewind()\"`. The "
     "networks of the other pages have BatchNorm.",
-    "CompileAddon": "It makes a step faster or slower: [the page on compiled steps](../../features/compile.md) has "
-    "figures, and `compile_mode=\"auto\"` measures on your machine.",
+    "CompileAddon": "It makes a step faster or slower: [the page on compiled steps](../../features/compile.md) says "
+    "which.",
     "DeepSpeedAddon": "Not measured here: it needs several ranks.",
     "FSDPAddon": "Not measured here: it needs several ranks.",
     "HuggingFaceAddon": "Not measured here: it brings its own training step.",

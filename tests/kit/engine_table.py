@@ -95,7 +95,7 @@ NOT_NEEDED = Cell("not needed")
 BY_BLOCK = Cell("by block, `compile_blocks`", own={"compile_blocks": "eager"}, options={"gradient_clip": 0.05})
 WHOLE_MODEL = {
     "sharded state": NOT_NEEDED,
-    "compile": Cell("yes", (CompileAddon,), {"compile_mode": "model", "compile_backend": "eager"}),
+    "compile": Cell("yes", (CompileAddon,), {"compile_backend": "eager"}),
 }
 NORM = Cell("over the parts", options={"gradient_clip": 0.05})
 GATHERED = Cell("in parts", (EMAAddon,), {"decay": 0.8})

@@ -139,8 +139,8 @@ class Watcher:
 
 
 _SCALER = ("scaler", "precision", "_hooks", "_stepped", "_unscaled")
-_TRACED = {"compile_mode": "model", "compile_backend": "eager"}
-_COMPILED = ("_compiled", "_shapes", "_reported", "_full", "_way", "_looked", "compile_report", "_benchmark")
+_TRACED = {"compile_backend": "eager"}
+_COMPILED = ("_compiled", "_has_settings", "compile_report")
 # Else the client warns of a GPU that is not there, which is an error here, and leaves behind the threads it has begun.
 _QUIET = {"capture_stdout": False, "capture_stderr": False, "capture_hardware_metrics": False}
 

@@ -307,11 +307,10 @@ def _carry_step(args: Any, to: Carried) -> None:
 
 
 def _carry_compile(args: Any, to: Carried) -> None:
-    """Carry torch_compile and its backend."""
+    """Carry torch_compile, its backend and its mode."""
     if args.torch_compile:
-        to.add_on("CompileAddon", compile_mode="model", compile_backend=args.torch_compile_backend or "inductor")
-    if args.torch_compile_mode is not None:
-        to.tell("torch_compile_mode", "CompileAddon has its own modes: compile_mode='auto', 'graph' or 'fused'")
+        backend = args.torch_compile_backend or "inductor"
+        to.add_on("CompileAddon", compile_backend=backend, compile_mode=args.torch_compile_mode)
 
 
 def _carry_optimizer(args: Any, to: Carried) -> None:
