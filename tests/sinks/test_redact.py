@@ -90,14 +90,9 @@ def test_numbers_are_no_secrets():
         ("loss 0.5 at step 3", "loss 0.5 at step 3"),
         ("Authorization: Basic Y2FuYXJ5OmNhbmFyeQ==", "Authorization: Basic ***"),
         ("{'Authorization': 'token canary123'}", "{'Authorization': 'token ***'}"),
-        ("Set-Cookie: a=canary; b=canary2; Path=/", "Set-Cookie: ***"),
         ("cookie=canary", "cookie=***"),
         ("login with pw=canary, auth: canary", "login with pw=***, auth: ***"),
         ("AccountKey=canary/canary==;EndpointSuffix=x", "AccountKey=***;EndpointSuffix=x"),
-        ("https://hooks.slack.com/services/T0/B0/canarycanary", "https://hooks.slack.com/***"),
-        ("https://discord.com/api/webhooks/123456789012/canary-canary", "https://discord.com/api/webhooks/***"),
-        ("-----BEGIN RSA PRIVATE KEY-----\ncanary\n-----END RSA PRIVATE KEY----- x", "*** x"),
-        ("-----BEGIN OPENSSH PRIVATE KEY-----\ncanary", "***"),
     ],
 )
 def test_secrets_inside_of_text(text, shown):
@@ -115,10 +110,10 @@ BODY = "Canary0123456789canary0123456789CANARY"
      "sk-" + BODY,
      "sk-proj-" + BODY, "sk-ant-api03-" + BODY, "xoxb-1234-" + BODY, "xapp-1-A0-" + BODY, "sk_" + "live_" + BODY,
      "AIza" + BODY[:35], "GOCSPX-" + BODY, "npm_" + BODY[:36], "pypi-AgEIcHlwaS5vcmc" + BODY, "dapi" + HEX,
-     "SG." + BODY[:22] + "." + BODY, "hvs." + BODY, "wandb_v1_" + BODY, "123456789:AA" + BODY[:33], "r8_" + BODY[:37],
+     "SG." + BODY[:22] + "." + BODY, "hvs." + BODY, "wandb_v1_" + BODY, "r8_" + BODY[:37],
      "gsk_" + BODY, "nvapi-" + BODY, "sntrys_" + BODY, "shpat_" + HEX, "dop_v1_" + HEX + HEX],
 )  # fmt: skip
-def test_a_secret_is_told_by_its_form(token):
+def test_a_secret_is_told_by_the_prefix_of_its_service(token):
     for text in ("{}", "it failed with {} there", "x={}", "'{}'", "https://host/?q={}", '["{}"]'):
         shown = redact({"note": text.format(token)})["note"]
         assert "***" in shown
