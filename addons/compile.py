@@ -185,14 +185,14 @@ class CompileAddon(AddOnBase):
 
     def _compiled_model(self) -> AbstractContextManager[None]:
         """Let calls of the model, inside of its wrappers, be compiled within the context."""
-        return torch_private.call_instead(self._eager, partial(self._call, self._call_model))
+        return torch_private.call_instead(self._eager, partial(self._call_compiled, self._call_module))
 
     @contextmanager
     def _compiled_step(self) -> Iterator[None]:
         """Let calls of ``train_step`` be compiled within the context."""
         attributes, step = vars(self), self.train_step
         had_own = "train_step" in attributes
-        attributes["train_step"] = partial(self._call, step)
+        attributes["train_step"] = partial(self._call_compiled, step)
         try:
             yield
         finally:
@@ -201,11 +201,11 @@ class CompileAddon(AddOnBase):
             else:
                 del attributes["train_step"]
 
-    def _call_model(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_module(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, past the function that the compiled call replaces."""
         return torch_private.call_of(self._eager)(*args, **kwargs)
 
-    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call_compiled(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function compiled, and count the graphs that are made for it."""
         if self._compiled is None:
             self._compiled = torch.compile(function, **self._arguments())

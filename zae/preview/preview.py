@@ -124,10 +124,14 @@ class Preview:
             return []
         what = "the model is compiled by the script" if is_whole else f"{', '.join(parts)} is compiled by the script"
         if "compile" in slots_of(type(trainer)):
-            return [f"{what} as well as by CompileAddon: an evaluation, which CompileAddon leaves "
-                    "eager, is compiled by it too; give the module itself"]  # fmt: skip
-        return [f"{what}: each shape is compiled, also that of a short last batch and of an evaluation; "
-                "CompileAddon compiles training alone. Checkpoints have the names of the module itself"]  # fmt: skip
+            return [
+                f"{what} as well as by CompileAddon: an evaluation, which CompileAddon leaves eager, is compiled by it "
+                "too, which takes time for each shape; give the module itself"
+            ]
+        return [
+            f"{what}: each shape is compiled, also that of a short last batch and of an evaluation; CompileAddon "
+            "compiles training alone. Checkpoints have the names of the module itself"
+        ]
 
     # ------------------------------------------------------------------------------------------- steps and epochs
 

@@ -25,7 +25,7 @@ _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _OF_URL = re.compile(r"(?<=://)[^\s/?#]+@")  # Up to the last @: a password may hold one.
 _NAMED = re.compile(rf"(?i)(?<![a-z])((?:{_WORD}|{_LAST})[\"']?\s*[:=]\s*[\"']?)(?!\*\*\*)[^\s\"',;)}}]+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+|authorization[\"']?\s*[:=]\s*[\"']?\w+\s+)[\w.~+/=-]{8,}")
-# Tokens of services that begin with a name: OpenAI, Hugging Face, GitHub, GitLab, Slack, AWS, Google, npm, PyPI and so on.
+# Tokens that begin with the name of a service: OpenAI, Hugging Face, GitHub, GitLab, Slack, AWS, Google, npm, PyPI ...
 _PREFIX = (
     r"(?:sk-|hf_|api_org_|gh[opsur]_|github_pat_|glpat-|xox[abeoprs]-|xapp-|AKIA|ASIA|AIza|GOCSPX-|ya29\.|npm_|pypi-|dapi"
     r"|do[oprt]_v1_|nvapi-|gsk_|r8_|hv[bs]\.|SG\.|sntry[su]_|shp(?:at|ca|pa|ss)_|[sr]k_(?:live|test)_|wandb_v1_|eyJ)"
