@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -26,8 +25,6 @@ from zae.loop.addon_state import ALONE, gather_tensors, is_in_mode
 from zae.loop.step_output import explain_failure, read_output
 
 __all__ = ["PipelineAddon"]
-
-_log = logging.getLogger("zae")
 
 
 class PipelineAddon(DistributedAddon):
@@ -56,9 +53,8 @@ class PipelineAddon(DistributedAddon):
     ----------
     split : list of str, int or callable, optional
         The modules that begin the second stage and later ones, by path: ``["layers.4"]``. Or the number of stages,
-        which are then balanced by parameters, as without it, or by time (``pipeline_example``). Or a function of the
-        model and the number of stages, which returns their modules in order; each is called with what the one before
-        returns.
+        which are then balanced by parameters, as without it. Or a function of the model and the number of stages,
+        which returns their modules in order; each is called with what the one before returns.
     pipeline_schedule : str, type or callable
         "GPipe" or "1F1B", with one stage on each rank; "Interleaved1F1B", "LoopedBFS" or "InterleavedZeroBubble", with
         several; "ZBVZeroBubble" or "DualPipeV", with two. Or a schedule class of torch, or a function of the stages of
@@ -68,11 +64,6 @@ class PipelineAddon(DistributedAddon):
         multiple of it; a shorter last batch is filled up with rows that weigh nothing.
     stages_per_rank : int, optional
         How many stages a rank has; by default what the schedule needs, or follows from ``split``.
-    pipeline_example : Tensor, tuple or dict, optional
-        What the model is called with for a micro-batch: a tensor, several in a tuple, or a dict by the names of the
-        forward. A forward may then decide by shapes, as those of Transformers do. Without ``split``, or with a number,
-        stages are balanced by the time of forward and backward with it, which rank 0 measures when a run begins. The
-        log tells how they are split; write it into ``split`` where two runs must be bitwise the same.
 
     Raises
     ------
@@ -124,7 +115,6 @@ class PipelineAddon(DistributedAddon):
         pipeline_schedule: Any = "1F1B",
         pipeline_microbatches: int | None = None,
         stages_per_rank: int | None = None,
-        pipeline_example: Any = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -135,8 +125,6 @@ class PipelineAddon(DistributedAddon):
             for name, value in (("pipeline_microbatches", pipeline_microbatches), ("stages_per_rank", stages_per_rank))
         )
         self._schedule = Schedule(pipeline_schedule)
-        self.pipeline_example = pipeline_example
-        self._begins: list[str] | None = None  # The paths of the stages that rank 0 has measured.
         self._runner: Runner | None = None
         self._chain: Chain | None = None  # Once this rank has dropped the stages of others.
         self._check_options()
@@ -174,7 +162,7 @@ class PipelineAddon(DistributedAddon):
                 "PipelineAddon out"
             )
         given = self.stages_per_rank, self.pipeline_microbatches
-        return Arrangement(self._begins or self.split, self._schedule, *given, ranks)
+        return Arrangement(self.split, self._schedule, *given, ranks)
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that has no such stages."""
@@ -185,17 +173,7 @@ class PipelineAddon(DistributedAddon):
         super()._check_model(model)
         if self._data_size > 1:
             check_tables(model)
-        return self._arrangement().chain(model, self.mode == "train", self.pipeline_example)
-
-    def _measure(self, model: nn.Module) -> None:
-        """Let rank 0 measure where the stages begin, and tell the others."""
-        is_counted = self.split is None or isinstance(self.split, int)
-        if self.pipeline_example is None or not is_counted or self._chain is not None:
-            return
-        self._begins = None
-        self._begins = self.gather(self._divide(model).begins if self._rank == 0 else None)[0]
-        if self._rank == 0:
-            _log.info("PipelineAddon: the stages take as long with split=%r", self._begins)
+        return self._arrangement().chain(model, self.mode == "train")
 
     def materialize(self, module: nn.Module) -> None:
         """Move the model to the device once: later, a rank has its stages alone."""
@@ -207,7 +185,6 @@ class PipelineAddon(DistributedAddon):
         model = super().wrap_model(model)
         if self._world == 1:
             return model
-        self._measure(model)
         arrangement, mesh = self._arrangement(), self.build_mesh()
         stages = arrangement.stages_of(self._mesh().place(self._rank)["pipeline"])
         group = mesh.get_group("pipeline") if len(self._mesh().sizes) > 1 else mesh.get_group()

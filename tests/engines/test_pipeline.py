@@ -425,7 +425,7 @@ SPLITS = {
     "order": (lambda: Forward(lambda m, x: m.a(m.b(x))), ["b"], r"stage 0 of 2 has no parameter|does not call"),
     "unused": (lambda: Forward(lambda m, x: m.a(x)), ["b"], "does not call 'b'"),
     "unknown": (Tied, ["d"], r"Tied has no module 'd'; its modules are a, b, c"),
-    "many": (Tied, ["b", "c"], r"names 2 modules that begin a stage, and there are 2 stages; name 1"),
+    "many": (Tied, ["b", "c"], r"on 2 ranks gives 3 stages"),
     "no_grad": (lambda: Forward(without_gradient), ["b"], r"computes tanh under no_grad or autocast"),
     "random": (lambda: Forward(lambda m, x: m.b(m.a(x + torch.randn(4)))), ["b"], "draws random numbers"),
     "in place": (lambda: Forward(lambda m, x: m.b(m.a(x.mul_(2)))), ["b"], r"changes its inputs .*write mul instead"),

@@ -356,7 +356,7 @@ def batch_normalization_in_micro_batches():
 @mistake(
     zae.ConfigError,
     "split: the forward of Reads cannot be traced (mistakes_in_engines.py, line",
-    "give pipeline_example= what the model is called with",
+    "give split=a function of the model",
 )
 def forward_that_looks_at_values():
     pipeline(model=layers(Reads), split=["1"]).plan(1, loader())
@@ -369,15 +369,6 @@ def forward_that_looks_at_values():
 )
 def forward_that_keeps_a_loss_on_the_model():
     pipeline(model=layers(Keeps), split=["1"]).plan(1, loader())
-
-
-@mistake(
-    zae.ConfigError,
-    "the model cannot be called with pipeline_example (RuntimeError: mat1 and",
-    "give what train_step calls it with: a tensor, a tuple of several, or a dict by",
-)
-def example_of_another_shape():
-    pipeline(pipeline_example=torch.ones(2, 3)).plan(1, loader())
 
 
 @mistake(

@@ -68,19 +68,28 @@ class Language(nn.Module):
         return self.head(self.stack(x, mask=mask) if self.kind == "encoder" else self.stack(x, 2 * x, tgt_mask=mask))
 
 
-def hugging(kind: str) -> nn.Module:
-    import transformers
+class _Half(nn.Module):
+    """A stage of `Language`: the first one embeds, the last one has the head."""
 
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "num_attention_heads": 2}
-    sizes |= {"hidden_size": WIDTH, "intermediate_size": 16, "max_position_embeddings": 16}
-    if kind == "bert":
-        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, **off))
-    if kind == "llama":
-        config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, use_cache=False, tie_word_embeddings=False)
-        return transformers.LlamaForCausalLM(config)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=WIDTH, n_layer=4, n_head=2, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
+    def __init__(self, model: Language, is_first: bool) -> None:
+        super().__init__()
+        middle = len(model.stack.layers) // 2
+        self.embed = model.embed if is_first else None
+        self.layers = nn.ModuleList(model.stack.layers[:middle] if is_first else model.stack.layers[middle:])
+        self.norm, self.head = (None, None) if is_first else (model.stack.norm, model.head)
+        self.kind = model.kind
+
+    def forward(self, tokens: torch.Tensor, memory: Any = None) -> Any:
+        x = tokens if self.embed is None else self.embed(tokens)
+        memory = 2 * x if self.embed is not None else memory
+        mask = torch.triu(torch.full((x.shape[1],) * 2, float("-inf"), dtype=x.dtype), 1)
+        for layer in self.layers:
+            x = layer(x, mask) if self.kind == "encoder" else layer(x, memory, tgt_mask=mask)
+        if self.head is None:
+            return x, memory
+        return self.head(x if self.norm is None else self.norm(x))
+
+
+def in_halves(model: Any, count: int) -> list[nn.Module]:
+    """Return two stages of `Language`, of which the second is called with what the first returns."""
+    return [_Half(model, True), _Half(model, False)]

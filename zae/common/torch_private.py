@@ -52,7 +52,6 @@ __all__ = [
     "overflow_flags",
     "shut_down_workers",
     "sparse_parts",
-    "traced_assert",
     "unflatten_tree",
     "unsaved_buffers",
     "version_of",
@@ -125,16 +124,6 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
-
-
-def traced_assert() -> Callable[[Any, str], None]:
-    """Return the function that a traced graph calls for an assert."""
-
-    def check(condition: Any, message: str) -> None:
-        if not condition:
-            raise AssertionError(message)
-
-    return find("torch", "_assert") or check
 
 
 @contextmanager

@@ -51,11 +51,13 @@ class Arrangement:
         self.split, self.schedule, self.ranks = split, schedule, ranks
         option = f"stages_per_rank={per_rank}"
         if per_rank is None and isinstance(split, (int, list, tuple)):
-            named = split if isinstance(split, int) else len(split)
-            stages = named if isinstance(split, int) or not named % ranks else named + 1
+            stages = split if isinstance(split, int) else len(split) + 1
             per_rank, option = stages // ranks, f"split={split!r} on {ranks} ranks"
             if stages % ranks or not per_rank:
-                raise ConfigError(f"{option}: the number of stages must be a multiple of the ranks of a pipeline")
+                raise ConfigError(
+                    f"{option} gives {stages} stages, since the first one begins with the model; their number must be "
+                    "a multiple of the ranks of a pipeline"
+                )
         per_rank = schedule.stages_per_rank(per_rank, option)
         self.count = per_rank * ranks
         if isinstance(split, int) and split != self.count:
@@ -66,15 +68,15 @@ class Arrangement:
         self.micro_batches = micro_batches or self.count
         self.owners = schedule.ranks_of(self.count, ranks)
 
-    def chain(self, model: nn.Module, trains: bool, example: Any = None) -> Chain:
-        """Return the stages of a model; with an example of what it is called with, they are balanced by time."""
+    def chain(self, model: nn.Module, trains: bool) -> Chain:
+        """Return the stages of a model."""
         norms = [name for name, each in model.named_modules() if isinstance(each, _NORMS) and each.training]
         if norms and trains:
             raise ConfigError(
                 f"{', '.join(norms[:_SHOWN])} is a batch normalization, whose statistics would be those of "
                 "micro-batches; use GroupNorm or LayerNorm, call eval() of it before run(), or train with MultiGPUAddon"
             )
-        return Chain(model, self.split, self.count, example)
+        return Chain(model, self.split, self.count)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank of the pipeline."""

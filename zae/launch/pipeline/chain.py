@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any, NamedTuple
@@ -14,14 +13,12 @@ from torch import Tensor, fx, nn
 from zae.common.walk import tensors_in
 from zae.errors import ConfigError
 from zae.launch.blocks import class_name, has_forward, repeated_modules
-from zae.launch.pipeline.hints import UNKNOWN, Hints
-from zae.launch.pipeline.timing import as_arguments, measure
 from zae.launch.pipeline.tracing import REMEDY, constants_in, defaults_of, trace
 
 __all__ = ["Chain", "Program", "check_passed", "fake_loss"]
 
 _SHOWN = 10
-_DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "_assert")  # Or are checks.
+_DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson")
 _KEPT = 8  # Programs for calls with different numbers.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -47,8 +44,6 @@ class Chain:
         The paths of the modules that begin a stage; a number of stages; or a function of model and number.
     count : int
         How many stages there must be.
-    example : object, optional
-        What the model is called with: a number of stages is then balanced by the time that they take with it.
 
     Attributes
     ----------
@@ -61,21 +56,20 @@ class Chain:
         The stages are not a chain, or one has no parameter.
     """
 
-    def __init__(self, model: nn.Module, split: Any, count: int, example: Any = None) -> None:
-        self._example = {} if example is None else as_arguments(model, example)
-        self._is_shaped = False  # Whether the forward decides by shapes.
+    def __init__(self, model: nn.Module, split: Any, count: int) -> None:
         self._model, self._modules = model, dict(model.named_modules())
         self.begins: list[str] = []
+        self._opened: set[str] = set()
         self._chosen: list[nn.Module] = []
         self._programs: dict[Any, dict[int, Program]] = {}
         if callable(split):
             self._chosen = _check_modules(split(model, count), count)
             self.names = [self._names_of(each) for each in self._chosen]
         else:
-            self._opened: set[str] = set()
             self.begins = self._choose(split, count)
             self._opened = _above(self.begins)
-            self.names = self._names_in(*self._divide(self._constants(), self._example)[:2])
+            graph, stage_of, _ = self._divide(defaults_of(model))
+            self.names = self._names_in(graph, stage_of)
         self._check()
         self._computed = [set(each) for each in self.names]
         used = {id(each) for held in self.names for each in held.values()}
@@ -86,64 +80,49 @@ class Chain:
 
     def _choose(self, split: Any, count: int) -> list[str]:
         """Return the paths of the modules that begin the second stage and all later ones."""
-        if split is not None and not isinstance(split, int):
-            for path in split:
-                if path not in self._modules or not path:
-                    raise ConfigError(
-                        f"split: {class_name(self._model)} has no module {path!r}; its modules are "
-                        f"{', '.join(list(filter(None, self._modules))[:_SHOWN])}; write one of these paths"
-                    )
-            if len(split) == count - 1:
-                return [*split]
-            if len(split) == count and not self._before(split[0]):
-                return [*split[1:]]
+        if split is None or isinstance(split, int):
+            return self._balanced(count)
+        for path in split:
+            if path not in self._modules or not path:
+                raise ConfigError(
+                    f"split: {class_name(self._model)} has no module {path!r}; its modules are "
+                    f"{', '.join(list(filter(None, self._modules))[:_SHOWN])}; write one of these paths"
+                )
+        if len(split) != count - 1:
             raise ConfigError(
                 f"split={list(split)!r} names {len(split)} modules that begin a stage, and there are {count} stages; "
                 f"name {count - 1}, since the first one begins with the model, or change stages_per_rank or the number "
                 "of ranks"
             )
+        return [*split]
+
+    def _balanced(self, count: int) -> list[str]:
+        """Return modules so that each stage has about as many parameters."""
         candidates = self._candidates(count)
-        self._opened = _above(candidates)
-        graph, first, made, _ = self._trace(self._opened, self._constants(), self._example)
-        nodes = [each for each in graph.nodes if each.op not in ("placeholder", "output")]
-        sizes: list[float] = [_size(self._held(each)) for each in nodes]
-        places = {nodes.index(first[path]): path for path in candidates if first.get(path) in nodes}
-        weights = self._times(graph, made, nodes) if self._example else sizes
-        cuts = _balance(weights, sorted(each for each in places if any(sizes[:each])), count, sizes)
-        if cuts is None:
+        graph, _ = trace(self._model, _above(candidates), defaults_of(self._model))
+        places: dict[str, int] = {}  # How many parameters are used before a module, by its path.
+        before = 0
+        for node in graph.nodes:
+            size = _size(self._held(node))
+            path = str(node.target)
+            if path in candidates and size and before:
+                places.setdefault(path, before)
+            before += size
+        if len(places) < count - 1:
             raise ConfigError(
                 f"{class_name(self._model)} has {len(places)} modules with which a stage could begin "
-                f"({', '.join(list(places.values())[:_SHOWN])}), too few for {count} stages; use fewer ranks or "
+                f"({', '.join(list(places)[:_SHOWN])}), too few for {count} stages; use fewer ranks or "
                 "stages_per_rank, or name deeper modules: split=['layers.3.feed_forward']"
             )
-        return [places[each] for each in cuts]
-
-    def _constants(self) -> dict[str, Any]:
-        """Return the arguments by which the forward decides, in the example or by default."""
-        return constants_in(self._example) if self._example else defaults_of(self._model)
-
-    def _trace(self, opened: set[str], constants: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-        hints = Hints(arguments)
-        found = trace(self._model, opened, constants, hints)
-        self._is_shaped |= hints.are_used
-        return *found, hints
-
-    def _times(self, graph: fx.Graph, made: dict[str, Any], nodes: list[fx.Node]) -> list[float]:
-        """Measure the seconds of each node; calls that the stages repeat count where they are first made."""
-        module = fx.GraphModule(self._root(graph, made), graph)
-        seconds = dict(zip(graph.nodes, module.graph.nodes))
-        found = measure(module, self._example)
-        return [found.get(seconds[node], 0.0) for node in nodes]
-
-    def _before(self, path: str) -> bool:
-        """Return whether a parameter is used before this module is called."""
-        graph, first, *_ = self._trace(_above([path]), self._constants(), self._example)
-        for node in graph.nodes:
-            if node is first.get(path):
-                return False
-            if node.op in ("call_module", "get_attr") and self._held(node):
-                return True
-        return True
+        begins: list[str] = []
+        left = list(places)
+        for stage in range(1, count):
+            free = left[: len(left) - (count - 1 - stage)]  # Those after it must do for the later stages.
+            wanted = before * stage / count
+            begin = min(free, key=lambda path: abs(places[path] - wanted))
+            begins.append(begin)
+            left = left[left.index(begin) + 1 :]
+        return begins
 
     def _candidates(self, count: int) -> list[str]:
         """Return the repeated modules if they suffice, else the children of the model and of its containers."""
@@ -157,28 +136,20 @@ class Chain:
         if self._chosen:
             return {stage: self._call_of(stage, arguments) for stage in own}
         constants = constants_in(arguments)
-        key = self._key(constants, arguments)
+        modes = tuple(self._modules[name].training for name in sorted(self._opened))
+        key = tuple((name, type(each), each) for name, each in constants.items()), modes
         if key not in self._programs:
-            graph, stage_of, made, hints = self._divide(constants, arguments)
+            graph, stage_of, made = self._divide(constants)
             if [set(each) for each in self._names_in(graph, stage_of)] != self._computed:
                 raise ConfigError(
                     f"called with {', '.join(f'{name}={each!r:.20}' for name, each in constants.items())}, "
                     f"{class_name(self._model)} computes with other parameters in some stage than with the defaults of "
                     f"its forward. {REMEDY}"
                 )
-            found = {each: self._program(graph, stage_of, made, hints, each) for each in own}
-            self._is_shaped |= hints.are_used
-            key = self._key(constants, arguments)  # Its shapes may have been asked for just now.
-            self._programs[key] = found
+            self._programs[key] = {each: self._program(graph, stage_of, made, each) for each in own}
             if len(self._programs) > _KEPT:
                 del self._programs[next(iter(self._programs))]
         return self._programs[key]
-
-    def _key(self, constants: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return by what the programs differ: numbers, the mode, and shapes where the forward has asked for one."""
-        modes = tuple(self._modules[name].training for name in sorted(self._opened))
-        shapes = ((tuple(each.shape), each.dtype) for each in tensors_in(arguments) if self._is_shaped)
-        return tuple((name, type(each), each) for name, each in constants.items()), modes, tuple(shapes)
 
     def _call_of(self, stage: int, arguments: Mapping[str, Any]) -> Program:
         """Return what a module of the split computes: the first is called as the model is."""
@@ -186,44 +157,39 @@ class Chain:
         given = tuple(name for name, each in arguments.items() if each is not defaults.get(name))
         return Program(self._chosen[stage], () if stage else given)
 
-    def _divide(
-        self, constants: Mapping[str, Any], arguments: Mapping[str, Any]
-    ) -> tuple[fx.Graph, dict[fx.Node, int], dict[str, Any], Hints]:
-        """Return the graph of a forward, the stage of each node, the tensors that it makes, and what is known."""
-        graph, first, made, hints = self._trace(self._opened, constants, arguments)
+    def _divide(self, constants: Mapping[str, Any]) -> tuple[fx.Graph, dict[fx.Node, int], dict[str, Any]]:
+        """Return the graph of a forward, the stage of each node, and the tensors that the forward makes."""
+        graph, made = trace(self._model, self._opened, constants)
+        first: dict[str, int] = {}  # The place of the first use of each module that begins a stage.
+        for index, node in enumerate(graph.nodes):
+            for path in self.begins:
+                if node.op in ("call_module", "get_attr") and f"{node.target}.".startswith(f"{path}."):
+                    first.setdefault(path, index)
         for path in self.begins:
             if path not in first:
                 raise ConfigError(f"split: the forward of {class_name(self._model)} does not call {path!r}")
-        order = {node: index for index, node in enumerate(graph.nodes)}
-        cuts = [order[first[path]] for path in self.begins]
+        cuts = [first[path] for path in self.begins]
         if cuts != sorted(set(cuts)):
-            called = sorted(self.begins, key=lambda path: order[first[path]])
+            called = sorted(self.begins, key=first.__getitem__)
             raise ConfigError(f"split={self.begins!r} is not in the order of the calls; write split={called!r}")
-        return graph, {node: sum(cut <= index for cut in cuts) for node, index in order.items()}, made, hints
+        return graph, {node: sum(cut <= index for cut in cuts) for index, node in enumerate(graph.nodes)}, made
 
     def _program(
-        self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], made: dict[str, Any], hints: Hints, stage: int
+        self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], made: Mapping[str, Any], stage: int
     ) -> Program:
         """Return what one stage computes, as code that calls the modules of the model."""
         again, own = _repeatable(graph), fx.Graph()
-        received = _passed(graph, stage_of, again, stage - 1)
-        passed = [each for each in _passed(graph, stage_of, again, stage) if hints.constant(each) is UNKNOWN]
+        passed = _passed(graph, stage_of, again, stage)
         needed = _needed(graph, stage_of, again, stage, passed)
-        values: dict[fx.Node, Any] = {}
         arguments = [each for each in graph.nodes if each.op == "placeholder" and each in needed]
-        for node in arguments:
+        values: dict[fx.Node, Any] = {}
+        for node in (*arguments, *_passed(graph, stage_of, again, stage - 1)):
             values[node] = own.placeholder(node.name)
-        for node in received:
-            values[node], count = hints.constant(node), hints.length(node)
-            if values[node] is UNKNOWN and count is not None:
-                values[node] = tuple(own.placeholder(f"{node.name}_{index}") for index in range(count))
-            elif values[node] is UNKNOWN:
-                values[node] = own.placeholder(node.name)
         for node in graph.nodes:
             if node in needed and node not in values:
                 values[node] = own.node_copy(node, lambda each: values[each])
         if not any(each.op == "output" for each in own.nodes):
-            own.output(tuple(one for each in passed for one in _tensors_of_node(own, values[each], hints.length(each))))
+            own.output(tuple(values[each] for each in passed))
         return Program(fx.GraphModule(self._root(own, made), own).forward, tuple(each.target for each in arguments))
 
     def _root(self, graph: fx.Graph, made: Mapping[str, Any]) -> dict[str, Any]:
@@ -334,26 +300,6 @@ def _check_modules(found: Any, count: int) -> list[nn.Module]:
     return chosen
 
 
-def _balance(weights: Sequence[float], places: Sequence[int], count: int, sizes: Sequence[float]) -> list[int] | None:
-    """Return where to cut a sequence so that the largest part is smallest, and each has a size; None if impossible."""
-    sums, held = [0.0, *itertools.accumulate(weights)], [0.0, *itertools.accumulate(sizes)]
-    best: dict[int, tuple[float, list[int]]] = {0: (0, [])}  # By the end of what is cut: the largest part, the cuts.
-    for _ in range(count - 1):
-        longer: dict[int, tuple[float, list[int]]] = {}
-        for at, (largest, cuts) in best.items():
-            for place in places:
-                part = sums[place] - sums[at]
-                if (
-                    place > at
-                    and held[place] > held[at]
-                    and (found := (max(largest, part), [*cuts, place])) < longer.get(place, (sums[-1] + 1, []))
-                ):
-                    longer[place] = found
-        best = longer
-    ends = [(max(largest, sums[-1] - sums[at]), cuts) for at, (largest, cuts) in best.items() if held[-1] > held[at]]
-    return min(ends)[1] if ends else None
-
-
 # ------------------------------------------------------------------------------------------------------ the graph
 
 
@@ -398,15 +344,6 @@ def _needed(
                 found.add(each)
                 left.append(each)
     return found
-
-
-def _tensors_of_node(graph: fx.Graph, value: Any, count: int | None) -> tuple[Any, ...]:
-    """Return the tensors of a value that is passed on."""
-    if count is None:
-        return (value,)
-    if isinstance(value, tuple):  # It was received.
-        return value
-    return tuple(graph.call_function(operator.getitem, (value, index)) for index in range(count))
 
 
 def check_passed(values: Any, stage: int) -> tuple[Tensor, ...]:

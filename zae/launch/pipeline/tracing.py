@@ -1,159 +1,71 @@
-"""Trace the forward of a model as a graph of calls, in which the modules of a stage are single calls."""
+"""Trace the forward of a model with ``torch.fx``: the modules of a stage are single calls."""
 
 from __future__ import annotations
 
-import dis
 import inspect
 import numbers
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
-from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from zae.common.torch_private import call_hooks, traced_assert, version_of
+from zae.common.torch_private import call_hooks, version_of
 from zae.errors import ConfigError
-from zae.launch.pipeline.hints import UNKNOWN, HintedProxy, Hints
 
 __all__ = ["REMEDY", "bind", "constants_in", "defaults_of", "trace"]
 
 REMEDY = (
-    "Where it asks for shapes or types, give pipeline_example= what the model is called with. Else put the computation "
-    "into a separate module, which is not traced, or give split=a function of the model and of the number of stages "
-    "that returns the modules of the stages in their order; each is called with what the one before returns"
+    "Put the computation into a separate module, which is not traced, or give split=a function of the model and of the "
+    "number of stages that returns the modules of the stages in their order; each is called with what the one before "
+    "returns"
 )
 _DECIDING = (bool, int, float, str, type(None))
 _CALLS = ("call_function", "call_method", "call_module", "get_attr")
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
-def _encode(module: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None) -> Any:
-    """Call the layers of a TransformerEncoder."""
-    for layer in module.layers:
-        src = layer(src, src_mask=mask, is_causal=bool(is_causal), src_key_padding_mask=src_key_padding_mask)
-    return src if module.norm is None else module.norm(src)
-
-
-def _decode(module: Any, tgt: Any, memory: Any, tgt_mask: Any = None, memory_mask: Any = None, **options: Any) -> Any:
-    """Call the layers of a TransformerDecoder."""
-    options["tgt_is_causal"] = bool(options.get("tgt_is_causal"))
-    for layer in module.layers:
-        tgt = layer(tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask, **options)
-    return tgt if module.norm is None else module.norm(tgt)
-
-
-# Modules of torch whose forward looks at values of their inputs, only to choose among ways to compute the same.
-_LOOPS: dict[type, Callable[..., Any]] = {nn.TransformerEncoder: _encode, nn.TransformerDecoder: _decode}
-
-
 class _Tracer(fx.Tracer):
-    """Records calls; the forward of the opened modules is traced, and all others are single calls."""
+    """Trace the forward of the opened modules; all other modules are single calls."""
 
-    def __init__(self, opened: Collection[str], constants: Mapping[str, Any], hints: Hints) -> None:
+    def __init__(self, opened: Collection[str], constants: Mapping[str, Any]) -> None:
         super().__init__()
-        self.hints = hints
-        self._opened, self._constants, self._within, self._modes = opened, constants, [""], _modes()
-        self._called: dict[str, nn.Module] = {}
-        self.begins: dict[str, fx.Node] = {}  # The first call within each module.
+        self._opened, self._constants, self._modes = opened, constants, _modes()
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        root, positional, named = self.root, list[Any](), dict[str, Any]()
-        for name, each in inspect.signature(root.forward).parameters.items():
+        """Give the forward its constants as they are, and a placeholder for each other argument."""
+        forward, positional, named = self.root.forward, list[Any](), dict[str, Any]()
+        for name, each in inspect.signature(forward).parameters.items():
             if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
                 continue
-            held = name in self._constants
-            value = self._constants[name] if held else self.create_proxy("placeholder", name, (), {})
+            is_constant = name in self._constants
+            value = self._constants[name] if is_constant else self.create_proxy("placeholder", name, (), {})
             if each.kind is each.KEYWORD_ONLY:
                 named[name] = value
             else:
                 positional.append(value)
-
-        def call() -> Any:
-            return root.forward(*positional, **named)
-
-        return call, []
+        return lambda: forward(*positional, **named), []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether a module is a single call."""
         return module_qualified_name not in self._opened
 
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        if self.hints.is_computing:
-            return m.forward(*args, **kwargs)  # Without hooks.
-        try:
-            name = self.path_of_module(m)
-        except NameError:  # It was made in the forward, as a loss function often is.
-            if any(True for _ in m.parameters()):
-                raise
-            return forward(*args, **kwargs)
-        self._called[name] = m
-        if name in self._opened:
-            check_hooks(m, name)
-            if type(m) in _LOOPS:
-                forward = partial(_LOOPS[type(m)], m)
-        self._within.append(name)
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        finally:
-            self._within.pop()
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if self.hints.is_computing:
-            return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        """Record an assert, which the stage then checks; refuse other decisions."""
-        frame = inspect.currentframe()
-        caller = frame and frame.f_back and frame.f_back.f_back  # Of Proxy.__bool__.
-        if caller and _is_assert(caller):
-            self.create_proxy("call_function", traced_assert(), (obj, f"assert in {caller.f_code.co_name}"), {})
-            return True
-        value = self.hints.of(obj.node)
-        return super().to_bool(obj) if value is UNKNOWN else bool(value)
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return HintedProxy(node, self)
-
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        value = self.hints.of(obj.node)
-        return super().iter(obj) if value is UNKNOWN else iter([cast(Any, obj)[index] for index in range(len(value))])
-
-    def create_arg(self, a: Any) -> Any:
-        """Let an output of Transformers, a dict and a dataclass, be made in the stage."""
-        if isinstance(a, dict) and is_dataclass(type(a)):
-            kwargs = {key: self.create_arg(each) for key, each in a.items()}
-            return self.create_node("call_function", type(a), (), kwargs)
-        return super().create_arg(a)
-
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        """Refuse a computation in a mode that the graph does not record."""
         node = super().create_node(kind, *args, **kwargs)
-        self.hints.note(node, self._called.get(str(node.target)) if kind == "call_module" else None)
-        if kind in _CALLS:
-            for name in self._within:
-                self.begins.setdefault(name, node)
-            if _modes() != self._modes:
-                raise ConfigError(
-                    f"the forward of {type(self.root).__name__} computes {node.name} under no_grad or autocast, which "
-                    f"a stage would leave out. {REMEDY}"
-                )
+        if kind in _CALLS and _modes() != self._modes:
+            raise ConfigError(
+                f"the forward of {type(self.root).__name__} computes {node.name} under no_grad or autocast, which a "
+                f"stage would leave out. {REMEDY}"
+            )
         return node
 
 
-def _is_assert(frame: FrameType) -> bool:
-    """Return whether the value that is tested in a frame is that of an assert."""
-    rest = (each for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti)
-    for each in rest:
-        if "JUMP" in each.opname:
-            after = next(rest, None)
-            raises = after is not None and "AssertionError" in (after.argval, getattr(after.argval, "__name__", ""))
-            return "IF_TRUE" in each.opname and (raises or (after is not None and "ASSERTION" in after.opname))
-    return False
+def _modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
 
 
 @contextmanager
@@ -182,23 +94,23 @@ def _unchanged(model: nn.Module, opened: Collection[str]) -> Iterator[None]:
         )
 
 
-def _modes() -> tuple[bool, ...]:
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+def _check_forward(model: nn.Module, opened: Collection[str]) -> None:
+    """Refuse inputs without a name, and hooks of modules whose forward is divided: no stage would call them."""
+    for each in inspect.signature(model.forward).parameters.values():
+        if each.kind is each.VAR_POSITIONAL:
+            raise ConfigError(
+                f"the forward of {type(model).__name__} takes *{each.name}: name each input of the model there"
+            )
+    for name, module in model.named_modules():
+        if name in opened and (kind := call_hooks(module)):
+            raise ConfigError(
+                f"{name or 'the model'} ({type(module).__name__}) has a {kind}, which no stage would call, because its "
+                "forward is divided; remove it, or register it on a module within a stage"
+            )
 
 
-def check_hooks(module: nn.Module, name: str) -> None:
-    """Refuse hooks of a module whose forward is divided: no stage would call them."""
-    if kind := call_hooks(module):
-        raise ConfigError(
-            f"{name or 'the model'} ({type(module).__name__}) has a {kind}, which no stage would call, because its "
-            "forward is divided; remove it, or register it on a module within a stage"
-        )
-
-
-def trace(
-    model: nn.Module, opened: Collection[str], constants: Mapping[str, Any], hints: Hints
-) -> tuple[fx.Graph, dict[str, fx.Node], dict[str, Any]]:
-    """Return the graph of a forward, the first node within each module, and tensors that the forward makes itself.
+def trace(model: nn.Module, opened: Collection[str], constants: Mapping[str, Any]) -> tuple[fx.Graph, dict[str, Any]]:
+    """Return the graph of a forward, and the tensors that the forward makes itself.
 
     Parameters
     ----------
@@ -208,26 +120,24 @@ def trace(
         The paths of the modules whose forward is traced.
     constants : mapping
         Arguments that are no placeholders.
-    hints : Hints
-        What is known of the others.
 
     Raises
     ------
     ConfigError
         The forward decides by values of tensors, or draws random numbers.
     """
-    check_hooks(model, "")
-    tracer, before, streams = _Tracer(opened, constants, hints), set(vars(model)), torch.get_rng_state()
+    _check_forward(model, opened)
+    before, streams = set(vars(model)), torch.get_rng_state()
     made: dict[str, Any] = {}
     try:
         with _unchanged(model, opened):
-            graph = tracer.trace(model)
+            graph = _Tracer(opened, constants).trace(model)
     except ConfigError:
         raise
     except Exception as error:
         text = f"{_line_of(error)}{type(error).__name__}: {error}"
         raise ConfigError(
-            f"split: the forward of {type(model).__name__} cannot be traced ({text:.300}). {_advice(model, error)}"
+            f"split: the forward of {type(model).__name__} cannot be traced ({text:.300}). {REMEDY}"
         ) from error
     finally:
         for name in set(vars(model)) - before:
@@ -238,19 +148,7 @@ def trace(
             f"the forward of {type(model).__name__} draws random numbers that do not depend on its inputs, and would "
             f"be the same in each step. {REMEDY}"
         )
-    return graph, tracer.begins, made
-
-
-def _advice(model: nn.Module, error: Exception) -> str:
-    """Return what to write instead, for a model whose forward cannot be traced."""
-    if "cache_utils" in str(error):
-        return "It keeps a cache of keys and values, which training does not need: write model.config.use_cache = False"
-    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    found = [each for each in inspect.signature(model.forward).parameters.values() if each.kind in stars]
-    if found and isinstance(error, LookupError):
-        unnamed = " and ".join(f"{stars[each.kind]}{each.name}" for each in found)
-        return f"Its forward takes {unnamed}: name each input of the model there"
-    return REMEDY
+    return graph, made
 
 
 def _line_of(error: Exception) -> str:
