@@ -233,18 +233,6 @@ class AutoBatchAddon(AddOnBase):
             samples = max(self._agree(samples))
         return max(1, -(-samples // min(limits)))
 
-    def largest_part(self, batch: Any) -> Any:
-        """Return the largest part of a batch that is computed at once; the batch, where it is not divided.
-
-        Parameters
-        ----------
-        batch : object
-            A batch of the loader.
-        """
-        samples, limits = leading_dimension(batch) or 0, self._limits()
-        parts = -(-samples // min(limits)) if limits else 1
-        return take_apart(batch, samples, parts)[0][0] if parts > 1 else batch
-
     def _limits(self) -> list[int]:
         return [each for each in (self.micro_batch_size, self.fitting_size) if each is not None]
 

@@ -127,9 +127,7 @@ class EarlyStoppingAddon(AddOnBase):
         return gain > self.delta
 
     def plan_lines(self, plan: Any) -> list[str]:
-        """Note that the run may end earlier; refuse a ``monitor`` that is not among the metrics that were tried."""
-        if plan.metrics is not None and self.score_of(dict.fromkeys(plan.metrics, 0.0)) is None:
-            self._refuse_monitor(plan.metrics)
+        """Note that the run may end earlier."""
         note = f"may end earlier: after {self.patience} consecutive validations without a better {self.monitor}"
         note += f", not before {self.min_epochs} epochs" if self.min_epochs else ""
         return [*super().plan_lines(plan), note]

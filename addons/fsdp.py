@@ -25,7 +25,6 @@ from zae.launch.blocks import (
     parse_blocks,
     parse_methods,
     prepare_block,
-    prepare_copy,
     split_by_block,
 )
 from zae.launch.ddp import BUCKET, broadcast, group_alike
@@ -226,22 +225,6 @@ class FSDPAddon(DistributedAddon):
                 "mp_policy is that of sharded parameters, and one process shards none: it computes in the types of the "
                 "parameters. To try the precision here, add AMPAddon with precision='bf16'"
             )
-
-    def prepare_copy(self, module: nn.Module) -> str:
-        """Let a copy of the model compute as a rank does, for ``plan``; return why it cannot.
-
-        Parameters
-        ----------
-        module : Module
-            The copy, which is changed in place.
-
-        Returns
-        -------
-        str
-            Empty where its forward keeps what that of a rank keeps.
-        """
-        blocks = choose_blocks(module, self.fsdp_blocks) if self.activation_checkpointing else {}
-        return prepare_copy(blocks, mp_policy=self.mp_policy, compile_blocks=self.compile_blocks)
 
     def _data_mesh(self) -> Any:
         """Return the dimensions of the mesh that shard and replicate the model."""

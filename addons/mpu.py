@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from zae.addons.distributed import DistributedAddon
 from zae.addons.replicated import ReplicatedAddon
 from zae.common.argument_checks import check_flags
@@ -88,18 +86,3 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
         flags = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         self.find_unused_parameters, self.static_graph = check_flags(**flags)
         self.comm_hook = None if comm_hook is None else CommunicationHook.parse(comm_hook)
-
-    def prepare_copy(self, module: nn.Module) -> str:
-        """Let a copy of the model compute as a rank does, for ``plan``; return why it cannot.
-
-        Parameters
-        ----------
-        module : Module
-            The copy, which is changed in place.
-
-        Returns
-        -------
-        str
-            Empty where its forward keeps what that of a rank keeps.
-        """
-        return ""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -191,7 +189,7 @@ class TorchMetricsAddon(AddOnBase):
         found = dict(self.history.further_metrics("train" if split == "train" else "test", super_metrics))
         group = self._torch_metrics.get(split, {})
         if not any(self.gather_data(any(map(was_updated, group.values())))):
-            return {**found, **self._try_metrics(group)}
+            return found
         for name, metric in group.items():
             if self.data_size > 1:
                 combine_ranks(metric, self.gather_data)
@@ -205,29 +203,6 @@ class TorchMetricsAddon(AddOnBase):
         steps = " and ".join({"train": "train_step", "valid": "test_step"}[split] for split in self._torch_metrics)
         note = f"{', '.join(self.torch_metrics_inputs)}: updated with {', '.join(map(repr, entries))} of {steps}"
         return [*super().plan_lines(plan), note]
-
-    def _try_metrics(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Name what metrics without an update compute, by the batch that was tried with a copy of the task."""
-        found: dict[str, float] = {}
-        for name, metric in group.items():
-            try:
-                found |= self._try_metric(name, metric)
-            except Exception as error:
-                error.is_certain = True  # type: ignore[attr-defined]  # More batches do not change it.
-                raise
-        return dict.fromkeys(found, math.nan)
-
-    def _try_metric(self, name: str, metric: Any) -> dict[str, float]:
-        tried, monitor = self.current_run.tried, self.monitor.removeprefix("valid_").removeprefix("valid/")
-        if tried is not None:
-            twin, computed = metric.clone().to(self.device), list[Any]()
-            self._update_metric(name, twin, tried)
-            with warnings.catch_warnings(), suppress(Exception):  # It may need more than one batch.
-                warnings.simplefilter("ignore")
-                computed = [twin.compute()]
-            if computed:
-                return numbers_of(name, *computed)
-        return {monitor if monitor.startswith(f"{name}/") else name: math.nan}
 
     def _reset(self, split: str) -> None:
         for each in self._torch_metrics.get(split, {}).values():

@@ -361,7 +361,7 @@ def test_cadences(arguments):
 @pytest.mark.parametrize("monitor", ["acuracy", "valid/acuracy", "val_acuracy"])
 @pytest.mark.parametrize("add_ons", [(), (EarlyStoppingAddon,), (StateManagerAddon,)], ids=str)
 def test_fault_a_metric_that_nothing_records(monitor, add_ons):
-    """Before the first step, with the names there are."""
+    """At the first validation, with the names there are."""
     cls = stepping(lambda self, batch: {"loss": mse(self, batch), "accuracy": 0.5}, "test_step")
     options = {"save_path": "runs"} if StateManagerAddon in add_ons else {}
     trainer = make(cls.add_on(*add_ons), monitor=monitor, monitor_mode="max", **options)
@@ -369,7 +369,7 @@ def test_fault_a_metric_that_nothing_records(monitor, add_ons):
         MonitorError, match=r"^\W*unknown metric .*; did you mean 'accuracy'\? Available: loss, accuracy"
     ):
         trainer.run(5, loader(), loader())
-    assert trainer.progress_checker.step == 0
+    assert trainer.progress_checker.epoch == 1
 
 
 def test_fault_a_nan_is_never_the_best():
@@ -379,7 +379,7 @@ def test_fault_a_nan_is_never_the_best():
         return {} if self.mode == "train" else {"score": next(scores)}
 
     cls = type(Task)("Task", (Task,), {"metric_on_epoch_end": metric_on_epoch_end})
-    trainer = make(cls, monitor="score", try_validation=False)  # The trial would take a score.
+    trainer = make(cls, monitor="score")
     trainer.run(4, loader(), loader())
     assert (trainer.best["score"], trainer.best["epoch"]) == (0.5, 2)
 

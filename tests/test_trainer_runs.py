@@ -7,6 +7,7 @@ import gc
 import random
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,7 @@ def test_calls_between_the_steps_change_nothing() -> None:
 
 
 def test_nothing_of_the_run_is_validated_before_training() -> None:
-    """A trial of one batch, on copies, is all that comes before the first training batch."""
+    """The first batch that a run looks at is one to train on."""
     calls: list[str] = []
 
     class Noting(Task):
@@ -168,19 +169,16 @@ def test_nothing_of_the_run_is_validated_before_training() -> None:
             return super().train_step(batch)
 
         def test_step(self, batch: Any) -> Any:
-            calls.append("test" if self.model is trainer.model else "test of a copy")
+            calls.append("test")
             return super().test_step(batch)
 
-    for trial in (["test of a copy"], []):
-        trainer = build(task=Noting, try_validation=bool(trial))
-        trainer.run(2, loader(8), loader(4, shuffle=False))
-        assert calls == trial + ["train", "train", "test"] * 2
-        calls.clear()
+    build(task=Noting).run(2, loader(8), loader(4, shuffle=False))
+    assert calls == ["train", "train", "test"] * 2
 
 
 def test_an_unknown_monitor_fails_at_the_first_validation() -> None:
     """With the names there are; one whose direction is unknown fails at construction."""
-    trainer = build(monitor="acuracy", monitor_mode="max", try_validation=False)
+    trainer = build(monitor="acuracy", monitor_mode="max")
     with pytest.raises(MonitorError, match=r"did you mean 'accuracy'\? Available: loss, accuracy"):
         trainer.run(5, loader(), valid())
     assert trainer.progress_checker.epoch == 1
@@ -192,6 +190,44 @@ def test_an_unknown_monitor_fails_at_the_first_validation() -> None:
     ):
         with pytest.raises(ConfigError, match=f"^monitor='{misspelt}'; did you mean '{meant}'.*monitor_mode='min' or"):
             build(monitor=misspelt)
+    for known in ("accuracy", "valid/accuracy", "train/loss", "a/accuracy"):
+        loaders: Any = {"a": valid(), "b": valid()} if "a/" in known else valid()
+        build(monitor=known, monitor_mode="max").run(1, loader(), loaders)
+
+
+FIRST_VALIDATION: dict[str, Any] = {
+    "after an epoch": lambda trainer: trainer.run(3, loader(), valid()),
+    "within an epoch": lambda trainer: trainer.run(3, loader(), valid(), valid_every=4),
+}
+
+
+@pytest.mark.parametrize("how", FIRST_VALIDATION)
+@pytest.mark.parametrize("fault", ["test_step", "metric_on_epoch_end", "monitor"])
+def test_a_validation_that_fails_loses_no_step(how: str, fault: str, tmp_path: Path) -> None:
+    """The state of its step is saved; with the fault mended the run continues, and ends as one without a fault."""
+
+    class Failing(Task):
+        def test_step(self, batch: Any) -> Any:
+            assert fault != "test_step", "of the task"
+            return super().test_step(batch)
+
+        def metric_on_epoch_end(self) -> Any:
+            assert self.mode == "train" or fault != "metric_on_epoch_end", "of the task"
+            return super().metric_on_epoch_end()
+
+    run = FIRST_VALIDATION[how]
+    options: dict[str, Any] = {"save_path": tmp_path / "run", "monitor_mode": "max", "monitor": "accuracy", "seed": 3}
+    wrong = {"monitor": "acuracy"} if fault == "monitor" else {}
+    failing = build(StateManagerAddon, task=Failing, **{**options, **wrong})
+    with pytest.raises(MonitorError if wrong else AssertionError, match="did you mean" if wrong else "of the task"):
+        run(failing)
+    (saved,) = (tmp_path / "run").glob("crash-*")
+    assert saved.name == f"crash-{failing.progress_checker.step:08d}"
+    mended = build(StateManagerAddon, **{**options, "resume": saved})
+    run(mended)
+    whole = build(StateManagerAddon, **{**options, "save_path": tmp_path / "whole"})
+    run(whole)
+    assert fingerprint(core_of(mended)) == fingerprint(core_of(whole))
     with pytest.raises(
         ConfigError, match=r"whether smaller or larger is better; write monitor_mode='min' or monitor_mode='max'"
     ):

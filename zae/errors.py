@@ -10,7 +10,6 @@ The tree, with the built-in family each one also belongs to, so that an
     |-- StepError (TypeError, ValueError)  what train_step or test_step returned
     |-- LoaderError (ValueError)           a loader, or what it yielded
     |-- MonitorError (KeyError, ValueError)  the name of a metric that is not recorded
-    |-- RehearsalError (RuntimeError)      parts of a run that would fail, see run(..., rehearse=True)
     |-- NonFiniteError (ArithmeticError)   a loss or a gradient that is NaN or infinite
     |-- SilentFaultError (ArithmeticError) two computations of the same gradients that differ
     |-- TaskError (TypeError)              a trainer class that cannot work
@@ -53,7 +52,6 @@ __all__ = [
     "MonitorError",
     "NonFiniteError",
     "OptionError",
-    "RehearsalError",
     "SilentFaultError",
     "StepError",
     "TaskError",
@@ -97,10 +95,6 @@ class LoaderError(ZaeError, ValueError):
 
 class MonitorError(ZaeError, KeyError, ValueError):
     """A metric is asked for by a name that nothing records."""
-
-
-class RehearsalError(ZaeError, RuntimeError):
-    """Parts of a run would fail."""
 
 
 class NonFiniteError(ZaeError, ArithmeticError):

@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -39,10 +38,9 @@ from zae.loop.run import Run
 from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, count_targets, explain_failure, read_output, sample_weight
 from zae.preview import describe, explain, preview
-from zae.preview.rehearsal import Rehearsal
 from zae.sinks.predictions import Predictions
-from zae.storage.checkpoint import Weights, load_checkpoint, read_weights
-from zae.storage.share import save_weights, try_save
+from zae.storage.checkpoint import Weights, read_weights
+from zae.storage.share import save_weights
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed
@@ -102,10 +100,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     keep_train_outputs : bool
         Whether ``log_train`` keeps what ``train_step`` returns beside numbers, for ``metric_on_epoch_end``, until the
         epoch ends. What ``test_step`` returns is kept if ``metric_on_epoch_end`` is overridden.
-    try_validation : bool
-        Whether ``run`` tries one batch of the ``valid_loader`` before its first step, with a copy of model and task: a
-        fault of ``test_step`` and an unknown ``monitor`` are refused before the first epoch. Left out on a resume, on
-        several ranks, and where a batch cannot be taken and put back, or something cannot be copied.
 
     Raises
     ------
@@ -148,7 +142,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         on_nonfinite: str = "raise",
         fast_data: bool = True,
         keep_train_outputs: bool = False,
-        try_validation: bool = True,
     ) -> None:
         self.devices = argument_checks.check_devices(parse_device(device), type(self).__name__, slots_of(type(self)))
         self.device, self.mode = self.devices[0], argument_checks.check_mode(mode)
@@ -157,7 +150,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self._module: nn.Module = self.model
         optimizer_checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
         self.log_bar = argument_checks.check_log_bar(log_bar)
-        (self.try_validation,) = argument_checks.check_flags(try_validation=try_validation)
         fast, keeps = argument_checks.check_flags(fast_data=fast_data, keep_train_outputs=keep_train_outputs)
         self.optimization = Optimization(optimizer, scheduler, gradient_clip, scheduler_step_on_batch)
         has_metric = type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end
@@ -250,7 +242,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         max_time: float | timedelta | None = None,
         limit_batches: int | tuple[int | None, int | None] | None = None,
         overfit_batches: int | None = None,
-        rehearse: bool = False,
     ) -> MetricsDict:
         """Train for ``n_epoch`` epochs (or evaluate, in mode "test"), from where the last call of ``run`` ended.
 
@@ -282,12 +273,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         overfit_batches : int, optional
             Train on the same first batches in each epoch: those of the dataset in its order, without shuffling, or of
             the list. The ``valid_loader`` is not limited. Dropout and random transforms draw as ever.
-        rehearse : bool
-            Train nothing, and try with copies what the run does later: its plan, two steps with the optimizers and
-            schedulers, two batches of each ``valid_loader``, and a save of the state into a temporary folder beside
-            ``save_path``, which is loaded into another copy and compared. Weights, random streams, loaders and files
-            stay as they are, and no process is started. All that would fail is in one RehearsalError; what cannot be
-            tried is a warning. Loggers, and other add-ons of the layer "observe", take no part in the steps.
 
         Returns
         -------
@@ -301,11 +286,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         limits = RunLimits(n_epoch, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches)
         limits.check(loader, valid_loader)
-        (is_rehearsal,) = argument_checks.check_flags(rehearse=rehearse)
-        if is_rehearsal:
-            save = partial(try_save, load_checkpoint)
-            Rehearsal(preview.Preview(self.current_run.new_call(loader, valid_loader, limits)), save).try_all()
-            return self.metrics
         return cast("MetricsDict", self.launch(self._run, loader, valid_loader, limits))
 
     def _run(self, loader: Any, valid_loader: Any, limits: RunLimits) -> MetricsDict:
@@ -318,7 +298,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
                     run.run_test_epoch()
                 return self.metrics
             run.check()
-            preview.Preview(run).try_validation()
             run.begin()
             self.on_run_begin()
             run.resume_pending_validation()

@@ -154,7 +154,7 @@ def derived(): return make(task=Derived)
 def derived_engine(): return make(task=DerivedEngine, device=["cpu", "cpu"])
 def engine(): return make(MultiGPUAddon, device=["cpu", "cpu"])
 def streams(): return make(batches=[(torch.randn(4, 4), torch.zeros(4).long())] * 6)
-def failing(): return make(batches=[(torch.randn(4, 5), torch.zeros(4).long())] * 6, try_validation=False)
+def failing(): return make(batches=[(torch.randn(4, 5), torch.zeros(4).long())] * 6)
 def alone(): return make()[0]
 def slow():
     trainer, run = make(batches=Slow())

@@ -317,7 +317,7 @@ def test_what_does_not_fit_is_refused(call: Callable[[], Any], text: str) -> Non
 
 
 def test_it_compiles_and_its_two_rates_are_recorded() -> None:
-    """The table of a run has a rate for each of the two; a rehearsal tries both."""
+    """The table of a run has a rate for each of the two."""
     trainer = Plain(hand.network(), "cpu", optimizer=muon(lr=0.01, adamw_lr=0.02), log_bar=False)
     row = trainer.run(1, hand.loader())["train_metrics_history"][0]
     assert {key: value for key, value in row.items() if "lr" in key} == {"lr/muon": 0.01, "lr/adamw": 0.02}

@@ -146,7 +146,7 @@ def test_overfitting_sees_the_same_samples_in_each_epoch_and_validation_is_limit
             return super().test_step(batch)
 
     model = network()
-    trainer = Seen(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), log_bar=False, try_validation=False)
+    trainer = Seen(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), log_bar=False)
     trainer.seen = {"train": [], "test": []}
     trainer.run(2, loader(), {"a": loader(9), "b": list(loader(22))}, overfit_batches=2, limit_batches=(None, 2))
     first = data()[:8][0]

@@ -163,7 +163,7 @@ def test_each_other_hook_is_called():
     assert trainer.predict(module)
     counts.append({})
     module = build(kind)
-    zae = task_of(kind)(module, **QUIET, try_validation=False)
+    zae = task_of(kind)(module, **QUIET)
     zae.run(2, *zae.loaders())
     assert zae.test(zae.loaders("test"))
     assert zae.predict(zae.loaders("predict"))
@@ -190,7 +190,7 @@ class Logging(Classifier):
 
 
 def test_what_a_module_writes_to_its_logger_is_in_the_log(tmp_path, caplog):
-    """Of TensorBoard, read back; a trial of the validation writes nothing, and there is no client outside of run()."""
+    """Of TensorBoard, read back; there is no client outside of run()."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     module = build(Logging)

@@ -37,12 +37,10 @@ def test_the_autoencoder_of_the_readme_of_lightning(caplog):
     loaders = DataLoader(images), DataLoader(images)
     trainer = fit(theirs, *loaders, max_epochs=2)
     zae = task_of(ours)(ours, **QUIET)
-    zae.run(2, *loaders, rehearse=True)
     zae.run(2, *loaders)
     assert same(theirs, ours)
     assert caplog.text.count("no validation_step: the valid_loader is not used") == 1
     assert float(zae.callback_metrics["train_loss"]) == float(trainer.callback_metrics["train_loss"])
-    assert "valid metrics are not known: LitAutoEncoder has no validation_step" in str(zae.plan(1, *loaders))
     with pytest.raises(TaskError, match="has no validation_step, which this evaluation calls"):
         zae.evaluate(loaders[1])
 

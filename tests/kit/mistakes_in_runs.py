@@ -64,18 +64,6 @@ def limit_of_a_generator():
     trainer_of().run(1, (batch for batch in loader()), limit_batches=2)
 
 
-@mistake(
-    zae.RehearsalError,
-    "1 of 3 rehearsed parts of this run would fail; correct them and",
-    "call run again (nothing was trained or changed)",
-)
-def validation_that_fails_in_the_rehearsal():
-    def test_step(self, batch):
-        raise KeyError("labels")
-
-    trainer_of(type("Task", (Task,), {"test_step": test_step})).run(3, loader(), loader(), rehearse=True)
-
-
 @mistake(zae.ConfigError, "path='out.csv' has no suffix of a file of predictions", "write .npy, .safetensors or .pt")
 def predictions_to_a_table():
     trainer_of().predict(loader(), "out.csv")

@@ -200,7 +200,7 @@ def test_the_batch_of_an_evaluation_is_named_where_it_is_the_cause() -> None:
             raise ValueError("too dark")
 
     with pytest.raises(ValueError, match="too dark") as caught:
-        build(Fails, try_validation=False).run(1, hand.loader(), hand.loader(3, shuffle=False))
+        build(Fails).run(1, hand.loader(), hand.loader(3, shuffle=False))
     note = "zae: in an evaluation after step 6, on cpu; the batch was list(Tensor[3, 4] float32, Tensor[3] int64)"
     assert caught.value.__notes__ == [note]
     bad, whole = DataLoader(Poisoned("raises"), batch_size=4), hand.loader()
@@ -211,7 +211,7 @@ def test_the_batch_of_an_evaluation_is_named_where_it_is_the_cause() -> None:
         (0, lambda made: made.inference(bad)),
     ):
         with pytest.raises(KeyError, match="sample 30") as other:
-            call(build(faults.Task, try_validation=False))
+            call(build(faults.Task))
         assert other.value.__notes__ == [
             f"zae: while a batch was asked for in an evaluation after step {step}, {place}"
         ]

@@ -98,7 +98,7 @@ def test_records_of_steps_hold_what_came_since_the_last_one(every: int) -> None:
 
 
 def test_several_loaders_are_added_up_and_named() -> None:
-    """The means stay means; `valid_name` says which loader it is, in the trial before the first step as well."""
+    """The means stay means; `valid_name` says which loader it is."""
     names: list[Any] = []
 
     class Named(Task):
@@ -114,7 +114,7 @@ def test_several_loaders_are_added_up_and_named() -> None:
     row = trainer.run(1, loader(), loaders)["valid_metrics_history"][0]
     assert typed(row, "valid_") == {**WHOLE, "big": (4.0 + 8.0) / 2}
     assert (row["valid_a/rows"], row["valid_b/rows"], row["valid_a/is_b"], row["valid_b/is_b"]) == (4, 7, 0, 1)
-    assert names == [("a", "test"), ("b", "test"), ("a", "test"), ("b", "test"), ("b", "test")]
+    assert names == [("a", "test"), ("b", "test"), ("b", "test")]
     names.clear()
     trainer.evaluate(loader())
     assert {name for name, _ in names} == {None}

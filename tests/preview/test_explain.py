@@ -145,7 +145,6 @@ def test_explain_is_what_a_real_run_does(
     cls = Task.add_on(*(add_ons()[name] for name in chosen))
     trainer, loader, valid = matrix.build(cls, options, tmp_path, chosen)
     lines = lines_of(cls)
-    trainer.try_validation = False  # It is of copies, before the run.
     if "SilentFaultGuardAddon" in chosen:
         trainer.fault_check_every = Every(steps=10**6)  # In a step that it checks, the gradients are computed twice.
     with Trace(cls) as trace:

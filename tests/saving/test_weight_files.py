@@ -162,7 +162,7 @@ class Measured(Task):
 def keeps(folder, n_epoch, **options):
     model, optimizer = parts()
     trainer = Measured.add_on(StateManagerAddon)(
-        model, "cpu", optimizer=optimizer, seed=5, log_bar=False, save_path=folder, try_validation=False, **options
+        model, "cpu", optimizer=optimizer, seed=5, log_bar=False, save_path=folder, **options
     )
     batches = [*hand.loader()]
     trainer.run(n_epoch, batches[:2], batches[:1])

@@ -17,23 +17,21 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     script.add_arguments(parser)
-    parser.add_argument("--measure-activations", action="store_true", help="measure what the forward of a batch keeps "
-                        "for its backward, with a copy of the model")  # fmt: skip
     parser.description = (
-        f"{parser.description}\n\nNothing is trained, and zae writes nothing: one batch is tried with a copy of the\n"
-        "model for the names of the metrics. What the run would refuse, or fail with, is\nstatus 1."
+        f"{parser.description}\n\nNothing is trained, no batch is loaded, and zae writes nothing. What the run would\n"
+        "refuse is status 1."
     )
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Return the plan of the run, or what it would refuse; the status is 1 where it would refuse something, or fail."""
+    """Return the plan of the run, or what it would refuse; the status is 1 where it would refuse something."""
     with script.trainer_of(arguments) as made:
         trainer, options = made.trainer, script.require_arguments(made, arguments.script)
         _check(trainer.plan, options)
         status, found = 0, {}
         try:
-            plan = trainer.plan(**options, measure_activations=arguments.measure_activations)
-            text, found, status = str(plan), fields_of(plan), int(bool(plan.faults))
+            plan = trainer.plan(**options)
+            text, found = str(plan), fields_of(plan)
         except Exception as error:
             words = str(error) if isinstance(error, ZaeError) else script.explain_failure(error)
             status, found["refused"] = 1, f"{type(error).__name__}: {error}"
@@ -55,7 +53,7 @@ def fields_of(plan: Any) -> dict[str, Any]:
 def _check(plan: Callable[..., Any], options: dict[str, Any]) -> None:
     """Refuse arguments that ``run`` does not have, or lacks."""
     signature = inspect.signature(plan)
-    names = [each for each in signature.parameters if each != "measure_activations"]  # It is not one of run.
+    names = list(signature.parameters)
     for name in options:
         if name not in names:
             hint = did_you_mean(str(name), names)

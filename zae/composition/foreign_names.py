@@ -79,7 +79,7 @@ OPTIONS = _by_name(
         # How long a run is, and what it does when.
         "the first argument of run(n_epoch, loader), not of the constructor": "n_epoch",
         "run(n_epoch, loader), or run(None, loader, max_steps=...)": "max_duration",
-        "run(n_epoch, loader, valid_loader, rehearse=True)": "fast_dev_run",
+        "run(1, loader, valid_loader, limit_batches=1)": "fast_dev_run",
         "run(n_epoch, loader, limit_batches=(..., None))": "limit_train_batches",
         "run(n_epoch, loader, valid_loader, limit_batches=(None, ...))": "limit_val_batches",
         "run(n_epoch, loader, overfit_batches=...), not of the constructor": "overfit_batches",
@@ -92,7 +92,7 @@ OPTIONS = _by_name(
         "val_check_interval check_val_every_n_epoch validate_every_n_steps eval_interval eval_delay "
         "val_every eval_every val_interval",
         "evaluate(loader) before run(n_epoch, loader)": "eval_on_start",
-        "try_validation": "num_sanity_val_steps",
+        "evaluate(batches), before run": "num_sanity_val_steps",
         # Precision.
         "precision='bf16', 'fp16' or 'fp32' (AMPAddon)": "amp use_amp autocast mixed_precision amp_dtype "
         "fp16_opt_level half_precision",

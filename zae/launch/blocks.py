@@ -28,7 +28,6 @@ __all__ = [
     "parse_blocks",
     "parse_methods",
     "prepare_block",
-    "prepare_copy",
     "split_by_block",
 ]
 
@@ -202,14 +201,6 @@ def prepare_block(block: nn.Module, checkpoints: bool, compiles: bool | str) -> 
         recompute({"": block})
     if compiles:
         block.compile(backend="inductor" if compiles is True else compiles)
-
-
-def prepare_copy(blocks: Mapping[str, nn.Module], **options: Any) -> str:
-    """Let the blocks of a copy recompute their activations; return which option lets the ranks keep others."""
-    for block in blocks.values():
-        prepare_block(block, True, False)
-    given = [name for name, value in options.items() if value]
-    return f"{given[0]} of FSDPAddon changes what is kept, and plan() does not start the ranks" if given else ""
 
 
 def describe_blocks(blocks: Mapping[str, nn.Module]) -> str:

@@ -217,14 +217,6 @@ class History:
         self.train, self.valid = list[Metrics](), list[Metrics]()
         self.log = list[dict[str, Any]]()
 
-    def fork(self) -> History:
-        """Return a copy with its own rows and empty logs, for a trial step."""
-        made = copy.copy(self)
-        for name, value in vars(self).items():
-            setattr(made, name, value.empty_copy() if isinstance(value, EpochLog) else copy.copy(value))
-        made.train_metrics = Metrics()
-        return made
-
     # ------------------------------------------------------------------------------------------------ recording
 
     def record(

@@ -63,8 +63,6 @@ class Run:
         Which loader an evaluation reads, of how many.
     valid_name : str or None
         The name of that loader, where they were given by name.
-    tried : mapping or None
-        In a copy that tries one batch (`zae.preview.dry_run`), what its step returned: no metric was updated with it.
     requests : set of str
         What `Trainer.request` asked for, as all ranks know it; `serve_requests` does it.
     micro_index : int
@@ -101,7 +99,6 @@ class Run:
         self.is_loading = self.is_evaluating = False
         self.loader_use, self.test_step, self.loader_place = "epoch", "test_step", (0, 1)
         self.valid_name: str | None = None
-        self.tried: Mapping[str, Any] | None = None
 
     @property
     def trainer(self) -> Any:

@@ -44,7 +44,7 @@ def checkpoint_bytes(
     random_states = plan.world_size * _stored((position[0] if isinstance(position, list) else position)["present"])
     whole = _stored(state) + tensor_bytes(model) + random_states + rest
     whole += _MANIFEST + len(json.dumps(add_ons, indent=2)) + _IN_ZIP * len(model) * is_archive
-    return whole, random_states, plan.world_size * 16 * len(plan.metrics or ["loss"]) * plan.batches_per_step
+    return whole, random_states, plan.world_size * 16 * plan.batches_per_step
 
 
 def _stored(state: Any) -> int:
@@ -75,7 +75,7 @@ def _after_a_step(now: Any, after: Any) -> Any:
 
 def _records(now: Mapping[str, Any], plan: RunPreview, norms: list[str]) -> tuple[dict[str, Any], int]:
     """Return the history at the end of the run, and the bytes of the rows that were only counted."""
-    names = plan.metrics or ["loss"]
+    names = ["loss"]  # What else the steps return is not known before they are made.
     drawn = random.Random(0)
     rates = dict.fromkeys(plan.learning_rates, 0.001)
     kinds = {

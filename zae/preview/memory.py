@@ -1,25 +1,30 @@
-"""Predict the memory that training takes on each rank: a formula that engines change, and measured activations."""
+"""Predict the memory that training takes on each rank, without activations: a formula that engines change."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae.common import optim, random_state
+from zae.common.optimizer_modes import has_modes
+from zae.common.optimizer_state import copy_optimizer
 from zae.common.walk import tensors_in
 from zae.display.text import format_size
 from zae.optimizers.quantized import bytes_of
 
-__all__ = ["Memory", "Part", "shard_memory"]
+__all__ = ["Memory", "Part", "shard_memory", "state_after_a_step"]
 
 
 _STEP = "the optimizer's step"
-_ACTIVATIONS = "activations"
 
 
 @dataclass
@@ -66,7 +71,7 @@ class Part:
 
 @dataclass
 class Memory:
-    """The bytes that training takes on the rank that holds most; activations are included only where measured.
+    """The bytes that training takes on the rank that holds most, beside the activations.
 
     `Trainer.plan` makes it for one process, and engines change it in ``plan_memory``.
 
@@ -79,8 +84,7 @@ class Memory:
     held : dict of str to int
         What else is there all the time, by name, such as the buckets of DistributedDataParallel.
     peaks : dict of str to int
-        What is there for a moment of a step, by name; only the largest of them counts. The activations are beside all
-        others, but for the step of the optimizer, when they are gone.
+        What is there for a moment of a step, by name; only the largest of them counts.
     start : int
         The bytes of all together before an engine has divided the model.
     is_offloaded : bool
@@ -150,15 +154,6 @@ class Memory:
         return round(sum(each.bytes * each.slots for each in self.parts.values()))
 
     @property
-    def activations(self) -> int | None:
-        """The bytes that the forward of a batch keeps for its backward; None where they are not measured."""
-        return self.peaks.get(_ACTIVATIONS)
-
-    @activations.setter
-    def activations(self, size: int) -> None:
-        self.peaks[_ACTIVATIONS] = size
-
-    @property
     def total(self) -> int:
         """The bytes of all together on the device, in the moment in which they are most."""
         return max(self.start, sum(self.entries().values()))
@@ -172,27 +167,20 @@ class Memory:
         return {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer}
 
     def entries(self) -> dict[str, int]:
-        """Return the bytes of a step on the device by name, with the largest peak.
-
-        What a rank gathers or sends in the backward is there beside the activations.
-        """
+        """Return the bytes of a step on the device by name, with the largest peak."""
         found = {**({} if self.is_offloaded else self._state()), **self.held}
         peaks = {name: size for name, size in self.peaks.items() if not (self.is_offloaded and name == _STEP)}
-        activations = {_ACTIVATIONS: peaks.pop(_ACTIVATIONS, 0)}
-        moments = [{name: size} if name == _STEP else {name: size, **activations} for name, size in peaks.items()]
-        largest = max([*moments, activations], key=lambda each: sum(each.values()))
-        return {name: size for name, size in {**found, **largest}.items() if size}
+        largest = max(peaks, key=peaks.__getitem__, default=None)
+        if largest is not None:
+            found[largest] = peaks[largest]
+        return {name: size for name, size in found.items() if size}
 
     def __str__(self) -> str:
         entries = self.entries()
         step = sum(entries.values())
         before = f"; {format_size(self.start)} before the model is divided" if self.start > step else ""
         host = f"; {format_size(self.host)} on the host ({_list(self._state())})" if self.is_offloaded else ""
-        if self.activations is None:
-            return f"{format_size(step)} and activations: {_list(entries)}{before}{host}"
-        size = format_size(self.activations)
-        earlier = "" if _ACTIVATIONS in entries else f"; activations {size}, freed before the optimizer's step"
-        return f"{format_size(step)}: {_list(entries)}{earlier}{before}{host}"
+        return f"{format_size(step)} and activations: {_list(entries)}{before}{host}"
 
 
 class _Gathered(NamedTuple):
@@ -284,3 +272,30 @@ def _temporaries(optimizer: Optimizer, slots: float, sizes: list[int]) -> int:
     if not sizes or any(group.get("fused") for group in groups):
         return 0
     return round(min(slots, 1) * sum(sizes) if at_once else min(slots, 2) * max(sizes))
+
+
+def state_after_a_step(optimizer: Optimizer) -> Any:
+    """Return the state of an optimizer after a step; before its first one, of tensors without data."""
+    return optimizer.state or _state_of_a_step(optimizer)
+
+
+def _state_of_a_step(optimizer: Optimizer) -> Any:
+    """Return the state of an optimizer after its first step, tried on tensors without data."""
+    # What else it holds is copied, large tensors without their data: a step may change it in place.
+    memo: dict[int, Any] = {id(each): torch.empty_like(each, device="meta") for each in tensors_in(vars(optimizer))
+                            if each.dim()}  # fmt: skip
+    for parameter in optim.parameters_of(optimizer):
+        memo[id(parameter)] = shape = torch.zeros_like(parameter, device="meta").requires_grad_()
+        shape.grad = torch.zeros_like(shape)
+    try:
+        twin = copy_optimizer(optimizer, memo, state=defaultdict(dict))
+        for group in twin.param_groups:
+            group.update(foreach=False, fused=False)
+        with random_state.isolated(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if has_modes(optimizer):
+                twin.train()  # type: ignore[attr-defined]
+            type(optimizer).step(twin)
+    except Exception:
+        return [p for group in optimizer.param_groups for p in group["params"]] * 2  # As much as Adam keeps.
+    return twin.state

@@ -43,18 +43,15 @@ class RunPreview:
         For each name, the rate that each step uses.
     validates_at, logs_at, saves_at : list of int
         The steps after which each happens; ``saves_at`` has the certain ones.
-    metrics : list of str or None
-        The names that ``monitor`` may have; None where they cannot be tried.
     bytes_per_checkpoint, disk : int
         The size of the largest checkpoint, and of all that are kept at once; 0 without a state manager.
+    monitor : str
+        The metric that decides which epoch is the best.
     memory : Memory or None
-        The bytes that each process takes; ``memory.activations`` is None where they are not measured. None where
-        the bytes are not known.
+        The bytes that each process takes beside the activations; None where they are not known.
     kernels : dict of str to str
         For each class of optimizer with a faster kernel that is not chosen, what to write; an add-on that uses that
         kernel removes the entry.
-    faults : list of str
-        What the run would fail with: a step that was tried with one batch.
     notes : list of str
         Remarks of add-ons, and what is uncertain.
     """
@@ -75,13 +72,11 @@ class RunPreview:
     validates_at: list[int] = field(default_factory=list)
     logs_at: list[int] = field(default_factory=list)
     saves_at: list[int] = field(default_factory=list)
-    metrics: list[str] | None = None
     monitor: str = ""
     bytes_per_checkpoint: int = 0
     disk: int = 0
     memory: Memory | None = None
     kernels: dict[str, str] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     # The bytes that a checkpoint has more within an epoch: so many, and so many for each step of it.
     _within_epoch: list[int] = field(default_factory=lambda: [0, 0], repr=False)
@@ -146,9 +141,9 @@ class RunPreview:
             rows.append(
                 ("disk", f"{format_size(self.disk)} at most, {format_size(self.bytes_per_checkpoint)} a checkpoint")
             )
-        if self.metrics is not None:
-            rows.append(("monitor", f"{self.monitor}; there are {', '.join(self.metrics)}"))
-        return rows + [("fails", fault) for fault in self.faults] + [("note", note) for note in self.notes]
+        if self.monitor:
+            rows.append(("monitor", self.monitor))
+        return rows + [("note", note) for note in self.notes]
 
     def __str__(self) -> str:
         rows = self.rows()

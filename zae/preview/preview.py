@@ -1,22 +1,18 @@
-"""`Trainer.plan`, and the trial of the validation before a run: what a call of run will do, without a side effect.
+"""`Trainer.plan`: what a call of run will do, without a side effect.
 
-Steps and epochs are counted as `zae.loop.run` counts them; learning rates come from copies of the schedulers on an
-optimizer without parameters, and the names of metrics from one batch, tried with a copy of the model.
+Steps and epochs are counted as `zae.loop.run` counts them, and learning rates come from copies of the schedulers on an
+optimizer without parameters. No batch is loaded, and no step is made.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from zae.common import optim, random_state
-from zae.common.argument_checks import check_flags
 from zae.common.optimizer_checks import check_schedules
 from zae.common.torch_private import is_compiled_by_hand
 from zae.composition.introspect import add_ons_of, is_overridden, seam, slots_of
@@ -25,14 +21,10 @@ from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
 from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.reshard import own_batch_sampler
-from zae.errors import MonitorError
 from zae.loop import addon_state
-from zae.loop.history import split_prefix
 from zae.loop.progress import NO_LIMIT, Every, RunLimits
-from zae.preview.activations import measure_activations
 from zae.preview.checkpoint_size import checkpoint_bytes
-from zae.preview.dry_run import NotTried, in_words, state_after_a_step, try_step
-from zae.preview.memory import Memory
+from zae.preview.memory import Memory, state_after_a_step
 from zae.preview.plan import RunPreview
 from zae.schedulers.lengths import is_per_step, is_plateau
 
@@ -42,15 +34,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Preview", "plan", "plan_lines", "plan_memory", "plan_ranks"]
 
-_log = logging.getLogger("zae")
 _LONGEST = 200_000  # Steps whose learning rates are simulated; longer runs show those of the first ones.
 
 
 class Preview:
     """What a call of `Trainer.run` will do, and what of it would fail; neither the run nor its trainer is changed."""
 
-    def __init__(self, run: Run, measures_activations: bool = False) -> None:
-        self.run, self.trainer, self.measures_activations = run, run.trainer, measures_activations
+    def __init__(self, run: Run) -> None:
+        self.run, self.trainer = run, run.trainer
         self.found = RunPreview(type(self.trainer).__name__, monitor=self.trainer.monitor)
 
     def plan(self) -> RunPreview:
@@ -69,10 +60,7 @@ class Preview:
         for name, what in (("should_validate", "valid_every"), ("should_checkpoint", "save_every")):
             if is_overridden(trainer, name):
                 found.notes.append(f"{name} is overridden: it decides, and what follows from {what} may differ")
-        self.find_metrics()
         self.measure_memory()
-        if self.measures_activations:
-            self.measure_activations()
         found.notes += trainer.plan_lines(found)  # What add-ons know, an engine for instance.
         found.notes += [*found.kernels.values(), *self._describe_compiled()]
         if not found.disk:
@@ -81,39 +69,6 @@ class Preview:
         if reason is not None and hasattr(run.loader, "dataset"):
             found.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
         return found
-
-    def try_validation(self) -> None:
-        """Try one batch of the validation before the first step of training, and refuse what would fail there.
-
-        It raises MonitorError for an unknown ``monitor``, and what ``test_step`` raises, with a note.
-        """
-        trainer, progress, loader = self.trainer, self.trainer.progress_checker, self.run.valid_loader
-        if loader is None or not trainer.try_validation or progress.step or not progress.run_calls.is_new:
-            return
-        try:
-            if trainer.world_size > 1:
-                raise NotTried("several ranks train")
-            if any(hasattr(module, "_orig_mod") for module in trainer.unwrap().modules()):
-                raise NotTried("the model is compiled")
-            tried = try_step(trainer, loader, "valid")
-            if tried.fault is None:
-                self._check_monitor(tried.names, "valid")
-        except (NotTried, torch.OutOfMemoryError) as error:
-            _log.debug("the validation is not tried before training: %s", error)
-        except Exception as error:
-            note = (
-                "zae: before training, one batch of valid_loader was tried with a copy of the "
-                "model: the validation would have failed after the first epoch. try_validation=False skips this trial"
-            )
-            error.__notes__ = [note, *getattr(error, "__notes__", ())]
-            raise
-        else:
-            if tried.fault is not None:
-                _log.warning(
-                    "metric_on_epoch_end failed with one batch of the valid_loader, before training (%s: %s); if it "
-                    "needs more than one batch, this is not a fault, and try_validation=False skips this trial",
-                    type(tried.fault).__name__, tried.fault,
-                )  # fmt: skip
 
     def _describe_compiled(self) -> list[str]:
         """Say what follows where the script has compiled the model itself: nothing is wrong, and more is compiled."""
@@ -217,36 +172,6 @@ class Preview:
         if found.steps is not None and found.steps > _LONGEST:
             found.notes.append(f"the learning rates are those of the first {_LONGEST} steps")
 
-    # --------------------------------------------------------------------------------------------------- metrics
-
-    def find_metrics(self) -> None:
-        """Find the names of the metrics, and refuse a monitor that is not among them."""
-        split = "train" if self.run.valid_loader is None or self.trainer.history.watches_training else "valid"
-        try:
-            tried = try_step(self.trainer, self.run.loader if split == "train" else self.run.valid_loader, split)
-        except NotTried as reason:
-            self.found.notes.append(f"{split} metrics are not known: {reason}")
-            return
-        except Exception as error:
-            whose = "loader" if split == "train" else "valid_loader"
-            self.found.faults.append(f"one batch of {whose} was tried, and {in_words(error)}")
-            return
-        if tried.fault is not None:  # It may need more than one batch.
-            said = f"metric_on_epoch_end was tried with one batch, and {in_words(tried.fault)}"
-            self.found.notes.append(f"{split} metrics are not known: {said}")
-            return
-        self.found.metrics = tried.names
-        self._check_monitor(tried.names, split)
-
-    def _check_monitor(self, names: list[str], split: str) -> None:
-        """Refuse a ``monitor`` that is not among the names of the metrics of a split."""
-        history, schedulers = self.trainer.history, optim.as_dict(self.trainer.scheduler).values()
-        prefix, bare = split_prefix(history.monitor)
-        if prefix == "train" and (split == "valid" or bare in names):
-            return
-        if history.score_of(dict.fromkeys(names, 0.0)) is None and any(map(is_plateau, schedulers)):
-            raise MonitorError(f"no step returns {history.monitor!r}; available: {', '.join(names)}; give monitor=...")
-
     # ------------------------------------------------------------------------------------- memory and checkpoints
 
     def measure_memory(self) -> None:
@@ -269,22 +194,6 @@ class Preview:
         finally:
             # A state notes the settings that it was read with; the run does so itself.
             trainer.optimization.settings = settings
-
-    def measure_activations(self) -> None:
-        """Measure what the forward of one batch keeps, or say why it is not measured."""
-        found = self.found
-        try:
-            size = measure_activations(self.run)
-        except NotTried as reason:
-            found.notes.append(f"activations are not measured: {reason}")
-        except torch.OutOfMemoryError:
-            found.notes.append("activations are not measured: a copy of the model, and one batch, do not fit in memory")
-        except Exception as error:
-            fault = f"one batch of loader was tried, and {in_words(error)}"
-            found.faults += [] if found.faults else [fault]  # It is there already where the step was tried for metrics.
-        else:
-            if found.memory is not None:
-                found.memory.activations = size
 
     def _measure_checkpoint(self, stepped: Mapping[str, Any]) -> None:
         """Find the size of a checkpoint with these states of the optimizers."""
@@ -334,22 +243,17 @@ def plan(
     max_time: float | timedelta | None = None,
     limit_batches: int | tuple[int | None, int | None] | None = None,
     overfit_batches: int | None = None,
-    measure_activations: bool = False,
 ) -> RunPreview:
     """Preview what ``run`` would do with the same arguments, without changing anything.
 
-    One batch of ``valid_loader`` (without it, of ``loader``) is tried with a copy of the model for the names of the
-    metrics, unless loading a batch cannot be undone.
+    No batch is loaded, and no step is made: whether ``train_step`` and ``test_step`` work, and which metrics they
+    return, is not looked at. ``run(1, loader, valid_loader, limit_batches=1)`` of another trainer tries a batch of
+    each. The size of a checkpoint is counted with one metric.
 
     Parameters
     ----------
     n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches
         As for ``run``.
-    measure_activations : bool
-        Whether to make one more forward, of one batch of ``loader`` with a copy of the model on the trainer's device,
-        for the bytes that it keeps until the backward: ``plan.memory.activations``, included in the sum. A note says
-        why where they are not measured. The ``setup`` of add-ons is called for the copy, as ``run(..., rehearse=True)``
-        does.
 
     Returns
     -------
@@ -360,8 +264,6 @@ def plan(
     ------
     ConfigError, LoaderError
         What ``run`` would refuse.
-    MonitorError
-        No metric has the name ``monitor``.
 
     Examples
     --------
@@ -383,9 +285,8 @@ def plan(
       validates  at steps 5, 10
       logs       at steps 5, 10
       memory     24 bytes and activations: parameters 12 bytes, gradients 12 bytes
-      monitor    loss; there are loss, accuracy
+      monitor    loss
     """
     limits = RunLimits(n_epoch, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches)
     limits.check(loader, valid_loader)
-    (measures,) = check_flags(measure_activations=measure_activations)
-    return Preview(self.current_run.new_call(loader, valid_loader, limits), measures).plan()
+    return Preview(self.current_run.new_call(loader, valid_loader, limits)).plan()

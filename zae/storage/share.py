@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -68,7 +67,6 @@ __all__ = [
     "save_checkpoint",
     "save_weights",
     "sweep",
-    "try_save",
     "verify_share",
     "write_share",
 ]
@@ -299,21 +297,6 @@ def save_checkpoint(
     write_share(directory, plan_share(directory, model_state, state, manifest_info, model_format=kind))
     sweep(directory.parent)
     return directory
-
-
-def try_save(
-    load: Callable[[Path], tuple[Any, Any, Any]], state: Mapping[str, Any], folder: Path, model_format: str
-) -> dict[str, Any]:
-    """Save a checkpoint beside this folder, load it, remove it, and return its state."""
-    about = {"step": 0, "epoch": 0, "run_id": "trial", "composition": [], "world_size": 1}
-    rest = {key: value for key, value in state.items() if key != "model"}
-    model_format = "safetensors" if model_format == "sharded" else model_format
-    there = next(place for place in folder.parents if place.is_dir())  # The disk that the run saves on.
-    with tempfile.TemporaryDirectory(prefix="zae-rehearsal-", dir=there) as made:
-        path = Path(made) / "step-00000000"
-        save_checkpoint(path, state["model"], rest, model_format=model_format, manifest_info=about)
-        _, model, read = load(path)
-    return {"model": model, **read}
 
 
 def sweep(parent: str | os.PathLike[str]) -> list[Path]:

@@ -195,7 +195,6 @@ class Kit:
             "gradient_clip": 0.1,
             "scheduler_step_on_batch": True,
             "log_bar": False,
-            "try_validation": False,
             **more,
             **options,
         }

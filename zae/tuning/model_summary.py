@@ -18,8 +18,8 @@ from zae.common.optim import has_lazy
 from zae.common.walk import tensors_in
 from zae.display.text import format_size
 from zae.errors import ConfigError, kind_of
-from zae.preview.dry_run import copy_trainer
 from zae.trainer import Trainer
+from zae.tuning.copies import copy_trainer
 
 __all__ = ["Layer", "ModelSummary", "summary"]
 

@@ -15,7 +15,7 @@ from zae.data.position import LoaderPosition
 from zae.errors import ConfigError
 from zae.loop.progress import ProgressChecker
 from zae.loop.step_output import StepOutput
-from zae.preview.dry_run import NotTried, borrow, copy_trainer
+from zae.tuning.copies import CannotCopyError, borrow, copy_trainer
 
 __all__ = ["trial", "trial_loader"]
 
@@ -80,9 +80,9 @@ def trial(trainer: Any, what: str, *more: Any) -> Any:
         )
     try:
         twin = copy_trainer(trainer, compose(leave_out(type(trainer), _LEFT_OUT), [*more, TrialAddon]))
-    except NotTried as reason:
+    except CannotCopyError as reason:
         raise ConfigError(f"{what} cannot train a copy of {type(trainer).__name__}: {reason}") from reason
-    twin.optimization.scheduler, twin.log_bar, twin.try_validation = None, False, False
+    twin.optimization.scheduler, twin.log_bar = None, False
     twin.optimization.index_by_name()
     twin.nonfinite.policy = "skip"
     twin.progress_checker, twin.loader_position = ProgressChecker(), LoaderPosition(trainer.fast_data)
@@ -96,5 +96,5 @@ def trial_loader(loader: Any, what: str) -> Iterator[Any]:
         try:
             with borrow(loader) as own:
                 yield own
-        except NotTried as reason:
+        except CannotCopyError as reason:
             raise ConfigError(f"{what}: {reason}; give a DataLoader, or a list of batches") from reason

@@ -128,7 +128,7 @@ def _options(cls: Any, variant: Any, given: dict[str, Any], job: Job) -> dict[st
     script.redirect(found, lambda option, file: where / file)
     devices = found.get("device")
     if job.is_exact:
-        found |= {"device": "cpu", "try_validation": False}  # It takes a batch that is not in float64.
+        found["device"] = "cpu"
     elif isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
         found["device"] = devices[0]
     if "resume" in known:
@@ -140,7 +140,7 @@ def _options(cls: Any, variant: Any, given: dict[str, Any], job: Job) -> dict[st
 
 def _limit(arguments: dict[str, Any], window: Any, job: Job) -> dict[str, Any]:
     """Return the arguments of a run of at most so many steps, and note whether its epochs are shorter."""
-    found = {name: value for name, value in arguments.items() if name not in ("max_time", "rehearse")}
+    found = {name: value for name, value in arguments.items() if name != "max_time"}
     found["max_steps"] = min(job.steps, found.get("max_steps") or job.steps)
     if job.batches > 1:
         found["loader"] = _merged(found["loader"], job.batches)

@@ -88,7 +88,7 @@ def _replay(arguments: argparse.Namespace, trainer: Any, given: Any, made: dict[
     level = log.level
     log.setLevel(logging.ERROR)  # The warnings are about a step that the answer shows, or about temporary files.
     try:
-        trainer.run(**{name: value for name, value in given.items() if name not in ("max_time", "rehearse")})
+        trainer.run(**{name: value for name, value in given.items() if name != "max_time"})
     except Exception as error:
         if not plan.rows and isinstance(error, ZaeError):
             raise

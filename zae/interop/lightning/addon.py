@@ -16,7 +16,6 @@ from zae.errors import StepError, TaskError
 from zae.interop.lightning import module as lit
 from zae.interop.lightning.attached import AttachedModule
 from zae.interop.torchmetrics import metrics_in
-from zae.preview.dry_run import NotTried
 from zae.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -369,8 +368,7 @@ class LightningAddon(AttachedModule):
     def _evaluate_batch(self, batch: Any) -> Any:
         stage, given = self.evaluation_stage or "validation", (self._index, self.current_run.loader_place[0])
         if stage != "predict" and not lit.is_overridden(self.unwrap(), f"{stage}_step"):
-            error = TaskError if self.evaluation_stage else NotTried
-            raise error(f"{type(self.unwrap()).__name__} has no {stage}_step, which this evaluation calls")
+            raise TaskError(f"{type(self.unwrap()).__name__} has no {stage}_step, which this evaluation calls")
         self._hook(f"on_{stage}_batch_start", batch, *given)
         out = self._forward(f"{stage}_step", batch, *given)
         self._hook(f"on_{stage}_batch_end", out, batch, *given)

@@ -77,8 +77,8 @@ class AttachedModule(AddOnBase):
         module: Any = self.unwrap()
         before = self._module_log.hook
         if getattr(vars(module).get("log"), "__self__", None) is not self._module_log:
-            self._module_log = lit.Records()  # In a copy of the trainer for a trial step, which shares the other one.
-            self._attach(module, is_trial=True)
+            self._module_log = lit.Records()  # In a copy of the trainer, which shares the other one.
+            self._attach(module)
         self._module_log.hook = name
         try:
             return lit.call(getattr(module, name), *args)
@@ -137,9 +137,9 @@ class AttachedModule(AddOnBase):
                 f"{type(module).__name__}.optimizer_step is not called with a loss scale; write precision='bf16'"
             )
 
-    def _attach(self, module: Any, is_trial: bool = False) -> None:
+    def _attach(self, module: Any) -> None:
         """Give the module its ``trainer``, and the methods that a run replaces."""
-        self._view = views.TrainerView(self, is_trial)
+        self._view = views.TrainerView(self)
         placeholder = inspect.unwrap(self.optimizer)  # Without what AMPAddon puts around it.
         if isinstance(placeholder, lit.Configured):
             placeholder.module, placeholder.view = module, self._view

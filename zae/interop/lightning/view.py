@@ -123,9 +123,8 @@ class TrainerView:
     num_nodes, node_rank, gradient_clip_algorithm = 1, 0, None
     sanity_checking = fast_dev_run = is_last_batch = False
 
-    def __init__(self, trainer: Any = None, is_trial: bool = False) -> None:
+    def __init__(self, trainer: Any = None) -> None:
         vars(self)["_trainer"] = (lambda: None) if trainer is None else weakref.ref(trainer)
-        vars(self)["sanity_checking"] = is_trial
 
     @property
     def _of(self) -> Any:
