@@ -19,7 +19,7 @@ from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
 from zae.loop.progress import SIGNALED, Every
 from zae.preview.provenance import describe_code, describe_run
 from zae.saving.checkpointer import Checkpointer, Content, make_checkpointer
-from zae.saving.crash import CrashSaver
+from zae.saving.crash import EXACT, CrashSaver
 from zae.saving.rank_states import RankStates, load_from_file
 from zae.saving.resume import Resumption
 from zae.saving.retention import Retention, WeightFiles
@@ -42,8 +42,9 @@ class StateManagerAddon(AddOnBase):
     and renamed, and no file of it is ever read by pickle. It is saved when ``save_every`` is due, when a validation was
     the best so far, and at the end of a run. At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the step is finished, the state is
     saved, and the process ends with status 143, 129 or 130; a validation stops between two batches, and the resumed
-    run repeats it first. After an exception the state is saved in ``crash-00000012``, from which a run resumes only if
-    ``resume`` names it; of several ranks the one that fails first saves it, without the others' random streams.
+    run repeats it first. After an exception the state is saved in ``crash-00000012``. A run resumes from it if
+    ``resume`` names it, or if it is the newest and exact: where a validation has failed, or workers of the loader, in
+    one process. Of several ranks the one that fails first saves it, without the others' random streams.
 
     ``trainer.checkpointer`` writes and finds the files (see `zae.saving.checkpointer.Checkpointer`); the option
     ``checkpointer`` sets another class for another kind of storage. The seams ``on_save`` and ``on_load`` are called
@@ -65,8 +66,8 @@ class StateManagerAddon(AddOnBase):
     keep_best : int
         How many of the best by ``monitor`` to keep beside them.
     resume : bool, "auto", str or Path
-        False starts from scratch. True resumes from the newest checkpoint that is whole. "auto" does so if there is
-        one. A path resumes from that checkpoint.
+        False starts from scratch. True resumes from the newest checkpoint that is whole, or from a newer exact state of
+        a failed run. "auto" does so if there is one. A path resumes from that checkpoint.
     mid_epoch : {"skip", "restart"}
         What a resume within an epoch does with the batches that were used. "skip" continues after them: a sampler
         skips their samples without loading them, a stream is read again. "restart" reads nothing again: the epoch
@@ -299,8 +300,8 @@ class StateManagerAddon(AddOnBase):
         self.checkpointer.has_failed = True
         run, progress = self.current_run, self.progress_checker
         in_step = self._crash.was_in_step(progress, run.batch is not None)  # None before the first step.
-        if progress.pending_validation and run.signals:
-            in_step = False  # The validation would have stopped: the state is that before it.
+        if progress.pending_validation and in_step is not None:
+            in_step = False  # The state is that before the validation, which a resumed run repeats.
         if not isinstance(error, Exception) or isinstance(error, CheckpointError) or in_step is None:
             return
         if (signal := self._stop_signals.first) is not None and not in_step and self.world_size == 1:
@@ -309,7 +310,9 @@ class StateManagerAddon(AddOnBase):
             self._stop_signals.end(signal)
 
         def write(target: Path, older: Sequence[Path], info: Mapping[str, Any]) -> None:
-            info = {**info, "in_step": in_step, "score": None}
+            is_exact = not in_step and self.world_size == 1  # One of several ranks has only its own random streams.
+            is_exact = is_exact and self._crash.is_exact(progress, self.loader_position.has_drawn_for_failed)
+            info = {**info, "in_step": in_step, EXACT: is_exact, "score": None}
             with contextlib.suppress(MonitorError):  # The state is saved, whatever the monitor.
                 info["score"] = self._present_score()
             self._write_state(target, older, info)
@@ -328,9 +331,11 @@ class StateManagerAddon(AddOnBase):
             try:
                 super().teardown()
             finally:
-                if signal is not None:
-                    self._stop_signals.end(signal)
-                self._stop_signals.restore()
+                try:
+                    if signal is not None:
+                        self._stop_signals.end(signal)
+                finally:
+                    self._stop_signals.restore()
 
     # ---------------------------------------------------------------------------------------------------- saving
 

@@ -35,6 +35,7 @@ __all__ = [
     "count_devices",
     "default_store",
     "dispatch_modes",
+    "end_by_kill",
     "find",
     "fingerprint_of",
     "flatten_tree",
@@ -359,6 +360,16 @@ def check_reducer(wrapper: nn.parallel.DistributedDataParallel) -> None:
 def shut_down_workers(iterator: Any) -> None:
     """End the workers of a DataLoader iterator; without the name, torch ends them when it frees the iterator."""
     getattr(iterator, "_shutdown_workers", lambda: None)()
+
+
+def end_by_kill(worker: Any) -> None:
+    """Let a process of multiprocessing, which survives SIGTERM, be ended by SIGKILL where SIGTERM was meant to end it.
+
+    torch does so for a worker that hangs, and Python at its exit for all that are left, which it then waits for.
+    """
+    started = getattr(worker, "_popen", None)
+    if started is not None:
+        started.terminate = started.kill
 
 
 def outside_worker(function: Callable[..., Any], *args: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from zae.common.torch_private import find
+from zae.data.workers import iterate
 
 __all__ = ["batches_of", "why_not"]
 
@@ -39,7 +40,7 @@ _IS_KNOWN = None not in (_STACK, *_METHODS.values())
 def batches_of(loader: Any, fast: bool = True) -> Iterator[Any]:
     """Iterate over a loader, on the exact data path where that is possible."""
     if not fast or why_not(loader) is not None:
-        return iter(loader)
+        return iterate(loader)
     # A DataLoader starts its sampler, and then draws the seed of its workers, even if it has none.
     entries = iter(loader.batch_sampler)
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)

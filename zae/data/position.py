@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from zae.common import random_state
 from zae.data.loader_state import (
@@ -29,6 +29,7 @@ from zae.data.workers import (
     check_epoch_of_workers,
     deaths_expected,
     is_seeded,
+    iterate,
     mute_workers,
     unmute_workers,
 )
@@ -45,6 +46,8 @@ _NO_ORDER = (
     "its batches came as the workers finished them (in_order=False, with several workers), so that it is not known "
     "which samples were used: to continue would use some twice and others never"
 )
+
+_DRAW_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler)  # Whole epochs, unless with replacement.
 
 
 class LoaderPosition:
@@ -259,6 +262,20 @@ class LoaderPosition:
         """Whether a state was loaded from which no epoch has continued yet."""
         return self._resume is not None
 
+    @property
+    def has_drawn_for_failed(self) -> bool:
+        """Whether this process may have drawn random numbers for a batch that the loader failed to give.
+
+        It has not where workers read the samples, in an order that was drawn as the epoch began.
+        """
+        loader: Any = self.loader
+        if self.failed_at is None or not isinstance(loader, DataLoader) or not loader.num_workers:
+            return True
+        if type(loader.batch_sampler) is not BatchSampler or is_stateful(loader):
+            return True
+        sampler: Any = loader.batch_sampler.sampler
+        return type(sampler) not in _DRAW_FIRST or getattr(sampler, "replacement", False) is True
+
     def is_of(self, loader: Any) -> bool:
         """Return whether this loader can continue the epoch."""
         return (self._resume is not None and not self._another) or self.loader is loader
@@ -317,7 +334,7 @@ class LoaderPosition:
         self._restore(present)
         loader.load_state_dict(state)
         try:
-            iterator = iter(loader)
+            iterator = iterate(loader)
         except AssertionError as error:  # Of torchdata, with any text or none.
             workers, why = getattr(loader, "num_workers", 0), str(error) or "refused"
             raise CheckpointMismatch(
@@ -329,7 +346,7 @@ class LoaderPosition:
             return iterator
         # The loader ended, and started again, with draws that an uninterrupted run makes once.
         self._restore(present)
-        return iter(loader)
+        return iterate(loader)
 
     def _note_workers(self, loader: Any, used: int, resume: Mapping[str, Any] | None) -> None:
         """Note whether the workers of an uninterrupted run would persist here, and have their seed already."""

@@ -18,7 +18,7 @@ from zae.common.torch_private import version_of
 from zae.common.walk import leaves_of
 from zae.data.gather import batches_of
 from zae.data.loaders import Proxy, copy_with, is_stateful
-from zae.data.workers import is_seeded
+from zae.data.workers import is_seeded, iterate
 from zae.errors import CheckpointMismatch
 
 __all__ = ["LastBatch", "is_read_again", "iterate_on", "skip_batches"]
@@ -81,7 +81,7 @@ def skip_batches(loader: Any, count: int, fast: bool, last: str | None = None) -
                      count)  # fmt: skip
     elif not isinstance(loader, Sequence):
         _log.info("the first %d batches of %s are loaded and dropped", count, type(loader).__name__)
-    iterator = iter(loader)
+    iterator = iterate(loader)
     source = "dataset" if isinstance(loader, DataLoader) else "loader"
     name = f"{source} {type(getattr(loader, 'dataset', loader)).__name__}"
     found = _drop(iterator, count, name)

@@ -1,30 +1,33 @@
-"""Workers of a loader: random numbers that do not depend on them, and workers that die.
+"""Workers of a loader: random numbers that do not depend on them, signals that are not for them, and workers that die.
 
 For dead workers, torch is kept from raising in the wrong place, and from waiting for their locks.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import random
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from hashlib import blake2b
 from inspect import getattr_static
 from multiprocessing.process import BaseProcess
 from operator import index as as_index
-from types import ModuleType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from zae.common.argument_checks import check_count
 from zae.common.random_state import isolated
-from zae.common.torch_private import shut_down_workers
+from zae.common.torch_private import end_by_kill, shut_down_workers
 from zae.common.walk import search
 from zae.data.loader_state import STREAMS, read_stream, write_stream
 from zae.data.loaders import datasets_with_epoch, parts_of_dataset
@@ -39,6 +42,8 @@ __all__ = [
     "deaths_expected",
     "ignore_dead_workers",
     "is_seeded",
+    "iterate",
+    "keep_from_workers",
     "mute_workers",
     "unmute_workers",
 ]
@@ -47,6 +52,7 @@ _CHILD: Any = getattr(signal, "SIGCHLD", None)  # Windows has none.
 _PATIENCE = 1.0
 _muted: list[Any] = []
 _expected = False
+_kept: dict[int, frozenset[int]] = {}  # The signals that each run handles, and that workers must survive.
 
 
 class SeededDataset(Dataset[Any]):
@@ -217,6 +223,64 @@ def _seed_stream(stream: Any, seed: int) -> None:
         stream.seed(seed % 2**32)
     else:
         stream.seed(seed)
+
+
+def keep_from_workers(owner: int, numbers: Collection[int]) -> None:
+    """Let workers that start from now on survive these signals, which ask the run of ``owner`` to save and end.
+
+    A launcher, a cluster or a terminal signals a whole process group. The run needs another batch then: its ranks
+    agree to stop one step later. It ends its workers itself.
+    """
+    _kept.pop(owner, None)
+    if numbers and hasattr(signal, "pthread_sigmask"):  # Windows has no signals to a group.
+        _kept[owner] = frozenset(numbers)
+
+
+def iterate(loader: Any) -> Iterator[Any]:
+    """Return an iterator over a loader, whose workers survive the signals of `keep_from_workers`."""
+    numbers = frozenset[int]().union(*_kept.values())
+    if not numbers or not isinstance(loader, DataLoader) or not loader.num_workers:
+        return iter(loader)
+    own_init = loader.worker_init_fn
+    loader.worker_init_fn = _SurviveSignals(own_init, numbers)
+    # A worker inherits what is blocked, so that no signal hits it before it can handle one.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        iterator = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        loader.worker_init_fn = own_init
+    for worker in getattr(iterator, "_workers", ()):
+        end_by_kill(worker)
+    _mute_at_exit()
+    return iterator
+
+
+class _SurviveSignals:
+    """The ``worker_init_fn`` of workers that leave signals to the main process, as long as there is one."""
+
+    def __init__(self, own_init: Any, numbers: Collection[int]) -> None:
+        self._own_init, self._numbers = own_init, sorted(numbers)
+
+    def __call__(self, worker_id: int) -> None:
+        self._parent = os.getppid()
+        # Handlers in Python: a program that the dataset starts would inherit that a signal is ignored.
+        for number in self._numbers:
+            signal.signal(number, self._survive)
+            signal.siginterrupt(number, False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
+        if self._own_init is not None:
+            self._own_init(worker_id)
+
+    def _survive(self, number: int, frame: FrameType | None) -> None:
+        if os.getppid() != self._parent:
+            os._exit(128 + number)
+
+
+@cache
+def _mute_at_exit() -> None:
+    """Keep torch from raising for the workers that Python ends as it exits."""
+    atexit.register(mute_workers)
 
 
 def mute_workers(expected: bool = False) -> None:

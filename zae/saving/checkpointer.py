@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from torch import Tensor
 
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
-from zae.saving.crash import crashes_in, forget_claims, warn_of_lost_ranks
+from zae.saving.crash import EXACT, crashes_in, forget_claims, warn_of_lost_ranks
 from zae.saving.locks import FolderLock
 from zae.saving.retention import Retention, WeightFiles, step_of_weights
 from zae.saving.saver import Job, Saver
@@ -434,6 +434,9 @@ class Checkpointer:
             return folder, self.read(folder, allow_partial, held)
         found = newest_valid(folder, partial(self.read, held=held), self.list_saved)
         refuse_links(folder, found[0] if found else None)
+        if (failed := self._exact_crash(folder, None if found is None else found[1][0], held)) is not None:
+            _log.info("resuming from %s: a failed run has saved it between two steps", failed[0])
+            return failed
         if found is None:
             crashed = next(iter(self.list_saved(folder, "crash")), None)
             hint = f"; resume={str(crashed)!r} resumes from what a failed run has saved" if crashed else ""
@@ -450,6 +453,20 @@ class Checkpointer:
             _log.warning("passed over %s, which is damaged (%s); resuming from %s", damaged, why, path)
         self._damaged = {damaged.name for damaged, _ in passed_over}
         return path, content
+
+    def _exact_crash(self, folder: Path, newest: Manifest | None, held: _Held) -> tuple[Path, Content] | None:
+        """Return the exact state of a failed run that is newer than the newest checkpoint, and of its run."""
+        for path in self.list_saved(folder, "crash"):
+            try:
+                manifest = self.load_manifest(path)
+                if newest is not None and manifest["step"] <= newest["step"]:
+                    return None
+                is_of_run = newest is None or manifest["run_id"] == newest["run_id"]
+                if is_of_run and manifest["info"].get(EXACT) is True:
+                    return path, self.read(path, held=held)
+            except (CheckpointDamaged, CheckpointNotFound) as error:
+                _log.warning("passed over %s, which is damaged (%s)", path, error)
+        return None
 
     def newest(self, path: Path, allow_partial: Collection[str], held: _Held) -> tuple[Path, Content]:
         """Read a checkpoint as `read` does, or the newest whole one in a folder of them."""

@@ -13,7 +13,10 @@ from zae.errors import CheckpointError
 from zae.loop.progress import ProgressChecker
 from zae.storage import filesystem
 
-__all__ = ["CrashSaver", "crashes_in", "forget_claims", "warn_of_lost_ranks"]
+__all__ = ["EXACT", "CrashSaver", "crashes_in", "forget_claims", "warn_of_lost_ranks"]
+
+EXACT = "exact"
+"""Where the manifest of a failed run says whether a resume from it is bitwise the run without the failure."""
 
 _log = logging.getLogger("zae")
 _CLAIM = ".crash-"
@@ -39,6 +42,7 @@ class CrashSaver:
         self.folder, self._list_saved = folder, list_saved
         self._token = ""  # The same on every rank, and another in every run.
         self._began_at = self._rested_at = -1  # Batches used when the run began, and when it was last between steps.
+        self._rested_moment: tuple[int, int, str] | None = None
 
     def begin(self, progress: ProgressChecker, token: str) -> None:
         """Note that a run begins."""
@@ -46,7 +50,7 @@ class CrashSaver:
 
     def rest(self, progress: ProgressChecker) -> None:
         """Note that the run is between two steps."""
-        self._rested_at = progress.batch
+        self._rested_at, self._rested_moment = progress.batch, progress.moment
 
     def end(self) -> None:
         """Note that the run has ended."""
@@ -57,6 +61,17 @@ class CrashSaver:
         last = self._began_at if self._rested_at < 0 else self._rested_at
         in_step = progress.batch != last or has_batch
         return None if last < 0 or (self._rested_at < 0 and not in_step) else in_step
+
+    def is_exact(self, progress: ProgressChecker, has_drawn: bool) -> bool:
+        """Return whether a run that resumes from this state ends bitwise as if nothing had failed.
+
+        It does if a validation has failed, which it repeats: the random numbers of a validation are not those of
+        training. It does if the next batch of an open epoch has failed, and this process has drawn nothing for it.
+        """
+        if progress.pending_validation:
+            return True
+        is_between_steps = (self._rested_at, self._rested_moment) == (progress.batch, progress.moment)
+        return is_between_steps and progress.epoch_batch > 0 and not has_drawn
 
     def save(
         self, step: int, rank: int, world_size: int, write: Callable[..., None] | None, error: BaseException

@@ -9,7 +9,7 @@ import threading
 from types import FrameType
 from typing import Any, NoReturn
 
-from zae.data.workers import mute_workers, unmute_workers
+from zae.data.workers import keep_from_workers, mute_workers, unmute_workers
 from zae.errors import exit_status
 
 __all__ = ["StopSignals"]
@@ -24,12 +24,16 @@ class StopSignals:
 
     The same signal a second time, or Ctrl-C after any, ends the process at once: the previous handlers are back by
     then, and what is saved is valid at every moment. Only SIGHUP may come twice, from a closed terminal and from its
-    shell. Ignored signals stay ignored, as nohup needs. Python allows handlers in the main thread only; elsewhere none
-    is installed, with a warning.
+    shell. In a rank any signal may: a cluster signals all processes, and the launcher passes its own one on to the
+    ranks. It kills those that do not end. Ignored signals stay ignored, as nohup needs. Python allows handlers in the
+    main thread only; elsewhere none is installed, with a warning.
+
+    Workers of loaders that start during a run leave these signals to this process.
     """
 
     def __init__(self) -> None:
         self.noted: list[int] = []
+        self._may_repeat = self._is_ending = False
         self._pid = 0
         self._listens = False
         self._before: dict[int, Any] = {}  # After `restore`: those that another handler covers.
@@ -53,13 +57,16 @@ class StopSignals:
             )
             return self.noted
         self.noted.clear()
+        self._is_ending = False
         self._pid = os.getpid()
         found = {number: _beneath(signal.getsignal(number), number) for number in _numbers()}
         # None: a handler that Python cannot put back.
         self._before = {number: one for number, one in found.items() if one is not None and one != signal.SIG_IGN}
         self._listens = bool(self._before)
+        self._may_repeat = "RANK" in os.environ  # Of a launcher, or of the process that has started this rank.
         for number in self._before:
             signal.signal(number, self._note)
+        keep_from_workers(id(self), self._before)
         return self.noted
 
     def restore(self) -> None:
@@ -67,6 +74,7 @@ class StopSignals:
         if not self._listens:
             return
         self._listens = False
+        keep_from_workers(id(self), ())
         if self.noted:
             unmute_workers()
         for number in list(self._before):
@@ -74,12 +82,14 @@ class StopSignals:
                 signal.signal(number, _beneath(self._before.pop(number), number))
 
     def end(self, number: int) -> NoReturn:
-        """Restore the handlers, call the previous one of this signal, and end the process.
+        """Call the previous handler of this signal, and end the process; restore the handlers before, but in a rank.
 
         It raises KeyboardInterrupt for Ctrl-C, else SystemExit with status 129 for SIGHUP and 143 for the others.
         """
         before = _beneath(self._before.get(number), number)
-        self.restore()
+        self._is_ending = True
+        if not self._may_repeat:  # Else teardown does it: a repeated signal must not end a save in the background.
+            self.restore()
         self.noted.clear()
         if callable(before) and before is not signal.default_int_handler:
             before(number, None)
@@ -99,10 +109,11 @@ class StopSignals:
         if os.getpid() != self._pid:
             self._pass_on(number)
             return
-        # Python runs no handler within a long call of C; the default action of the system interrupts it.
-        for each in ({number, int(signal.SIGINT)} - {_HANGUP}) & self._before.keys():
-            signal.signal(each, signal.SIG_DFL)
-        if not self.noted:
+        if not self._may_repeat:
+            # Python runs no handler within a long call of C; the default action of the system interrupts it.
+            for each in ({number, int(signal.SIGINT)} - {_HANGUP}) & self._before.keys():
+                signal.signal(each, signal.SIG_DFL)
+        if not self.noted and not self._is_ending:
             self.noted.append(number)
             mute_workers(expected=True)  # The signal may have gone to them too.
 
