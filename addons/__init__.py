@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from zae.addons.silent_fault_guard import SilentFaultGuardAddon
     from zae.addons.spike_guard import SpikeGuardAddon
     from zae.addons.state_manager import StateManagerAddon
-    from zae.addons.step_in_backward import StepInBackwardAddon
     from zae.addons.tensor_parallel import TensorParallelAddon
     from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
     from zae.addons.throughput import ThroughputAddon
@@ -73,7 +72,6 @@ __all__ = [
     "SilentFaultGuardAddon",
     "SpikeGuardAddon",
     "StateManagerAddon",
-    "StepInBackwardAddon",
     "TensorBoardLoggerAddon",
     "TensorParallelAddon",
     "ThroughputAddon",
@@ -112,7 +110,6 @@ _HOMES = {
     "SilentFaultGuardAddon": "silent_fault_guard",
     "SpikeGuardAddon": "spike_guard",
     "StateManagerAddon": "state_manager",
-    "StepInBackwardAddon": "step_in_backward",
     "TensorBoardLoggerAddon": "tensorboard_logger",
     "TensorParallelAddon": "tensor_parallel",
     "ThroughputAddon": "throughput",

@@ -29,7 +29,6 @@ from zae.loop.progress import Every
 from zae.loop.step_output import loss_numbers
 from zae.sinks.fingerprint import fingerprint, random_state
 from zae.sinks.step_record import (
-    WatchedGradients,
     gradient_hashes,
     note_settings,
     settings_of,
@@ -184,14 +183,10 @@ class LedgerAddon(AddOnBase):
         """Note the losses, and the gradients after the backward."""
         if not self._stages:
             return super().gradients(batch)
-        watch = getattr(self, "watch_gradients", None)  # Of StepInBackwardAddon, which frees them in the backward.
-        seen = WatchedGradients(self.parameters, self.ledger_tensors, shards.part_of if self._is_of_each_rank else None)
-        with watch(seen) if watch is not None else contextlib.nullcontext():
-            outputs = super().gradients(batch)
+        outputs = super().gradients(batch)
         self._stages["forward"]["loss"] = [loss_numbers(out["loss"]) for out, _ in outputs]
-        gradients = self._gradients() if watch is None else seen.finish()
-        each = self._each(gradient_hashes if watch is None else seen.hashes)
-        self._stages["backward"] = {"gradients": gradients, "random": random_state(), **each}
+        each = self._each(gradient_hashes)
+        self._stages["backward"] = {"gradients": self._gradients(), "random": random_state(), **each}
         return outputs
 
     def clip(self) -> None:
@@ -212,7 +207,6 @@ class LedgerAddon(AddOnBase):
             stepped = super().optimizer_step()
         weights = self._hash([*self.unwrap().state_dict().values()])
         noted.update(stepped=bool(stepped), weights=weights, random=random_state())
-        noted.update({"in_backward": True} if hasattr(self, "watch_gradients") else {})
         noted.update(self._each(weight_hashes, lambda model: state_hashes(model, self.optimizers)))
         return stepped
 
@@ -228,7 +222,7 @@ class LedgerAddon(AddOnBase):
     def _is_clipped(self) -> bool:
         """Whether the gradients may have changed since the backward."""
         alone = all(getattr(super(LedgerAddon, type(self)), n) is getattr(Trainer, n) for n in ("unscale", "clip"))
-        return not hasattr(self, "watch_gradients") and (bool(self.gradient_clip) or not alone)
+        return bool(self.gradient_clip) or not alone
 
     def _each(self, *hashes: Callable[[nn.Module], dict[str, str]]) -> dict[str, Any]:
         """Return an entry with the hash of each tensor, where they are written."""

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kit.engines import ENGINES, Engine, Task, build
 from kit.ranks import each_rank
 from zae import ConfigError
-from zae.addons import DeepSpeedAddon, EMAAddon, GradientAccumulationAddon, StepInBackwardAddon
+from zae.addons import DeepSpeedAddon, EMAAddon, GradientAccumulationAddon
 from zae.interop.deepspeed.zero import load_library
 
 ROWS, WIDTH, VOCABULARY = 8, 256, 1000
@@ -87,8 +87,7 @@ CASES: dict[int, list[Case]] = {  # By the number of ranks.
     1: [
         (None, (), {}, {}),
         (None, (EMAAddon,), {"optimizer": "momentum"}, {}),
-        (None, (StepInBackwardAddon,), {}, {}),
-        (None, (StepInBackwardAddon,), {"optimizer": "sgd"}, {}),
+        (None, (), {"optimizer": "sgd"}, {}),
     ],
     2: [
         ("ddp", (), {}, {}),
@@ -109,7 +108,6 @@ MORE: dict[int, list[Case]] = {
         ("fsdp", (), {"optimizer": "sgd"}, {}),
         ("fsdp", (), {"reshard_after_forward": False}, {}),
         ("fsdp", (GradientAccumulationAddon, EMAAddon), WINDOW, {}),
-        ("fsdp", (StepInBackwardAddon,), {}, {}),
         ("fsdp", (), {}, {"blocks": 2}),
         ("fsdp", (), {}, {"blocks": 1}),
         ("fsdp", (), {}, {"vocabulary": 8000}),

@@ -44,7 +44,6 @@ OPTIONS = {
     "SpikeGuardAddon": "spike_threshold=10.0",
     "AutoBatchAddon": "micro_batch_size=None",
     "StateManagerAddon": 'save_path="runs/saved", resume="auto"',
-    "StepInBackwardAddon": "",
     "TensorBoardLoggerAddon": 'log_dir="runs/board"',
     "ThroughputAddon": "",
 }

@@ -107,7 +107,6 @@ ELSEWHERE = {
     "DeepSpeedAddon": "of several processes",
     "AccelerateAddon": "of several processes",
     "AutoBatchAddon": "it refuses the BatchNorm of the network",
-    "StepInBackwardAddon": "it refuses to clip, two losses and accumulation",
     "PEFTAddon": "its adapters make another model",
     "LoggerAddon": "the base of the loggers",
     "WebLoggerAddon": "the base of the loggers that send",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import schedulefree
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -23,7 +22,6 @@ from zae.addons import (
     SilentFaultGuardAddon,
     SpikeGuardAddon,
     StateManagerAddon,
-    StepInBackwardAddon,
     TorchMetricsAddon,
 )
 from zae.metrics import Sum
@@ -615,36 +613,6 @@ def step_that_computes_something_else_each_time():
             return {"loss": super().train_step(batch)["loss"] * self.calls}
 
     trainer_of(Counting.add_on(SilentFaultGuardAddon), fault_check_every=1).run(1, loader())
-
-
-@mistake(
-    zae.ConfigError,
-    "StepInBackwardAddon: gradient_clip=1 needs the norm of all gradients",
-    "write gradient_clip=0, or leave StepInBackwardAddon out",
-)
-def clipping_of_gradients_that_are_freed():
-    trainer_of(Task.add_on(StepInBackwardAddon), gradient_clip=1.0)
-
-
-@mistake(
-    zae.ConfigError,
-    "StepInBackwardAddon: optimizer 0 (AdamWScheduleFree) cannot step one",
-    "leave StepInBackwardAddon out",
-)
-def optimizer_whose_parameters_depend_on_each_other():
-    def schedule_free(parameters):
-        return schedulefree.AdamWScheduleFree(parameters, lr=0.01)
-
-    trainer_of(Task.add_on(StepInBackwardAddon), optimizer=schedule_free).run(1, loader())
-
-
-@mistake(
-    zae.AddOnConflict,
-    "StepInBackwardAddon and GradientAccumulationAddon do not go together: the",
-    "leave GradientAccumulationAddon out, or leave StepInBackwardAddon out",
-)
-def step_in_backward_with_accumulation():
-    Task.add_on(StepInBackwardAddon, GradientAccumulationAddon)
 
 
 @mistake(

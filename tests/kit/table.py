@@ -265,7 +265,6 @@ TABLE = [
 ELSEWHERE = {
     "AutoBatchAddon": "it refuses the BatchNorm of the network; tests/addons/test_auto_batch.py has a table, and "
     "tests/engines/test_auto_batch_engines.py the engines",
-    "StepInBackwardAddon": "it refuses to clip; tests/addons/test_step_in_backward.py has a table",
 }
 """Add-ons that are not in the table, and why."""
 

@@ -26,7 +26,6 @@ __all__ = [
     "gradient_norm",
     "has_lazy",
     "has_own_form",
-    "is_stepped_by_class",
     "label",
     "learning_rates",
     "leaves_kernel_open",
@@ -49,8 +48,6 @@ __all__ = [
 ]
 
 _SINGLE = "0"  # The name of a single optimizer in states and messages.
-_AROUND = getattr(Optimizer, "profile_hook_step", lambda function: function)(Optimizer.step).__code__
-"""The code of the function that torch wraps around the ``step`` of each class of optimizers."""
 
 
 def as_dict(value: Any) -> dict[str, Any]:
@@ -318,18 +315,6 @@ def step(optimizer: Optimizer) -> bool:
     return True
 
 
-def is_stepped_by_class(optimizer: Optimizer) -> bool:
-    """Return whether the step of an optimizer's class has no wrappers but those of torch and of a scheduler."""
-    around, own = type(optimizer).step, vars(optimizer).get("step")
-    return getattr(around, "__code__", None) is _AROUND and (own is None or _only_records(own, around))
-
-
-def _only_records(own: Any, around: Any) -> bool:
-    """Whether the ``step`` on an optimizer is that of a scheduler or of `mark_stepped`, which only records the call."""
-    is_known = getattr(getattr(own, "__code__", None), "co_filename", "") in _RECORDING
-    return is_known and getattr(own, "__wrapped__", None) is around
-
-
 def mark_stepped(optimizer: Optimizer) -> None:
     """Record the steps of an optimizer for its scheduler, as an attribute does that pickle leaves out."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
@@ -343,10 +328,6 @@ def mark_stepped(optimizer: Optimizer) -> None:
 
     record._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = record  # type: ignore[method-assign]
-
-
-# The files of the functions that record a step.
-_RECORDING = (LRScheduler.__init__.__code__.co_filename, mark_stepped.__code__.co_filename)
 
 
 def mark_copied(schedulers: Any) -> None:

@@ -45,7 +45,6 @@ __all__ = [
     "has_gradient_hooks",
     "has_own_loading",
     "has_own_shapes",
-    "has_step_hooks",
     "is_compiled",
     "is_profiling",
     "last_metric_value",
@@ -226,15 +225,6 @@ def add_to_all(tensors: Sequence[Tensor], number: float) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ optimizers
-
-
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has hooks of its step, global ones included."""
-    try:
-        own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        return bool(own or _OPTIMIZERS._global_optimizer_pre_hooks or _OPTIMIZERS._global_optimizer_post_hooks)
-    except AttributeError:
-        return True
 
 
 def overflow_flags(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:

@@ -89,8 +89,6 @@ class Memory:
         The bytes of all together before an engine has divided the model.
     is_offloaded : bool
         Whether parameters, gradients and states of the optimizer are in the memory of the host (``cpu_offload``).
-    frees_gradients : bool
-        Whether each parameter steps in the backward, and its gradient is then freed: one is there at a time.
 
     Examples
     --------
@@ -108,7 +106,6 @@ class Memory:
     peaks: dict[str, int] = field(default_factory=dict)
     start: int = 0
     is_offloaded: bool = False
-    frees_gradients: bool = False
 
     @classmethod
     def of_model(cls, model: nn.Module, optimizers: Iterable[tuple[Optimizer, list[Tensor], Any]] = ()) -> Memory:
@@ -144,9 +141,8 @@ class Memory:
 
     @property
     def gradients(self) -> int:
-        """The bytes of the gradients that are there at a time."""
-        sizes = [each.gradient for each in self.parts.values()]
-        return max(sizes, default=0) if self.frees_gradients else sum(sizes)
+        """The bytes of the gradients."""
+        return sum(each.gradient for each in self.parts.values())
 
     @property
     def optimizer(self) -> int:

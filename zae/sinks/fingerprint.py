@@ -15,7 +15,7 @@ from zae.common import random_state as rng
 from zae.common.torch_private import sparse_parts
 from zae.common.walk import local_part
 
-__all__ = ["Fingerprint", "fingerprint", "fingerprints", "random_state"]
+__all__ = ["fingerprint", "fingerprints", "random_state"]
 
 _WORDS = 1 << 16  # 64-bit words that are hashed at once: half a megabyte, which stays in the cache.
 _keys: dict[torch.device, Tensor] = {}
@@ -28,47 +28,21 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
     hashing: Dietzfelbinger et al. 1997, "A reliable randomized algorithm for the closest-pair problem"). Only the sums
     are copied to the host, at once.
     """
-    found = Fingerprint()
-    for index, tensor in enumerate(tensors):
-        found.add(index, tensor)
-    return found.digest()
-
-
-class Fingerprint:
-    """The hash of `fingerprint`, of tensors that come one at a time, in any order.
-
-    Of a small tensor its bytes are kept, with ``copies`` a copy of them; of a large one only sums are.
-    """
-
-    def __init__(self, copies: bool = False) -> None:
-        self._copies = copies
-        self._found: dict[int, list[tuple[Any, Tensor | None, list[Tensor]]]] = {}
-
-    def add(self, index: int, tensor: Tensor) -> None:
-        """Hash the tensor of a place in the order of all."""
-        found = self._found[index] = []
+    shapes: list[Any] = []
+    small: dict[torch.device, list[Tensor]] = {}  # Bytes that are hashed together.
+    sums: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
         for part in _parts(local_part(tensor).detach()):
-            shape = (str(part.dtype), tuple(part.shape))
+            shapes.append((str(part.dtype), tuple(part.shape)))
             data = _bytes(part) if part.numel() else None
-            sums = [] if data is None or data.numel() < _WORDS else [*_sums(data)]
-            kept = None if data is None or sums else data.clone() if self._copies else data
-            found.append((shape, kept, sums))
-
-    def digest(self) -> str:
-        """Return the hash of the tensors so far, in their order."""
-        parts = [part for index in sorted(self._found) for part in self._found[index]]
-        sums: dict[torch.device, list[Tensor]] = {}
-        small: dict[torch.device, list[Tensor]] = {}
-        for _, kept, own in parts:
-            if kept is not None:
-                small.setdefault(kept.device, []).append(kept)
-            elif own:
-                sums.setdefault(own[0].device, []).extend(own)
-        for device, each in small.items():
-            sums.setdefault(device, []).extend(_sums(torch.cat(each)))
-        shapes = [shape for shape, _, _ in parts]
-        found = [torch.stack(each).cpu().numpy().tobytes() for each in sums.values()]
-        return hashlib.sha256(b"".join([repr(shapes).encode(), *found])).hexdigest()[:16]
+            if data is not None and data.numel() < _WORDS:
+                small.setdefault(data.device, []).append(data)
+            elif data is not None:
+                sums.setdefault(data.device, []).extend(_sums(data))
+    for device, each in small.items():
+        sums.setdefault(device, []).extend(_sums(torch.cat(each)))
+    found = [torch.stack(each).cpu().numpy().tobytes() for each in sums.values()]
+    return hashlib.sha256(b"".join([repr(shapes).encode(), *found])).hexdigest()[:16]
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:

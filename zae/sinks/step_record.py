@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 
 from zae.common import optim
 from zae.common.model_weights import named_parameters
-from zae.sinks.fingerprint import Fingerprint, fingerprint, fingerprints
+from zae.sinks.fingerprint import fingerprints
 
 __all__ = [
-    "WatchedGradients",
     "gradient_hashes",
     "hash_each",
     "note_settings",
@@ -49,43 +48,6 @@ def state_hashes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[
             if parameter in optimizer.state:  # Looking a key up would add it.
                 found |= {f"{key}:{name}": each for key, each in optimizer.state[parameter].items()}
     return hash_each(found)
-
-
-class WatchedGradients:
-    """Hashes gradients that come one at a time, before each is freed: the hash is that of all together.
-
-    With ``each`` there is a hash for each gradient too. ``part_of`` names the part of a tensor that this rank holds;
-    there is then a hash for each part.
-    """
-
-    def __init__(
-        self, parameters: Sequence[Tensor], each: bool = False, part_of: Callable[[Tensor], str] | None = None
-    ) -> None:
-        self._places = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._parameters, self._has_each, self._part_of = parameters, each, part_of
-        self._found: dict[str, Fingerprint] = {}
-        self._each: dict[int, str] = {}
-
-    def __call__(self, parameter: Tensor) -> None:
-        """Hash the gradient of a parameter."""
-        gradient: Any = parameter.grad
-        part = "" if self._part_of is None else self._part_of(gradient)
-        self._found.setdefault(part, Fingerprint(copies=True)).add(self._places[id(parameter)], gradient)
-        if self._has_each:
-            self._each[id(parameter)] = hash_each({"": gradient})[""]
-
-    def finish(self) -> Any:
-        """Return the hash, or of a sharded model one for each part; the gradients that are left are hashed now."""
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                self(parameter)
-        found = {part: each.digest() for part, each in self._found.items()}
-        return found if any(found) else found.get("", fingerprint([]))
-
-    def hashes(self, model: nn.Module) -> dict[str, str]:
-        """Return the hash of each gradient, as `gradient_hashes` does."""
-        named = reversed(named_parameters(model).items())
-        return {f"gradient:{name}": self._each[id(each)] for name, each in named if id(each) in self._each}
 
 
 def settings_of(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
