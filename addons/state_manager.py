@@ -409,9 +409,32 @@ class StateManagerAddon(AddOnBase):
         CheckpointNotFound, CheckpointDamaged, CheckpointMismatch
             With what to do.
         """
+        self.current_run.check_load()
         self.checkpointer.settle()
         place, files = self.save_path if path is None else Path(path).expanduser(), check_partial(allow_partial)
         self._load_content(*self.checkpointer.newest(place, files, self.held_parts()), strict, files)
+
+    def continue_from(self, state: Mapping[str, Any] | str | Path) -> None:
+        """Continue the call of ``run`` that is under way from another state, when the present step is done.
+
+        Checkpoints of later steps are replaced by the next one.
+
+        Parameters
+        ----------
+        state : mapping, str or Path
+            As for `Trainer.continue_from`: what ``state_dict`` returned, a checkpoint, or a folder with checkpoints.
+        """
+        if isinstance(state, Mapping):
+            super().continue_from(state)
+        else:
+            self.current_run.continue_with(partial(self._go_back, Path(state).expanduser()))
+
+    def _go_back(self, place: Path) -> None:
+        """Load a checkpoint of the call of run that is under way."""
+        self.checkpointer.settle()
+        found, content = self.checkpointer.newest(place, (), self.held_parts())
+        self.current_run.check_state(content[2])
+        self._load_content(found, content, True, ())
 
     def _resume_from(self, found: Path, content: Content) -> None:
         """Load the checkpoint that the run continues from; it counts the calls of run of this script, not its own."""

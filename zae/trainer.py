@@ -6,10 +6,12 @@ that they call is a seam with a default of a few lines; other code lives in othe
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -27,6 +29,7 @@ from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
 from zae.data.gather import batches_of
 from zae.data.loaders import length_of, set_epoch
 from zae.data.position import LoaderPosition
+from zae.errors import ConfigError
 from zae.loop.bases import Attributes, Processes
 from zae.loop.epoch_log import plain
 from zae.loop.evaluation import Evaluation, evaluation_weights, switch_mode
@@ -303,8 +306,11 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             run.resume_pending_validation()
             while run.has_more_epochs():
                 self.on_epoch_begin()
+                if run.takes_up_state() and not run.has_more_epochs():
+                    break
                 self.run_epoch(run.loader)
-                if not self.progress_checker.epoch_batch:  # Else the run ends within the epoch.
+                # Else the run ends within the epoch, or continues from another state.
+                if not (self.progress_checker.epoch_batch or run.is_left):
                     run.end_epoch()
             self.on_run_end()
         return self.metrics
@@ -1005,6 +1011,60 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
         """Load only the weights of a state, for an evaluation; training would continue from them."""
         CoreState(self).load_weights(state["model"], strict=True)
+
+    def continue_from(self, state: Any) -> None:
+        """Continue the call of ``run`` that is under way from another state, when the present step is done.
+
+        The run goes on as a script that is started again and resumes from this state: with its weights, counters,
+        random streams and position in the data. What was done since is not logged, validated or saved any more. It is
+        for a guard that goes back when training has gone wrong, and may be called in any method that a run calls, on
+        every rank. What the guard changes for the second time, a learning rate for instance, it changes in
+        ``on_epoch_begin``, which is called before the run continues, and in ``on_load`` where a checkpoint is loaded.
+
+        Parameters
+        ----------
+        state : mapping
+            What ``state_dict`` returned in this call of ``run``, between two steps: in ``checkpoint`` or
+            ``on_epoch_end``, for instance. With StateManagerAddon also the path of a checkpoint, or of a folder with
+            checkpoints, whose newest whole one is taken.
+
+        Raises
+        ------
+        ConfigError
+            No call of ``run`` is under way, or its loader yields each batch once.
+        CheckpointMismatch
+            The state is of another call of ``run``, or does not fit.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from zae import Trainer
+        >>> class Guarded(Trainer):
+        ...     good, returns = None, 0
+        ...     def train_step(self, batch):
+        ...         return {"loss": self.model(batch).square().mean()}
+        ...     test_step = train_step
+        ...     def checkpoint(self):
+        ...         super().checkpoint()
+        ...         if self.progress_checker.step == 2:
+        ...             self.good = self.state_dict()
+        ...     def on_step_end(self, outputs):
+        ...         super().on_step_end(outputs)
+        ...         if self.progress_checker.step == 4 and not self.returns:
+        ...             self.returns += 1
+        ...             self.continue_from(self.good)
+        >>> trainer = Guarded(torch.nn.Linear(2, 1), "cpu", optimizer=torch.optim.SGD)
+        >>> metrics = trainer.run(1, [torch.ones(4, 2)] * 6)
+        >>> metrics["step"], trainer.returns
+        (6, 1)
+        """
+        if not isinstance(state, Mapping):
+            raise ConfigError(
+                f"continue_from({state!r:.80}); give what state_dict() returned, or add StateManagerAddon for the path "
+                "of a checkpoint"
+            )
+        kept = copy.deepcopy(dict(state))  # The run may change what it holds before it is loaded.
+        self.current_run.continue_with(partial(self.load_state_dict, kept), kept)
 
     def save_model(self, path: str | Path) -> Path:
         """Save the weights alone, in the format of the suffix: ``.safetensors``, ``.ckpt``, ``.pt`` or ``.pth``.

@@ -154,6 +154,10 @@ class NonFiniteGuard:
             everywhere = {step for steps in processes.gather(own) for step in steps}
             progress.nonfinite_steps += len(everywhere.difference(own))
 
+    def forget(self) -> None:
+        """Forget the steps that wait on an accelerator: the run continues from a state before them."""
+        self._waiting, self._steps, self._unreported = [], [], []
+
     def _look(self, value: Any, progress: ProgressChecker) -> bool:
         """Look at one loss, at several, or at a norm; on an accelerator later, where the policy allows it."""
         if isinstance(value, Mapping):

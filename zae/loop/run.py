@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +20,7 @@ from zae.data.loaders import describe, length_of
 from zae.data.workers import add_to_text, check_epoch_of_workers, dead_workers, ignore_dead_workers
 from zae.display.notebook import choose_display
 from zae.display.terminal import Display
-from zae.errors import ConfigError, LoaderError, MonitorError, kind_of
+from zae.errors import CheckpointMismatch, ConfigError, LoaderError, MonitorError, kind_of
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
 from zae.loop.step_output import add_hint
@@ -93,6 +93,9 @@ class Run:
         self.signals: list[int] = []
         self.requests: set[str] = set()
         self._logged_at, self.computation, self.micro_index = -1, 1, 0
+        self._progress: Any = None  # The counters of this call; another object is that of a state loaded since.
+        self._calls = 0  # How many calls of `run` this process has made, this one included.
+        self._load: Callable[[], None] | None = None  # What `continue_with` was given.
         self.wrapped: Any = None  # What `wrap_model` returned.
         self.batch: Any = None
         self.current_loader: Any = None
@@ -191,8 +194,77 @@ class Run:
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
         calls.index += 1
+        self._progress, self._calls = progress, calls.index
         self.trainer.loader_position.view = (self.user_loader, self.limits.batches, self.loader)
         self.trainer.loader_position.restore_random()
+
+    # ------------------------------------------------------------------------------------- a state within the call
+
+    def continue_with(self, load: Callable[[], None], state: Mapping[str, Any] | None = None) -> None:
+        """Load a state when the present step is done, and continue the call from there."""
+        if self._progress is None:
+            raise ConfigError(
+                "continue_from(...) is for a call of run() that trains, once it has begun; elsewhere load the state: "
+                "load_state_dict(state), or load_state(path) of StateManagerAddon"
+            )
+        self._check_repeatable()
+        if state is not None:
+            self.check_state(state)
+        self._load = load
+
+    def check_load(self) -> None:
+        """Refuse to load a state within a step or an evaluation, which would go on with it."""
+        if self.batch is not None or self.is_evaluating:
+            within = "an evaluation" if self.is_evaluating else "a step"
+            raise ConfigError(
+                f"a state is loaded within {within}, which would go on with other weights than it began with; write "
+                "continue_from(state), which loads it when the step is done"
+            )
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state of another call of ``run`` than the one that is under way."""
+        starts = state["progress"]["run_starts"] if isinstance(state.get("progress"), Mapping) else None
+        if not isinstance(starts, (list, tuple)) or len(starts) != self._calls:
+            found = len(starts) if isinstance(starts, (list, tuple)) else "no known"
+            raise CheckpointMismatch(
+                f"the state is of {found} calls of run(), and this is call {self._calls}, which continues only from a "
+                "state of its own; load that one between two calls: load_state_dict(state), or load_state(path)"
+            )
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the call is to continue from another state than it has come to."""
+        return self._load is not None or (self._progress is not None and self._progress is not self._present())
+
+    def takes_up_state(self) -> bool:
+        """Continue from a state that was loaded within the call, as a script does that is started again in it."""
+        if not self.is_left:
+            return False
+        load, self._load = self._load, None
+        if load is not None:
+            load()
+        progress, planned = self._present(), self._progress.run_calls.planned_steps
+        self._check_repeatable()
+        self.check_state({"progress": {"run_starts": progress.run_starts}})
+        progress.run_calls.index, progress.run_calls.planned_steps = self._calls - 1, planned
+        self.requests.clear()
+        self._logged_at, self.epoch_steps = -1, self.limits.steps_per_epoch or 0
+        self.trainer.nonfinite.forget()
+        self.check()
+        self.begin()
+        self.resume_pending_validation()
+        return True
+
+    def _present(self) -> Any:
+        return self.trainer.progress_checker
+
+    def _check_repeatable(self) -> None:
+        """Refuse to go back in a loader that yields each batch once."""
+        if isinstance(self.user_loader, Iterator):
+            raise ConfigError(
+                f"the loader is a {type(self.user_loader).__name__}, which yields each batch once, so that the run "
+                "cannot go back in it; give a DataLoader, a list, or a class with __iter__"
+            )
 
     def resume_pending_validation(self) -> None:
         """Repeat the validation that the loaded state was saved in, and what follows it."""
@@ -238,6 +310,7 @@ class Run:
 
     def has_more_epochs(self) -> bool:
         """Return whether an epoch is to begin, or to continue."""
+        self.takes_up_state()
         trainer, progress = self.trainer, self.trainer.progress_checker
         if progress.epoch >= self.last_epoch or progress.pending_validation:
             return False
@@ -277,6 +350,8 @@ class Run:
     def after_step(self) -> bool:
         """Log, validate and save where it is due, in this order; return whether the epoch, or the run, ends here."""
         trainer, self.is_loading = self.trainer, False
+        if self._load is not None:  # What was done since that state counts no more.
+            return True
         progress, every = trainer.progress_checker, trainer.log_every
         step = progress.step
         if (every.steps and every.due_at_step(step)) or "log" in self.requests:
@@ -292,6 +367,8 @@ class Run:
         if self.display.shown and self.display.due():
             self.display.update(RunView(self))
         self.is_loading = True
+        if self.is_left:
+            return True
         return step >= self.last_step or progress.epoch_step == self.epoch_steps or trainer.should_stop
 
     def find_decisions(self) -> None:
@@ -345,7 +422,7 @@ class Run:
     def ends_epoch(self, wrapped: Any, batches: Iterator[Any]) -> bool:
         """Return whether the step that ends the loop over the batches is the last of the epoch."""
         progress = self.trainer.progress_checker
-        if progress.pending_validation:  # A resumed run repeats its validation before the epoch ends.
+        if self.is_left or progress.pending_validation:  # A resumed run repeats its validation before the epoch ends.
             return False
         if progress.epoch_step == self.epoch_steps:
             return True
@@ -357,6 +434,8 @@ class Run:
         trainer, progress, history = self.trainer, self.trainer.progress_checker, self.trainer.history
         self.is_loading = False
         self.display.end_epoch(RunView(self))
+        if self.is_left:
+            return Metrics()
         if not progress.epoch_batch:
             used_up = "; a generator is exhausted after one epoch: give a list, or a class with __iter__"
             raise LoaderError(

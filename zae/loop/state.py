@@ -69,6 +69,8 @@ class CoreState:
         trainer, optimization, position = self.trainer, self.optimization, self.trainer.loader_position
         if addon_state.is_in_mode(trainer, addon_state.ENTRIES):
             return
+        if not addon_state.is_in_mode(trainer, addon_state.FROM_FILE):
+            trainer.current_run.check_load()
         _check_keys(state, strict)
         module = trainer.unwrap()
         if not trainer.current_run.is_ready and optimization.has_factory:  # A later setup uses what they make.

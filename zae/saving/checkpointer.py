@@ -129,6 +129,7 @@ class Checkpointer:
         self._lock.check()
         self._damaged: set[str] = set()  # Newer ones that the resume has passed over.
         self._replaced: list[Path] = []  # Those of another run, which the first checkpoint of this one replaces.
+        self._highest = -1  # The step of the newest one that was saved, or loaded.
         self._before: tuple[dict[str, float | None], list[Path]] = ({}, [])  # What the last save has changed.
         self._step = 0  # That of the last save.
 
@@ -312,6 +313,12 @@ class Checkpointer:
         self.saver.begin()
         scores = self.retention.scores
         self._before, self._step = (dict(scores), self._replaced), moment[1]
+        if kept is not None and moment[1] < self._highest:  # The run has gone back, and makes these steps again.
+            steps = {path: step_of(original_name(path.name)) or 0 for path in self.list_saved(self.folder)}
+            later = [path for path, step in steps.items() if step > moment[1]]
+            self._replaced = [*dict.fromkeys([*self._replaced, *later])]
+            for path in later:
+                scores.pop(original_name(path.name), None)
         names: list[str] = []
         replaced: list[Path] = []
         if kept is not None:
@@ -324,7 +331,7 @@ class Checkpointer:
             self._fail(error)
             return
         if kept is not None:
-            self.saved_at, self._replaced = moment, []
+            self.saved_at, self._replaced, self._highest = moment, [], moment[1]
             for name in names:
                 del scores[name]
 
@@ -493,6 +500,7 @@ class Checkpointer:
         earlier = manifest["info"].get("resumed_at")  # An older zae did not write it.
         steps = earlier[-_RESUMES:] if isinstance(earlier, list) else []
         self.resumed_at = [*(each for each in steps if type(each) is int), manifest["step"]]
+        self._highest = max(self._highest, manifest["step"])
         name = original_name(path.name)
         if path.parent == self.folder and name in self._names():
             self.retention.scores.setdefault(name, None)  # Its state was saved before it was in its own list.
