@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
-import zipfile
 from pathlib import Path
 
 import pytest
 
 import zae
-from kit import frozen
-from zae.storage.manifest import SHARDED_FORMAT
 
 CHANGELOG = (Path(__file__).parent.parent / "CHANGELOG.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## \[([\w.]+)\] - [^\n]+\n(.*?)(?=^## |\Z)", CHANGELOG, re.M | re.S))
@@ -37,9 +33,3 @@ def test_the_changelog_has_the_present_version() -> None:
     assert numbers == sorted(numbers, reverse=True)
     assert next(iter(SECTIONS)) == zae.__version__
     assert {group for text in SECTIONS.values() for group in re.findall(r"^### (\w+)$", text, re.M)} <= GROUPS
-
-
-def test_each_format_of_a_checkpoint_is_kept() -> None:
-    """A checkpoint of each format that this version reads is among those that test_frozen.py loads."""
-    manifests = [json.loads(zipfile.ZipFile(path).read("manifest.json")) for path in frozen.FOLDER.glob("*.zip")]
-    assert {content["format"] for content in manifests} == {*range(1, SHARDED_FORMAT + 1)}

@@ -525,15 +525,6 @@ def test_a_metric_of_training_that_is_called_like_one_of_the_validation():
     assert make(Named, monitor="valid_loss").run(1, loader())["best_train"]["score"] == 2.0
 
 
-def test_the_losses_of_a_misspelt_mode():
-    """They were those of the validations."""
-    trainer = make()
-    trainer.run(2, loader(), loader())
-    assert trainer.get_loss_history() != trainer.get_loss_history("test") == trainer.get_loss_history("valid")
-    with pytest.raises(ConfigError, match="mode='trian'; it must be 'train' or 'test'; did you mean 'train'"):
-        trainer.get_loss_history("trian")
-
-
 @pytest.mark.parametrize("use", [lambda each: each.run(1, loader()), lambda each: each.evaluate(loader())])
 def test_another_model_in_the_place_of_the_one_that_is_trained(use):
     """It was put back without a word, and the first one trained."""

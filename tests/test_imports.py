@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import sys
-from collections import Counter
 
 import pytest
 
@@ -93,14 +92,6 @@ def test_optional_packages_are_imported_only_when_they_are_used(path):
 def test_the_page_draws_the_table():
     text = imports.PAGE.read_text(encoding="utf-8")
     assert text == imports.with_drawing(text), "stale: run python tests/kit/imports.py"
-
-
-def test_every_folder_is_seen_at_a_glance():
-    """At most 12 source files in a folder, where nothing but add-ons and their bases is in addons/."""
-    counts = Counter(str(path.parent.relative_to(imports.ROOT)) for path in imports.sources().values()
-                     if path.name != "__init__.py" and path.parent.name != "addons")  # fmt: skip
-    assert {folder: count for folder, count in counts.items() if count > 12} == {}
-    assert min(counts.values()) >= 2
 
 
 def test_the_wheel_has_every_package():

@@ -63,8 +63,6 @@ METHODS = [
     "save_model",
     "apply_weights",
     "metrics",
-    "get_loss_history",
-    "print_log",
     "log_reset",
     "score_of",
     "add_on",

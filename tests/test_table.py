@@ -88,7 +88,7 @@ class Straight:
         train(trainer)
         self.state = states.get(self.middle)
         self.weights = hand.digest(trainer.model)
-        self.losses = trainer.get_loss_history("train"), trainer.get_loss_history("test")
+        self.losses = hand.losses(trainer), hand.losses(trainer, "valid")
         self.average = trainer.average if hasattr(trainer, "average") else None
         self.skipped = trainer.progress_checker.skipped_steps
         self.scaler = getattr(trainer, "_scaler_state", None)
@@ -268,7 +268,7 @@ def test_all_together_is_the_hand_loop(tmp_path: Any) -> None:
         trainer = train(build(entries, "biting", tmp_path / kept))
         model, out = by_hand(*entries)
         assert hand.digest(trainer.model) == hand.digest(model)
-        assert trainer.get_loss_history("test") == out["scores"]
+        assert hand.losses(trainer, "valid") == out["scores"]
 
 
 # --- resuming

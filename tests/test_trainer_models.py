@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
+from kit import hand
 from kit.hand import digest, loader, network
 from kit.regression import Regression, Untouched, build, line, pairs, valid
 from kit.table import Task
@@ -318,7 +319,7 @@ def test_odd_losses(shape: str) -> None:
     """Of shape [1], in float64, with a hook: differentiated as by hand, and recorded as a number."""
     trainer = run_like(lambda m, b: odd_loss(shape, m, b), line(), pairs(4, 2), line())
     history = trainer.metrics["train_metrics_history"]
-    assert len(trainer.get_loss_history()) == 2
+    assert len(hand.losses(trainer)) == 2
     assert trainer.best["score"] == min(row["train_loss"] for row in history)
 
 

@@ -32,8 +32,6 @@ from __future__ import annotations
 import difflib
 import signal
 from collections.abc import Iterable
-from itertools import pairwise
-from types import TracebackType
 
 __all__ = [
     "AddOnConflict",
@@ -178,34 +176,6 @@ def kind_of(value: object) -> str:
     """Return ``"None"``, or the type of a value with its article."""
     name = type(value).__name__
     return "None" if value is None else f"a{'n' * (name[0] in 'AEIOUaeiou')} {name}"
-
-
-def shorten_traceback(error: BaseException) -> None:
-    """Remove zae's frames from a traceback, except those that call other code.
-
-    An error that zae raises on purpose ends in the user's frame: its text has the remedy. The traceback of any other
-    error that was raised in zae is kept, because it may be a bug.
-    """
-    entries: list[TracebackType] = []
-    entry = error.__traceback__
-    while entry is not None:
-        entries.append(entry)
-        entry = entry.tb_next
-    if not entries or (_is_ours(entries[-1]) and not isinstance(error, ZaeError)):
-        return
-    kept = [this for this, called in pairwise(entries) if not (_is_ours(this) and _is_ours(called))]
-    while kept and _is_ours(kept[-1]) and _is_ours(entries[-1]):
-        kept.pop()
-    kept += [] if _is_ours(entries[-1]) else [entries[-1]]
-    for this, called in zip(kept, [*kept[1:], None], strict=False):
-        this.tb_next = called
-    error.__traceback__ = kept[0] if kept else None
-
-
-def _is_ours(entry: TracebackType) -> bool:
-    """Return whether a frame belongs to zae; `zae.testing` counts as user code."""
-    name = str(entry.tb_frame.f_globals.get("__name__"))
-    return name == "contextlib" or (name.startswith("zae.") and not name.startswith("zae.testing"))
 
 
 def exit_status(number: int) -> int:

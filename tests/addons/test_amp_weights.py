@@ -86,7 +86,7 @@ def test_it_is_the_loop_with_float32_copies(name: str, given: str) -> None:
         warnings.simplefilter("error")  # A schedule that does not see the steps of its optimizer warns.
         trainer.run(2, hand.loader())
     assert hand.digest(trainer.unwrap()) == hand.digest(model)
-    assert trainer.get_loss_history("train") == out["means"]
+    assert hand.losses(trainer) == out["means"]
     assert all(torch.equal(trainer.average[key], value) for key, value in out["average"].items())
     found = masters(trainer)
     for key, parameter in model.named_parameters():

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.optim import AdamW
 
+from kit import hand
 from kit.faults import RefusingDisk, installed
 from kit.hand import digest, loader, network
 from kit.table import Task, core_of, fingerprint
@@ -273,7 +274,7 @@ def test_a_save_that_meets_a_validation_carries_its_score(tmp_path: Path) -> Non
     watching = build(tmp_path / "train", monitor="train/loss", keep_last=None)
     watching.run(3, loader(), valid())
     scores = watching.state_dict()["StateManagerAddon"]["scores"]
-    assert list(scores.values()) == watching.get_loss_history()
+    assert list(scores.values()) == hand.losses(watching)
 
 
 def test_a_script_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

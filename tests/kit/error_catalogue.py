@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import traceback
 import warnings
 from pathlib import Path
 
@@ -39,9 +38,3 @@ def meet(name: str) -> Exception:
 def text_of(error: Exception) -> str:
     """The message and the notes that a user reads."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
-
-
-def frames_of(error: Exception) -> int:
-    """How many frames a user sees, from the line in their script on."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return sum(1 for frame in frames if frame.name != "meet")

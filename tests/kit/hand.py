@@ -172,6 +172,12 @@ def evaluate(
     return total / seen
 
 
+def losses(trainer: Any, split: str = "train") -> list[float]:
+    """The mean loss of each epoch, or of each validation, that a trainer has recorded."""
+    rows = trainer.train_history if split == "train" else trainer.valid_history
+    return [row[f"{split}_loss"] for row in rows]
+
+
 class Gan(nn.Module):
     """Two networks that are trained against each other."""
 

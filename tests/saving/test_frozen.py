@@ -1,8 +1,10 @@
-"""Checkpoints that an earlier zae has saved load to the same state, and lead to the same end."""
+"""Stored checkpoints of each present format load to the same state, and lead to the same end."""
 
 from __future__ import annotations
 
 import copy
+import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch
 from kit import frozen
 from kit.rank_tasks import forks
 from zae.__main__ import main
+from zae.errors import CheckpointMismatch
 from zae.storage.checkpoint import load_checkpoint, load_weights
+from zae.storage.manifest import FORMAT, SHARDED_FORMAT, seal
 
 
 def differences(saved: Any, present: Any, path: str = "state") -> list[str]:
@@ -35,7 +39,7 @@ def differences(saved: Any, present: Any, path: str = "state") -> list[str]:
 
 @pytest.mark.parametrize("name", [name for name, case in frozen.CASES.items() if case.ranks == 1])
 def test_frozen_checkpoint_loads_to_what_it_was(name: str, tmp_path: Path) -> None:
-    """A state of an earlier zae is read back entry for entry, and its run ends as it did then."""
+    """The state is read back entry for entry, and its run ends as it did then."""
     end = frozen.unpack(name, tmp_path)
     place = tmp_path / "save" / f"step-{frozen.CASES[name].step:08d}"
     _, model, rest = load_checkpoint(place)
@@ -52,7 +56,7 @@ def test_frozen_checkpoint_loads_to_what_it_was(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", [name for name, case in frozen.CASES.items() if case.ranks == 2])
 def test_frozen_checkpoint_of_two_ranks(name: str, tmp_path: Path) -> None:
-    """The same where two processes have saved, each its parts or one of them all."""
+    """The same where two processes have saved, each its parts."""
     end = frozen.unpack(name, tmp_path)
     trainer, loader, valid = frozen.CASES[name].build(tmp_path)
     with forks():
@@ -84,3 +88,18 @@ def assert_same_end(present: dict[str, Any], end: dict[str, Any]) -> None:
         assert row == pytest.approx(before, rel=1e-4, abs=1e-6)
     for key, values in end["weights"].items():
         assert present["weights"][key] == pytest.approx(values, rel=1e-4, abs=1e-5), key
+
+
+def test_each_present_format_is_stored() -> None:
+    manifests = [json.loads(zipfile.ZipFile(path).read("manifest.json")) for path in frozen.FOLDER.glob("*.zip")]
+    assert {content["format"] for content in manifests} == {FORMAT, SHARDED_FORMAT}
+    assert {content["model_format"] for content in manifests} == {"safetensors", "ckpt", "sharded"}
+
+
+def test_a_newer_format_is_refused_in_words(tmp_path: Path) -> None:
+    frozen.unpack("ckpt", tmp_path)
+    place = tmp_path / "save" / f"step-{frozen.CASES['ckpt'].step:08d}" / "manifest.json"
+    place.write_bytes(seal({**json.loads(place.read_text()), "format": 7, "zae": "9.1"}))
+    trainer, _, _ = frozen.CASES["ckpt"].build(tmp_path)
+    with pytest.raises(CheckpointMismatch, match=r"written by zae '9\.1', format 7; this version reads up to 2"):
+        trainer.setup()

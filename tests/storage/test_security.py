@@ -25,11 +25,9 @@ from zae.addons.wandb_logger import WandBLoggerAddon
 from zae.cli import main
 from zae.errors import CheckpointDamaged, CheckpointMismatch, OptionError
 from zae.storage.checkpoint import load_checkpoint, load_weights
-from zae.storage.manifest import FORMAT
 from zae.storage.share import save_checkpoint
 
 ROOT = Path(zae.__file__).parent.parent
-GOLDEN = Path(__file__).parent.parent / "golden"
 SOURCES = [path for folder in ("zae", "addons") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -292,32 +290,6 @@ def test_names_of_a_forged_state_reach_no_terminal(tmp_path: Path, caplog: pytes
     assert "\x1b" not in caplog.text
     with pytest.raises(CheckpointMismatch, match=r"1 unexpected \(\\x1b\]0;evil\\x07\)"):
         made.apply_weights(forged[1]["model"])
-
-
-def test_every_released_format_is_read(tmp_path: Path) -> None:
-    """Golden checkpoints of each format load to what they were; a newer one is refused in words."""
-    formats = sorted(GOLDEN.glob("format-*"))
-    assert [path.name for path in formats] == [f"format-{number}" for number in range(1, FORMAT + 1)]
-    for folder in formats:
-        expected = json.loads((folder / "expected.json").read_text())
-        for kind in ("safetensors", "ckpt"):
-            place = shutil.copytree(folder / kind, tmp_path / folder.name / kind)
-            made = saving(place, EMAAddon, decay=0.9, resume=True)
-            made.setup()
-            assert made.progress_checker.state_dict() | {"nonfinite_steps": 0} == expected["progress"]
-            weights = {name: value.double().sum().item() for name, value in made.model_state().items()}
-            assert weights == pytest.approx(expected["weights"], abs=0)
-            assert len(made.train_history) == expected["epochs"]
-            made.teardown()
-            made.run(3, hand.loader())
-            assert made.progress_checker.epoch == 3
-    manifest = json.loads((GOLDEN / "format-1" / "safetensors" / "step-00000012" / "manifest.json").read_text())
-    from zae.storage.manifest import seal
-
-    place = shutil.copytree(GOLDEN / "format-1" / "safetensors", tmp_path / "newer")
-    (place / "step-00000012" / "manifest.json").write_bytes(seal({**manifest, "format": 7, "zae": "9.1"}))
-    with pytest.raises(CheckpointMismatch, match=r"written by zae '9\.1', format 7; this version reads up to 2"):
-        saving(place, EMAAddon, resume="auto").setup()
 
 
 def test_every_file_is_read_without_pickle(tmp_path: Path) -> None:

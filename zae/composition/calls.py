@@ -1,4 +1,4 @@
-"""Wrap the methods that users call: shorten the tracebacks of errors, and explain wrong arguments of ``run``."""
+"""Explain wrong arguments of ``run``."""
 
 from __future__ import annotations
 
@@ -9,43 +9,25 @@ from typing import Any, ParamSpec, TypeVar
 
 from zae.composition.foreign_names import foreign_argument, foreign_option
 from zae.composition.options import join, options_of
-from zae.errors import OptionError, did_you_mean, shorten_traceback
+from zae.errors import OptionError, did_you_mean
 
-__all__ = ["USER_CALLS", "run_call", "user_call"]
-
-USER_CALLS = {"apply_weights", "evaluate", "inference", "load_state", "plan", "predict", "restore_best", "run_epoch",
-              "save_model", "save_state"}  # fmt: skip
-"""The methods of zae's classes that the metaclass wraps in `user_call`; ``run`` is wrapped where it is defined."""
+__all__ = ["run_call"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def user_call(method: Callable[P, R], check: Callable[P, None] | None = None) -> Callable[P, R]:
-    """Make a method that users call raise errors with short tracebacks, and check its arguments first."""
-
-    @wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            if check is not None:
-                check(*args, **kwargs)
-            return method(*args, **kwargs)
-        except Exception as error:
-            shorten_traceback(error)
-            raise
-
-    return call
-
-
 def run_call(run: Callable[P, R]) -> Callable[P, R]:
-    """Make ``run`` refuse arguments that do not fit its signature, and raise errors with short tracebacks."""
+    """Make ``run`` refuse arguments that do not fit its signature."""
     signature = inspect.signature(run)
 
-    def check(*args: P.args, **kwargs: P.kwargs) -> None:
+    @wraps(run)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not _fits(signature, args, kwargs):
             raise OptionError(_explain(list(signature.parameters)[1:], type(args[0]), list(args[1:]), kwargs))
+        return run(*args, **kwargs)
 
-    return user_call(run, check)
+    return call
 
 
 def _fits(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -220,7 +220,7 @@ def _warn_of_names(cls: Any) -> None:
             texts.append(f"{cls.__name__}.{name} is not called by the loop ({hint})")
     if texts:
         text = f"{'; '.join(texts)}. If your code calls it, nothing is wrong"
-        warnings.warn(text, UserWarning, stacklevel=5)  # At the class statement.
+        warnings.warn(text, UserWarning, stacklevel=4)  # At the class statement.
 
 
 def _error(klass: Any) -> type[TaskError]:

@@ -16,7 +16,6 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
-from zae.composition.calls import USER_CALLS, user_call
 from zae.composition.class_checks import check_class, check_complete, check_instance
 from zae.composition.collisions import check_collisions
 from zae.composition.foreign_names import missing_attribute
@@ -80,14 +79,11 @@ class TrainerMeta(ABCMeta):
     apply: Callable[[Any], Any]
     expand_options: Callable[[Mapping[str, Any]], dict[str, Any]]
 
-    @user_call
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> TrainerMeta:
         parents = [base for base in bases if isinstance(base, TrainerMeta)]
         namespace.setdefault("_is_addon", bool(parents) and all(base._is_addon for base in parents))
-        if str(namespace.get("__module__")).startswith("zae."):
-            namespace |= {call: user_call(namespace[call]) for call in USER_CALLS & namespace.keys()}
         if not parents:
-            namespace["add_on"] = _OfClass(user_call(namespace["add_on"].__func__))
+            namespace["add_on"] = _OfClass(namespace["add_on"].__func__)
         try:
             cls = super().__new__(mcls, name, bases, namespace, **kwargs)
         except TypeError as error:
@@ -99,7 +95,6 @@ class TrainerMeta(ABCMeta):
                 _check_composition(cls)
         return cls
 
-    @user_call
     def _make(cls, *args: Any, **kwargs: Any) -> Any:
         """Check a class and the arguments of its constructor, and make a trainer."""
         if cls._is_addon:

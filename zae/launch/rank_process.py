@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zae.common import random_state
-from zae.errors import DistributedError, shorten_traceback
+from zae.errors import DistributedError
 from zae.launch import transfer
 
 __all__ = [
@@ -218,7 +218,6 @@ def main_of_rank(task: Task, connection: Connection) -> None:
         if task.rank == 0:
             transfer.pack(result, Path(task.folder, "end"), "the result")
     except BaseException as error:
-        shorten_traceback(error)
         line.send(Report.of("failed", error, line.report_failure(error)))
         leave()
         # The parent shows the error; a second traceback from here would only come between.

@@ -6,8 +6,6 @@ rank 0 returned, and raises what went wrong. No process outlives it, whatever ha
 
 from __future__ import annotations
 
-import ast
-import inspect
 import itertools
 import multiprocessing
 import os
@@ -73,11 +71,6 @@ def spawn(
             "a run on several devices was started while a new process was importing the main script, which would start "
             'processes without end; call run() under: if __name__ == "__main__":'
         )
-    if _runs_unguarded():
-        raise ConfigError(
-            'call run() under: if __name__ == "__main__":  (a run on several devices starts a process for each, which '
-            "imports the main script and would start the run again)"
-        )
     with tempfile.TemporaryDirectory(prefix="zae-ranks-") as folder:
         transfer.pack({**args, "function": function}, Path(folder, "begin"))
         store, meeting = _meeting_point(init_method, timeout)
@@ -89,30 +82,6 @@ def spawn(
             ranks.watch()
         del store  # It was served by this process until here.
         return transfer.unpack(Path(folder, "end"))
-
-
-def _runs_unguarded() -> bool:
-    """Return whether the main script would start this run again when it is imported."""
-    frame, main = inspect.currentframe(), sys.modules.get("__main__")
-    if getattr(main, "__file__", None) is None:  # A notebook, say, which no process imports.
-        return False
-    while frame is not None and (frame.f_code.co_name != "<module>" or frame.f_globals is not vars(main)):
-        frame = frame.f_back
-    if frame is None:
-        return False
-    try:
-        tree = ast.parse(Path(frame.f_code.co_filename).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return False
-    conditions = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While, ast.Try)
-    for node in ast.walk(tree):
-        if isinstance(node, conditions) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0):
-            return False
-        if isinstance(node, ast.Compare) and any(
-            isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node)
-        ):
-            return False  # It may end the script early.
-    return True
 
 
 def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:

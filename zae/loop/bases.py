@@ -90,14 +90,6 @@ class Attributes:
         """The history so far, as ``run`` returns it."""
         return self.history.as_metrics(self.progress_checker)
 
-    def get_loss_history(self, mode: str = "train") -> list[float]:
-        """Return the mean loss of each epoch ("train"), or of each validation ("test")."""
-        return self.history.losses_of(mode)
-
-    def print_log(self) -> None:
-        """Write the history to standard output, as a table."""
-        self.metrics.write()
-
     def log_reset(self, epoch_end: bool = False) -> None:
         """Clear the logs of the open epoch and of the last evaluation; at an ``epoch_end``, their metrics too."""
         self.log_train.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -172,11 +171,6 @@ class MetricsDict(dict[str, Any]):
         """Return "best" for the best of these rows, and an empty text for each other one."""
         best = self.get("best_valid") or self.get("best_train") or {}
         return ["best" if row["step"] == best.get("step") else "" for row in rows]
-
-    def write(self) -> None:
-        """Write the table to standard output."""
-        if sys.stdout is not None:  # A caller may have closed it.
-            sys.stdout.write(f"{self}\n")
 
 
 class History:
@@ -347,15 +341,6 @@ class History:
         return found
 
     # ------------------------------------------------------------------------------------------------- reading
-
-    def losses_of(self, mode: str) -> list[float]:
-        """List the mean loss of each epoch ("train"), or of each validation ("test")."""
-        if mode not in ("train", "test", "valid"):
-            raise ConfigError(
-                f"mode={mode!r}; it must be 'train' or 'test'{did_you_mean(str(mode), ('train', 'test'))}"
-            )
-        rows, name = (self.train, "train_loss") if mode == "train" else (self.valid, "valid_loss")
-        return [row[name] for row in rows if name in row]
 
     def as_metrics(self, progress: ProgressChecker) -> MetricsDict:
         """Return the history so far, with a row for what there is of an open epoch."""
