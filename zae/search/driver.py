@@ -69,7 +69,7 @@ def search(
         Trains: ``run(trainer)`` or ``run(trainer, trial)``. It may return the score, or one for each direction, or the
         metrics of an evaluation, which are then scored.
     folder : str or Path
-        Where the study, the page ``search.html`` and a folder for each trial are written.
+        Where the study and a folder for each trial are written.
     objective : callable, optional
         Returns the score of the metrics of a validation. By default it is the metric that the trainer monitors. The
         score of a trial is its best one; with several directions, its last ones.
@@ -138,8 +138,6 @@ def search(
             _log.warning(f"the search was interrupted, and continues when it is called again:\n{made.result()}")
         raise
     finally:
-        if made.is_open:
-            made.result().save()
         lock.release()
     return _checked(made.result())
 

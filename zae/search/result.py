@@ -1,4 +1,4 @@
-"""The result of a search: its trials, as a table, a page and a frame."""
+"""The result of a search: its trials, as a table and a frame."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 from zae.display.html import block, escape, rows_html
 from zae.display.text import duration, table
 from zae.errors import ConfigError
-from zae.search.plots import SearchPlot, page
 from zae.search.study import NAME, load_optuna, quiet
-from zae.storage.filesystem import replace_file
 
 __all__ = ["SearchResult", "TrialResult", "read", "read_study"]
 
@@ -65,7 +63,7 @@ class TrialResult:
 
 @dataclass
 class SearchResult:
-    """The trials of a search; it prints as a table, and shows with plots in a notebook.
+    """The trials of a search; it prints as a table.
 
     Attributes
     ----------
@@ -75,14 +73,11 @@ class SearchResult:
         "minimize" or "maximize", one for each score.
     folder : Path
         Where the search is.
-    scales : dict of str to str or list
-        "linear" or "log" for each parameter that was drawn from a range, or its choices.
     """
 
     trials: list[TrialResult]
     directions: list[str]
     folder: Path
-    scales: dict[str, Any] = field(default_factory=dict)
 
     @property
     def best_trials(self) -> list[TrialResult]:
@@ -154,23 +149,15 @@ class SearchResult:
             raise ConfigError("to_frame() needs pandas, which is not installed: pip install pandas") from error
         return pandas.DataFrame(self.rows())
 
-    def plot(self) -> SearchPlot:
-        """Return a plot that prints in a terminal, and shows as a picture in a notebook.
+    def study(self) -> Any:
+        """Return the study of optuna, whose ``optuna.visualization`` draws it.
 
         Returns
         -------
-        SearchPlot
-            Its ``svg()`` is the picture.
+        optuna.Study
+            As it is in the folder now.
         """
-        return SearchPlot(self)
-
-    def save(self, path: str | Path | None = None) -> Path:
-        """Write a page with the plots and the table, by default ``search.html`` in the folder of the search."""
-        path = self.folder / "search.html" if path is None else Path(path)
-        text = page(f"{self.folder.name}: {len(self.trials)} trials", self._conclusion(), self.plot(), self._table())
-        content = text.encode()
-        replace_file(path, lambda put: put(content), len(content))
-        return path
+        return _load_study(self.folder)
 
     def __str__(self) -> str:
         if not self.trials:
@@ -181,18 +168,15 @@ class SearchResult:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return block(f"<div>{escape(self._conclusion())}</div>", self.plot().svg(), self._table())
+        errors = [f"trial {each.number} failed: {each.error}" for each in self.trials if each.error]
+        lines = "".join(f"<div>{escape(each)}</div>" for each in (self._conclusion(), *errors))
+        return block(rows_html(*self._shown()), lines)
 
     def _shown(self) -> tuple[list[dict[str, Any]], list[str]]:
         """Return the rows as they are shown, and the marks of the best ones."""
         best = [each.number for each in self.best_trials]
         rows = [{**row, "time": duration(row["time"])} for row in self.rows()]
         return rows, ["best" if row["trial"] in best else "" for row in rows]
-
-    def _table(self) -> str:
-        return rows_html(*self._shown()) + "".join(
-            f"<div>trial {each.number} failed: {escape(each.error)}</div>" for each in self.trials if each.error
-        )
 
     def _conclusion(self) -> str:
         """Return the counts of the trials."""
@@ -218,23 +202,25 @@ def read(folder: str | Path) -> SearchResult:
     path = Path(folder).expanduser()
     if not (path / NAME).exists():
         raise ConfigError(f"{path} has no search: {NAME} is missing; give the folder of zae.search.search")
+    return read_study(_load_study(path), path)
+
+
+def _load_study(folder: Path) -> Any:
+    """Return the study of optuna in the folder of a search."""
     optuna = load_optuna()
     with quiet(optuna):
-        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path / NAME)))
-        study = optuna.load_study(study_name=optuna.get_all_study_names(storage)[0], storage=storage)
-    return read_study(study, path)
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / NAME)))
+        return optuna.load_study(study_name=optuna.get_all_study_names(storage)[0], storage=storage)
 
 
 def read_study(study: Any, folder: Path) -> SearchResult:
     """Return the trials of a study of optuna."""
-    trials, scales = [], dict[str, Any]()
+    trials = []
     for each in study.get_trials(deepcopy=False):
         about: Mapping[str, Any] = each.user_attrs
-        for name, kind in each.distributions.items():
-            scales[name] = list(kind.choices) if hasattr(kind, "choices") else "log" if kind.log else "linear"
         params, values = {**each.params, **about.get("params", {})}, list(each.values or [])
         place, reports = folder / about.get("folder", ""), dict(each.intermediate_values)
         seconds, error = about.get("seconds", 0.0), about.get("error", "")
         state = each.state.name.lower()
         trials.append(TrialResult(each.number, state, params, values, place, seconds, error, reports))
-    return SearchResult(trials, [each.name.lower() for each in study.directions], folder, scales)
+    return SearchResult(trials, [each.name.lower() for each in study.directions], folder)
