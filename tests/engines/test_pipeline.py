@@ -464,13 +464,10 @@ def test_a_plan_shows_the_stages_and_refuses_what_ranks_would() -> None:
 
 
 def test_how_long_ranks_wait() -> None:
-    """The share of a step, by the order of each schedule: zero-bubble schedules wait least."""
+    """The share of a step, where each rank has one stage; of other schedules nothing is said."""
     shares = {name: Schedule(name).idle_share(2 * (each or 2), 2, 8) for name, each in SCHEDULES.items()}
-    assert shares["GPipe"] == shares["1F1B"] == pytest.approx(1 / 9)
-    assert shares["Interleaved1F1B"] < shares["1F1B"]
-    assert shares["InterleavedZeroBubble"] <= shares["Interleaved1F1B"]
-    assert 0 <= shares["ZBVZeroBubble"] < 0.06
-    assert 0 <= shares["DualPipeV"] < 0.12
+    assert shares.pop("GPipe") == shares.pop("1F1B") == pytest.approx(1 / 9)
+    assert set(shares.values()) == {None}
     assert Schedule(keeps).idle_share(2, 2, 4) is None
 
 

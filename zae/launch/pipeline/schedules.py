@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,6 @@ SCHEDULES = {
 """The schedules by name, with the number of stages that a rank must have."""
 
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-_COST = {"F": 1, "B": 2, "I": 1, "W": 1}  # A backward takes about twice as long as a forward.
 
 
 class Schedule:
@@ -100,45 +99,9 @@ class Schedule:
 
     def idle_share(self, count: int, ranks: int, micro_batches: int) -> float | None:
         """Return for which part of a step a rank waits, if all stages take as long; None where that is not known."""
-        if SCHEDULES.get(self.name) == 1:
-            self.make([_Planned(count, ranks)], micro_batches, print)
-            return (ranks - 1) / (micro_batches + ranks - 1)
-        if not isinstance(self._given, (str, type)):
+        if SCHEDULES.get(self.name) != 1:
             return None
-        own = [_Planned(count, ranks, stage) for stage, rank in enumerate(self.ranks_of(count, ranks)) if rank == 0]
-        return _idle(self.make(own, micro_batches, print).pipeline_order, count)
-
-
-class _Planned(SimpleNamespace):
-    """A stage that is not there: what the constructor of a schedule reads of one."""
-
-    def __init__(self, count: int, ranks: int, stage: int = 0) -> None:
-        super().__init__(num_stages=count, group_size=ranks, group_rank=0, stage_index=stage, submod=nn.Identity())
-        self.is_first, self.is_last = stage == 0, stage == count - 1
-
-
-def _idle(order: Mapping[int, Sequence[Any]], count: int) -> float | None:
-    """Return the share of time in which ranks wait, by the order in which they compute."""
-    queues = {rank: [each for each in row if each is not None] for rank, row in order.items()}
-    queues = {rank: [one for each in row for one in each.sub_actions or (each,)] for rank, row in queues.items()}
-    queues = {rank: [each for each in row if each.computation_type.value in _COST] for rank, row in queues.items()}
-    clock, done = dict.fromkeys(queues, 0), dict[tuple[Any, ...], int]()
-    work = sum(_COST[each.computation_type.value] for row in queues.values() for each in row)
-    while any(queues.values()):
-        is_stuck = True
-        for rank, row in queues.items():
-            while row:
-                kind, stage, batch = row[0].computation_type.value, row[0].stage_index, row[0].microbatch_index
-                needs = {
-                    "F": [("F", stage - 1, batch)] if stage else [],
-                    "W": [("I", stage, batch)],
-                }.get(kind, [("F", stage, batch), *([("I", stage + 1, batch)] if stage < count - 1 else [])])
-                if not all(each in done for each in needs):
-                    break
-                clock[rank] = max([clock[rank], *(done[each] for each in needs)]) + _COST[kind]
-                done["I" if kind == "B" else kind, stage, batch] = clock[rank]
-                row.pop(0)
-                is_stuck = False
-        if is_stuck:
-            return None
-    return 1 - work / (len(clock) * max(clock.values()))
+        planned = SimpleNamespace(num_stages=count, group_size=ranks, group_rank=0, stage_index=0, submod=nn.Identity())
+        planned.is_first, planned.is_last = True, count == 1
+        self.make([planned], micro_batches, print)  # It refuses a number of micro-batches that it cannot order.
+        return (ranks - 1) / (micro_batches + ranks - 1)
