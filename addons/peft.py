@@ -166,8 +166,8 @@ class PEFTAddon(AddOnBase):
         Raises
         ------
         ConfigError
-            The adapter cannot be merged: the base is quantized, the adapter is a prompt, or the ranks hold parts of the
-            weights.
+            The adapter cannot be merged: the base is quantized, the adapter is a prompt, the ranks hold parts of the
+            weights, or the adapter changes layers differently that have one weight (tied embeddings).
         """
         adapters.refuse_sharded(self.unwrap())
         weights = self.model_state()
@@ -177,9 +177,10 @@ class PEFTAddon(AddOnBase):
                 return
             merged = adapters.merged_copy(self.unwrap(), weights)
             if Path(path).suffix or not hasattr(merged, "save_pretrained"):
+                adapters.check_file_of_tied(self.unwrap(), merged)
                 save_weights(Path(path), merged.state_dict(), {"step": str(self.progress_checker.step)})
             else:
-                merged.save_pretrained(str(path))  # type: ignore[operator]
+                adapters.save_pretrained(merged, Path(path).expanduser(), self.unwrap())
 
         Group(self.rank, self.gather).together(save, Path(path))
         return Path(path)

@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zae.common import argument_checks, optim, optimizer_modes, random_state
+from zae.common.copying import deep_copy
 from zae.common.model_weights import fit_name, named_parameters
 from zae.common.optimizer_checks import (
     REMEDY,
@@ -283,7 +284,7 @@ class Optimization:
                 ]
                 with random_state.isolated():
                     if module is not None and optim.takes_model(optimizer):
-                        optimizer = optim.make(optimizer, copy.deepcopy(module, dict(zip(map(id, own), twins))))
+                        optimizer = optim.make(optimizer, deep_copy(module, dict(zip(map(id, own), twins))))
                     else:
                         optimizer = optimizer(twins)
             yield name, optimizer

@@ -76,7 +76,7 @@ class Unsaved:
         held, kept = vars(owner), getattr(owner, "saved_attributes", ())
         saved = (owner, held["model"], *optimization.optimizers.values(), *optimization.schedulers.values())
         inside = {id(each) for each in (*saved, *model.modules())}
-        look, found = _Look(inside), {}
+        look, found = _Look(inside, _memory_of(model)), {}
         own = [(f"{place}.{name}", held[name], _DEPTH) for place, name in self._own if name in held]
         for name, value, depth in (*own, *((*each, 2) for each in _of_model(model) if each[0] not in kept)):
             with contextlib.suppress(Exception):  # For instance a thread fills it: the state is saved without its mark.
@@ -109,8 +109,8 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
 class _Look:
     """Turns a value into a mark that can be kept and compared; None for a value that cannot be examined."""
 
-    def __init__(self, inside: set[int]) -> None:
-        self._inside, self._left = inside, _LOOKS
+    def __init__(self, inside: set[int], memory: set[int]) -> None:
+        self._inside, self._memory, self._left = inside, memory, _LOOKS
 
     def __call__(self, value: Any, depth: int) -> Any:
         self._left -= 1
@@ -119,7 +119,8 @@ class _Look:
         if isinstance(value, (str, bytes)):
             return (len(value), value[:_LOOKS])
         if isinstance(value, (Tensor, np.ndarray)):
-            return _part_of(value)
+            is_view = isinstance(value, Tensor) and _address(value) in self._memory  # Of what is saved.
+            return None if is_view else _part_of(value)
         if isinstance(value, STREAMS):
             return _place_in(value)
         if not depth or self._left < 0 or id(value) in self._inside or isinstance(value, _CLOSED):
@@ -137,6 +138,19 @@ class _Look:
         if len(value) <= _MANY:
             return [self(each, depth) for each in list(entries)]
         return [len(value), self(value[-1], depth) if isinstance(value, (list, tuple, deque)) else None]
+
+
+def _memory_of(model: nn.Module) -> set[int]:
+    """Return where the parameters and persistent buffers of a model lie in memory."""
+    unsaved = {id(getattr(module, name)) for module in model.modules() for name in unsaved_buffers(module)}
+    return {_address(each) for each in (*model.parameters(), *model.buffers()) if id(each) not in unsaved} - {0}
+
+
+def _address(value: Tensor) -> int:
+    try:
+        return value.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # A tensor that consists of others, or lies in parts on the ranks.
+        return 0
 
 
 def _part_of(value: Any) -> Any:

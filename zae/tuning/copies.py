@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from zae.common import optim, random_state
+from zae.common.copying import deep_copy
 from zae.common.optimizer_state import copy_optimizer
 from zae.composition.introspect import set_by
 from zae.data.loader_state import preserve_streams
@@ -118,7 +119,7 @@ def copy_trainer(trainer: Any, cls: Any = None) -> Any:
         for optimizer in optim.as_dict(trainer.optimizer).values():
             if isinstance(optimizer, Optimizer):  # copy.deepcopy leaves out the attributes of a subclass.
                 copy_optimizer(optimizer, memo)
-        copies = copy.deepcopy(state, memo)
+        copies = deep_copy(state, memo)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

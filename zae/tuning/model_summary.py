@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zae.common import random_state
+from zae.common.copying import deep_copy
 from zae.common.device import to_device
 from zae.common.optim import has_lazy
 from zae.common.walk import tensors_in
@@ -186,7 +187,7 @@ def _copy(module: nn.Module, trainer: Trainer | None) -> tuple[nn.Module, Any]:
         if trainer is not None:
             twin = copy_trainer(trainer)
             return twin.unwrap(), lambda batch: _train_step(twin, batch)
-        own = copy.deepcopy(module)
+        own = deep_copy(module)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

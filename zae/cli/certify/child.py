@@ -21,6 +21,7 @@ from zae.addon import AddOnBase
 from zae.cli import script
 from zae.cli.certify import loop, recipe
 from zae.cli.certify.jobs import Job
+from zae.common.copying import deep_copy
 from zae.common.optim import parameters_of
 from zae.common.walk import map_tensors
 from zae.composition.introspect import add_ons_of, is_engine_slot, recipe_of
@@ -335,12 +336,12 @@ def _contract(job: Job) -> dict[str, Any]:
         add_ons = add_ons_of(type(trainer))
         add_on = next(each for each in add_ons if each.__name__ == job.add_on)
         root = recipe_of(type(trainer))[0]
-        model = copy.deepcopy(trainer.unwrap())
+        model = deep_copy(trainer.unwrap())
         _drop_nothing(model)  # The kit takes what is drawn for what the add-on draws.
         batches = [*islice(arguments["loader"], 6)]
         names = {each if isinstance(each, str) else each.__name__ for each in add_on.requires}
         beside = [each for each in add_ons if names & {c.__name__ for c in each.__mro__}]
-        used: dict[str, Any] = {"task": root, "model": lambda: copy.deepcopy(model), "beside": beside,
+        used: dict[str, Any] = {"task": root, "model": lambda: deep_copy(model), "beside": beside,
                                 "batches": lambda: copy.deepcopy(batches)}  # fmt: skip
         owners = {name: owner for name, (_, owner) in options_of(type(trainer)).items()}
         core = set(options_of(next(c for c in root.__mro__ if c.__module__ == "zae.trainer")))

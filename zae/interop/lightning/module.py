@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import math
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from zae.common.copying import deep_copy
 from zae.common.torch_private import last_metric_value
 from zae.common.walk import copy_of
 from zae.errors import ConfigError, LoaderError, StepError, TaskError, kind_of
@@ -216,7 +216,7 @@ class Configured:
 
     def __call__(self, parameters: Any) -> Optimizer:
         """Return the optimizer of a copy of the module, for a plan of the run."""
-        module = copy.deepcopy(self.module)
+        module = deep_copy(self.module)
         module.trainer = self.view.plan_view()
         return parse_optimizers(module.configure_optimizers())[0]
 
