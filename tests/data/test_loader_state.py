@@ -565,3 +565,36 @@ def test_a_dataset_with_another_fingerprint_is_named(now: str, wrap: Any, caplog
     caplog.clear()
     resume(state)
     assert "fingerprint" not in caplog.text
+
+
+class Reversed(torch.utils.data.Sampler[int]):
+    """Draws its order from its own generator, and has no state."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(9)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(SIZE, generator=self.generator).flip(0).tolist()
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: torch.utils.data.WeightedRandomSampler([1.0] * SIZE, SIZE),
+        lambda: torch.utils.data.SubsetRandomSampler(range(SIZE)),
+        lambda: torch.utils.data.RandomSampler(range(SIZE), generator=torch.Generator().manual_seed(2)),
+        Reversed,
+    ],
+)
+def test_a_stateful_loader_over_a_sampler_without_a_state(sampler: Any) -> None:
+    """It would begin the sampler anew within the epoch; the order is that of the epoch all the same."""
+
+    def make() -> Any:
+        return StatefulDataLoader(hand.data(SIZE), 8, sampler=sampler())
+
+    states, end = states_of(make, build())
+    for at in (1, 2, 4, 5):
+        assert differing(end, goes_on(build(), states[at], make())) == [], at

@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from zae.common import random_state
 from zae.data.loader_state import (
@@ -309,7 +316,12 @@ class LoaderPosition:
         earlier = used_before - used + self._absent_before if once else 0  # Of epochs since the iterator began.
         if once and skip + earlier:
             _log.info("the first %d batches of the iterator are skipped", skip + earlier)
-        if resume is not None and is_stateful(loader) and resume["loader"] is not None:
+        if (
+            resume is not None
+            and is_stateful(loader)
+            and resume["loader"] is not None
+            and not (used and _begins_anew(loader))
+        ):
             iterator = self._of_stateful(loader, resume["loader"], present, used)
         elif earlier:
             if self._first is not None:
@@ -422,6 +434,21 @@ class LoaderPosition:
         at_end = is_exhausted(self.loader)
         if at_end is not None:
             self._restore(state, only_streams=at_end)
+
+
+def _begins_anew(loader: Any) -> bool:
+    """Return whether a StatefulDataLoader has a sampler without a state, whose order it does not restore.
+
+    It begins such a sampler anew in the middle of the epoch, with the random state of that moment.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    if loader.num_workers and is_stateful(loader.dataset):  # That state is in the workers, and the loader has it.
+        return False
+    order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if isinstance(order, BatchSampler):
+        order = order.sampler
+    return not is_stateful(order) and type(order) is not SequentialSampler
 
 
 def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
