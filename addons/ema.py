@@ -17,6 +17,7 @@ from zae.common import random_state
 from zae.common.argument_checks import check_count
 from zae.common.model_weights import fit_name, is_half_weight, own_names, plain_names, plain_state, shapes_of_average
 from zae.common.optim import has_lazy
+from zae.common.strides import has_own_elements
 from zae.common.walk import is_sharded, local_part
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.preview.checkpoint_size import tensor_bytes
@@ -229,7 +230,8 @@ class EMAAddon(AddOnBase):
         """Evaluate with the average in the model, and restore the training weights."""
         with super().evaluation_context(), torch.no_grad():
             self._follow()
-            pairs = [*self._averaged, *self._copied]
+            # An expanded buffer cannot be written to, and has not changed since the average copied it.
+            pairs = [pair for pair in (*self._averaged, *self._copied) if has_own_elements(pair[1])]
             kept = [weight.detach().clone() for _, weight in pairs]
             # Through `data`: a step may evaluate between its forward and its backward, which accepts the weights that
             # are restored here, and would refuse weights that were written to.

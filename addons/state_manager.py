@@ -13,7 +13,6 @@ from typing import Any
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_flags, check_folder, check_partial
 from zae.common.model_weights import named_parameters
-from zae.common.optimizer_state import check_optimizer_states
 from zae.composition.introspect import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
 from zae.loop.progress import SIGNALED, Every
@@ -23,6 +22,7 @@ from zae.saving.crash import EXACT, CrashSaver
 from zae.saving.rank_states import RankStates, load_from_file
 from zae.saving.resume import Resumption
 from zae.saving.retention import Retention, WeightFiles
+from zae.saving.save_trial import SaveTrial
 from zae.saving.saver import Job, check_moment, format_for
 from zae.saving.start_from import Start
 from zae.saving.stop_signals import StopSignals
@@ -187,6 +187,7 @@ class StateManagerAddon(AddOnBase):
         options: dict[str, Any] = {"warns_of_nonfinite": self.nonfinite.policy != "raise"}
         options |= {"on_save_error": on_save_error, "in_background": check_flags(save_async=save_async)[0]}
         self.checkpointer = make_checkpointer(checkpointer, folder, model_format, retention, weights, **options)
+        self._trial = SaveTrial()
         self._stop_signals, self._crash = StopSignals(), CrashSaver(folder, self.checkpointer.list_saved)
 
     @property
@@ -248,6 +249,7 @@ class StateManagerAddon(AddOnBase):
             progress.pending_validation = self.progress_checker.pending_validation
             self.progress_checker = progress
             vars(self.loader_position).update(position)
+        self._trial.begin(self, self._resumption.path is not None)
         if self.save_on_signal:
             self.current_run.signals = self._stop_signals.install()
         if news := self._resumption.take_news(self.current_run, self.checkpointer.shown):
@@ -258,6 +260,8 @@ class StateManagerAddon(AddOnBase):
         if self.current_run.signals and self.progress_checker.stop_reason is None:
             self.stop(SIGNALED)  # Before super(), where several ranks agree on it.
         super().checkpoint()
+        if self._trial.is_due and self.progress_checker.step > self.progress_checker.skipped_steps:
+            self._trial.try_state(self)
         progress, retention = self.progress_checker, self.checkpointer.retention
         self._crash.rest(progress)
         if self.checkpointer.saver.is_pending:  # Asked here: a step without a save makes no call.
@@ -382,7 +386,7 @@ class StateManagerAddon(AddOnBase):
         trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
         group, is_writer = Group(self.rank, self.gather_beside), self.is_main or has_failed
         job = Job(target, state, checkpointer.model_format, about, replaces, trained, group)
-        checkpointer.write(job, is_writer, partial(check_optimizer_states, self.optimizers, state["optimizer"]))
+        checkpointer.write(job, is_writer, partial(self._trial.check_optimizers, self.optimizers, state["optimizer"]))
 
     def _present_score(self) -> float | None:
         """Return the monitored metric if it was measured on the present weights."""
@@ -507,4 +511,4 @@ class StateManagerAddon(AddOnBase):
             return
         scores = None if self.history.has_criterion_of(rest["records"]) else self.history.scores_by_step()
         self.checkpointer.restore(own, scores)
-        self._resumption.unsaved.names = list(own.get("unsaved", ()))
+        self._resumption.unsaved.load_state_dict(own)

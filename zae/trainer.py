@@ -1010,7 +1010,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @seam
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
         """Load only the weights of a state, for an evaluation; training would continue from them."""
-        CoreState(self).load_weights(state["model"], strict=True)
+        CoreState(self).load_weights({**state["model"], **state.get("extra_state", {})}, strict=True)
 
     def continue_from(self, state: Any) -> None:
         """Continue the call of ``run`` that is under way from another state, when the present step is done.

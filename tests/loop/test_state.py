@@ -309,42 +309,50 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 
 
 class Unfreezes(Task):
-    """Trains its first layer from the second epoch on; says how in the class that resumes."""
-
-    grows = False
+    """Trains its first layer from the second epoch on."""
 
     def on_epoch_begin(self) -> None:
         super().on_epoch_begin()
         if self.progress_checker.epoch == 1 and len(self.optimizer.param_groups) == 1:
-            self.add()
-
-    def add(self) -> None:
-        self.optimizer.add_param_group({"params": list(self.unwrap()[0].parameters()), "lr": 0.03})
-
-    def load_state_dict(self, state: Any, strict: bool = True) -> None:
-        if self.grows and len(state["optimizer"]["0"]["param_groups"]) > len(self.optimizer.param_groups):
-            self.add()
-        super().load_state_dict(state, strict)
+            self.unwrap()[0].requires_grad_(True)
+            self.optimizer.add_param_group({"params": list(self.unwrap()[0].parameters()), "lr": 0.03})
 
 
-def test_a_group_that_training_has_added() -> None:
-    """A refusal has a remedy, which resumes exactly."""
+def test_a_group_that_training_has_added_is_added_again() -> None:
+    """By the names of its parameters; a new trainer need not do it."""
 
     def make() -> Any:
         with torch.random.fork_rng():
             torch.manual_seed(1)
             model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        model[0].requires_grad_(False)
         return Unfreezes(model, "cpu", optimizer=AdamW(model[1].parameters(), lr=0.1), log_bar=False)
 
     whole, first, second = make(), make(), make()
     whole.run(4, list(loader(shuffle=False)))
     first.run(2, list(loader(shuffle=False)))
-    with pytest.raises(CheckpointMismatch, match=r"added: in load_state_dict\(\) of your class, before super"):
-        second.load_state_dict(first.state_dict())
-    second.grows = True
     second.load_state_dict(first.state_dict())
+    assert [group["lr"] for group in second.optimizer.param_groups] == [0.1, 0.03]
     second.run(2, list(loader(shuffle=False)))
     assert digest(second.model) == digest(whole.model)
+
+
+def test_a_group_of_parameters_that_the_model_lacks_is_refused_and_nothing_is_loaded() -> None:
+    def make(*layers: nn.Module) -> Any:
+        model = nn.Sequential(*layers)
+        return Task(model, "cpu", optimizer=AdamW(model[0].parameters(), lr=0.1), log_bar=False)
+
+    grown = make(nn.Linear(4, 2))
+    grown.model.append(nn.PReLU())
+    grown.optimizer.add_param_group({"params": [*grown.model[1].parameters()], "lr": 0.03})
+    other = make(nn.Linear(4, 2))
+    with pytest.raises(CheckpointMismatch, match=r"1 unexpected \(1.weight\)"):
+        other.load_state_dict(grown.state_dict())
+    state = grown.state_dict()
+    state["model"].pop("1.weight")
+    with pytest.raises(CheckpointMismatch, match=r"has parameter groups of \[2\] .* saved with \[2, 1\]"):
+        other.load_state_dict(state)
+    assert len(other.optimizer.param_groups) == 1
 
 
 def test_many_differences_are_listed_by_tens() -> None:
@@ -480,8 +488,9 @@ class Images(Trainer):
 
 
 @pytest.mark.parametrize("kind", [partial(SGD, lr=0.1, momentum=0.9), partial(AdamW, lr=0.05, amsgrad=True)])
-def test_a_fused_kernel_resumes_where_weights_are_not_in_rows(kind: Any) -> None:
-    """A state is saved in rows, and the kernel goes through weight and state number by number, wherever they lie."""
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_a_fused_kernel_resumes_where_weights_are_not_in_rows(kind: Any, in_rows: bool) -> None:
+    """The kernel goes through weight and state number by number, wherever they lie; shards are gathered in rows."""
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(4, 2, 3, 3, generator=generator), torch.arange(4) % 3) for _ in range(2)]
 
@@ -494,8 +503,10 @@ def test_a_fused_kernel_resumes_where_weights_are_not_in_rows(kind: Any) -> None
     straight.run(4, batches)
     stopped.run(2, batches)
     state = copy.deepcopy(stopped.state_dict())
-    for each in state["optimizer"]["0"]["state"].values():  # As a checkpoint holds it.
-        each.update({name: value.contiguous() for name, value in each.items() if value is not None})
+    if in_rows:
+        state["module"]["strides"] = None
+        for each in state["optimizer"]["0"]["state"].values():
+            each.update({name: value.contiguous() for name, value in each.items() if value is not None})
     resumed.load_state_dict(state)
     resumed.run(2, batches)
     assert digest(resumed.unwrap()) == digest(straight.unwrap())

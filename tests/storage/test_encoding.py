@@ -293,7 +293,7 @@ def test_the_order_of_memory_comes_back(tensor: torch.Tensor) -> None:
     [
         ({"optimizer": {"state": {0: {"hook": print}}}}, r"optimizer\['state'\]\[0\]\['hook'\] is a builtin_function"),
         ({"a": [1, {2, 3}, lambda: 0]}, r"a\[2\] is a function; a checkpoint holds only numbers, text and tensors"),
-        ({"a": Pair.BOTH}, r"a is a .*Pair; .* leave it out"),
+        ({"a": Pair.BOTH}, r"a is a .*Pair; .* store its name"),
         ({"a": Point(1, 2)}, r"a is a .*Point; .* store tuple\(\.\.\.\)"),
         ({"a": defaultdict(int)}, r"a is a collections.defaultdict; .* store dict\(\.\.\.\)"),
         ({0: {"a b": torch.Generator()}}, r"state\[0\]\['a b'\] is a torch._C.Generator"),

@@ -10,18 +10,20 @@ import contextlib
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from zae.common.strides import can_have_strides, has_own_elements, with_strides
 from zae.common.torch_private import has_own_loading, has_own_shapes
 from zae.errors import CheckpointMismatch
 
 __all__ = [
     "check_types",
+    "extra_names",
     "fit_name",
     "fit_state",
     "fit_weights",
@@ -130,7 +132,10 @@ def fit_weights(
     """
     own = module.state_dict()
     made, weights = _tensors_in(own), fit_state(module, weights)
-    missing = [key for key in own if key not in weights and (needed is None or key in needed)]
+    extra = [key for key in extra_names(own) if key not in weights]
+    if extra:
+        _log.warning("%s stays as it is: files of weights contain tensors alone", ", ".join(extra[:_SHOWN]))
+    missing = [key for key in own if key not in (*weights, *extra) and (needed is None or key in needed)]
     unexpected = [key for key in weights if key not in own]
     shapes = [
         f"{key} is {_shape_of(value)} and must be {tuple(made[key].shape)}"
@@ -153,17 +158,40 @@ def fit_weights(
     return weights
 
 
+def extra_names(state: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a ``state_dict`` that are no tensors: what a ``get_extra_state`` has returned."""
+    return [key for key, each in state.items() if not isinstance(each, Tensor)]
+
+
 def load_fitted(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> Any:
     """Load weights that fit; if a module has its own loading code and it fails, restore the weights from before."""
     own = module.state_dict() if any(map(has_own_loading, module.modules())) else {}
     before = {key: copy.deepcopy(value) for key, value in own.items() if not nn.parameter.is_lazy(value)}
+    extra = {key: own[key] for key in extra_names(own) if key not in weights}
     try:
-        return module.load_state_dict(weights, strict=strict)
+        with _writable(module):
+            return module.load_state_dict({**weights, **extra}, strict=strict)
     except BaseException:
         if before:
             with contextlib.suppress(Exception):  # Its code may fail again; the rest is restored.
                 module.load_state_dict(before, strict=False)
         raise
+
+
+@contextlib.contextmanager
+def _writable(module: nn.Module) -> Iterator[None]:
+    """Give each element of expanded tensors its own place, which loading needs, and make them views again after it."""
+    expanded = [(each, each.stride()) for each in module.state_dict(keep_vars=True).values()
+                if isinstance(each, Tensor) and not has_own_elements(each)]  # fmt: skip
+    for each, _ in expanded:
+        each.data = each.detach().clone(memory_format=torch.contiguous_format)
+    try:
+        yield
+    finally:
+        for each, strides in expanded:
+            view = with_strides(each.detach(), strides) if can_have_strides(each.shape, strides) else each
+            if torch.equal(view, each):  # Else other values were loaded.
+                each.data = view
 
 
 def check_types(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -203,7 +203,15 @@ def track_parameters(
     clipped, everything = _lists(optimizers, model)
 
     def add(optimizer: Optimizer, group: dict[str, Any]) -> None:
-        type(optimizer).add_param_group(optimizer, group)
+        try:
+            type(optimizer).add_param_group(optimizer, group)
+        except ValueError as error:
+            if "more than one parameter group" in str(error):
+                error.add_note(
+                    "zae: a resume has added the groups that training had added, and on_epoch_begin is called again "
+                    "where a run resumes within an epoch; add a group only while len(optimizer.param_groups) is less"
+                )
+            raise
         clipped[:], everything[:] = _lists(optimizers, model)
 
     for optimizer in optimizers.values():  # On the object: searching for new groups in each step is slower.
@@ -408,15 +416,18 @@ def has_own_form(optimizer: Optimizer, state: Any) -> bool:
     return is_own and isinstance(state, Mapping) and not {"state", "param_groups"} <= state.keys()
 
 
-def check_groups(name: str, optimizer: Optimizer, state: Any) -> None:
-    """Refuse an optimizer's state that belongs to other parameters, before anything is loaded."""
+def check_groups(name: str, optimizer: Optimizer, state: Any, added: Sequence[int] = ()) -> None:
+    """Refuse an optimizer's state that belongs to other parameters, before anything is loaded.
+
+    ``added`` has the sizes of the groups that the optimizer will have besides.
+    """
     entries = state.get("state") if isinstance(state, Mapping) and "param_groups" in state else None
     # What belongs to no parameter has a name, and any value: MADGRAD counts its steps in state["k"].
     of_parameters = {} if not isinstance(entries, Mapping) else {k: v for k, v in entries.items() if type(k) is int}
     if not isinstance(entries, Mapping) or not all(isinstance(each, Mapping) for each in of_parameters.values()):
         raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
     saved = [len(group["params"]) for group in state["param_groups"]]
-    present = [len(group["params"]) for group in optimizer.param_groups]
+    present = [len(group["params"]) for group in optimizer.param_groups] + [*added]
     if saved != present:
         grew = saved[: len(present)] == present
         raise CheckpointMismatch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import logging
 from collections import Counter
@@ -353,6 +354,8 @@ def _of_groups(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 def _plain(value: Any) -> Any:
     """Return a setting as a number, a str or a list of them; functions and objects are left out."""
+    if isinstance(value, enum.Enum):
+        value = value.value
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         size = value.numel() if isinstance(value, Tensor) else value.size
         value = value.item() if size == 1 else _NO_VALUE

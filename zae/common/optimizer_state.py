@@ -11,36 +11,35 @@ import copy
 import enum
 import itertools
 import math
-import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from zae.common.walk import has_same_bits, leaves_of
-from zae.errors import CheckpointError, CheckpointMismatch
+from zae.common.strides import is_laid_out
+from zae.common.walk import has_same_bits
+from zae.errors import CheckpointMismatch
 
 __all__ = [
-    "check_optimizer_states",
     "check_rates",
     "copy_optimizer",
     "difference",
+    "has_own_loading",
     "load_optimizer_state",
     "match_order",
     "parameter_order",
     "with_enums",
+    "wraps_others",
 ]
 
 _LOAD = Optimizer.load_state_dict
 _RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "max_lr", "min_lr")
 _HOOKS = "_optimizer_load_state_dict_pre_hooks"  # What the constructor of torch.optim.Optimizer makes.
 _SHOWN = 10
-_reloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The optimizers whose own ``load_state_dict`` has been tried."""
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -73,6 +72,11 @@ def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
                 if isinstance(inner, Optimizer) and not any(inner is known for known in found):
                     found.append(inner)
     return found
+
+
+def wraps_others(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer contains others."""
+    return len(_with_inner(optimizer)) > 1
 
 
 class _Exact:
@@ -176,51 +180,36 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **i
     return twin
 
 
-def check_optimizer_states(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> None:
-    """Refuse to save the state of an optimizer that would differ after it is loaded.
+def has_own_loading(optimizer: Optimizer) -> bool:
+    """Return whether code of a class other than torch's loads the state of an optimizer, or of one that it wraps."""
+    return any(type(each).load_state_dict is not _LOAD for each in _with_inner(optimizer))
 
-    For an optimizer that overrides ``load_state_dict``, a copy of it loads the state once.
+
+def difference(saved: Any, found: Any, path: str, compares: bool = True) -> str:
+    """Return where a loaded state differs from the saved one; else an empty string.
+
+    Without ``compares`` the bits of tensors are not read.
     """
-    for name, optimizer in optimizers.items():
-        for path, value in leaves_of(states[name], f"optimizer[{name!r}]"):
-            if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
-                raise CheckpointError(
-                    f"{path} is a {type(value).__name__}, and a checkpoint contains plain tensors, so that it would be "
-                    "a torch.Tensor after a resume; keep its parts in the state instead, each as a torch.Tensor"
-                )
-        is_begun = any(each.state for each in _with_inner(optimizer))
-        if is_begun and optimizer not in _reloaded:
-            _try_to_reload(name, optimizer, states[name])
-            _reloaded.add(optimizer)
-
-
-def _try_to_reload(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the state into a copy of an optimizer that overrides ``load_state_dict``, and compare."""
-    if all(type(each).load_state_dict is _LOAD for each in _with_inner(optimizer)):
-        return
-    try:
-        twin = copy_optimizer(optimizer)
-    except Exception:  # Not every optimizer can be copied.
-        return
-    try:
-        load_optimizer_state(twin, copy.deepcopy(dict(state)))
-        problem = difference(state, twin.state_dict(), f"optimizer[{name!r}]")
-    except Exception as error:
-        problem = f"it raises {type(error).__name__}: {error}"
-    if problem:
-        raise CheckpointError(
-            f"optimizer {name} ({type(optimizer).__name__}) does not load its own state: {problem}. A run could not be "
-            f"resumed from it; let {type(optimizer).__name__}.load_state_dict restore what its state_dict returns"
-        )
-
-
-def difference(saved: Any, found: Any, path: str) -> str:
-    """Return where a loaded state differs from the saved one; else an empty string."""
-    if isinstance(saved, Mapping) and isinstance(found, Mapping) and saved.keys() == found.keys():
-        return next((text for key in saved if (text := difference(saved[key], found[key], f"{path}[{key!r}]"))), "")
+    if isinstance(saved, Mapping) and type(saved) is type(found) and saved.keys() == found.keys():
+        texts = (difference(saved[key], found[key], f"{path}[{key!r}]", compares) for key in saved)
+        return next(filter(None, texts), "")
+    if isinstance(saved, (list, tuple)) and type(saved) is type(found) and len(saved) == len(found):
+        texts = (difference(*pair, f"{path}[{index}]", compares) for index, pair in enumerate(zip(saved, found)))
+        return next(filter(None, texts), "")
+    if _are_alike(saved, found):
+        if saved.stride() != found.stride():
+            return f"{path} had the strides {saved.stride()} and has {found.stride()}"
+        if not compares:
+            return ""
     if has_same_bits(saved, found):
         return ""
     return f"{path} was {_describe(saved)} and is {_describe(found)}"
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+    """Return whether two values are tensors of one shape and type."""
+    are_tensors = isinstance(a, Tensor) and isinstance(b, Tensor) and is_laid_out(a) and is_laid_out(b)
+    return are_tensors and (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 def _describe(value: Any) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 __all__ = [
     "axes_in_memory",
+    "can_have_strides",
     "contiguous_strides",
     "copy_with_strides",
     "has_own_elements",
@@ -51,7 +52,7 @@ def strides_to_save(tensor: Tensor) -> tuple[int, ...] | None:
     if not is_laid_out(tensor):
         return None
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    if strides == contiguous_strides(shape) or not _fit(shape, strides):
+    if strides == contiguous_strides(shape) or not can_have_strides(shape, strides):
         return None
     return strides
 
@@ -75,7 +76,7 @@ def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 def copy_with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """Return a copy of a tensor in an order of memory; arguments and errors as for `with_strides`."""
     shape, strides = tuple(tensor.shape), tuple(strides)
-    if not _fit(shape, strides):
+    if not can_have_strides(shape, strides):
         raise ValueError(f"a tensor of shape {shape!s:.80} cannot have the strides {strides!s:.80}")
     base = tensor
     for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
@@ -91,7 +92,7 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def _fit(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def can_have_strides(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether a tensor of this shape can be given these strides."""
     count = math.prod(shape)
     if len(shape) != len(strides) or not count or any(not 0 <= stride < 2**62 for stride in strides):

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from zae.common.optimizer_checks import (
     check_scheduler_owners,
     check_schedules,
 )
-from zae.common.optimizer_state import check_rates, match_order, parameter_order, with_enums
+from zae.common.optimizer_state import check_rates, match_order, parameter_order, with_enums, wraps_others
 from zae.common.walk import copy_of
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken
@@ -330,8 +330,10 @@ class Optimization:
         """
         self._check_names(state)
         self.settings.check_classes(state)
-        names = {id(each): name for name, each in named_parameters(module).items()}
-        optimizers = {name: self._in_present_order(name, state, names, strict) for name in self.optimizers}
+        named = named_parameters(module)
+        names = {id(each): name for name, each in named.items()}
+        added = {name: self._added_groups(name, state, named) for name in self.optimizers}
+        optimizers = {name: self._in_present_order(name, state, names, strict, added[name]) for name in self.optimizers}
         schedulers = {name: copy.deepcopy(state["scheduler"][name]) for name in self.schedulers}
         for name, each in self.schedulers.items():
             check_rates("scheduler", schedulers[name], each.state_dict())
@@ -339,12 +341,19 @@ class Optimization:
                 best = {"mode": each.mode, "best": each.mode_worse, "num_bad_epochs": 0}
                 schedulers[name] = {**schedulers[name], **best}
         records, is_begun = state["records"], bool(state["progress"]["step"])
+        # Then the parameters have the order in memory that they had, and so has each tensor of the state.
+        is_ordered = (state.get("module") or {}).get("strides") is not None
         grad_norm, grad_norms = records["grad_norm"], dict(records.get("grad_norms", {}))
 
         def load() -> None:
             for name, each in self.optimizers.items():
+                if added[name]:
+                    each.param_groups = list(each.param_groups)  # On an error the list from before is put back.
+                for group in added[name]:
+                    each.add_param_group({**group})
                 load_optimizer(name, optimizers[name])
-                optim.match_layout(each)
+                if not is_ordered:
+                    optim.match_layout(each)
                 if is_begun:  # Else a scheduler that is stepped before it warns.
                     each._opt_called = True  # type: ignore[attr-defined]
             for name, each in self.schedulers.items():
@@ -363,15 +372,40 @@ class Optimization:
                     f"build the trainer as it was, load only the weights: apply_weights(path), or {REMEDY}"
                 )
 
-    def _in_present_order(self, name: str, state: Mapping[str, Any], names: Mapping[int, str], strict: bool) -> Any:
+    def _added_groups(self, name: str, state: Mapping[str, Any], named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        """Return the groups that training has added, as a script does that thaws layer by layer."""
+        optimizer, own = self.optimizers[name], state["optimizer"][name]
+        count, held = len(optimizer.param_groups), {id(each) for each in optim.parameters_of(optimizer)}
+        added = []
+        for names, group in zip(state.get("order", {}).get(name, ())[count:], _groups_in(own)[count:]):
+            parameters = [named.get(fit_name(key, named)) for key in names]
+            if any(each is None or id(each) in held for each in parameters):
+                return []  # It is refused, by its parameters.
+            held |= set(map(id, parameters))
+            settings = {key: each for key, each in group.items() if key not in ("params", "param_names")}
+            pairs = zip(group.get("param_names", ()), parameters)
+            added.append({**settings, "params": [*pairs] if "param_names" in group else parameters})
+        return [] if wraps_others(optimizer) else added
+
+    def _in_present_order(
+        self,
+        name: str,
+        state: Mapping[str, Any],
+        names: Mapping[int, str],
+        strict: bool,
+        added: Sequence[Mapping[str, Any]],
+    ) -> Any:
         """Return the saved state of an optimizer with its parameters in the present order."""
         optimizer, own = self.optimizers[name], state["optimizer"][name]
         if optim.has_own_form(optimizer, own):
             return own
-        optim.check_groups(name, optimizer, own)
+        optim.check_groups(name, optimizer, own, [len(group["params"]) for group in added])
         for there, here in zip(own["param_groups"], optimizer.param_groups):
             check_rates("optimizer", there, here)
         present = parameter_order(optimizer, names)
+        for group in added:
+            held = [each[1] if isinstance(each, tuple) else each for each in group["params"]]
+            present.append([names[id(each)] for each in held])
         known = dict.fromkeys([*names.values(), *itertools.chain(*present)])
         order = state.get("order", {}).get(name, ())  # An older zae did not save it, or with the names of wrappers.
         saved = [[fit_name(key, known) for key in keys] for keys in order]
@@ -402,6 +436,12 @@ class Optimization:
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Return a context with the evaluation weights in the model; the training weights are restored bitwise."""
         return optimizer_modes.evaluation_weights(self.optimizers)
+
+
+def _groups_in(state: Any) -> list[Any]:
+    """Return the groups in the state of an optimizer; none where it has a form of its own."""
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    return groups if isinstance(groups, list) else []
 
 
 def _objects_in(given: Any) -> dict[str, Any]:

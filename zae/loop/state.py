@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from zae.common import optimizer_modes
-from zae.common.model_weights import check_types, fit_weights, own_names
+from zae.common.model_weights import check_types, extra_names, fit_weights, own_names
 from zae.errors import CheckpointMismatch, ZaeError, printable
-from zae.loop import addon_state
+from zae.loop import addon_state, module_state
 from zae.loop.progress import ProgressChecker
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ __all__ = ["CoreState"]
 
 _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position")
-_OPTIONAL = ("order", "validation", "training_weights", "generators")
+_OPTIONAL = ("order", "validation", "training_weights", "generators", "module", "extra_state")
 _LOAD = torch.optim.Optimizer.load_state_dict
 
 
@@ -51,6 +51,9 @@ class CoreState:
         if not addon_state.is_in_mode(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
             weights, training_weights = optimizer_modes.both_weights(optimization.optimizers, trainer.model_state)
             optimizers = {name: trainer.optimizer_state(name) for name in optimization.optimizers}
+        # What get_extra_state returns beside tensors; files of weights contain tensors alone.
+        extra = {key: weights[key] for key in extra_names(weights)}
+        weights = {key: each for key, each in weights.items() if key not in extra} if extra else weights
         # A pending validation may read a training metric of the epoch that was just closed.
         is_open = bool(progress.epoch_batch or progress.pending_validation)
         return {
@@ -60,6 +63,8 @@ class CoreState:
             **progress.entries(),
             "records": {**trainer.history.state_dict(is_open), **optimization.records()},
             "position": trainer.loader_position.state_dict(),
+            "module": module_state.read_module(trainer.unwrap(), trainer._in_training),
+            **({"extra_state": extra} if extra else {}),
             # Some optimizers train with other weights than they evaluate with.
             **({"training_weights": training_weights} if training_weights else {}),
         }
@@ -81,6 +86,9 @@ class CoreState:
         def load_optimizer(name: str, values: Any) -> None:
             trainer.load_optimizer_state(name, values if is_ours else copy.deepcopy(values))
 
+        entry = state.get("module")
+        if entry is not None:
+            module_state.check_entry(entry)
         weights, is_strict = self._fitting_weights(state, strict)
         with _explaining_misfits():
             is_same = trainer.history.has_criterion_of(state["records"])
@@ -94,6 +102,8 @@ class CoreState:
         with _restoring_on_error([trainer, position, optimization, optimization.settings], several):
             with _explaining_misfits():
                 position.load_state_dict(state["position"])
+                if entry is not None:  # Before the optimizers: their state is in the order of the parameters.
+                    module_state.load_strides(module, entry)
                 load_optimization()
             progress.is_seeded = trainer.progress_checker.is_seeded
             if is_unused:
@@ -102,6 +112,9 @@ class CoreState:
                 trainer.loader_position = position.fresh()
             trainer.progress_checker, trainer.history = progress, history
             trainer.load_model_state(weights, is_strict)  # Last: most models are not copied, and cannot be restored.
+        if entry is not None:
+            module_state.load_broadcasts(module, entry)
+            trainer._in_training = module_state.load_flags(module, entry, trainer._in_training, trainer.is_main)
         with torch.no_grad():
             for parameter, value in outside:
                 parameter.copy_(value)
@@ -138,9 +151,18 @@ class CoreState:
                 f"the training_weights of the state are {training_weights!r:.80}, and must be a dict"
             )
         module, needed = self.trainer.unwrap(), self._needed()
-        weights = fit_weights(module, {**state["model"], **training_weights}, strict, needed)
+        saved = {**state["model"], **training_weights, **self._extra_in(state)}
+        weights = fit_weights(module, saved, strict, needed)
         check_types(module, weights)
         return weights, strict and needed is None
+
+    @staticmethod
+    def _extra_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what modules have saved beside their tensors, by the keys of their ``get_extra_state``."""
+        extra = state.get("extra_state", {})
+        if not isinstance(extra, Mapping):
+            raise CheckpointMismatch(f"the extra_state of the state is {extra!r:.80}, and must be a dict")
+        return extra
 
 
 def _check_keys(state: Mapping[str, Any], strict: bool) -> None:

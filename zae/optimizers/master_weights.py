@@ -139,7 +139,9 @@ class MasterWeights(Optimizer):
             return parameter.detach().float()
         if self._versions.get(parameter) == parameter._version:
             return present
-        return torch.where(present.to(parameter.dtype) == parameter, present, parameter.detach().float())
+        is_same = present.to(parameter.dtype) == parameter
+        # In the order of memory of the present one, which a kernel's result may depend on.
+        return torch.where(is_same, present, parameter.detach().float(), out=torch.empty_like(present))
 
     @contextmanager
     def _replaced(self, instead: Mapping[Tensor, Tensor]) -> Iterator[None]:

@@ -80,7 +80,8 @@ class Snapshots:
             if axes is None:
                 copies[key] = copy_with_strides(value.to("cpu"), strides)
             else:  # What is contiguous in the order of memory is copied as any other tensor.
-                copies[key] = self._tensor(value.permute(axes), spare, copies).as_strided(value.shape, strides)
+                flat = self._tensor(value.permute(axes).view(-1), spare, copies)
+                copies[key] = flat.as_strided(value.shape, strides)
         if key not in copies:
             device = value.device if can_copy_async(value.device) else None
             kind, pinned = (value.dtype, value.shape, device), device is not None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from zae.common import optim, random_state
+from zae.common.model_weights import extra_names
 from zae.composition.introspect import add_ons_of, is_engine_slot
 from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean, printable
 from zae.saving.rank_states import RankStates, engine_of
@@ -39,6 +40,7 @@ class Start:
         self.parts, add_ons = _check_parts(start_from, start_with, parts_of(cls)), add_ons_of(cls)
         self._checked = [each.__name__ for each in add_ons if each.checks_model] if "model" in self.parts else []
         self.path = None if start_from is None else _check_path(save_path, start_from, resume, allow_partial)
+        self._has_extra = False  # Whether the model has state beside its tensors, which files of weights lack.
         if self.path is not None and self.path.is_file():
             format_of(self.path)
             if self.parts != ["model"]:
@@ -80,7 +82,7 @@ class Start:
         return model, load_state(path) if self._reads_state() and path.is_dir() else {}
 
     def _reads_state(self) -> bool:
-        return self.parts != ["model"] or bool(self._checked)
+        return self.parts != ["model"] or bool(self._checked) or self._has_extra
 
     def _load_whole(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
         """Read what the parts need, and verify the other files."""
@@ -95,14 +97,18 @@ class Start:
         """
         if self.path is None:
             return ""
+        self._has_extra = "model" in self.parts and bool(extra_names(trainer.unwrap().state_dict()))
         found, (model, rest) = self._newest(self._load, self._load_whole)
         engine, world, rank = engine_of(type(trainer), rest), trainer.data_size, trainer.data_rank
         saved = RankStates.with_entries_of(rest, engine, world, rank)
         present = trainer.state_dict()
         streams = RankStates.streams_in(saved, rank, world) if "random" in self.parts else None
         state = {**present, **_merge(saved, present, self.parts, found, _counters_of(trainer.optimizer))}
+        if "optimizer" in self.parts:  # Its state has another order in memory than the parameters of this script.
+            state["module"] = {**present["module"], "strides": None}
         if "model" in self.parts:
             state["model"] = model
+            state |= {"extra_state": saved["extra_state"]} if "extra_state" in saved else {}
             state |= {name: saved[name] for name in self._checked if saved.get(name) is not None}
             if "optimizer" in self.parts and saved.get("training_weights"):
                 state["training_weights"] = saved["training_weights"]

@@ -34,6 +34,9 @@ _CONTAINERS = (list, tuple, dict, set, deque)
 _CLOSED = (type, ModuleType, FunctionType, MethodType, Iterator, DataLoader, Dataset, Sampler, logging.Logger)
 
 
+_GONE = "absent"  # In place of the class of a module that was removed.
+
+
 class Unsaved:
     """Finds what has changed since the run began and is not in the state.
 
@@ -48,6 +51,8 @@ class Unsaved:
         self.names: list[str] = []
         self._own: list[tuple[str, str]] = []  # What the user's classes set: the class and the attribute.
         self._begun: dict[str, Any] | None = None
+        self.modules: dict[str, str] = {}  # The class of each module that training has replaced, added or removed.
+        self._begun_modules: dict[str, str] = {}
 
     def begin(self, owner: object, model: nn.Module, optimization: Optimization, is_main: bool) -> None:
         """Record all values as a run begins; the first time after a resume, warn of what the checkpoint lacks."""
@@ -58,18 +63,31 @@ class Unsaved:
                 "reads there differs from an uninterrupted run. Save it in state_dict() and load_state_dict() "
                 "of your class, or as a buffer of the model", ", ".join(map(repr, self.names[:_SHOWN])) + more,
             )  # fmt: skip
+        present = _classes_in(model)
+        if self._begun is None and is_main:
+            _warn_of_replaced(self.modules, present)
         if self._begun is None and not optim.has_lazy(model.parameters()):
             self._own = _set_by_classes(type(owner))
-            self._begun = self._marks(owner, model, optimization)
+            self._begun, self._begun_modules = self._marks(owner, model, optimization), present
 
-    def state_dict(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, list[str]]:
+    def state_dict(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
         """Name what has changed since this run began, or the one that it resumed."""
-        names = self.names
+        names, modules = self.names, self.modules
         if self._begun is not None:
             now, begun = self._marks(owner, model, optimization), self._begun
             changed = {name for name, mark in now.items() if name not in begun or begun[name] != mark}
             names = sorted(changed | (now.keys() & set(names)))
-        return {"unsaved": list(names)} if names else {}
+            classes, before = _classes_in(model), self._begun_modules
+            modules = {path: kind for path, kind in modules.items() if classes.get(path, _GONE) == kind}
+            for path in classes.keys() | before.keys():
+                if classes.get(path) != before.get(path):
+                    modules[path] = classes.get(path, _GONE)
+        found: dict[str, Any] = {"unsaved": list(names)} if names else {}
+        return found | ({"replaced": dict(sorted(modules.items()))} if modules else {})
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take what the state that was loaded names."""
+        self.names, self.modules = list(saved.get("unsaved", ())), dict(saved.get("replaced", {}))
 
     def _marks(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
         """Map the name of each value to a mark that is equal while the value has not changed."""
@@ -82,6 +100,27 @@ class Unsaved:
             with contextlib.suppress(Exception):  # For instance a thread fills it: the state is saved without its mark.
                 found[name] = look(value, depth)
         return found
+
+
+def _classes_in(model: nn.Module) -> dict[str, str]:
+    """Return the class of each module of a model, by its path."""
+    return {path: type(each).__qualname__ for path, each in model.named_modules(prefix="model")}
+
+
+def _warn_of_replaced(saved: Mapping[str, str], present: Mapping[str, str]) -> None:
+    """Warn of modules that training had replaced when the state was saved, and that the script has not replaced."""
+    differ = {
+        path: (kind, present.get(path, _GONE)) for path, kind in saved.items() if present.get(path, _GONE) != kind
+    }
+    if not differ:
+        return
+    shown = [f"{path} was {kind} and is {now}" for path, (kind, now) in [*differ.items()][:_SHOWN]]
+    more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+    _log.warning(
+        "training had replaced modules of the model when the state that this run resumes from was saved, and a "
+        "checkpoint has no modules: %s%s. This run differs from an uninterrupted one; build the model as it was, "
+        "before run()", "; ".join(shown), more,
+    )  # fmt: skip
 
 
 def _set_by_classes(cls: type) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ scheduler has one. Nothing names a class or a function, so decoding runs no code
 from __future__ import annotations
 
 import enum
+import io
 import json
 import math
 import re
@@ -37,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common.strides import axes_in_memory, strides_to_save, with_strides
+from zae.common.strides import axes_in_memory, is_laid_out, strides_to_save, with_strides
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointDamaged, CheckpointError
 from zae.storage.strict_json import DEPTH_LIMIT, without_collector
@@ -60,12 +61,13 @@ _NUMPY_KINDS = "biufcSUmM"
 _Path: TypeAlias = "tuple[_Path, object] | None"
 
 
-def encode(state: object, *, with_parts: bool = False) -> tuple[Any, dict[str, Tensor]]:
+def encode(state: object, *, with_parts: bool = False, in_place: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Split a nested state into a structure that JSON can hold and the tensors it refers to.
 
-    Those that lie in parts on several ranks are refused, or with ``with_parts`` returned as they are.
+    Those that lie in parts on several ranks are refused, or with ``with_parts`` returned as they are. With ``in_place``
+    tensors stay on their device, for a trial.
     """
-    encoder = _Encoder(with_parts)
+    encoder = _Encoder(with_parts, in_place)
     return encoder.value(state, None, 1), encoder.tensors
 
 
@@ -92,8 +94,9 @@ def _are_small(values: Sequence[int]) -> bool:
 class _Encoder:
     """Walks a state once and collects its tensors under readable, unique names."""
 
-    def __init__(self, with_parts: bool = False) -> None:
+    def __init__(self, with_parts: bool = False, in_place: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._in_place = in_place
         self._with_parts = with_parts
         self._uses: Counter[str] = Counter()
         self._seen: dict[tuple[object, ...], str] = {}
@@ -197,7 +200,12 @@ class _Encoder:
             axes = axes_in_memory(value) or [*range(value.dim())]
             value = value.permute(axes)
         name = self._seen.get(key) if key is not None else None
-        host = dense(value, _show(path)) if name is None else self.tensors[name]
+        if name is not None:
+            host = self.tensors[name]
+        elif self._in_place and value.dtype in DTYPE_NAMES and not value.is_cpu and is_laid_out(value):
+            host = value.detach().contiguous()
+        else:
+            host = dense(value, _show(path))
         if name is None:
             name = self._keep(host if host.dtype in DTYPE_NAMES else _byte_tensor(byte_view(host)), path)
             if key is not None:
@@ -407,6 +415,12 @@ def _type_name(value: object) -> str:
 def _refusal(value: object, path: _Path) -> CheckpointError:
     """Return the error for a value that checkpoints cannot hold, with the remedy for its type."""
     cure = "leave it out of state_dict() and create it again on load"
+    if callable(getattr(value, "state_dict", None)):
+        cure = "return its state_dict() instead, and load that with its load_state_dict()"
+    if isinstance(value, io.BytesIO):
+        cure = "store its getvalue(), and create it again on load"
+    if isinstance(value, enum.Enum):
+        cure = "store its name, and create it again on load"
     for kind in (dict, list, tuple, set, int, float, str):
         if isinstance(value, kind):
             cure = f"store {kind.__name__}(...) of it, and create it again on load"

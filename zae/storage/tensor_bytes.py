@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from zae.common.strides import is_laid_out
 from zae.errors import CheckpointError
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "dense",
     "from_bytes",
     "separate",
+    "shared_memory",
     "view_key",
 ]
 
@@ -51,6 +53,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_MOST_VIEWS = 255  # Of one memory, that are examined.
 AXES_LIMIT = 1024
 """The most axes of a tensor that is read: torch takes time with the square of their number."""
 
@@ -141,6 +144,29 @@ def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
         else:
             tied[name] = first
     return kept, tied
+
+
+def shared_memory(tensors: Sequence[tuple[str, object]]) -> tuple[str, str] | None:
+    """Return the names of two tensors that are different views of the same elements, if there are any."""
+    by_storage: dict[object, dict[tuple[object, ...], tuple[str, Tensor]]] = {}
+    for name, tensor in tensors:
+        if isinstance(tensor, Tensor) and is_laid_out(tensor) and (key := view_key(tensor)) is not None:
+            by_storage.setdefault(key[:2], {}).setdefault(key, (name, tensor))
+    for views in by_storage.values():
+        if len(views) < 2:
+            continue
+        (_, first), *_ = views.values()
+        taken = torch.zeros(first.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
+        for number, (name, tensor) in enumerate(views.values(), start=1):
+            if number > _MOST_VIEWS:
+                break
+            size = tensor.element_size()
+            strides = [each * size for each in tensor.stride()]
+            marks = taken.as_strided((*tensor.shape, size), (*strides, 1), tensor.storage_offset() * size)
+            if (before := int(marks.max())) > 0:
+                return [*views.values()][before - 1][0], name
+            marks.fill_(number)
+    return None
 
 
 def byte_count(*tensors: Tensor) -> int:

@@ -1,0 +1,273 @@
+"""What cannot be saved, or not be resumed from, is refused after the first step, with what to write instead."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+from kit import hand
+from kit.ranks import on_ranks
+from zae import AddOnBase, CheckpointError, Every, Trainer
+from zae.addons import MultiGPUAddon, StateManagerAddon
+
+
+class Classifier(Trainer):
+    def train_step(self, batch: Any) -> dict[str, Tensor]:
+        inputs, targets = batch
+        return {"loss": nn.functional.cross_entropy(self.model(inputs), targets)}
+
+    test_step = train_step
+
+
+def build(folder: Path, *add_ons: type, cls: type = Classifier, **options: Any) -> Any:
+    """Return a trainer that saves at the end of each epoch of six steps."""
+    task: Any = cls
+    options = {"optimizer": lambda p: AdamW(p, lr=0.01), "seed": 0, "log_bar": False, **options}
+    return task.add_on(*add_ons, StateManagerAddon)(hand.network, "cpu", save_path=folder, **options)
+
+
+def refuse(trainer: Any, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        trainer.run(2, hand.loader())
+    assert trainer.progress_checker.step == 1
+    assert not list(trainer.save_path.glob("*"))
+
+
+# ----------------------------------------------------------------------------------------------------------- schedulers
+
+
+class WarmUp(LRScheduler):
+    """As in many repositories: a scheduler in a scheduler."""
+
+    def __init__(self, optimizer: Any, after: Any) -> None:
+        self.after = after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        return [rate * min(1.0, (self.last_epoch + 1) / 4) for rate in self.base_lrs]
+
+
+class Forgets(StepLR):
+    """Saves something that it does not load."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.seen = 0
+        super().__init__(optimizer, 3)
+
+    def step(self, epoch: Any = None) -> None:
+        self.seen += 1
+        super().step(epoch)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict({key: each for key, each in state_dict.items() if key != "seen"})
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "said"),
+    [
+        (
+            lambda o: WarmUp(o, StepLR(o, 3)),
+            r"scheduler\['0'\]\['after'\] is a .*StepLR; .* return its state_dict\(\) in",
+        ),
+        (Forgets, r"scheduler 0 \(Forgets\) does not load its own state: scheduler\['0'\]\['seen'\] was 2 and is 1"),
+    ],
+    ids=["in another one", "forgets"],
+)
+def test_a_scheduler_that_cannot_be_resumed(scheduler: Any, said: str, tmp_path: Path) -> None:
+    refuse(build(tmp_path, scheduler=scheduler, scheduler_step_on_batch=True), said)
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizers
+
+
+class Kept(SGD):
+    """Keeps something beside the state of torch, as wrappers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.kept: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        self.kept = torch.ones(2)
+        return super().step(closure)
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "kept": self.kept}
+
+
+class Drops(Kept):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict({key: each for key, each in state_dict.items() if key != "kept"})
+
+
+class Doubles(Kept):
+    """Changes in place what it is given; the run's own tensors stay as they are."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.kept = state_dict.pop("kept").mul_(2)
+        super().load_state_dict(state_dict)
+
+
+class Views(SGD):
+    """Keeps a flat tensor, and a part of it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            flat = torch.zeros(parameter.numel() + 1)
+            self.state[parameter] = {"flat": flat, "part": flat[1:]}
+        return super().step(closure)
+
+
+class Norm(enum.Enum):
+    SIGN = "sign"
+
+
+class InState(SGD):
+    """Keeps a member of an Enum where a new optimizer has nothing to compare it with."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["norm"] = Norm.SIGN
+        return super().step(closure)
+
+
+class Projector:
+    """An object of a class of its own."""
+
+
+class HasObject(SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.state[self.param_groups[0]["params"][0]]["projector"] = Projector()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Drops, r"optimizer 0 \(Drops\) does not load its own state: .*\['kept'\] was a tensor .* and is None"),
+        (Doubles, r"does not load its own state: .*\['kept'\] was .*\[1.0, 1.0\] and is .*\[2.0, 2.0\]"),
+        (Views, r"\['flat'\] and .*\['part'\] of Views are views of the same memory, .* keep one of them"),
+        (InState, r"\['norm'\] was <Norm.SIGN: 'sign'> and is 'sign'"),
+        (HasObject, r"\['projector'\] is a .*Projector; a checkpoint holds only"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_resumed(kind: Any, said: str, tmp_path: Path) -> None:
+    optimizer = (lambda p: kind(p)) if issubclass(kind, Kept) else (lambda p: kind(p, lr=0.1))
+    refuse(build(tmp_path, optimizer=optimizer), said)
+
+
+def test_what_an_optimizer_keeps_later_is_tried_at_the_next_save(tmp_path: Path) -> None:
+    class Late(Drops):
+        def state_dict(self) -> Any:
+            state = super().state_dict()
+            if trainer.progress_checker.step < 3:
+                del state["kept"]
+            return state
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+
+    trainer = build(tmp_path, optimizer=Late, save_every=Every(steps=1))
+    with pytest.raises(CheckpointError, match="does not load its own state"):
+        trainer.run(2, hand.loader())
+    assert trainer.progress_checker.step == 3
+
+
+# ------------------------------------------------------------------------------------------------ the rest of the state
+
+
+class KeepsEnum(Classifier):
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "phase": Norm.SIGN}
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> None:
+        super().load_state_dict({key: each for key, each in state.items() if key != "phase"}, strict)
+
+
+class KeepsTask(AddOnBase):
+    """Keeps an object of its own class."""
+
+    layer = "observe"
+    state_attributes = ("kept",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept = {"projector": Projector()}
+
+
+class OnlySaves(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"calls": 1}
+
+
+def test_a_state_that_would_come_back_as_another_one(tmp_path: Path) -> None:
+    refuse(
+        build(tmp_path, cls=KeepsEnum), r"come back as another one: phase was <Norm.SIGN: 'sign'> and is 'sign'. Let"
+    )
+    refuse(build(tmp_path, KeepsTask), r"KeepsTask\['kept'\]\['projector'\] is a .*Projector")
+
+
+def test_extra_state_that_nothing_loads(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    trainer.model.append(OnlySaves(trainer.model[-1].out_features, 2))
+    refuse(trainer, r"\(OnlySaves\) has get_extra_state\(\) and no set_extra_state\(\)")
+
+
+# ------------------------------------------------------------------------------------------------- what it leaves alone
+
+
+class Counts(Classifier):
+    """Draws, and notes after which steps its state is read."""
+
+    def state_dict(self) -> Any:
+        vars(self).setdefault("read", []).append(self.progress_checker.step)
+        if self.progress_checker.step == 1:
+            torch.rand(3)
+        return super().state_dict()
+
+
+def test_it_is_tried_once_and_draws_nothing(tmp_path: Path) -> None:
+    plain = Classifier(hand.network, "cpu", optimizer=lambda p: AdamW(p, lr=0.01), seed=0, log_bar=False)
+    plain.run(2, hand.loader(shuffle=True))
+    trainer = build(tmp_path, cls=Counts, save_every=Every(epochs=9))
+    trainer.run(2, hand.loader(shuffle=True))
+    assert trainer.read.count(1) == 1, "after the first step, before any save"
+    assert hand.digest(trainer.unwrap()) == hand.digest(plain.unwrap())
+    resumed = build(tmp_path, cls=Counts, save_every=Every(epochs=9), resume=True)
+    resumed.run(3, hand.loader(shuffle=True))
+    assert 13 not in resumed.read, "a run that was resumed has loaded its state"
+
+
+def test_a_step_that_was_left_out_is_not_tried(tmp_path: Path) -> None:
+    """A loss scale is found in the first steps, which change nothing: there is no state of the optimizer yet."""
+
+    class Skips(Classifier):
+        def train_step(self, batch: Any) -> Any:
+            loss = super().train_step(batch)["loss"]
+            return {"loss": loss * (float("nan") if self.progress_checker.step < 2 else 1.0)}
+
+    trainer = build(tmp_path, cls=Skips, optimizer=HasObject, on_nonfinite="skip")
+    trainer.optimization.optimizer = lambda p: HasObject(p, lr=0.1)
+    with pytest.raises(CheckpointError, match="Projector"):
+        trainer.run(2, hand.loader())
+    assert trainer.progress_checker.step == 3
+
+
+@on_ranks(2)
+def test_of_several_ranks_each_tries_what_it_has(world: int, tmp_path: Path) -> None:
+    class OnOne(Classifier):
+        def state_dict(self) -> Any:
+            kept = Norm.SIGN if self.rank == 1 else "sign"
+            return {**super().state_dict(), "phase": kept}
+
+    trainer = build(tmp_path, MultiGPUAddon, cls=OnOne)
+    with pytest.raises(CheckpointError, match=r"phase was <Norm.SIGN: 'sign'>"):
+        trainer.run(1, hand.loader())
+    assert trainer.progress_checker.step == 1

@@ -1,0 +1,246 @@
+"""Try in memory, after the first step of a run, whether its state can be saved and resumed from.
+
+A run that finds out at its first save has trained for an epoch in vain, and one that finds out at a resume, for all of
+its time. So the state is encoded and decoded once, and loaded into copies of the optimizers and schedulers that were
+made before they had a state, as a script makes them when it is started again. Tensors are shared, not copied, unless
+code of an optimizer's own class gets them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zae.common import optim, random_state
+from zae.common.optimizer_state import (
+    copy_optimizer,
+    difference,
+    has_own_loading,
+    load_optimizer_state,
+    with_enums,
+)
+from zae.common.walk import is_sharded, leaves_of
+from zae.errors import CheckpointError
+from zae.loop.addon_state import PARTS, state_mode
+from zae.optimizers.quantized import flatten_states, quantize_states
+from zae.storage.encoding import decode, encode
+from zae.storage.share import Group
+from zae.storage.strict_json import strict_json
+from zae.storage.tensor_bytes import byte_count, separate, shared_memory
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["SaveTrial"]
+
+_SMALL = 64 << 20
+"""Bytes up to which tensors are copied for a trial, and compared bit by bit."""
+
+
+class SaveTrial:
+    """Knows which states of a run have been tried, and tries those that have not.
+
+    A run that was resumed has loaded its state from a checkpoint, and tries nothing.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self._has_begun = False
+        self._optimizers: dict[str, Optimizer] = {}
+        self._schedulers: dict[str, Any] = {}
+        self._known: dict[str, set[Any]] = {}  # The structures of the states of each optimizer that were tried.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return nothing: a copy of a trainer, in another process or for a trial, begins again."""
+        return {}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def begin(self, trainer: Trainer, is_resumed: bool) -> None:
+        """Copy the optimizers and schedulers of a run that begins."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self.is_due = not is_resumed
+        if is_resumed:
+            return
+        # What they hold of the model and the trainer is not copied.
+        shared: dict[int, Any] = {id(each): each for each in trainer.unwrap().modules()} | {id(trainer): trainer}
+        for name, optimizer in trainer.optimizers.items():
+            twin = _attempt(partial(_copy_blank, optimizer, dict(shared)))
+            if twin is not None:
+                self._optimizers[name] = twin
+                shared[id(optimizer)] = twin
+        for name, scheduler in trainer.schedulers.items():
+            if id(scheduler.optimizer) in shared:
+                twin = _attempt(partial(copy.deepcopy, scheduler, dict(shared)))
+                if twin is not None:
+                    self._schedulers[name] = twin
+
+    def try_state(self, trainer: Trainer) -> None:
+        """Raise CheckpointError if the state of a trainer cannot be saved, or would come back as another one.
+
+        All ranks call it, and each tries what it has itself.
+        """
+        self.is_due = False
+        with random_state.isolated(), state_mode(trainer, PARTS):
+            state = dict(trainer.state_dict())
+        group = Group(trainer.rank, trainer.gather)
+        group.together(partial(self._try_all, trainer, state), trainer.save_path)  # type: ignore[attr-defined]
+        self._schedulers.clear()
+
+    def check_optimizers(self, optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for a state with entries that an optimizer had not yet when it was tried."""
+        for name, optimizer in optimizers.items():
+            _refuse_subclasses(states[name], f"optimizer[{name!r}]")
+            if name in self._optimizers and _structure(states[name]) not in self._known.get(name, ()):
+                found = _through_file(states[name], with_parts=False)
+                self._try_optimizer(name, optimizer, states[name], found)
+
+    def _try_all(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """Encode, decode and load what this rank has of a state."""
+        separate({name: each for name, each in state.pop("model").items() if isinstance(each, Tensor)})
+        _check_extra_state(trainer.unwrap())
+        found = _through_file(state, with_parts=trainer.world_size > 1)
+        for key, each in state.items():
+            if key in ("optimizer", "scheduler"):
+                continue
+            if problem := difference(each, found[key], key):
+                raise CheckpointError(
+                    f"the state of this run would come back as another one: {problem}. Let state_dict() return plain "
+                    "values in its place (of an Enum its value), and make them again in load_state_dict()"
+                )
+        for name, optimizer in trainer.optimizers.items():
+            _refuse_subclasses(state["optimizer"][name], f"optimizer[{name!r}]")
+            self._try_optimizer(name, optimizer, state["optimizer"][name], found["optimizer"][name])
+        for name, scheduler in trainer.schedulers.items():
+            self._try_scheduler(name, scheduler, state["scheduler"][name], found["scheduler"][name])
+
+    def _try_optimizer(self, name: str, optimizer: Optimizer, state: Any, found: Any) -> None:
+        """Load the state of an optimizer into a copy of it, and compare."""
+        self._known.setdefault(name, set()).add(_structure(state))
+        where, kind = f"optimizer[{name!r}]", type(optimizer).__name__
+        if views := shared_memory([*leaves_of(state, where)]):
+            raise CheckpointError(
+                f"{views[0]} and {views[1]} of {kind} are views of the same memory, and would be two tensors after a "
+                "resume; keep one of them in the state, and make the other one a view of it in each step"
+            )
+        blank = self._optimizers.get(name)
+        if blank is None or any(map(is_sharded, optim.parameters_of(optimizer))):
+            return
+        twin = _attempt(partial(copy_optimizer, blank, {id(each): each for each in optim.parameters_of(blank)}))
+        if twin is None:
+            return
+        values = copy.deepcopy(found) if has_own_loading(optimizer) else found
+        compares = _bytes_in(state) <= _SMALL
+
+        def load() -> str:
+            load_optimizer_state(twin, quantize_states(values))
+            return difference(state, flatten_states(twin.state_dict()), where, compares)
+
+        if problem := _problem(load):
+            raise CheckpointError(
+                f"optimizer {name} ({kind}) does not load its own state: {problem}. A run could not be resumed from "
+                f"it; let {kind}.load_state_dict restore what its state_dict returns"
+            )
+
+    def _try_scheduler(self, name: str, scheduler: Any, state: Any, found: Any) -> None:
+        """Load the state of a scheduler into a copy of it, and compare."""
+        twin, kind = self._schedulers.get(name), type(scheduler).__name__
+        if twin is None:
+            return
+
+        def load() -> str:
+            twin.load_state_dict(with_enums(copy.deepcopy(found), twin.state_dict()))
+            return difference(state, twin.state_dict(), f"scheduler[{name!r}]")
+
+        if problem := _problem(load):
+            raise CheckpointError(
+                f"scheduler {name} ({kind}) does not load its own state: {problem}. A run could not be resumed from "
+                f"it; let {kind}.load_state_dict restore what its state_dict returns"
+            )
+
+
+def _through_file(state: Any, with_parts: bool) -> Any:
+    """Return what a checkpoint gives back of a state; tensors share the memory of those in it."""
+    structure, tensors = encode(state, with_parts=with_parts, in_place=True)
+    return decode(strict_json(json.dumps(structure, allow_nan=False).encode(), "state.json"), tensors)
+
+
+def _problem(load: Callable[[], str]) -> str:
+    """Return what a load has changed, or the error that it raises."""
+    try:
+        with random_state.isolated(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # A copy has taken no step.
+            return load()
+    except Exception as error:
+        return f"it raises {type(error).__name__}: {error}"
+
+
+def _attempt(make: Callable[[], Any]) -> Any:
+    """Return a copy, or None: not everything can be copied, and then it is not loaded."""
+    try:
+        with random_state.isolated(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return make()
+    except Exception:
+        return None
+
+
+def _copy_blank(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Copy an optimizer with other parameters, which take no memory if they are large."""
+    held = optim.parameters_of(optimizer)
+    is_small = byte_count(*held) <= _SMALL
+    for each in held:
+        if not nn.parameter.is_lazy(each):
+            value = each.detach()
+            value = value.clone() if is_small or is_sharded(each) else value.new_zeros(()).expand(each.shape)
+            memo[id(each)] = nn.Parameter(value, each.requires_grad)
+    own = [each for _, each in leaves_of(vars(optimizer), "") if isinstance(each, Tensor) and id(each) not in memo]
+    if byte_count(*own) > _SMALL:  # Mostly nothing: the state is made in the first step.
+        memo |= {id(each): each for each in own}
+    return copy_optimizer(optimizer, memo)
+
+
+def _structure(state: Any) -> Any:
+    """Return the names of the entries in the state of an optimizer, without values, in a form to compare."""
+    if not isinstance(state, Mapping):
+        return None
+    entries = state.get("state")
+    inside = entries.items() if isinstance(entries, Mapping) else ()
+    kinds = {frozenset(each) if isinstance(each, Mapping) else key for key, each in inside}
+    return frozenset(kinds), frozenset(state)
+
+
+def _bytes_in(state: Any) -> int:
+    return byte_count(*(each for _, each in leaves_of(state, "") if isinstance(each, Tensor)))
+
+
+def _refuse_subclasses(state: Any, where: str) -> None:
+    """Refuse tensors of other classes than torch's own."""
+    for path, value in leaves_of(state, where):
+        if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter) and not is_sharded(value):
+            raise CheckpointError(
+                f"{path} is a {type(value).__name__}, and a checkpoint contains plain tensors, so that it would be "
+                "a torch.Tensor after a resume; keep its parts in the state instead, each as a torch.Tensor"
+            )
+
+
+def _check_extra_state(model: nn.Module) -> None:
+    """Refuse a module whose extra state would be saved and could not be loaded."""
+    for path, module in model.named_modules():
+        kind = type(module)
+        saves = kind.get_extra_state is not nn.Module.get_extra_state
+        if saves and kind.set_extra_state is nn.Module.set_extra_state:
+            raise CheckpointError(
+                f"{path or 'the model'} ({kind.__name__}) has get_extra_state() and no set_extra_state(): what it "
+                f"saves could not be loaded; write {kind.__name__}.set_extra_state(self, state)"
+            )
