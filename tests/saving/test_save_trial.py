@@ -115,6 +115,17 @@ class Doubles(Kept):
         super().load_state_dict(state_dict)
 
 
+class Sharpness(SGD):
+    """Steps with another optimizer, as implementations of SAM do, whose momentum it does not save."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.base = SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
 class Views(SGD):
     """Keeps a flat tensor, and a part of it."""
 
@@ -151,6 +162,10 @@ class HasObject(SGD):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        (
+            Sharpness,
+            r"\(Sharpness\) does not save all of its state: the state of the SGD in it\['state'\] was ",
+        ),
         (Drops, r"optimizer 0 \(Drops\) does not load its own state: .*\['kept'\] was a tensor .* and is None"),
         (Doubles, r"does not load its own state: .*\['kept'\] was .*\[1.0, 1.0\] and is .*\[2.0, 2.0\]"),
         (Views, r"\['flat'\] and .*\['part'\] of Views are views of the same memory, .* keep one of them"),
@@ -159,7 +174,7 @@ class HasObject(SGD):
     ],
 )
 def test_an_optimizer_that_cannot_be_resumed(kind: Any, said: str, tmp_path: Path) -> None:
-    optimizer = (lambda p: kind(p)) if issubclass(kind, Kept) else (lambda p: kind(p, lr=0.1))
+    optimizer = (lambda p: kind(p)) if issubclass(kind, (Kept, Sharpness)) else (lambda p: kind(p, lr=0.1))
     refuse(build(tmp_path, optimizer=optimizer), said)
 
 

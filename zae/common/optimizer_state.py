@@ -28,11 +28,13 @@ __all__ = [
     "check_rates",
     "copy_optimizer",
     "difference",
+    "has_hooks",
     "has_own_loading",
     "load_optimizer_state",
     "match_order",
     "parameter_order",
     "with_enums",
+    "with_inner",
     "wraps_others",
 ]
 
@@ -49,8 +51,8 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     reads it on the device. Tensors that are there already are not copied, so the state must not be used elsewhere.
     """
     handles = []
-    for each in _with_inner(optimizer):
-        if not hasattr(each, _HOOKS):  # A wrapper that calls no constructor of torch, and loads with the one inside.
+    for each in with_inner(optimizer):
+        if not has_hooks(each):
             continue
         exact = _Exact()
         handles.append(each.register_load_state_dict_pre_hook(exact.take))
@@ -62,7 +64,12 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
             handle.remove()
 
 
-def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Return whether the constructor of torch was called; a wrapper without it saves and loads with the one inside."""
+    return hasattr(optimizer, _HOOKS)
+
+
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
     """Return an optimizer and those that it wraps, at any depth, which may be the ones that load."""
     found = [optimizer]
     for each in found:
@@ -76,7 +83,7 @@ def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 def wraps_others(optimizer: Optimizer) -> bool:
     """Return whether an optimizer contains others."""
-    return len(_with_inner(optimizer)) > 1
+    return len(with_inner(optimizer)) > 1
 
 
 class _Exact:
@@ -173,7 +180,7 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **i
         for hook in hooks.values() if isinstance(hooks, dict) else ():
             if (owner := getattr(hook, "__self__", optimizer)) is not optimizer:
                 memo[id(owner)] = owner
-    for inner in _with_inner(optimizer)[1:]:
+    for inner in with_inner(optimizer)[1:]:
         if id(inner) not in memo:
             copy_optimizer(inner, memo)
     vars(twin).update(copy.deepcopy(own, memo), **instead)
@@ -182,7 +189,7 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **i
 
 def has_own_loading(optimizer: Optimizer) -> bool:
     """Return whether code of a class other than torch's loads the state of an optimizer, or of one that it wraps."""
-    return any(type(each).load_state_dict is not _LOAD for each in _with_inner(optimizer))
+    return any(type(each).load_state_dict is not _LOAD for each in with_inner(optimizer))
 
 
 def difference(saved: Any, found: Any, path: str, compares: bool = True) -> str:
@@ -215,7 +222,7 @@ def _are_alike(a: Any, b: Any) -> bool:
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype}, {value.detach().flatten()[:3].tolist()}"
-    return f"{value!r:.80}"
+    return " ".join(repr(value).split())[:80]
 
 
 def check_rates(what: str, saved: Any, present: Any) -> None:

@@ -22,9 +22,11 @@ from zae.common import optim, random_state
 from zae.common.optimizer_state import (
     copy_optimizer,
     difference,
+    has_hooks,
     has_own_loading,
     load_optimizer_state,
     with_enums,
+    with_inner,
 )
 from zae.common.walk import is_sharded, leaves_of
 from zae.errors import CheckpointError
@@ -151,6 +153,18 @@ class SaveTrial:
                 f"optimizer {name} ({kind}) does not load its own state: {problem}. A run could not be resumed from "
                 f"it; let {kind}.load_state_dict restore what its state_dict returns"
             )
+        for inner, loaded in zip(with_inner(optimizer)[1:], with_inner(twin)[1:]):
+            is_compared = inner.state is optimizer.state
+            if is_compared or type(inner).state_dict is not Optimizer.state_dict or not has_hooks(inner):
+                continue
+            inside = f"the state of the {type(inner).__name__} in it"
+            saved, restored = flatten_states(inner.state_dict()), flatten_states(loaded.state_dict())
+            if problem := difference(saved, restored, inside, compares):
+                raise CheckpointError(
+                    f"optimizer {name} ({kind}) does not save all of its state: {problem}. A run could not be resumed "
+                    f"from it; let {kind}.state_dict return that of the {type(inner).__name__} as well, and "
+                    "load_state_dict load it"
+                )
 
     def _try_scheduler(self, name: str, scheduler: Any, state: Any, found: Any) -> None:
         """Load the state of a scheduler into a copy of it, and compare."""
