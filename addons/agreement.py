@@ -15,6 +15,7 @@ from zae.common.model_weights import named_parameters
 from zae.composition.introspect import AddOnPart, replaces
 from zae.errors import DistributedError
 from zae.launch import shards
+from zae.launch.collectives import gather_objects
 from zae.launch.drift import DriftCheck, Meetings, note_culprit
 from zae.launch.stop_flag import StopFlag
 from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
@@ -66,7 +67,7 @@ class AgreementAddon(AddOnPart):
             try:
                 if self._beside is None:
                     self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
-                dist.all_gather_object(values, value, group=self._beside)
+                values = gather_objects(value, self._beside)
             except RuntimeError as error:
                 raise DistributedError(
                     f"rank {self._rank} of {self._world}: another rank has ended, or did not answer within the "

@@ -24,6 +24,7 @@ from zae.display.notebook import Output, draw_elsewhere, is_in_a_notebook
 from zae.errors import ConfigError
 from zae.launch import spawn as launching
 from zae.launch.blocks import check_shapes
+from zae.launch.collectives import all_reduce, gather_objects
 from zae.launch.mesh import DIMENSIONS, Mesh, check_mesh
 from zae.launch.rank_process import note_failure, show, tell_failures_early
 from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
@@ -289,7 +290,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         total = super().reduce(value).clone()
         if self._world > 1:
             with self._explaining_silence():
-                dist.all_reduce(total)
+                all_reduce(total)
         return total
 
     @replaces
@@ -297,9 +298,8 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         """Return the values of all ranks."""
         values = super().gather(value)
         if self._world > 1:
-            values = [None] * self._world
             with self._explaining_silence():
-                dist.all_gather_object(values, value)
+                values = gather_objects(value)
         return values
 
     @contextmanager

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +18,7 @@ from zae.common.walk import is_sharded, tensors_in
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
 from zae.launch.blocks import check_divisible, divided_dimensions
+from zae.launch.collectives import gather_objects
 from zae.launch.ddp import BUCKET, broadcast
 from zae.sinks.fingerprint import fingerprint
 
@@ -273,8 +273,7 @@ class TensorParallelAddon(DistributedAddon):
     def _same_on_ranks(self, values: Any) -> bool:
         """Return whether the ranks that divide layers among them have the same tensors."""
         own = fingerprint(tensors_in(values))
-        found = [own] * self._mesh().sizes["tensor"]
-        dist.all_gather_object(found, own, group=self.build_mesh().get_group("tensor"))
+        found = gather_objects(own, self.build_mesh().get_group("tensor"))
         return len(set(found)) == 1
 
     @contextmanager

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from zae.common.walk import has_same_bits, is_sharded, local_part, map_tensors, tensors_in
 from zae.errors import ConfigError, DistributedError
+from zae.launch.collectives import all_reduce
 
 __all__ = [
     "DrawsWatch",
@@ -140,7 +140,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     for key, squares in sums.items():  # In the order of the parameters, which is the same on every rank.
         square = torch.stack(squares).sum()
         for group in () if key is None else key:
-            dist.all_reduce(square, group=group)
+            all_reduce(square, group)
         total = total + square
     norm: Tensor = total.sqrt().to(max(dtypes, key=lambda dtype: torch.finfo(dtype).bits))
     return norm

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zae.errors import DistributedError
+from zae.launch.collectives import hold
 
 __all__ = ["StopFlag"]
 
@@ -146,6 +147,7 @@ class _Reduction:
         if work is None or total is None:
             return False
         work.wait() if patience is None else work.wait(timedelta(seconds=patience))
+        hold(work, total)
         return total.item() > 0
 
 

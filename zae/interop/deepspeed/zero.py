@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from zae.common.optimizer_state import copy_optimizer
 from zae.common.walk import map_tensors
 from zae.errors import CheckpointMismatch, ConfigError, DistributedError
+from zae.launch.collectives import all_reduce
 
 __all__ = ["Zero", "load_library"]
 
@@ -150,7 +151,7 @@ class Zero:
         rank, zero = dist.get_rank(), self._zero
         pairs = zip(zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups)
         is_changed = any(not torch.equal(own[rank], flat.detach().to(own[rank].dtype)) for own, flat in pairs)
-        dist.all_reduce(found := torch.tensor(float(is_changed), device=zero.device))
+        all_reduce(found := torch.tensor(float(is_changed), device=zero.device))
         if found:
             raise ConfigError(
                 "weights were changed in place between two steps, and DeepSpeed keeps them in the optimizer: the "
@@ -197,7 +198,7 @@ class Zero:
         parts = [torch.linalg.vector_norm(each.grad).double().square() for each in self.gradients()]
         square = torch.stack(parts).sum()
         if self.stage:
-            dist.all_reduce(square)
+            all_reduce(square)
         return square.sqrt().float()
 
     def step(self) -> bool:
