@@ -20,7 +20,8 @@ from zae.data.loaders import describe, length_of
 from zae.data.workers import add_to_text, check_epoch_of_workers, dead_workers, ignore_dead_workers
 from zae.display.notebook import choose_display
 from zae.display.terminal import Display
-from zae.errors import CheckpointMismatch, ConfigError, LoaderError, MonitorError, kind_of
+from zae.errors import CheckpointMismatch, ConfigError, LoaderError, MonitorError, ZaeError, kind_of
+from zae.loop.failed_call import describe_failed_call
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
 from zae.loop.step_output import add_hint
@@ -623,12 +624,17 @@ class Run:
         if self.loader_use == "evaluation":
             place = f"in an evaluation after step {progress.step}"
         place = f"{place}, on {self.trainer.device}"
+        call = ""
         try:
             note = self._note(error, place)
+            if self.batch is not None and not isinstance(error, ZaeError):
+                call = describe_failed_call(error, self.trainer.unwrap())
         except Exception as other:  # Raised by an object of the user that is described here; the first error matters.
             note = f"{place}; what is known of it could not be described ({type(other).__name__}: {other})"
         if not note or f"zae: {note}" in getattr(error, "__notes__", ()) or note in str(error):
             return
+        if call:
+            error.add_note(f"zae: {call}")
         has_died = "DataLoader worker (pid" in str(error) or " is dead: " in note
         if not (has_died and add_to_text(error, f"a worker of a loader has died {note}")):
             error.add_note(f"zae: {note}")
