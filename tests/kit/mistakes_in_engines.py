@@ -306,7 +306,7 @@ def more_stages_than_the_schedule_computes():
 
 @mistake(
     zae.ConfigError,
-    "Sequential has 3 modules with which a stage could begin (0, 1, 2), too few",
+    "modules with which a stage could begin",
     "use fewer ranks or stages_per_rank, or name deeper modules",
 )
 def more_stages_than_layers():
