@@ -27,7 +27,7 @@ LOOP = """
     ?    optimizer = build_optimizer()
     ?    wrap_optimizers(optimizers)
     ?    scheduler = build_scheduler()
-    ?steps_in(wrap_loader(loader))  # to check that the schedules last
+    ?wrap_loader(loader)  # to count the steps, and check that the schedules last
     ?on_run_begin()
     for each epoch:
     ?    on_epoch_begin()
