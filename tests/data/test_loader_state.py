@@ -598,3 +598,18 @@ def test_a_stateful_loader_over_a_sampler_without_a_state(sampler: Any) -> None:
     states, end = states_of(make, build())
     for at in (1, 2, 4, 5):
         assert differing(end, goes_on(build(), states[at], make())) == [], at
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_stateful_loader_whose_workers_persist(shuffle: bool) -> None:
+    """Resumed at the end of an epoch, its new workers draw no seed that those of an uninterrupted run had already."""
+
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(2) if shuffle else None
+        return StatefulDataLoader(
+            hand.data(SIZE), 8, shuffle=shuffle, generator=generator, num_workers=1, persistent_workers=True
+        )
+
+    states, end = states_of(make, build())
+    for at in (3, 4, 5):
+        assert differing(end, goes_on(build(), states[at], make())) == [], at

@@ -354,7 +354,11 @@ class LoaderPosition:
                 "workers as it was saved with, or begin the epoch again: mid_epoch='restart', an option of "
                 "StateManagerAddon"
             ) from error
-        if used or not isinstance(loader, DataLoader) or loader.persistent_workers:
+        if used or not isinstance(loader, DataLoader):
+            return iterator
+        if loader.persistent_workers:
+            if self._persisted and not _begins_anew(loader):
+                random_state.restore(present["random"])  # The workers of an uninterrupted run have their seed already.
             return iterator
         # The loader ended, and started again, with draws that an uninterrupted run makes once.
         self._restore(present)
@@ -448,7 +452,8 @@ def _begins_anew(loader: Any) -> bool:
     order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if isinstance(order, BatchSampler):
         order = order.sampler
-    return not is_stateful(order) and type(order) is not SequentialSampler
+    is_restored = is_stateful(order) or type(order).__module__.startswith("torchdata.")  # Its iterators have a state.
+    return not is_restored and type(order) is not SequentialSampler
 
 
 def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
