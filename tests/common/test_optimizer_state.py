@@ -18,7 +18,8 @@ from kit import optimizers
 from kit.matrix import first_difference
 from zae import CheckpointError
 from zae.addons import StateManagerAddon
-from zae.common.optimizer_state import copy_optimizer, load_optimizer_state
+from zae.common.optimizer_state import copy_optimizer, load_optimizer_state, move_to_device, places_on_device
+from zae.common.walk import map_tensors
 from zae.storage import encoding
 
 STEPS = 4
@@ -381,6 +382,24 @@ def test_a_state_that_goes_after_its_weights_to_a_device_keeps_its_types() -> No
         assert found["exp_avg"] is found["again"][0]
         assert found["exp_avg"] is found["more"]["x"][0]
         assert found["again"][1] == "text"
+
+
+def test_tensors_that_belong_to_no_parameter_go_back_to_their_device() -> None:
+    """A wrapper's own copies of weights, and an entry under a name: a checkpoint has them on the host."""
+    away = torch.ones(2, device="meta")
+    state = {
+        "state": {0: {"moment": away}, "k": away[:1], "host": torch.ones(1)},
+        "param_groups": [{"params": [0], "lr": 0.1}],
+        "slow": [away, torch.zeros(2)],
+    }
+    places = places_on_device(state)
+    assert places == ["optimizer['slow'][0]", "optimizer['state']['k']"]
+    host = map_tensors(lambda each: torch.zeros(each.shape), state)
+    moved = move_to_device(host, places, torch.device("meta"))
+    assert [each.device.type for each in moved["slow"]] == ["meta", "cpu"]
+    assert (moved["state"]["k"].is_meta, moved["state"]["host"].is_meta) == (True, False)
+    assert not moved["state"][0]["moment"].is_meta, "torch moves it to its parameter"
+    assert places_on_device({"base": {"state": {}}, "slow": [torch.ones(1)]}) == []
 
 
 class Odd(Tensor):

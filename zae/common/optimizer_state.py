@@ -12,7 +12,7 @@ import enum
 import itertools
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any, cast
 
@@ -21,18 +21,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zae.common.strides import is_laid_out
-from zae.common.walk import has_same_bits
+from zae.common.walk import has_same_bits, leaves_of, map_tensors
 from zae.errors import CheckpointMismatch
 
 __all__ = [
     "check_rates",
     "copy_optimizer",
+    "device_of",
     "difference",
     "has_hooks",
     "has_own_loading",
     "load_optimizer_state",
     "match_order",
+    "move_to_device",
     "parameter_order",
+    "places_on_device",
     "with_enums",
     "with_inner",
     "wraps_others",
@@ -153,6 +156,33 @@ def _on_device(
     if type(value) is deque:
         return deque((_on_device(each, device, group, moved) for each in value), value.maxlen)
     return value
+
+
+def places_on_device(state: Mapping[str, Any]) -> list[str]:
+    """Name the tensors on an accelerator that belong to no parameter: a checkpoint has them on the host."""
+    return [path for path, each in _apart_from_parameters(state) if isinstance(each, Tensor) and not each.is_cpu]
+
+
+def device_of(optimizer: Optimizer) -> torch.device:
+    """Return the device of the first parameter of an optimizer."""
+    return next((each.device for group in optimizer.param_groups for each in group["params"]), torch.device("cpu"))
+
+
+def move_to_device(state: Mapping[str, Any], places: Collection[str], device: torch.device) -> Any:
+    """Return a state with the tensors of these names, as `places_on_device` returned them, on a device."""
+    found = {path: each for path, each in _apart_from_parameters(state) if path in places}
+    moved = {id(each): each.to(device) for each in found.values() if isinstance(each, Tensor)}
+    return map_tensors(lambda each: moved.get(id(each), each), state) if moved else state
+
+
+def _apart_from_parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a state but those of parameters, which go where their parameter is."""
+    entries = state.get("state")
+    named: Any = entries
+    if isinstance(entries, dict):
+        named = {key: each for key, each in entries.items() if type(key) is not int}
+    rest = {key: each for key, each in state.items() if key not in ("state", "param_groups")}
+    yield from leaves_of({**rest, "state": named}, "optimizer")
 
 
 def with_enums(saved: Any, present: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zae.common import optimizer_modes
 from zae.common.model_weights import check_types, extra_names, fit_weights, own_names
+from zae.common.optimizer_state import device_of, move_to_device, places_on_device
 from zae.errors import CheckpointMismatch, ZaeError, printable
 from zae.loop import addon_state, module_state
 from zae.loop.progress import ProgressChecker
@@ -27,7 +28,7 @@ __all__ = ["CoreState"]
 
 _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position")
-_OPTIONAL = ("order", "validation", "training_weights", "generators", "module", "extra_state")
+_OPTIONAL = ("order", "validation", "training_weights", "generators", "module", "extra_state", "devices")
 _LOAD = torch.optim.Optimizer.load_state_dict
 
 
@@ -51,6 +52,8 @@ class CoreState:
         if not addon_state.is_in_mode(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
             weights, training_weights = optimizer_modes.both_weights(optimization.optimizers, trainer.model_state)
             optimizers = {name: trainer.optimizer_state(name) for name in optimization.optimizers}
+        devices = {name: places_on_device(each) for name, each in optimizers.items()}
+        devices = {name: places for name, places in devices.items() if places}
         # What get_extra_state returns beside tensors; files of weights contain tensors alone.
         extra = {key: weights[key] for key in extra_names(weights)}
         weights = {key: each for key, each in weights.items() if key not in extra} if extra else weights
@@ -65,6 +68,7 @@ class CoreState:
             "position": trainer.loader_position.state_dict(),
             "module": module_state.read_module(trainer.unwrap(), trainer._in_training),
             **({"extra_state": extra} if extra else {}),
+            **({"devices": devices} if devices else {}),
             # Some optimizers train with other weights than they evaluate with.
             **({"training_weights": training_weights} if training_weights else {}),
         }
@@ -84,7 +88,10 @@ class CoreState:
         is_ours = addon_state.is_in_mode(trainer, addon_state.FROM_FILE)  # Else others hold the tensors too.
 
         def load_optimizer(name: str, values: Any) -> None:
-            trainer.load_optimizer_state(name, values if is_ours else copy.deepcopy(values))
+            values = values if is_ours else copy.deepcopy(values)
+            if places := (state.get("devices") or {}).get(name):
+                values = move_to_device(values, places, device_of(self.optimization.optimizers[name]))
+            trainer.load_optimizer_state(name, values)
 
         entry = state.get("module")
         if entry is not None:

@@ -106,6 +106,7 @@ class Start:
         state = {**present, **_merge(saved, present, self.parts, found, _counters_of(trainer.optimizer))}
         if "optimizer" in self.parts:  # Its state has another order in memory than the parameters of this script.
             state["module"] = {**present["module"], "strides": None}
+            state["devices"] = saved.get("devices", {})
         if "model" in self.parts:
             state["model"] = model
             state |= {"extra_state": saved["extra_state"]} if "extra_state" in saved else {}
