@@ -235,6 +235,15 @@ def test_extra_state_that_nothing_loads(tmp_path: Path) -> None:
     refuse(trainer, r"\(OnlySaves\) has get_extra_state\(\) and no set_extra_state\(\)")
 
 
+@pytest.mark.parametrize("kind", ["sparse", "quantized"])
+def test_a_buffer_without_bytes_of_its_own(kind: str, tmp_path: Path) -> None:
+    trainer = build(tmp_path, save_format="ckpt")
+    values = torch.eye(3)
+    buffer = values.to_sparse() if kind == "sparse" else torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
+    trainer.model[0].register_buffer("odd", buffer)
+    refuse(trainer, r"0\.odd of the model is a Tensor .* which has no bytes to store; store the dense tensor")
+
+
 # ------------------------------------------------------------------------------------------------- what it leaves alone
 
 

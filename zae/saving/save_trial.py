@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -35,7 +36,7 @@ from zae.optimizers.quantized import flatten_states, quantize_states
 from zae.storage.encoding import decode, encode
 from zae.storage.share import Group
 from zae.storage.strict_json import strict_json
-from zae.storage.tensor_bytes import byte_count, separate, shared_memory
+from zae.storage.tensor_bytes import byte_count, dense, separate, shared_memory
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -109,7 +110,11 @@ class SaveTrial:
 
     def _try_all(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Encode, decode and load what this rank has of a state."""
-        separate({name: each for name, each in state.pop("model").items() if isinstance(each, Tensor)})
+        weights = {name: each for name, each in state.pop("model").items() if isinstance(each, Tensor)}
+        separate(weights)
+        for name, each in weights.items():
+            if each.layout is not torch.strided or each.is_quantized:
+                dense(each, f"{name} of the model")  # Sparse and quantized tensors are refused.
         _check_extra_state(trainer.unwrap())
         found = _through_file(state, with_parts=trainer.world_size > 1)
         for key, each in state.items():

@@ -231,8 +231,9 @@ def format_for(model: nn.Module, save_format: str) -> str:
     for name, tensor in model.state_dict().items() if kind != "ckpt" else ():
         if isinstance(tensor, Tensor) and tensor.dtype not in DTYPES.values():
             raise ConfigError(
-                f"save_format={save_format!r} cannot hold {tensor.dtype}, the dtype of {name!r}; write "
-                "save_format='ckpt', or convert the model"
+                f"save_format={save_format!r} cannot hold {tensor.dtype}, the dtype of {name!r}; "
+                + ("" if tensor.is_quantized else "write save_format='ckpt', or ")
+                + "convert the model"
             )
     return kind
 
