@@ -182,7 +182,7 @@ SCRIPT = """
 LAUNCHERS = {
     "zae": "-m zae launch -n 2 script.py -- {}",
     "torchrun": "-m torch.distributed.run --standalone --nproc_per_node 2 script.py {}",
-    "accelerate": "-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --num_machines 1 "
+    "accelerate": "-m accelerate.commands.accelerate_cli launch --num_processes 2 --num_machines 1 "
     "--mixed_precision no --dynamo_backend no --multi_gpu script.py {}",
 }
 
