@@ -339,7 +339,7 @@ def test_swapped_arguments():
         (StateManagerAddon, {"save_path": "a", "save_on_signal": "SIGTERM"}, "save_on_signal='SIGTERM'"),
         (MultiGPUAddon, {"static_graph": "no"}, "static_graph='no'"),
         (MultiGPUAddon, {"find_unused_parameters": []}, r"find_unused_parameters=\[\]"),
-        (CompileAddon, {"fallback_random": "yes"}, "fallback_random='yes'"),
+        (CompileAddon, {"compile_dynamic": "yes"}, "compile_dynamic='yes'"),
     ],
     ids=str,
 )  # fmt: skip
