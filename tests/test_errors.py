@@ -19,7 +19,6 @@ WITH_TORCHS_MESSAGE = {
     "attribute_that_nobody_set",
     "float_labels",
     "double_inputs",
-    "backward_in_the_step",
     "evaluation_that_fails",
     "call_of_the_trainer",
 }

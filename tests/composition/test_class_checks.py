@@ -12,7 +12,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from kit.lines import InnerAddon, MiddleAddon, OuterAddon, Task, batches, make
+from kit.lines import InnerAddon, MiddleAddon, OuterAddon, Task, batches, make, weights
 from zae import (
     AddOnBase,
     AddOnConflict,
@@ -23,9 +23,8 @@ from zae import (
     Trainer,
     repeats,
     replaces,
-    seam,
 )
-from zae.addons import AMPAddon, EMAAddon
+from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon
 from zae.composition import foreign_names
 
 # ------------------------------------------------------------------------------------------------- super() and seams
@@ -50,10 +49,6 @@ class _Recorder:
         return {"forward_context": forward_context}
 
     @staticmethod
-    def by_property():
-        return {"should_stop": property(lambda self: False)}
-
-    @staticmethod
     def by_lambda():
         return {"clip": lambda self: None}
 
@@ -69,20 +64,6 @@ class _Recorder:
     def by_partialmethod():
         return {"clip": functools.partialmethod(lambda self, norm: None, 1.0)}
 
-    @staticmethod
-    def by_another_super():
-        def clip(self):
-            super(AddOnBase, self).unscale()
-
-        return {"clip": clip}
-
-    @staticmethod
-    def by_name_of_the_base():
-        def clip(self):
-            Trainer.clip(self)
-
-        return {"clip": clip}
-
 
 KINDS = [name for name in vars(_Recorder) if name.startswith("by_")]
 
@@ -92,67 +73,68 @@ class _Ends:
 
     @staticmethod
     def nothing_by_itself(self):
-        super().optimizer_step()
+        self.parents()
 
     @staticmethod
     def nothing_by_a_bare_return(self):
         for _ in range(2):
             with self.batch_context():
-                super().optimizer_step()
+                self.parents()
         return
 
     @staticmethod
     def nothing_in_a_try(self):
         try:
-            super().optimizer_step()
+            self.parents()
         finally:
             self.seen = True
 
     @staticmethod
     def something_now_and_then(self):
-        stepped = super().optimizer_step()
+        stepped = self.parents()
         if stepped:
             return True
 
     @staticmethod
     def something_in_one_branch(self):
-        return super().optimizer_step() if self.parameters else None
+        return self.parents() if self.parameters else None
 
     @staticmethod
-    def something_in_the_other_branch(self):
-        return None if self.parameters else super().optimizer_step()
+    def nothing_in_the_other_branch(self):
+        return None if self.parameters else self.parents()
 
     @staticmethod
     def something_in_a_context(self):
         with self.batch_context():
-            return super().optimizer_step()
+            return self.parents()
 
     @staticmethod
     def something_before_a_finally(self):
         try:
-            return super().optimizer_step()
+            return self.parents()
         finally:
             self.seen = True
-
-    @staticmethod
-    def something_unless_it_raises(self):
-        super().optimizer_step()
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize("base", [AddOnBase, Task])
 @pytest.mark.parametrize("kind", [name for name in vars(_Ends) if "thing" in name])
 def test_what_a_seam_gives_is_given_on(kind, base):
     """A step whose result is forgotten would count as skipped, and neither scheduler nor average would move."""
-    namespace = {"optimizer_step": getattr(_Ends, kind)}
+    made = type("OneAddon", (base,), {})
+    ends = getattr(_Ends, kind)
+
+    def optimizer_step(self):
+        self.parents = super(made, self).optimizer_step
+        return ends(self)
+
+    made.optimizer_step = optimizer_step
+    cls = Task.add_on(made) if base is AddOnBase else made
     if kind.startswith("something"):
-        assert type("KeepingAddon", (base,), namespace).optimizer_step is getattr(_Ends, kind)
+        assert make(cls).run(1, batches(2))["step"] == 2
         return
     error = AddOnError if base is AddOnBase else TaskError
-    with pytest.raises(
-        error, match=r"LosingAddon.optimizer_step calls super\(\).* write return super\(\).optimizer_step"
-    ):
-        type("LosingAddon", (base,), namespace)
+    with pytest.raises(error, match=r"OneAddon.optimizer_step returned None.* write return super\(\).optimizer_step"):
+        make(cls).run(1, batches(2))
 
 
 def test_a_seam_that_gives_nothing_needs_no_return():
@@ -170,16 +152,67 @@ def test_a_seam_that_gives_nothing_needs_no_return():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seam_overridden_without_super_is_refused(kind):
+def test_a_seam_overridden_without_super_ends_the_first_step_before_the_optimizer(kind):
     namespace = getattr(_Recorder, kind)()
     name = next(iter(namespace))
-    call = rf"super\(\).{name}" + ("" if name == "should_stop" else r"\(\.\.\.\)")
     skipped = "skips the add-ons inside it and the default"
     match = (
-        rf"LossyAddon.{name} overrides a seam without calling super\(\), and so {skipped}; call {call}, or mark .* @zae"
+        rf"LossyAddon.{name} overrides a seam without calling super\(\), and so {skipped}; call super\(\).{name}"
+        r"\(\.\.\.\), or mark .* @zae"
     )
+    trainer = make(Task.add_on(type(Task)("LossyAddon", (AddOnBase,), namespace)))
+    before = weights(trainer)
     with pytest.raises(AddOnError, match=match):
-        type(Task)("LossyAddon", (AddOnBase,), namespace)
+        trainer.run(1, batches(2))
+    assert torch.equal(before, weights(trainer))
+
+
+WATCHED = """on_step_begin batch_context gradients micro_batches sync_context to_device micro_step forward_context
+    backward normalize unscale clip may_step step_one optimizer_step zero_grad logging on_step_end"""
+
+
+@pytest.mark.parametrize("name", WATCHED.split())
+def test_each_hook_of_a_step_is_watched(name):
+    """Of an add-on that does the whole work of the core by itself, and so skips the add-on inside of it."""
+
+    class InsideAddon(AddOnBase):
+        layer = "loop"
+
+    def inside(self, *args, **kwargs):
+        return getattr(super(InsideAddon, self), name)(*args, **kwargs)
+
+    setattr(InsideAddon, name, inside)
+    answers = {
+        "batch_context": contextlib.nullcontext(), "sync_context": contextlib.nullcontext(),
+        "forward_context": contextlib.nullcontext(), "may_step": True, "step_one": True, "optimizer_step": True,
+    }  # fmt: skip
+
+    def outside(self, *args, **kwargs):
+        if name == "gradients":
+            loss = self.model(args[0]).square().mean()
+            loss.backward()
+            return [({"loss": loss}, 1.0)]
+        if name == "micro_step":
+            loss = self.model(args[0]).square().mean()
+            loss.backward()
+            return {"loss": loss}, 1.0
+        if name == "backward":
+            return args[0].backward()
+        return {"micro_batches": args, "to_device": args[0] if args else None}.get(name, answers.get(name))
+
+    outer = type(Task)("OutsideAddon", (AddOnBase,), {"layer": "observe", name: outside})
+    with pytest.raises(AddOnError, match=rf"OutsideAddon.{name} overrides a seam .* skips what InsideAddon does there"):
+        make(Plain.add_on(outer, InsideAddon)).run(1, list(torch.randn(2, 4, 3)))
+    assert make(Plain.add_on(InsideAddon)).run(1, list(torch.randn(2, 4, 3)))["step"] == 2
+
+
+class Plain(Trainer):
+    """The loss of a batch alone."""
+
+    def train_step(self, batch):
+        return {"loss": self.model(batch).square().mean()}
+
+    test_step = train_step
 
 
 def test_super_is_found_wherever_it_is_called():
@@ -259,12 +292,13 @@ def test_repeats_and_replaces_exclude_each_other():
             def clip(self):
                 super().clip()
 
-    with pytest.raises(AddOnError, match=r"LossyAddon.gradients overrides a seam without calling super\(\)"):
+    class LossyAddon(AddOnBase):
+        @repeats
+        def gradients(self, batch):
+            return []
 
-        class LossyAddon(AddOnBase):
-            @repeats
-            def gradients(self, batch):
-                return []
+    with pytest.raises(AddOnError, match=r"LossyAddon.gradients overrides a seam without calling super\(\)"):
+        make(Task.add_on(LossyAddon)).run(1, batches(1))
 
 
 @pytest.mark.parametrize("kind", ["function", "property", "contextmanager", "outside contextmanager", "classmethod"])
@@ -297,33 +331,22 @@ def test_a_plain_task_may_override_freely_and_one_above_add_ons_may_not():
             return True
 
     make(Free.add_on(AMPAddon, InnerAddon)).run(1, batches(1))
-    with pytest.raises(TaskError, match=r"Above.clip .* skips what InnerAddon does there; call super\(\).clip"):
 
-        class Above(Task.add_on(InnerAddon)):
-            def clip(self):
-                pass
+    class Above(Task.add_on(InnerAddon)):
+        def clip(self):
+            pass
 
     class Mixin:
         def clip(self):
             pass
 
+    class Mixed(Mixin, InnerAddon, Task):
+        pass
+
+    with pytest.raises(TaskError, match=r"Above.clip .* skips what InnerAddon does there; call super\(\).clip"):
+        make(Above).run(1, batches(1))
     with pytest.raises(TaskError, match=r"Mixin.clip .* skips what InnerAddon does there"):
-
-        class Mixed(Mixin, InnerAddon, Task):
-            pass
-
-
-def test_a_seam_that_an_add_on_brings_is_a_seam():
-    class BringingAddon(AddOnBase):
-        @seam
-        def weave(self):
-            return "thread"
-
-    with pytest.raises(AddOnError, match=r"LossyAddon.weave overrides a seam without calling super\(\)"):
-
-        class LossyAddon(BringingAddon):
-            def weave(self):
-                return ""
+        make(Mixed).run(1, batches(1))
 
 
 @pytest.mark.parametrize("name", ["run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "predict"])
@@ -489,7 +512,6 @@ def _addon(init):
         (lambda self, alpha=1, *args, **kwargs: None, r"takes 'alpha' by position, .*; write def __init__"),
         (lambda self, *, alpha: None, r"does not accept the arguments of the trainer; write .*self, \*args, alpha, "),
         (lambda self: None, "does not accept the arguments of the trainer"),
-        (lambda self, *args, alpha=1, **kwargs: None, r"does not call super\(\).__init__\(\*args, \*\*kwargs\)"),
     ],
 )  # fmt: skip
 def test_an_add_ons_init_that_swallows_is_refused(init, message):
@@ -513,11 +535,9 @@ def test_a_forgotten_super_init_is_said_in_words():
 
     with pytest.raises(TaskError, match=r"Forgetful.__init__ does not call super\(\).__init__, .*; write super\(\)"):
         make(Forgetful)
-    with pytest.raises(TaskError, match=r"Above.__init__ overrides __init__ without calling super\(\)"):
-
-        class Above(Task.add_on(InnerAddon)):
-            def __init__(self, *args, **kwargs):
-                Trainer.__init__(self, *args, **kwargs)
+    quiet = type(Task)("QuietAddon", (AddOnBase,), {"__init__": lambda self, *args, alpha=1, **kwargs: None})
+    with pytest.raises(TaskError, match=r"QuietAddon.__init__ does not call super\(\).__init__"):
+        make(Task.add_on(quiet))
 
     @dataclass
     class Data(Task):
@@ -606,11 +626,11 @@ def test_tasks_with_an_init_of_their_own():
 def test_an_option_taken_out_of_kwargs_is_to_be_declared():
     class Popping(Task):
         def __init__(self, *args, **kwargs):
-            self.alpha = kwargs.pop("alpha", 1.0)
+            self.sharpness = kwargs.pop("sharpness", 1.0)
             super().__init__(*args, **kwargs)
 
-    with pytest.raises(OptionError, match=r"write def __init__\(self, \*args, alpha=..., \*\*kwargs\) there"):
-        make(Popping, alpha=2.0)
+    with pytest.raises(OptionError, match=r"write def __init__\(self, \*args, sharpness=..., \*\*kwargs\) there"):
+        make(Popping, sharpness=2.0)
 
 
 def test_generic_and_abstract_tasks():
@@ -659,42 +679,44 @@ def test_another_metaclass_is_pythons_own_refusal():
 
 
 def test_an_init_that_loses_what_it_was_given_is_refused():
-    """Never swallowed by ``**kwargs``."""
-    with pytest.raises(
-        AddOnError, match=r"LossyAddon.__init__ takes \*\*kwargs but does not pass them on, .* lost; wri"
-    ):
+    """Never swallowed by ``**kwargs``: an option of the trainer, and one of an add-on inside."""
 
-        class LossyAddon(AddOnBase):
-            def __init__(self, *args, alpha=1, **kwargs):
-                super().__init__(*args)
-                self.alpha = alpha
+    class Lossy(Task):
+        def __init__(self, model, device, *, optimizer, log_bar, **kwargs):
+            super().__init__(model, device, optimizer=optimizer, log_bar=log_bar)
 
-    with pytest.raises(TaskError, match=r"Lossy.__init__ takes \*args but does not pass them on"):
+    class LossyAddon(AddOnBase):
+        layer = "observe"
 
-        class Lossy(Task):
-            def __init__(self, *args, **kwargs):
-                super().__init__(**kwargs)
+        def __init__(self, *args, alpha=1, **kwargs):
+            known = {name: kwargs[name] for name in ("optimizer", "log_bar") if name in kwargs}
+            super().__init__(*args, **known)
+            self.alpha = alpha
+
+    with pytest.raises(TaskError, match=r"gradient_clip=0.5 was given to Lossy and lost: Lossy.__init__ does not pass"):
+        make(Lossy, gradient_clip=0.5)
+    cls = Task.add_on(LossyAddon, GradientAccumulationAddon)
+    with pytest.raises(TaskError, match=r"gradient_accumulation_steps=4 was given .* lost: LossyAddon.__init__ does"):
+        make(cls, gradient_accumulation_steps=4)
 
 
-@pytest.mark.parametrize("name", ["_in_training", "_run", "optimization", "optimizers"])
+@pytest.mark.parametrize("name", ["_run", "optimization", "history", "progress_checker"])
 @pytest.mark.parametrize("base", [Task, AddOnBase])
-def test_the_trainers_own_attributes_are_not_for_others(base, name):
-    namespace = {}
-    code = (
-        f"def __init__(self, *args, **kwargs):\n    super(cls, self).__init__(*args, **kwargs)\n    self.{name} = 0\n"
-    )
-    exec(code, namespace)
-    with pytest.raises(TaskError, match=f"X.__init__ sets self.{name}, a private name of Trainer; rename it"):
-        type(Task)("X", (base,), {"__init__": namespace["__init__"]})
+def test_the_parts_of_a_trainer_are_not_for_others(base, name):
+    def init(self, *args, **kwargs):
+        super(made, self).__init__(*args, **kwargs)
+        setattr(self, name, 0)
+
+    made = type(Task)("X", (base,), {"__init__": init})
+    with pytest.raises(TaskError, match=f"__init__ sets self.{name}"):
+        make(made if base is Task else Task.add_on(made))
 
 
 def test_names_that_two_classes_mean_as_their_own_are_refused():
     """Two add-ons, or an add-on and a task, with one helper, one method or one attribute would undo each other."""
 
     class OneAddon(AddOnBase):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self._count = 0
+        state_attributes = ("_count",)
 
         def _helper(self): ...
 
@@ -704,9 +726,7 @@ def test_names_that_two_classes_mean_as_their_own_are_refused():
         def _helper(self): ...
 
     class ThreeAddon(AddOnBase):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self._count = 7
+        rank_state_attributes = ("_count",)
 
     class Reporting(Task):
         def report(self): ...

@@ -266,14 +266,6 @@ class ChangesOptionAddon(AddOnBase):
         self.names.append("epoch")
 
 
-class HidesOptionAddon(AddOnBase):
-    """Take an option that nobody can see."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.factor = kwargs.pop("factor", 2)
-        super().__init__(*args, **kwargs)
-
-
 class ConsumesAddon(AddOnBase):
     """Count the batches, and use up a generator."""
 
@@ -341,7 +333,6 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (ReadsEarlyAddon, "factory", "fails where optimizer= and .* 'function' object has no attribute", "after super"),
     (SharesAddon, "shared", "keeps state on the class: SharesAddon.steps", "set self.steps in __init__"),
     (ChangesOptionAddon, "shared", "changes the option 'names' that the caller gave", "copy it in __init__"),
-    (HidesOptionAddon, "class", r"takes the option 'factor' out of \*\*kwargs", r"\(self, \*args, factor="),
     (ConsumesAddon, "loader", "consumes the loader: it is iterated over", "look at each batch as it passes"),
     (KeepsAllAddon, "graph", "keeps tensors of every step: self.losses holds 6 after 6 .* 12", "keep a running value"),
     (SeedsAddon, "random", "on_epoch_begin draws from the global random stream 'torch'", "draw from self.generator"),

@@ -185,16 +185,16 @@ def option_given_twice():
 
 @mistake(
     zae.OptionError,
-    "unknown argument 'alpha' for Own: Own.__init__ does not declare it",
-    "write def __init__(self, *args, alpha=..., **kwargs) there",
+    "unknown argument 'sharpness' for Own",
+    "if Own.__init__ takes it out of its **kwargs, write def __init__(self, *args, sharpness=..., **kwargs) there",
 )
 def option_not_declared():
     class Own(Task):
         def __init__(self, *args, **kwargs):
-            self.alpha = kwargs.pop("alpha", 1.0)
+            self.sharpness = kwargs.pop("sharpness", 1.0)
             super().__init__(*args, **kwargs)
 
-    trainer_of(Own, alpha=2.0)
+    trainer_of(Own, sharpness=2.0)
 
 
 @mistake(

@@ -404,7 +404,7 @@ def several_losses_for_one_optimizer():
 
 
 @mistake(
-    RuntimeError,
+    zae.StepError,
     "Task.train_step computes the loss, and backward(), optimizer.step() and zero_grad() are done for you",
     "take them out of it",
 )

@@ -165,16 +165,20 @@ def add_on_without_super():
         def backward(self, loss):
             loss.backward()
 
+    trainer_of(Task.add_on(LossyAddon)).run(1, loader())
+
 
 @mistake(
     zae.AddOnError,
-    "CountAddon.optimizer_step calls super().optimizer_step(...) but returns",
+    "CountAddon.optimizer_step returned None, and the loop needs its return value",
     "write return super().optimizer_step(...), or store it and return it at the end",
 )
 def add_on_without_return():
     class CountAddon(AddOnBase):
         def optimizer_step(self):
             super().optimizer_step()
+
+    trainer_of(Task.add_on(CountAddon)).run(1, loader())
 
 
 @mistake(zae.AddOnError, "overrides run_batch, which is the loop itself", "inside it, for instance gradients")

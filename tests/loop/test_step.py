@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from zae import AddOnBase, TaskError, Trainer, replaces
+from zae import AddOnBase, Trainer, replaces
 from zae.addons import AMPAddon, GradientAccumulationAddon, StateManagerAddon
 from zae.composition.introspect import seams_of
 from zae.loop.step_output import StepOutput
@@ -106,25 +106,14 @@ def test_backward_passes_its_arguments_on() -> None:
     torch.testing.assert_close(twice.model.weight - start, 2 * (once.model.weight - start))
 
 
-def test_an_override_of_backward_without_kwargs_is_refused_beside_one_that_passes_them() -> None:
+def test_an_override_of_backward_without_kwargs_fails_beside_one_that_passes_them() -> None:
     class Plain(Task):
         def backward(self, loss: Any) -> None:  # type: ignore[override]
             super().backward(loss)
 
     make(Plain).run(1, batches(1))
-    with pytest.raises(TaskError, match=r"Plain.backward.* TwiceAddon .*def backward\(self, loss, \*\*kw"):
-        Plain.add_on(TwiceAddon)
-
-    class OwnLoss(Task):
-        def train_step(self, batch: Any) -> dict[str, Any]:
-            loss = self.model(batch).square().mean()
-            loss.backward(retain_graph=True)
-            return {"loss": loss}
-
-        def backward(self, loss: Any) -> None:  # type: ignore[override]
-            super().backward(loss)
-
-    make(OwnLoss).run(1, batches(1))
+    with pytest.raises(TypeError, match=r"Plain.backward\(\) got an unexpected keyword argument"):
+        make(Plain.add_on(TwiceAddon)).run(1, batches(1))
 
 
 def test_an_engine_may_return_plain_pairs() -> None:

@@ -79,9 +79,9 @@ def test_check_addon_raises_no_alarm_for_what_users_write(add_on: Any, options: 
 
 
 def test_check_addon_refuses_what_the_class_itself_refuses() -> None:
-    """A plain override without super(), or of run_batch, does not even become a class."""
+    """A step without super(), or an override of run_batch, does not even become a class."""
     with pytest.raises(AddOnError, match="without calling super"):
-        type("Plain", (AddOnBase,), {"clip": lambda self: None, "__doc__": "Drop clipping."})
+        type("Plain", (AddOnBase,), {"train_step": lambda self, batch: {}, "__doc__": "Drop the step."})
     with pytest.raises(AddOnError, match="run_batch"):
         type("Loop", (AddOnBase,), {"run_batch": lambda self, batch: None, "__doc__": "Another loop."})
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
-from zae.composition.collisions import check_init_names
 from zae.composition.foreign_names import foreign_hook
 from zae.composition.introspect import (
     LAYERS,
     add_ons_of,
-    calls_super,
     function_of,
     is_add_on,
     is_base,
     is_marked,
     is_trainer,
-    reaches_super,
+    mentions_super,
     recipe_of,
     seams_of,
 )
@@ -36,8 +32,10 @@ FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "pr
 _OF_DATA = ("evaluate", "predict")
 """Those of them that an add-on may override with a call of ``super()``, for instance to make the loader."""
 
+_PARTS = ("current_run", "history", "loader_position", "nonfinite", "optimization", "progress_checker")
+"""The objects that a trainer is made of."""
+
 _STEPS = ("train_step", "test_step", "predict_step")
-_OF_BACKWARD = {"retain_graph", "create_graph", "inputs"}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -52,10 +50,8 @@ def check_class(cls: Any) -> None:
         _check_bases(cls)
     for klass in (cls, *_plain_mixins(cls)):
         _check_methods(cls, klass)
-        check_init_names(klass)
     _warn_of_names(cls)
-    _check_super(cls)
-    _check_backward(cls)
+    _check_marks(cls)
 
 
 # ------------------------------------------------------------------------------------------ an add-on's own
@@ -86,7 +82,7 @@ def _check_declaration(cls: Any) -> None:
     if "apply" in cls.__dict__ and not isinstance(cls.__dict__["apply"], classmethod):
         raise AddOnError(f"{name}.apply is not a classmethod; write @classmethod def apply(cls, base_cls)")
     for fixed in FIXED:
-        if fixed in cls.__dict__ and not (fixed in _OF_DATA and calls_super(cls.__dict__[fixed], fixed)):
+        if fixed in cls.__dict__ and not (fixed in _OF_DATA and mentions_super(cls.__dict__[fixed])):
             raise AddOnError(
                 f"{name} overrides {fixed}, which is the loop itself; override a seam inside it, for instance "
                 "gradients, backward, optimizer_step or logging (Trainer.explain() shows where each is called)"
@@ -129,11 +125,6 @@ def _check_init(cls: Any) -> None:
         )
     if not {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
         raise AddOnError(f"{cls.__name__}.__init__ does not accept the arguments of the trainer; write {right}")
-    if not calls_super(init, "__init__"):
-        raise AddOnError(
-            f"{cls.__name__}.__init__ does not call super().__init__(*args, **kwargs), so the trainer would not be set "
-            "up; call it first"
-        )
     for p in options:
         if isinstance(p.default, (list, dict, set)):
             raise AddOnError(
@@ -202,7 +193,6 @@ def _check_methods(cls: Any, klass: Any) -> None:
         if ours and isinstance(function_of(ours[0]), FunctionType):
             _check_kind(klass, name, value, ours[0])
             _check_signature(klass, name, value, ours[0])
-            _check_return(klass, name, value, ours[-1])
 
 
 def _warn_of_names(cls: Any) -> None:
@@ -271,101 +261,25 @@ def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
         ) from None
 
 
-def _check_return(klass: Any, name: str, value: Any, first: Any) -> None:
-    """Refuse an override that calls ``super()`` and does not return the value: a step would count as skipped, say."""
-    needed = getattr(function_of(first), "__annotations__", {}).get("return")
-    if needed in (None, "None") or not isinstance(value, FunctionType) or not calls_super(value, name):
-        return
-    if name == "metric_on_epoch_end" and not is_add_on(klass):
-        return  # None is allowed for no metrics.
-    if not hasattr(value, "__wrapped__") and _gives_nothing(value):
-        raise _error(klass)(
-            f"{klass.__name__}.{name} calls super().{name}(...) but returns None, and the loop needs its return "
-            f"value; write return super().{name}(...), or store it and return it at the end"
-        )
-
-
-def _gives_nothing(function: FunctionType) -> bool:
-    """Return whether every return of a function is bare."""
-    if inspect.isgeneratorfunction(function):
-        return False
-    before: Any = None
-    ends = []
-    for each in dis.get_instructions(function):
-        if each.opname == "RETURN_CONST":
-            ends.append(each.argval is None)
-        elif each.opname == "RETURN_VALUE":  # At a jump target, the value may come from before the jump.
-            is_none = before is not None and before.opname.startswith("LOAD_CONST") and before.argval is None
-            ends.append(is_none and not each.is_jump_target)
-        before = each
-    return bool(ends) and all(ends)
-
-
-def _check_super(cls: Any) -> None:
-    """Refuse an override that certainly does not call ``super()``, where that would disable an add-on."""
-    seams = seams_of(cls)
-    for index, klass in enumerate(cls.__mro__[: _root_index(cls)]):
-        if is_base(klass):
-            continue
-        for name in klass.__dict__.keys() & {*seams, *_STEPS, "__init__"}:
-            value = klass.__dict__[name]
+def _check_marks(cls: Any) -> None:
+    """Refuse two marks that exclude each other, and an add-on that takes the task's own step away."""
+    for klass in cls.__mro__[: _root_index(cls)]:
+        for name, value in klass.__dict__.items():
             if is_marked(value, "__replaces__") and is_marked(value, "__repeats__"):
                 raise _error(klass)(
                     f"{klass.__name__}.{name} is marked @replaces, which does not call super(), and @repeats, which "
                     "calls it several times; keep one of them"
                 )
-            if seams.get(name) is klass or is_marked(value, "__replaces__") or reaches_super(klass, value, name):
-                continue
-            below = [c for c in cls.__mro__[index + 1 :] if is_add_on(c) and not is_base(c) and name in c.__dict__]
-            if below or (is_add_on(klass) and name != "__init__"):
-                _refuse_without_super(klass, name, below)
-
-
-def _refuse_without_super(klass: Any, name: str, below: list[Any]) -> None:
-    dropped = f"skips what {below[0].__name__} does there" if below else "skips the add-ons inside it and the default"
-    call = f"super().{name}" + ("" if isinstance(klass.__dict__[name], property) else "(...)")
-    mark = "" if name == "__init__" else ", or mark the method with @zae.replaces if it replaces them on purpose"
-    what = "the task's own step" if name in _STEPS else "__init__" if name == "__init__" else "a seam"
-    raise _error(klass)(
-        f"{klass.__name__}.{name} overrides {what} without calling super(), and so {dropped}; call {call}{mark}"
-    )
-
-
-# ------------------------------------------------------------------------------------------------ an instance
-
-
-def _check_backward(cls: Any) -> None:
-    """Refuse an override of ``backward`` that does not take the arguments that another class passes to it."""
-    own = cls.__mro__[: _root_index(cls)] if not is_add_on(cls) else ()
-    passing = [klass for klass in own if any(map(_passes_on, vars(klass).values()))]
-    for klass in own if passing else ():
-        value = function_of(vars(klass).get("backward"))
-        if isinstance(value, FunctionType) and not value.__code__.co_flags & inspect.CO_VARKEYWORDS:
-            raise _error(klass)(
-                f"{klass.__name__}.backward{inspect.signature(value)} does not take the arguments that "
-                f"{passing[0].__name__} passes to backward(); write def backward(self, loss, **kwargs), and "
-                "super().backward(loss, **kwargs)"
+    for name in set(_STEPS) & cls.__dict__.keys() if is_add_on(cls) else ():
+        value = cls.__dict__[name]
+        if not is_marked(value, "__replaces__") and not mentions_super(value):
+            raise AddOnError(
+                f"{cls.__name__}.{name} overrides the task's own step without calling super(); call "
+                f"super().{name}(...), or mark the method with @zae.replaces if it replaces the step on purpose"
             )
 
 
-def _passes_on(value: Any) -> bool:
-    """Return whether a method calls ``backward`` of the trainer with arguments of ``Tensor.backward``."""
-    function = function_of(value)
-    if not isinstance(function, FunctionType) or "backward" not in function.__code__.co_names:
-        return False
-    code = function.__code__
-    if not any(isinstance(each, tuple) and _OF_BACKWARD.intersection(each) for each in code.co_consts):
-        return False
-    steps = list(dis.get_instructions(code))
-    return any(_is_own_backward(before, step, code.co_names) for before, step in pairwise(steps))
-
-
-def _is_own_backward(before: dis.Instruction, step: dis.Instruction, names: Sequence[str]) -> bool:
-    """Return whether an instruction takes ``backward`` off ``self`` or ``super()``, rather than off a loss."""
-    if step.argval != "backward" or step.opname == "LOAD_SUPER_ATTR":
-        return step.argval == "backward"
-    owner = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
-    return bool(owner == "self") or ("super" in names and "CALL" in before.opname)
+# ------------------------------------------------------------------------------------------------ an instance
 
 
 def check_complete(cls: Any) -> None:
@@ -397,7 +311,7 @@ def check_instance(trainer: Any) -> None:
     cls = type(trainer)
     if "loader_position" not in vars(trainer):
         starts = [c for c in cls.__mro__ if "__init__" in c.__dict__]
-        owner = next(c for c in starts if not calls_super(c.__dict__["__init__"], "__init__"))
+        owner = next((c for c in starts if not mentions_super(c.__dict__["__init__"])), starts[0])
         raise TaskError(
             f"{owner.__name__}.__init__ does not call super().__init__, and so the trainer has no model; write "
             "super().__init__(*args, **kwargs) in it"
@@ -407,4 +321,10 @@ def check_instance(trainer: Any) -> None:
             raise TaskError(
                 f"{cls.__name__}.__init__ sets self.{name} = {type(value).__name__}, which hides the method {name}(); "
                 "give the attribute another name"
+            )
+    for name in _PARTS:
+        if not any(c.__module__.startswith("zae.") for c in type(vars(trainer).get(name)).__mro__):
+            raise TaskError(
+                f"{cls.__name__}.__init__ sets self.{name}, which the trainer keeps for itself; give the attribute "
+                "another name"
             )

@@ -19,7 +19,6 @@ __all__ = [
     "AddOnPart",
     "add_ons_of",
     "by_name",
-    "calls_super",
     "function_of",
     "is_add_on",
     "is_base",
@@ -28,9 +27,8 @@ __all__ = [
     "is_overridden",
     "is_trainer",
     "kinds_of",
-    "names_in",
+    "mentions_super",
     "names_set_in",
-    "reaches_super",
     "repeats",
     "replaces",
     "seam",
@@ -164,33 +162,11 @@ def _wrappers(value: Any) -> Iterator[Any]:
         value = inner
 
 
-def calls_super(value: Any, name: str) -> bool:
-    """Return whether a method, or a function that it wraps or holds, mentions ``super()`` and a method of this name."""
-    return any(_mentions_super(layer, name, depth=2) for layer in _wrappers(value))
-
-
-def reaches_super(cls: Any, value: Any, name: str) -> bool:
-    """Return whether a method may call ``super()`` for a name: by itself, or through a function that it mentions.
-
-    False is certain; whether a call really takes place is counted by `zae.testing.check_addon`.
-    """
-    function = function_of(value)
-    if calls_super(value, name) or not isinstance(function, FunctionType):
-        return calls_super(value, name)
-    owners = [function.__globals__, *(c.__dict__ for c in cls.__mro__)]
-    mentioned = [owner[other] for other in names_in(function.__code__) if other != name
-                 for owner in owners if other in owner]  # fmt: skip
-    return any(calls_super(helper, name) for helper in mentioned)
-
-
-def _mentions_super(function: Any, name: str, depth: int) -> bool:
-    if not isinstance(function, FunctionType):
-        return False
-    names = set(names_in(function.__code__))
-    if name in names and ("super" in names or "__class__" in function.__code__.co_freevars):
-        return True
-    # A decorator that does not use functools.wraps keeps the method in a cell.
-    return depth > 0 and any(_mentions_super(held, name, depth - 1) for held in _cell_values(function))
+def mentions_super(value: Any) -> bool:
+    """Return whether a method, or one that it wraps or holds, has the cell that ``super()`` without arguments needs."""
+    layers = [each for each in _wrappers(value) if isinstance(each, FunctionType)]
+    held = [each for layer in layers for each in _cell_values(layer) if isinstance(each, FunctionType)]
+    return any("__class__" in each.__code__.co_freevars for each in (*layers, *held))
 
 
 def _cell_values(function: FunctionType) -> Iterator[Any]:
@@ -198,16 +174,6 @@ def _cell_values(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):
             yield cell.cell_contents
-
-
-def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the attributes, globals and text constants of a function and of those nested in it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, str):  # For getattr(super(), "clip").
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from names_in(constant)
 
 
 def is_trainer(cls: Any) -> bool:

@@ -31,7 +31,7 @@ from zae.composition.introspect import (
     seams_of,
     slots_of,
 )
-from zae.composition.options import check_call, check_owners, expand_call, options_of
+from zae.composition.options import check_call, check_owners, check_received, expand_call, options_of
 from zae.errors import AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, TaskError, did_you_mean
 
 __all__ = [
@@ -111,6 +111,7 @@ class TrainerMeta(ABCMeta):
             _explain_property(cls, error)
             raise
         check_instance(trainer)
+        check_received(trainer, kwargs)
         return trainer
 
     if not TYPE_CHECKING:  # A checker would take every trainer for Any: it reads __init__ instead.

@@ -12,10 +12,19 @@ from types import FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
 from zae.composition.foreign_names import foreign_option
-from zae.composition.introspect import function_of, is_add_on, is_base, is_trainer
-from zae.errors import AddOnConflict, OptionError, did_you_mean
+from zae.composition.introspect import is_add_on, is_base, is_trainer
+from zae.errors import AddOnConflict, OptionError, TaskError, did_you_mean
 
-__all__ = ["check_call", "check_owners", "expand_call", "join", "option_values", "options_of", "own_options"]
+__all__ = [
+    "check_call",
+    "check_owners",
+    "check_received",
+    "expand_call",
+    "join",
+    "option_values",
+    "options_of",
+    "own_options",
+]
 
 _Options: TypeAlias = "Mapping[str, tuple[inspect.Parameter, type]]"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -175,11 +184,6 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
                 f": {klass.__name__}.__init__ does not pass it on to {owner.__name__}.__init__, which declares it; "
                 "write def __init__(self, ..., **kwargs) there, and super().__init__(..., **kwargs)"
             )
-        if not is_add_on(klass) and name in function_of(klass.__dict__["__init__"]).__code__.co_consts:
-            return (
-                f": {klass.__name__}.__init__ does not declare it; write "
-                f"def __init__(self, *args, {name}=..., **kwargs) there"
-            )
     # The last owner wins, so that a derived class of a user does not.
     parts = ((a, c) for a in _known_add_ons(cls) for c in a.__mro__ if is_add_on(c) or not is_trainer(c))
     owners = {o: a for a, c in parts for o in own_options(c)}
@@ -199,7 +203,30 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
     if near:
         owner = owners[near.split("'")[1]].__name__
         return f"{near[:-1]}, an option of {owner}? Add it with .add_on({owner})"
-    return f"; it has {', '.join(options)}"
+    own = next((klass for klass in initialized if not klass.__module__.startswith("zae.")), None)
+    there = f"; it has {', '.join(options)}"
+    if own is None:
+        return there
+    return (
+        f"{there}; if {own.__name__}.__init__ takes it out of its **kwargs, write "
+        f"def __init__(self, *args, {name}=..., **kwargs) there"
+    )
+
+
+def check_received(trainer: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse an ``__init__`` of the user that takes ``**kwargs`` and has not passed them on: options would be lost."""
+    cls, options = type(trainer), options_of(type(trainer))
+    own = [c for c in _classes_to_initialize(cls) if not c.__module__.startswith("zae.") and "__init__" in c.__dict__]
+    values = option_values(trainer) if own else {}
+    for name, value in kwargs.items():
+        default, owner = options[name][0].default, options[name][1]
+        is_plain = type(value) is type(values.get(name)) is type(default) and isinstance(value, (bool, int, float, str))
+        if own and owner not in own and is_plain and values[name] == default != value:
+            names = " or ".join(c.__name__ for c in own)
+            raise TaskError(
+                f"{name}={value!r} was given to {cls.__name__} and lost: {names}.__init__ does not pass it on; write "
+                "super().__init__(*args, **kwargs) there"
+            )
 
 
 def join(names: Iterable[str]) -> str:

@@ -369,7 +369,7 @@ class History:
     def has_criterion_of(self, records: Mapping[str, Any]) -> bool:
         """Return whether saved scores compare with those of now: same monitor, same direction.
 
-        An older zae did not save the monitor, and is believed.
+        A state without a monitor, which a script may have made, is taken as one that matches.
         """
         return records.get("monitor") in (None, self.criterion)
 

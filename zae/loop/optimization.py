@@ -407,7 +407,7 @@ class Optimization:
             held = [each[1] if isinstance(each, tuple) else each for each in group["params"]]
             present.append([names[id(each)] for each in held])
         known = dict.fromkeys([*names.values(), *itertools.chain(*present)])
-        order = state.get("order", {}).get(name, ())  # An older zae did not save it, or with the names of wrappers.
+        order = state.get("order", {}).get(name, ())  # Or with the names of wrappers.
         saved = [[fit_name(key, known) for key in keys] for keys in order]
         if not saved or not known.keys() >= set(itertools.chain(*saved)):
             return own  # The names have changed: only the numbers are left.

@@ -254,7 +254,7 @@ class ProgressChecker:
         vars(self).update(vars(ProgressChecker()))
 
     def entries(self) -> dict[str, Any]:
-        """Return the entries of a state; the second only where it is needed, since an older zae refuses it."""
+        """Return the entries of a state; the second only where a validation is pending."""
         pending = {"validation": self.pending_validation} if self.pending_validation else {}
         return {"progress": self.state_dict(), **pending}
 

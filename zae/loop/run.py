@@ -15,13 +15,14 @@ from torch import nn
 
 from zae.common import argument_checks, optim
 from zae.common.optimizer_checks import Span
-from zae.composition.introspect import is_overridden
+from zae.composition.introspect import is_overridden, mentions_super
 from zae.data.loaders import describe, length_of
 from zae.data.workers import add_to_text, check_epoch_of_workers, dead_workers, ignore_dead_workers
 from zae.display.notebook import choose_display
 from zae.display.terminal import Display
-from zae.errors import CheckpointMismatch, ConfigError, LoaderError, MonitorError, ZaeError, kind_of
+from zae.errors import CheckpointMismatch, ConfigError, LoaderError, MonitorError, TaskError, ZaeError, kind_of
 from zae.loop.failed_call import describe_failed_call
+from zae.loop.first_step import moved, weights_of
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
 from zae.loop.step_output import add_hint
@@ -54,6 +55,8 @@ class Run:
         Whether it is a call of ``run``, and whether that is still to be set up.
     is_ready : bool
         Whether the trainer is set up.
+    watches_next_step : bool
+        Whether the next step of training is the first since the trainer was set up.
     decisions : tuple of str
         Those of ``should_validate`` and ``should_checkpoint`` that are overridden: a step does not ask for the others.
     is_evaluating : bool
@@ -87,6 +90,8 @@ class Run:
         self.user_loader, self.loader, self.valid_loader = loader, loader, valid_loader
         self.is_call, self.limits = limits is not None, limits or RunLimits()
         self.is_ready, self.is_new = False, self.is_call
+        self.watches_next_step = False
+        self._weights: list[Any] = []  # Of the first epoch, as it began.
         self.last_epoch = self.last_step = NO_LIMIT
         self.epoch_steps = self.limits.steps_per_epoch or 0
         self.in_epoch: int | None = None
@@ -132,7 +137,7 @@ class Run:
         is_training = trainer.mode == "train"
         view = trainer.loader_position.view_of(loader, batches) if is_training else batches.of_validation(loader)
         call = Run(trainer, view, batches.of_validation(valid_loader), limits)
-        call.user_loader, call.is_ready = loader, self.is_ready
+        call.user_loader, call.is_ready, call.watches_next_step = loader, self.is_ready, self.watches_next_step
         return call
 
     @contextmanager
@@ -160,7 +165,13 @@ class Run:
         self.is_new = False
         if not self.is_ready:
             self.trainer.setup()
-            self.is_ready = True
+            if self.wrapped is None:
+                owners = [c for c in type(self.trainer).__mro__ if "setup" in vars(c)]
+                owner = next((c for c in owners if not mentions_super(vars(c)["setup"])), owners[0])
+                raise TaskError(
+                    f"{owner.__name__}.setup does not call super().setup(), and so nothing is set up; call it first"
+                )
+            self.is_ready, self.watches_next_step = True, True
 
     def close(self) -> None:
         """Close the display."""
@@ -334,6 +345,7 @@ class Run:
         trainer.optimization.begin_training()
         self.find_decisions()
         trainer.zero_grad()  # An exception may have left the gradients of a step.
+        self._weights = weights_of(trainer) if self.watches_next_step and not progress.epoch_batch else []
         if isinstance(trainer.model, nn.Module) and not trainer.model.training:
             trainer.model.train()
         self.display.open(RunView(self, wrapped))
@@ -444,6 +456,12 @@ class Run:
                 + (used_up if progress.epoch else "; give it data")
             )
         trainer.nonfinite.sync_counts(progress, trainer)
+        begun, self._weights = self._weights, []
+        if begun and not moved(begun):
+            _log.warning(
+                "epoch %d has changed no weight in %d steps: let optimizer_step() step the optimizers, and a learning "
+                "rate be above 0", progress.epoch + 1, progress.epoch_step,
+            )  # fmt: skip
         if not is_complete:
             return Metrics(means_of(merge_sums(trainer.gather_data(trainer.log_train.sums()))))
         trainer.log_test.clear()

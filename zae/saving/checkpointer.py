@@ -497,7 +497,7 @@ class Checkpointer:
     def adopt(self, path: Path, manifest: Manifest, moment: _Moment) -> None:
         """Continue the run of a checkpoint that was loaded, and keep it if it is in the folder."""
         self.run_id, self.saved_at = manifest["run_id"], moment
-        earlier = manifest["info"].get("resumed_at")  # An older zae did not write it.
+        earlier = manifest["info"].get("resumed_at")  # It is not verified as the files are.
         steps = earlier[-_RESUMES:] if isinstance(earlier, list) else []
         self.resumed_at = [*(each for each in steps if type(each) is int), manifest["step"]]
         self._highest = max(self._highest, manifest["step"])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dis
-import inspect
 import pickle
 import threading
 from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 from zae.composition.introspect import is_marked
@@ -37,29 +34,6 @@ def check_class(kit: Kit) -> Iterator[str]:
             yield f"replaces {name}, which is the loop itself; override a seam inside it instead (see zae.AddOnBase)"
     if not (kit.add_on.__doc__ or "").strip():
         yield "has no docstring; write what it does in one line: explain() and help() show it"
-    for klass in kit.own_classes:
-        for option in _hidden_options(klass.__dict__.get("__init__")):
-            yield (
-                f"takes the option {option} out of **kwargs, so its name is not checked and help() does not show it; "
-                f"write def __init__(self, *args, {option.strip(chr(39))}=..., **kwargs)"
-            )
-
-
-def _hidden_options(init: Any) -> Iterator[str]:
-    """Yield the options that a constructor reads from ``**kwargs``, as text."""
-    if not isinstance(init, FunctionType):
-        return
-    kinds = inspect.signature(init).parameters.values()
-    keywords = next((p.name for p in kinds if p.kind is p.VAR_KEYWORD), None)
-    held, method = False, False
-    for each in dis.get_instructions(init):
-        if held and each.opname in ("LOAD_METHOD", "LOAD_ATTR") and each.argval in ("pop", "get", "setdefault"):
-            method = True
-            continue
-        if each.opname.startswith("LOAD_CONST") and isinstance(each.argval, str) and (held or method):
-            yield repr(each.argval)
-        held = each.opname.startswith("LOAD_") and each.argval == keywords
-        method = False
 
 
 def check_init(kit: Kit) -> Iterator[str]:
