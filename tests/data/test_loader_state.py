@@ -23,6 +23,7 @@ from kit import hand
 from kit.hand import network
 from kit.table import Task, core_of, fingerprint
 from zae import CheckpointMismatch
+from zae.data import SeededDataset
 from zae.data.loader_state import capture_parts, restore_parts
 
 SIZE = 22
@@ -613,3 +614,13 @@ def test_a_stateful_loader_whose_workers_persist(shuffle: bool) -> None:
     states, end = states_of(make, build())
     for at in (3, 4, 5):
         assert differing(end, goes_on(build(), states[at], make())) == [], at
+
+
+def test_a_stateful_loader_says_that_its_workers_draw_other_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    """Its state has no random streams of the workers; over a SeededDataset they do not matter."""
+    for wrap, is_told in ((lambda data: data, True), (SeededDataset, False)):
+        make = lambda: StatefulDataLoader(wrap(hand.data(SIZE)), 8, num_workers=1)  # noqa: E731, B023
+        states, _ = states_of(make, build())
+        caplog.clear()
+        goes_on(build(), states[4], make())
+        assert ("in its workers are not exact" in caplog.text) == is_told

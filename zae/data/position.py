@@ -30,7 +30,7 @@ from zae.data.loader_state import (
 )
 from zae.data.loaders import describe, has_order, has_pinned_batches, is_stateful, length_of
 from zae.data.reshard import own_batch_sampler, pad_order, place_of, why_not_reshard
-from zae.data.skip import LastBatch, is_read_again, iterate_on, skip_batches
+from zae.data.skip import LastBatch, is_read_again, iterate_on, skip_batches, warn_of_workers
 from zae.data.workers import (
     abandon_workers,
     check_epoch_of_workers,
@@ -354,6 +354,8 @@ class LoaderPosition:
                 "workers as it was saved with, or begin the epoch again: mid_epoch='restart', an option of "
                 "StateManagerAddon"
             ) from error
+        if used and getattr(loader, "num_workers", 0) and not is_seeded(getattr(loader, "dataset", None)):
+            warn_of_workers(loader)
         if used or not isinstance(loader, DataLoader):
             return iterator
         if loader.persistent_workers:

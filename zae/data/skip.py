@@ -21,7 +21,7 @@ from zae.data.loaders import Proxy, copy_with, is_stateful
 from zae.data.workers import is_seeded, iterate
 from zae.errors import CheckpointMismatch
 
-__all__ = ["LastBatch", "is_read_again", "iterate_on", "skip_batches"]
+__all__ = ["LastBatch", "is_read_again", "iterate_on", "skip_batches", "warn_of_workers"]
 
 _log = logging.getLogger("zae")
 _COMPARED = 8192  # Elements of each tensor.
@@ -162,6 +162,15 @@ def _drop(iterator: Iterator[Any], count: int, what: str) -> Any:
     return last
 
 
+def warn_of_workers(loader: Any) -> None:
+    """Warn that what a dataset draws in new workers is not what it would have drawn in the middle of an epoch."""
+    _log.warning(
+        "resuming in the middle of an epoch with num_workers=%d: the samples are the same, but random numbers that the "
+        "dataset draws in its workers are not exact; write SeededDataset(dataset) of zae.data for the dataset of the "
+        "loader", loader.num_workers,
+    )  # fmt: skip
+
+
 def _skip_entries(loader: DataLoader[Any], count: int, fast: bool) -> Iterator[Any] | None:
     """Iterate over a copy of a loader whose sampler skips its first entries; None if the loader does not use it."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -170,8 +179,6 @@ def _skip_entries(loader: DataLoader[Any], count: int, fast: bool) -> Iterator[A
     if sampler.rest is None:  # The __iter__ of a subclass is a generator, for example.
         return None
     if loader.num_workers and not is_seeded(loader.dataset):
-        _log.warning("resuming in the middle of an epoch with num_workers=%d: the samples are the same, but random "
-                     "numbers that the dataset draws in its workers are not exact; write SeededDataset(dataset) of "
-                     "zae.data for the dataset of the loader", loader.num_workers)  # fmt: skip
+        warn_of_workers(loader)
     sampler.skip()
     return iterator
