@@ -27,7 +27,7 @@ _BY_STEP = ("should_save", "should_evaluate", "should_log")
 class CallbackAddon(AddOnBase):
     """Call callbacks at the events of a run: plain objects, and those of Transformers and Forgather as they are.
 
-    A plain callback is any object with methods named as zae's events, which get the trainer and what the seam of that
+    A plain callback is any object with methods named as zae's events, which get the trainer and what the hook of that
     name gets: ``on_run_begin(trainer)``, ``on_run_end(trainer)``, ``on_epoch_begin(trainer)``,
     ``on_epoch_end(trainer)``, ``on_step_begin(trainer, batch)``, ``on_step_end(trainer, outputs)``,
     ``on_validation_begin(trainer)``, ``on_validation_end(trainer, metrics)``, ``on_log(trainer, metrics, step)``,

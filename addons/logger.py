@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zae.addon import AddOnBase, seam
+from zae.addon import AddOnBase, hook
 from zae.common import random_state
 from zae.common.argument_checks import check_flags, check_number
 from zae.errors import AddOnRequirement, CheckpointMismatch, ConfigError, ZaeError, did_you_mean
@@ -113,7 +113,7 @@ class LoggerAddon(AddOnBase):
         self._records = 0
         self._resumed_at: int | None = None
 
-    @seam
+    @hook
     def sinks(self) -> list[Sink]:
         """Return new sinks for the records of a run; a logger returns ``[*super().sinks(), MySink()]``."""
         return []

@@ -47,7 +47,7 @@ class StateManagerAddon(AddOnBase):
     one process. Of several ranks the one that fails first saves it, without the others' random streams.
 
     ``trainer.checkpointer`` writes and finds the files (see `zae.saving.checkpointer.Checkpointer`); the option
-    ``checkpointer`` sets another class for another kind of storage. The seams ``on_save`` and ``on_load`` are called
+    ``checkpointer`` sets another class for another kind of storage. The hooks ``on_save`` and ``on_load`` are called
     after a checkpoint was saved or loaded.
 
     Parameters

@@ -7,8 +7,8 @@ import inspect
 import pytest
 import torch
 
-from zae import AddOnBase, CheckpointMismatch, Trainer, replaces, seam
-from zae.composition.metaclass import LAYERS, seams_of
+from zae import AddOnBase, CheckpointMismatch, Trainer, hook, replaces
+from zae.composition.metaclass import LAYERS, hooks_of
 
 
 class Task(Trainer):
@@ -48,9 +48,9 @@ def test_the_default_apply_is_add_on():
     assert EmptyAddon.apply(Task) is Task.add_on(EmptyAddon)
 
 
-def test_add_on_base_adds_no_option_and_no_seam():
+def test_add_on_base_adds_no_option_and_no_hook():
     assert "__init__" not in AddOnBase.__dict__
-    assert seams_of(AddOnBase) == seams_of(Trainer)
+    assert hooks_of(AddOnBase) == hooks_of(Trainer)
     assert {name for name in vars(AddOnBase) if not name.startswith("_")} == {
         "layer", "inside", "outside", "slot", "requires", "apply", "take",
         "state_attributes", "rank_state_attributes", "state_dict", "load_state_dict", "generator", "evaluation_context",
@@ -73,16 +73,16 @@ def test_take_refuses_a_state_without_the_part(state):
     assert AddOnBase.take(state, "EmptyAddon", strict=False) == (None, {"model": {}})
 
 
-def test_every_seam_says_what_it_is_for():
+def test_every_hook_says_what_it_is_for():
     """DESIGN section 4: a docstring on each, of at least a whole sentence."""
-    for name, owner in seams_of(Trainer).items():
+    for name, owner in hooks_of(Trainer).items():
         text = inspect.getdoc(owner.__dict__[name])
         assert text, name
         assert text.splitlines()[0].endswith((".", ":")), name
 
 
-def test_every_seam_is_one_that_the_loop_calls():
-    """A hook that is documented is fired: something calls each seam, beside those that override it.
+def test_every_hook_is_one_that_the_loop_calls():
+    """A hook that is documented is fired: something calls each hook, beside those that override it.
 
     Only ``barrier`` is for the steps and add-ons of users alone: what zae waits for is an answer of every rank.
     """
@@ -92,17 +92,17 @@ def test_every_seam_is_one_that_the_loop_calls():
 
     folder = Path(zae.__file__).parent
     sources = "\n".join(path.read_text() for path in [*folder.rglob("*.py"), *folder.parent.glob("addons/*.py")])
-    for name in set(seams_of(Trainer)) - {"barrier"}:
+    for name in set(hooks_of(Trainer)) - {"barrier"}:
         assert any(call in sources for call in (f"self.{name}", f"trainer.{name}", f'decide("{name}"')), name
 
 
 def test_marks():
     def function(self): ...
 
-    assert seam(function) is function
-    assert function.__seam__ is True
+    assert hook(function) is function
+    assert function.__hook__ is True
     assert replaces(function) is function
     assert function.__replaces__ is True
     getter = property(lambda self: 1)
-    assert seam(getter) is getter
-    assert getter.fget.__seam__ is True
+    assert hook(getter) is getter
+    assert getter.fget.__hook__ is True

@@ -114,7 +114,7 @@ def test_every_public_name_is_documented(name, value):
     text = inspect.getdoc(value) or ""
     assert text.split("\n\n")[0].rstrip().endswith((".", ":")), name
     is_error = inspect.isclass(value) and issubclass(value, Exception)
-    if (inspect.isclass(value) or name in ("seam", "repeats", "replaces")) and not is_error:
+    if (inspect.isclass(value) or name in ("hook", "repeats", "replaces")) and not is_error:
         assert "Examples\n--------\n>>> " in text, name
     if inspect.isfunction(value):
         described = re.findall(r"^(\*?\w+(?:, \w+)*) : ", text, re.MULTILINE)

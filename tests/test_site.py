@@ -15,7 +15,7 @@ import zae.search
 from kit import addon_pages
 from kit.blocks import DOCS, FIRST, README
 from zae import schedulers, testing
-from zae.composition.introspect import seams_of
+from zae.composition.introspect import hooks_of
 from zae.interop import lightning, transformers
 from zae.tuning import batch_size, learning_rate, model_summary
 
@@ -49,7 +49,7 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_the_pages_of_the_add_ons_are_made_from_the_classes():
-    """One page for each add-on, which is what the class says now, and has each of its options and seams."""
+    """One page for each add-on, which is what the class says now, and has each of its options and hooks."""
     pages = addon_pages.pages()
     found = {path.name: path.read_text(encoding="utf-8") for path in addon_pages.FOLDER.iterdir()}
     assert found.keys() == pages.keys(), "run python tests/kit/addon_pages.py"
@@ -58,8 +58,8 @@ def test_the_pages_of_the_add_ons_are_made_from_the_classes():
     listed = (DOCS / "reference" / "options.md").read_text(encoding="utf-8")
     for name, text in pages.items():
         cls = getattr(zae.addons, name.removesuffix(".md"))
-        own = {seam for owner in addon_pages.owners(cls) for seam in owner.__dict__} & seams_of(cls).keys()
-        assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text.partition("## Seams")[2], re.M)) == own
+        own = {hook for owner in addon_pages.owners(cls) for hook in owner.__dict__} & hooks_of(cls).keys()
+        assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text.partition("## Hooks")[2], re.M)) == own
         assert f"(addons/{name})" in listed
 
 

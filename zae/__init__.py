@@ -5,7 +5,7 @@ from zae.common.lazy import load as _load
 TYPE_CHECKING = False  # For type checkers; to import typing would take most of the time.
 if TYPE_CHECKING:
     from zae import schedulers as schedulers
-    from zae.addon import AddOnBase, repeats, replaces, seam
+    from zae.addon import AddOnBase, hook, repeats, replaces
     from zae.errors import (
         AddOnConflict,
         AddOnError,
@@ -66,15 +66,15 @@ __all__ = [
     "__version__",
     "find_batch_size",
     "find_lr",
+    "hook",
     "repeats",
     "replaces",
     "schedulers",
-    "seam",
     "summary",
 ]
 
 _HOMES = {
-    "zae.addon": ("AddOnBase", "repeats", "replaces", "seam"),
+    "zae.addon": ("AddOnBase", "repeats", "replaces", "hook"),
     "zae.loop.progress": ("Every", "ProgressChecker"),
     "zae.loop.history": ("MetricsDict",),
     "zae.trainer": ("Trainer",),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
-from zae.composition.introspect import LAYERS, repeats, replaces, seam
+from zae.composition.introspect import LAYERS, hook, repeats, replaces
 from zae.composition.metaclass import mix
 from zae.errors import CheckpointMismatch
 from zae.loop.addon_state import GENERATORS, Generators, as_saved, check_declared, declaring, read_declared
@@ -18,13 +18,13 @@ from zae.trainer import Trainer
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["LAYERS", "AddOnBase", "as_saved", "repeats", "replaces", "seam"]
+__all__ = ["LAYERS", "AddOnBase", "as_saved", "hook", "repeats", "replaces"]
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
 class AddOnBase(Trainer):
-    """Base class of add-ons: mixins that override seams of the loop and call ``super()``.
+    """Base class of add-ons: mixins that override hooks of the loop and call ``super()``.
 
     ``Task.add_on(MyAddon)`` makes a trainer class with the add-on outside of ``Task``, at the place of its layer. The
     options of an add-on are the keyword-only parameters of its ``__init__``, which only stores them; it acts in

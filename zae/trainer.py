@@ -1,7 +1,7 @@
-"""Trainer: the training loop, and the seams that add-ons override.
+"""Trainer: the training loop, and the hooks that add-ons override.
 
 Read `Trainer.run`, `run_epoch`, `run_batch` and `gradients` first: they are the loop, and nothing else is. Each verb
-that they call is a seam with a default of a few lines; other code lives in other files.
+that they call is a hook with a default of a few lines; other code lives in other files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zae.common.model_weights import without_wrappers
 from zae.common.optimizer_modes import NOTHING
 from zae.composition.calls import run_call
 from zae.composition.foreign_names import missing_attribute
-from zae.composition.metaclass import TrainerMeta, compose, seam, slots_of
+from zae.composition.metaclass import TrainerMeta, compose, hook, slots_of
 from zae.data.gather import batches_of
 from zae.data.loaders import length_of, set_epoch
 from zae.data.position import LoaderPosition
@@ -53,7 +53,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer(Processes, Attributes, metaclass=TrainerMeta):
-    """The training loop of PyTorch, with its seams open: subclass it with ``train_step`` and ``test_step``.
+    """The training loop of PyTorch, with its hooks open: subclass it with ``train_step`` and ``test_step``.
 
     Parameters
     ----------
@@ -216,7 +216,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return self.test_step(batch)
 
-    @seam
+    @hook
     def metric_on_epoch_end(self) -> Mapping[str, float]:
         """Return further metrics of an epoch, of what ``log_train`` or ``log_test`` hold.
 
@@ -382,7 +382,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self.on_step_end(outputs)
         run.batch = None
 
-    @seam
+    @hook
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Compute the gradient of the window's mean loss, and store it in every ``.grad``.
 
@@ -434,20 +434,20 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return self.current_run.scope()
 
-    # ------------------------------------------------------------------------- the seams of a step, in its order
+    # ------------------------------------------------------------------------- the hooks of a step, in its order
 
-    @seam
+    @hook
     def on_step_begin(self, batch: Any) -> None:
         """Called by ``run_batch`` before an optimizer step, with the batch, or the window, as the loader gave it."""
         self._reach("on_step_begin")
 
-    @seam
+    @hook
     def batch_context(self) -> AbstractContextManager[None]:
         """Enclose an optimizer step, from its first forward to ``zero_grad``."""
         self._reach("batch_context")
         return NOTHING
 
-    @seam
+    @hook
     def micro_batches(self, batch: Any) -> Sequence[Any]:
         """Split what ``run_batch`` was given into the loader batches it is made of. ``len()`` is asked first.
 
@@ -464,13 +464,13 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self._reach("micro_batches")
         return (batch,)
 
-    @seam
+    @hook
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Enclose the forward and backward of a micro-batch; ranks need to agree on gradients in the last one only."""
         self._reach("sync_context")
         return NOTHING
 
-    @seam
+    @hook
     def to_device(self, batch: Any) -> Any:
         """Move a batch, however nested, to the trainer's device, without waiting for the copy where that may be.
 
@@ -487,7 +487,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self._reach("to_device")
         return to_device(batch, self.device, self.loader_position.pinned and can_copy_async(self.device))
 
-    @seam
+    @hook
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
         """Add the gradient of one micro-batch, of ``count`` in the window, to every ``.grad``.
 
@@ -515,7 +515,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         # In a window a copy: a step may return the same dict for each of its batches.
         return output if count == 1 else (dict(values), output[1])
 
-    @seam
+    @hook
     def forward_context(self) -> AbstractContextManager[None]:
         """Enclose ``train_step`` and ``test_step``, not the backward: the place of autocast.
 
@@ -527,9 +527,9 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self._reach("forward_context")
         return NOTHING
 
-    sample_weight, count_targets = sample_weight, count_targets  # Seams that `read_output` calls, in step_output.py.
+    sample_weight, count_targets = sample_weight, count_targets  # Hooks that `read_output` calls, in step_output.py.
 
-    @seam
+    @hook
     def scale_loss(self, loss: Any, num_targets: Any, count: int) -> Any:
         """Scale the loss of one micro-batch of a window: by ``num_targets`` where it is given, else by ``1 / count``.
 
@@ -541,7 +541,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             return {key: Trainer.scale_loss(self, each, num_targets, count) for key, each in loss.items()}
         return loss / count if num_targets is None else loss * num_targets
 
-    @seam
+    @hook
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Add the gradient of a loss to ``.grad``; one of several losses, to its own optimizer's parameters.
 
@@ -556,7 +556,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self._reach("backward")
         self.optimization.backward(loss, **kwargs)
 
-    @seam
+    @hook
     def normalize(self, num_targets: list[Any]) -> None:
         """Divide the gradients by the targets of the window over all ranks, when the steps counted them."""
         self._reach("normalize")
@@ -564,18 +564,18 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             ranks = self.world_size if self.data_size > 1 else 1  # Those of one share count the same targets.
             optim.normalize(num_targets, self.optimization.parameters, self.reduce, ranks)
 
-    @seam
+    @hook
     def unscale(self) -> None:
         """Remove a loss scale from the gradients, which are the true ones from here on."""
         self._reach("unscale")
 
-    @seam
+    @hook
     def clip(self) -> None:
         """Compute ``grad_norm``, and clip the gradients to ``gradient_clip``."""
         self._reach("clip")
         self.optimization.clip(self.gradient_norm)
 
-    @seam
+    @hook
     def may_step(self, outputs: Sequence[StepOutput]) -> bool:
         """Decide whether the optimizers step; by default, what ``on_nonfinite`` says of losses and norm that are not.
 
@@ -594,7 +594,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self._reach("may_step")
         return self.nonfinite.may_step(outputs, self.progress_checker, self)
 
-    @seam
+    @hook
     def optimizer_step(self) -> bool:
         """Step every optimizer.
 
@@ -609,13 +609,13 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             stepped = self.step_one(optimizer) and stepped
         return stepped
 
-    @seam
+    @hook
     def step_one(self, optimizer: Optimizer) -> bool:
         """Step one optimizer; return whether that took place."""
         self._reach("step_one")
         return self.optimization.step_one(optimizer)
 
-    @seam
+    @hook
     def scheduler_step(self, when: str) -> None:
         """Step the schedulers whose turn it is.
 
@@ -626,20 +626,20 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         self.optimization.scheduler_step(when)
 
-    @seam
+    @hook
     def zero_grad(self) -> None:
         """Drop every gradient. An optimizer that overrides ``zero_grad`` is called as well."""
         self._reach("zero_grad")
         self.optimization.zero_grad()
 
-    @seam
+    @hook
     def logging(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
         """Record what a step returned in the log of the present mode; its numbers weigh ``weight`` in the means."""
         self._reach("logging")
         history = self.history
         (history.log_train if self.mode == "train" else history.log_test).record(step_dict, weight)
 
-    @seam
+    @hook
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """Called by ``run_batch`` after a step was made, or left out, and logged.
 
@@ -650,14 +650,14 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         self._reach("on_step_end")
 
-    # ---------------------------------------------------------------------------------- the seams around the step
+    # ---------------------------------------------------------------------------------- the hooks around the step
 
-    @seam
+    @hook
     def launch(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the loop, here or in the processes that an add-on starts."""
         return function(*args)
 
-    @seam
+    @hook
     def setup(self) -> None:
         """Make everything ready on the device: side effects begin here, never in ``__init__``. Call super() first."""
         if self.seed is not None and not self.progress_checker.is_seeded:
@@ -668,14 +668,14 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self.optimization.build(self.build_optimizer, self.build_scheduler, self.wrap_optimizers)
         self.optimization.track(self._module)
 
-    @seam
+    @hook
     def teardown(self) -> None:
         """Undo ``setup``; it is called after every run, in reverse order, also when ``setup`` failed half-way."""
         self.optimization.release()
         self.current_run.close()
         self.current_run, self.model = Run(self), self._module
 
-    @seam
+    @hook
     def wrap_model(self, model: nn.Module) -> Any:
         """Return what ``train_step`` calls as ``self.model``; ``unwrap()`` stays the module that was given.
 
@@ -691,17 +691,17 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return model
 
-    @seam
+    @hook
     def build_optimizer(self) -> Any:
         """Return the optimizers that were given, made of the model's parameters where they are factories."""
         return optim.call_factories(self.optimizer, lambda name: self._module, Optimizer, "optimizer", optim.make)
 
-    @seam
+    @hook
     def build_scheduler(self) -> Any:
         """Return the schedulers that were given, made of their optimizers where they are factories."""
         return self.optimization.make_schedulers(self.current_run.total_steps)
 
-    @seam
+    @hook
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Return the loader to iterate over, for instance with a sampler for this rank.
 
@@ -724,52 +724,52 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         set_epoch(loader, self.progress_checker.epoch)
         return self.loader_position.pad_loader(loader)
 
-    @seam
+    @hook
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield what ``run_batch`` takes, from where the epoch stands."""
         return self.loader_position.batches(loader, self.progress_checker.epoch_batch, self.progress_checker.batch)
 
-    @seam
+    @hook
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an evaluation, of a loader after ``wrap_loader``."""
         return batches_of(loader, self.fast_data)
 
-    @seam
+    @hook
     def steps_in(self, loader: Any) -> int | None:
         """Return how many optimizer steps an epoch of this loader takes; None if it has no length."""
         return length_of(loader)
 
-    @seam
+    @hook
     def epoch_context(self) -> AbstractContextManager[None]:
         """Enclose the batches of an epoch of training."""
         return NOTHING
 
-    @seam
+    @hook
     def evaluation_context(self) -> AbstractContextManager[None]:
         """Enclose an evaluation, for instance with averaged weights in the model."""
         return evaluation_weights(self.optimization, self.device)
 
-    @seam
+    @hook
     def on_run_begin(self) -> None:
         """Called when a run is set up and checked, before its first batch."""
 
-    @seam
+    @hook
     def on_run_end(self) -> None:
         """Called when a run has ended by itself, before ``teardown``."""
 
-    @seam
+    @hook
     def on_epoch_begin(self) -> None:
         """Called by ``run`` before an epoch, or the rest of one."""
 
-    @seam
+    @hook
     def on_epoch_end(self) -> None:
         """Called by ``run`` after an epoch, its validation and its schedulers."""
 
-    @seam
+    @hook
     def on_validation_begin(self) -> None:
         """Called before each validation of a run; in mode "test", before each evaluation of its loader."""
 
-    @seam
+    @hook
     def on_validation_end(self, metrics: Mapping[str, float]) -> None:
         """Called after a validation of a run, with the metrics that were recorded.
 
@@ -781,7 +781,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             Means by sample, and what ``metric_on_epoch_end`` added.
         """
 
-    @seam
+    @hook
     def on_exception(self, error: BaseException) -> None:
         """Called when a run ends by an exception, which is raised again with a note of where it happened.
 
@@ -792,7 +792,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         self.current_run.explain(error)
 
-    @seam
+    @hook
     def checkpoint(self) -> None:
         """Save when it is due: called between steps, after the validation of that moment, and after each epoch.
 
@@ -801,7 +801,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         if self.current_run.requests:
             self.current_run.serve_requests()
 
-    @seam
+    @hook
     def should_validate(self, is_due: bool) -> bool:
         """Decide whether to validate now: after a step or, where ``progress_checker.epoch_batch`` is 0, an epoch.
 
@@ -820,7 +820,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return is_due
 
-    @seam
+    @hook
     def should_checkpoint(self, is_due: bool) -> bool:
         """Decide whether StateManagerAddon saves a checkpoint now; it is asked as `should_validate`, and after that.
 
@@ -838,15 +838,15 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return is_due
 
-    @seam
+    @hook
     def on_save(self, path: Path) -> None:
         """Called on every rank when a checkpoint was saved; with ``save_async`` a thread may still be writing it."""
 
-    @seam
+    @hook
     def on_load(self, path: Path) -> None:
         """Called on every rank when a checkpoint was loaded, by a resume or by ``load_state``."""
 
-    @seam
+    @hook
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step.
 
@@ -860,12 +860,12 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self.history.log.append({"step": step, "batch": self.progress_checker.batch, **plain(metrics)})
 
     @property
-    @seam
+    @hook
     def should_stop(self) -> bool:
         """Whether `stop` was called in this run."""
         return self.progress_checker.stop_reason is not None
 
-    @seam
+    @hook
     def stop(self, reason: str) -> None:
         """End the run after this step.
 
@@ -876,7 +876,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         self.progress_checker.stop_reason = reason
 
-    @seam
+    @hook
     def check_better(self, metrics: Mapping[str, float]) -> bool:
         """Return whether the monitored metric is better than ever before; called with each epoch's validation.
 
@@ -976,7 +976,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             self.gather(None)  # The file is there on each rank when this returns.
         return found
 
-    @seam
+    @hook
     def validate(self) -> dict[str, float]:
         """Evaluate the ``valid_loader`` of the run, record the metrics and update the best."""
         run = self.current_run
@@ -1000,7 +1000,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """Return the module itself: without what the trainer, ``torch.compile``, DataParallel or DDP put around it."""
         return without_wrappers(self._module)
 
-    @seam
+    @hook
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs; an add-on adds an entry under its own class name.
 
@@ -1012,7 +1012,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return CoreState(self).read()
 
-    @seam
+    @hook
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state: all of it or, on an error, nothing. An add-on takes its own entry out first.
 
@@ -1030,7 +1030,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         CoreState(self).load(state, strict)
 
-    @seam
+    @hook
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
         """Load only the weights of a state, for an evaluation; training would continue from them."""
         CoreState(self).load_weights({**state["model"], **state.get("extra_state", {})}, strict=True)
@@ -1162,7 +1162,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """Note that the default of a hook was reached, in the first step of a run: `FirstStep` sets it there."""
 
     explain, plan = explain.explain, preview.plan
-    plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its seams.
+    plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its hooks.
 
     __repr__, _repr_html_ = describe.trainer_text, describe.trainer_html
 

@@ -78,7 +78,7 @@ class ManyDicts(OneDict):
 
 
 class Unused(AddOnBase):
-    """Overrides a seam of the step, to no effect."""
+    """Overrides a hook of the step, to no effect."""
 
     layer = "loop"
 

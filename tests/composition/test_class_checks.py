@@ -27,7 +27,7 @@ from zae import (
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon
 from zae.composition import foreign_names
 
-# ------------------------------------------------------------------------------------------------- super() and seams
+# ------------------------------------------------------------------------------------------------- super() and hooks
 
 
 class _Recorder:
@@ -118,7 +118,7 @@ class _Ends:
 
 @pytest.mark.parametrize("base", [AddOnBase, Task])
 @pytest.mark.parametrize("kind", [name for name in vars(_Ends) if "thing" in name])
-def test_what_a_seam_gives_is_given_on(kind, base):
+def test_what_a_hook_gives_is_given_on(kind, base):
     """A step whose result is forgotten would count as skipped, and neither scheduler nor average would move."""
     made = type("OneAddon", (base,), {})
     ends = getattr(_Ends, kind)
@@ -137,7 +137,7 @@ def test_what_a_seam_gives_is_given_on(kind, base):
         make(cls).run(1, batches(2))
 
 
-def test_a_seam_that_gives_nothing_needs_no_return():
+def test_a_hook_that_gives_nothing_needs_no_return():
     class QuietAddon(AddOnBase):
         def clip(self):
             super().clip()
@@ -152,12 +152,12 @@ def test_a_seam_that_gives_nothing_needs_no_return():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seam_overridden_without_super_ends_the_first_step_before_the_optimizer(kind):
+def test_a_hook_overridden_without_super_ends_the_first_step_before_the_optimizer(kind):
     namespace = getattr(_Recorder, kind)()
     name = next(iter(namespace))
     skipped = "skips the add-ons inside it and the default"
     match = (
-        rf"LossyAddon.{name} overrides a seam without calling super\(\), and so {skipped}; call super\(\).{name}"
+        rf"LossyAddon.{name} overrides a hook without calling super\(\), and so {skipped}; call super\(\).{name}"
         r"\(\.\.\.\), or mark .* @zae"
     )
     trainer = make(Task.add_on(type(Task)("LossyAddon", (AddOnBase,), namespace)))
@@ -201,7 +201,7 @@ def test_each_hook_of_a_step_is_watched(name):
         return {"micro_batches": args, "to_device": args[0] if args else None}.get(name, answers.get(name))
 
     outer = type(Task)("OutsideAddon", (AddOnBase,), {"layer": "observe", name: outside})
-    with pytest.raises(AddOnError, match=rf"OutsideAddon.{name} overrides a seam .* skips what InsideAddon does there"):
+    with pytest.raises(AddOnError, match=rf"OutsideAddon.{name} overrides a hook .* skips what InsideAddon does there"):
         make(Plain.add_on(outer, InsideAddon)).run(1, list(torch.randn(2, 4, 3)))
     assert make(Plain.add_on(InsideAddon)).run(1, list(torch.randn(2, 4, 3)))["step"] == 2
 
@@ -297,7 +297,7 @@ def test_repeats_and_replaces_exclude_each_other():
         def gradients(self, batch):
             return []
 
-    with pytest.raises(AddOnError, match=r"LossyAddon.gradients overrides a seam without calling super\(\)"):
+    with pytest.raises(AddOnError, match=r"LossyAddon.gradients overrides a hook without calling super\(\)"):
         make(Task.add_on(LossyAddon)).run(1, batches(1))
 
 
@@ -352,7 +352,7 @@ def test_a_plain_task_may_override_freely_and_one_above_add_ons_may_not():
 @pytest.mark.parametrize("name", ["run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "predict"])
 def test_the_loop_is_not_for_add_ons(name):
     with pytest.raises(
-        AddOnError, match=f"LoopAddon overrides {name}, which is the loop itself; override a seam insid"
+        AddOnError, match=f"LoopAddon overrides {name}, which is the loop itself; override a hook insid"
     ):
         type(Task)("LoopAddon", (AddOnBase,), {name: lambda self, *args: None})
 
@@ -754,7 +754,7 @@ def test_names_that_two_classes_mean_as_their_own_are_refused():
     assert Above.add_on(InnerAddon)._helper is Above._helper
 
 
-def test_a_replaced_seam_leaves_out_nobodys_work():
+def test_a_replaced_hook_leaves_out_nobodys_work():
     class WholeAddon(AddOnBase):
         layer = "control"
 

@@ -138,7 +138,7 @@ def test_a_copy_of_a_trainer_that_runs_is_one_that_is_not_set_up(copied):
 
 
 class Clipping(AddOnBase):
-    """Overrides a seam of the step, to no effect."""
+    """Overrides a hook of the step, to no effect."""
 
     layer = "loop"
 

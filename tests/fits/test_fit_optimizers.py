@@ -84,8 +84,8 @@ def test_torchao_resumes_in_mid_epoch(tmp_path):
     assert hand.digest(model) == hand.digest(expected)
 
 
-def test_optuna_prunes_from_a_seam():
-    """An objective as in optuna's documentation; a seam reports each validation and raises `TrialPruned`."""
+def test_optuna_prunes_from_a_hook():
+    """An objective as in optuna's documentation; a hook reports each validation and raises `TrialPruned`."""
     # begin: optuna
     import optuna
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kit import options_page
 from zae import AddOnConflict, Trainer
-from zae.composition.introspect import function_of, is_add_on, is_base, is_marked, seams_of
+from zae.composition.introspect import function_of, hooks_of, is_add_on, is_base, is_marked
 from zae.composition.options import options_of
 from zae.loop.addon_state import declaring
 
@@ -193,9 +193,9 @@ def owners(cls: Any) -> list[Any]:
     return [each for each in cls.__mro__ if is_add_on(each) and not is_base(each)]
 
 
-def seams(cls: Any) -> Iterator[str]:
-    """Yield a line for each seam that an add-on overrides, with what its override does."""
-    for name in seams_of(cls):
+def hooks(cls: Any) -> Iterator[str]:
+    """Yield a line for each hook that an add-on overrides, with what its override does."""
+    for name in hooks_of(cls):
         owner = next((each for each in owners(cls) if name in each.__dict__), None)
         if owner is None:
             continue
@@ -294,8 +294,8 @@ def page(name: str, cls: Any) -> str:
         f"## Layer and slot\n\nIt acts in the layer `{cls.layer}`"
         + (f", and fills the slot `{cls.slot}`.\n" if cls.slot else ", and fills no slot.\n"),
         *combining(name, cls),
-        "\n## Seams that it overrides\n\n| seam | what it does there |\n|---|---|",
-        *seams(cls),
+        "\n## Hooks that it overrides\n\n| hook | what it does there |\n|---|---|",
+        *hooks(cls),
         "\n## State\n",
         *state(cls),
         f"## Cost\n\n{cost(name)}\n",

@@ -24,7 +24,7 @@ from sybil.parsers.markdown import CodeBlockParser
 
 import zae.cli
 from zae import Trainer
-from zae.composition.metaclass import seams_of
+from zae.composition.metaclass import hooks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -220,7 +220,7 @@ def check_loop(pseudo_code):
             return {"loss": 0.0}
 
     verbs = re.findall(r"\b([a-z_]+)\(", pseudo_code)
-    for name in {*verbs, *seams_of(Task)} - {"train_step", "test_step"}:
+    for name in {*verbs, *hooks_of(Task)} - {"train_step", "test_step"}:
         original = inspect.getattr_static(Trainer, name)
         if callable(original):
             setattr(Task, name, traced(name, original, calls))

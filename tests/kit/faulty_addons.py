@@ -76,7 +76,7 @@ class SchedulesTwiceAddon(AddOnBase):
 
 
 class CallsTwiceAddon(AddOnBase):
-    """Step the scheduler through its seam, twice."""
+    """Step the scheduler through its hook, twice."""
 
     layer = "loop"
 
@@ -416,7 +416,7 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (KeepsGraphAddon, "graph", r"keeps a tensor with its graph: self.losses\['all'\]\[0\]", "keep tensor.detach"),
     (SynchronisesAddon, "transfer", "synchronises at each step: .*faulty_addons.py:.*in logging", "read them in log"),
     (MutatesBatchAddon, "batch", r"mutates the batch: batches\[0\]\[0\]", "change a copy, in to_device"),
-    (ReplacesRunBatchAddon, "class", "replaces run_batch, which is the loop itself", "override a seam"),
+    (ReplacesRunBatchAddon, "class", "replaces run_batch, which is the loop itself", "override a hook"),
     (ChangesModeAddon, "mode", "changes model.training: it is False inside train_step", "put it back"),
     (LeavesContextAddon, "exception", "leaves a context open after an exception in train_step: the anomaly", "yield"),
     (ActsEarlyAddon, "init", "acts in __init__: it makes the folder 'runs'", r"act in setup\(\)"),

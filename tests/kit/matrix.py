@@ -121,7 +121,7 @@ ELSEWHERE = {
 CONFIGURATION_FOR_TRACES = Options(
     precision="bf16", accumulate=4, decay=0.8, patience=9, clip=0.5, scheduler="batch", validate=1, epochs=1
 )
-"""Everything is on, so that every seam has something to do."""
+"""Everything is on, so that every hook has something to do."""
 
 
 def add_ons() -> dict[str, Any]:

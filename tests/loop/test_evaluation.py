@@ -298,7 +298,7 @@ class Events(Task):
 
 
 @pytest.mark.parametrize("every", [None, 2])
-def test_the_seams_around_a_validation(every: int | None) -> None:
+def test_the_hooks_around_a_validation(every: int | None) -> None:
     """They enclose each validation of a run, and no other evaluation; the end gets what ``validate`` returned."""
     trainer = build(task=Events)
     trainer.run(2, [*loader(8)][:2], valid(), valid_every=every)

@@ -1,4 +1,4 @@
-"""The seams of a step that say when it begins and ends, whether it may step, and how it is differentiated."""
+"""The hooks of a step that say when it begins and ends, whether it may step, and how it is differentiated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from zae import AddOnBase, Trainer, replaces
 from zae.addons import AMPAddon, GradientAccumulationAddon, StateManagerAddon
-from zae.composition.introspect import seams_of
+from zae.composition.introspect import hooks_of
 from zae.loop.step_output import StepOutput
 
 
@@ -137,7 +137,7 @@ def test_the_table_of_events_is_what_a_run_calls(tmp_path: Path) -> None:
     """Each event is in the table of docs/extending/addons.md, and they are called in its order."""
     page = (Path(__file__).parents[2] / "docs" / "extending" / "addons.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| `(on_\w+)\(", page, re.M)
-    assert sorted(table) == sorted(name for name in seams_of(Trainer) if name.startswith("on_"))
+    assert sorted(table) == sorted(name for name in hooks_of(Trainer) if name.startswith("on_"))
     called: list[str] = []
 
     def noting(name: str) -> Any:

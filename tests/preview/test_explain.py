@@ -18,7 +18,7 @@ from kit import matrix
 from kit.matrix import CONFIGURATION_FOR_TRACES, Task, add_ons
 from kit.oracle import Options
 from zae import AddOnBase, Every, Trainer, replaces
-from zae.composition.introspect import function_of, seams_of
+from zae.composition.introspect import function_of, hooks_of
 from zae.preview.explain import LOOP, Line, lines_of, owners_of
 
 STATE = {f"{load}{what}" for load in ("", "load_") for what in ("model_state", "optimizer_state")}
@@ -40,13 +40,13 @@ QUERIES = {"rank", "world_size", "data_rank", "data_size", "should_stop", "reduc
 
 
 class Trace:
-    """Every call of a seam during a run, with the classes whose code ran for it, outermost first."""
+    """Every call of a hook during a run, with the classes whose code ran for it, outermost first."""
 
     def __init__(self, cls: Any) -> None:
         self.calls: list[tuple[str, list[str]]] = []
         self._codes: dict[CodeType, tuple[str, str]] = {}
         self._first: dict[str, CodeType] = {}
-        names = (seams_of(cls).keys() | STEPS) - QUERIES
+        names = (hooks_of(cls).keys() | STEPS) - QUERIES
         for klass, name in itertools.product(cls.__mro__, sorted(names)):
             code = getattr(function_of(klass.__dict__.get(name)), "__code__", None)
             if code is not None:
@@ -251,9 +251,9 @@ def test_explain_shows_no_secret_and_escapes_html() -> None:
     assert "&quot;loss&quot;" in Trainer.explain()._repr_html_()
 
 
-def test_explain_knows_every_seam_of_the_loop() -> None:
-    """A seam that is added to the loop is added to the text, or said to be none of its sequence."""
+def test_explain_knows_every_hook_of_the_loop() -> None:
+    """A hook that is added to the loop is added to the text, or said to be none of its sequence."""
     named = set(re.findall(r"(\w+)\(", LOOP))
     elsewhere = QUERIES | STATE | {"plan_lines", "plan_memory", "plan_ranks"}
-    unknown = {name for name, owner in seams_of(zae.Trainer).items() if name not in named | elsewhere}
+    unknown = {name for name, owner in hooks_of(zae.Trainer).items() if name not in named | elsewhere}
     assert not unknown

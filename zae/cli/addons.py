@@ -139,7 +139,7 @@ def _describe(listed: InstalledAddon) -> dict[str, Any]:
             f"{listed.name} of {listed.distribution} {listed.version} cannot be imported: {type(error).__name__}: "
             f"{error}; install what it needs, or uninstall {listed.distribution}"
         ) from None
-    from zae.composition.introspect import is_add_on, is_base, seams_of
+    from zae.composition.introspect import hooks_of, is_add_on, is_base
     from zae.composition.options import own_options
 
     if not is_add_on(cls):
@@ -151,7 +151,7 @@ def _describe(listed: InstalledAddon) -> dict[str, Any]:
         "layer": cls.layer,
         "slot": cls.slot,
         "requires": [getattr(each, "__name__", each) for each in cls.requires],
-        "overrides": [name for name in seams_of(cls) if any(name in c.__dict__ for c in own if not is_base(c))],
+        "overrides": [name for name in hooks_of(cls) if any(name in c.__dict__ for c in own if not is_base(c))],
         "saves": [*cls.state_attributes, *cls.rank_state_attributes],
         "options": {name: None if p.default is p.empty else repr(p.default) for name, p in options.items()},
         "doc": inspect.getdoc(cls) or "",

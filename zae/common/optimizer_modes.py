@@ -38,7 +38,7 @@ class _NoContext:
 
 
 NOTHING = cast("AbstractContextManager[None]", _NoContext())
-"""The return value of the seams for contexts where no add-on overrides them."""
+"""The return value of the hooks for contexts where no add-on overrides them."""
 
 
 def has_modes(optimizer: Any) -> bool:

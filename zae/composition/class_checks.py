@@ -14,13 +14,13 @@ from zae.composition.introspect import (
     LAYERS,
     add_ons_of,
     function_of,
+    hooks_of,
     is_add_on,
     is_base,
     is_marked,
     is_trainer,
     mentions_super,
     recipe_of,
-    seams_of,
 )
 from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean, is_one_letter_off
 
@@ -84,7 +84,7 @@ def _check_declaration(cls: Any) -> None:
     for fixed in FIXED:
         if fixed in cls.__dict__ and not (fixed in _OF_DATA and mentions_super(cls.__dict__[fixed])):
             raise AddOnError(
-                f"{name} overrides {fixed}, which is the loop itself; override a seam inside it, for instance "
+                f"{name} overrides {fixed}, which is the loop itself; override a hook inside it, for instance "
                 "gradients, backward, optimizer_step or logging (Trainer.explain() shows where each is called)"
             )
 
@@ -197,14 +197,14 @@ def _check_methods(cls: Any, klass: Any) -> None:
 
 def _warn_of_names(cls: Any) -> None:
     """Warn of methods that look like hooks and that the loop does not call; they may be the class's own."""
-    seams = [s for s in (*seams_of(cls), *_STEPS, *FIXED) if len(s) > 5 or s == "setup"]
+    hooks = [s for s in (*hooks_of(cls), *_STEPS, *FIXED) if len(s) > 5 or s == "setup"]
     inherited = {name for base in cls.__mro__[1:] for name in base.__dict__}
     texts = []
     for name, value in cls.__dict__.items():
-        if name in inherited or not isinstance(function_of(value), FunctionType) or is_marked(value, "__seam__"):
+        if name in inherited or not isinstance(function_of(value), FunctionType) or is_marked(value, "__hook__"):
             continue
         hint = foreign_hook(name)
-        near = "" if hint or name.startswith("_") else next((s for s in seams if is_one_letter_off(name, s)), "")
+        near = "" if hint or name.startswith("_") else next((s for s in hooks if is_one_letter_off(name, s)), "")
         hint = hint or (f"did you mean {near!r}?" if near else "")
         if hint:
             texts.append(f"{cls.__name__}.{name} is not called by the loop ({hint})")

@@ -1,16 +1,16 @@
-"""Refuse names that two classes of one trainer both use, and seams that one replaces over another."""
+"""Refuse names that two classes of one trainer both use, and hooks that one replaces over another."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from zae.composition.introspect import (
+    hooks_of,
     is_add_on,
     is_base,
     is_marked,
     is_trainer,
     mentions_super,
-    seams_of,
 )
 from zae.errors import AddOnConflict
 
@@ -20,7 +20,7 @@ _OURS = ("_is_addon", "_is_base", "_applied", "_partial", "_recipe", "_compositi
 
 
 def check_collisions(cls: Any) -> None:
-    """Refuse a name that two unrelated classes both define, and a seam that one class replaces over another."""
+    """Refuse a name that two unrelated classes both define, and a hook that one class replaces over another."""
     names = {c: _own_names(c) for c in cls.__mro__ if is_trainer(c) or c.__module__ != "builtins"}
     mro = [c for c in cls.__mro__[: cls.__mro__.index(_root(cls))] if "_partial" not in c.__dict__]
     core = {n for c in _root(cls).__mro__ for n in c.__dict__}
@@ -46,9 +46,9 @@ def check_collisions(cls: Any) -> None:
 
 
 def _check_replaced(cls: Any, mro: list[Any]) -> None:
-    """Refuse an add-on that replaces a seam which a class inside of it overrides too."""
+    """Refuse an add-on that replaces a hook which a class inside of it overrides too."""
     replaced = {n for c in mro if is_add_on(c) for n, value in c.__dict__.items() if is_marked(value, "__replaces__")}
-    for name in seams_of(cls) if replaced else ():
+    for name in hooks_of(cls) if replaced else ():
         if name not in replaced:
             continue
         holders = [c for c in mro if name in c.__dict__ and not is_base(c)]
@@ -60,7 +60,7 @@ def _check_replaced(cls: Any, mro: list[Any]) -> None:
             if inner is not None:
                 raise AddOnConflict(
                     f"{outer.__name__} replaces {name}, so what {inner.__name__} does there is skipped; "
-                    f"use one of them, or do that work in another seam"
+                    f"use one of them, or do that work in another hook"
                 )
 
 

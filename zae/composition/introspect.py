@@ -1,4 +1,4 @@
-"""Read a trainer class: its seams, its add-ons and their slots, and the names that its functions mention."""
+"""Read a trainer class: its hooks, its add-ons and their slots, and the names that its functions mention."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ __all__ = [
     "add_ons_of",
     "by_name",
     "function_of",
+    "hook",
+    "hooks_of",
     "is_add_on",
     "is_base",
     "is_engine_slot",
@@ -31,8 +33,6 @@ __all__ = [
     "names_set_in",
     "repeats",
     "replaces",
-    "seam",
-    "seams_of",
     "set_by",
     "slots_of",
 ]
@@ -51,14 +51,14 @@ if TYPE_CHECKING:
 else:
 
     class AddOnPart:
-        """Base of a class that holds some of the seams of one add-on, which derives from it and from AddOnBase."""
+        """Base of a class that holds some of the hooks of one add-on, which derives from it and from AddOnBase."""
 
         _is_addon = _is_base = True
         slot = None
 
 
-def seam(function: AnyFunction) -> AnyFunction:
-    """Mark a method as a seam: a verb that add-ons override, calling ``super()``.
+def hook(function: AnyFunction) -> AnyFunction:
+    """Mark a method as a hook: a verb that add-ons override, calling ``super()``.
 
     Parameters
     ----------
@@ -68,15 +68,15 @@ def seam(function: AnyFunction) -> AnyFunction:
     Examples
     --------
     >>> from zae import Trainer
-    >>> Trainer.clip.__seam__
+    >>> Trainer.clip.__hook__
     True
     """
-    _mark(function, "__seam__")
+    _mark(function, "__hook__")
     return function
 
 
 def replaces(function: AnyFunction) -> AnyFunction:
-    """Mark an override that does the whole work of a seam and does not call ``super()``.
+    """Mark an override that does the whole work of a hook and does not call ``super()``.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def replaces(function: AnyFunction) -> AnyFunction:
 
 
 def repeats(function: AnyFunction) -> AnyFunction:
-    """Mark an override that calls ``super()`` several times on purpose: it does the seam's work more than once.
+    """Mark an override that calls ``super()`` several times on purpose: it does the hook's work more than once.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ def add_ons_of(cls: Any) -> list[Any]:
 
 
 def is_overridden(trainer: Any, name: str) -> bool:
-    """Return whether a class, or an attribute of this trainer, overrides a seam of Trainer."""
+    """Return whether a class, or an attribute of this trainer, overrides a hook of Trainer."""
     return name in vars(trainer) or sum(name in c.__dict__ for c in type(trainer).__mro__) > 1
 
 
@@ -227,25 +227,25 @@ def is_engine_slot(slot: str | None) -> bool:
     return (slot or "").partition(".")[0] == "parallel"
 
 
-def seams_of(cls: Any) -> dict[str, Any]:
-    """Map each seam of a class to the class that introduced it, in the order of their definition."""
+def hooks_of(cls: Any) -> dict[str, Any]:
+    """Map each hook of a class to the class that introduced it, in the order of their definition."""
     found: dict[str, Any] = {}
     for klass in reversed(cls.__mro__):
-        for name in _own_seams(klass):
+        for name in _own_hooks(klass):
             found.setdefault(name, klass)
     return found
 
 
-_seams_by_class: WeakKeyDictionary[type, tuple[int, list[str]]] = WeakKeyDictionary()
+_hooks_by_class: WeakKeyDictionary[type, tuple[int, list[str]]] = WeakKeyDictionary()
 
 
-def _own_seams(cls: type) -> list[str]:
-    """List the seams that a class body defines; noted, as each composition looks at the classes that it is made of."""
+def _own_hooks(cls: type) -> list[str]:
+    """List the hooks that a class body defines; noted, as each composition looks at the classes that it is made of."""
     body = cls.__dict__
-    size, names = _seams_by_class.get(cls, (-1, []))
+    size, names = _hooks_by_class.get(cls, (-1, []))
     if size != len(body):  # What is being made gets more names.
-        names = [name for name, value in body.items() if is_marked(value, "__seam__")]
-        _seams_by_class[cls] = len(body), names
+        names = [name for name, value in body.items() if is_marked(value, "__hook__")]
+        _hooks_by_class[cls] = len(body), names
     return names
 
 

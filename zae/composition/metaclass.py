@@ -22,13 +22,13 @@ from zae.composition.foreign_names import missing_attribute
 from zae.composition.introspect import (
     LAYERS,
     add_ons_of,
+    hook,
+    hooks_of,
     is_add_on,
     is_base,
     is_trainer,
     recipe_of,
     replaces,
-    seam,
-    seams_of,
     slots_of,
 )
 from zae.composition.options import check_call, check_owners, check_received, expand_call, options_of
@@ -39,11 +39,11 @@ __all__ = [
     "TrainerMeta",
     "add_ons_of",
     "compose",
+    "hook",
+    "hooks_of",
     "load_installed",
     "options_of",
     "replaces",
-    "seam",
-    "seams_of",
     "slots_of",
 ]
 

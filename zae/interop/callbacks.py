@@ -1,7 +1,7 @@
 """Callbacks: plain objects, those of Transformers and those of Forgather, called at the events of a run.
 
 `Callbacks` holds them, and knows how each of their methods wants to be called. `zae.addons.callbacks.CallbackAddon`
-calls it from the seams.
+calls it from the hooks.
 """
 
 from __future__ import annotations

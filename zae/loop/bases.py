@@ -1,4 +1,4 @@
-"""The bases of Trainer: what it shows of its parts, and its seams that depend on the number of processes."""
+"""The bases of Trainer: what it shows of its parts, and its hooks that depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zae.common import optim
 from zae.common.model_weights import load_fitted, plain_state
 from zae.common.optimizer_state import load_optimizer_state
 from zae.common.walk import map_tensors
-from zae.composition.introspect import seam
+from zae.composition.introspect import hook
 from zae.errors import ConfigError
 from zae.loop.epoch_log import EpochLog
 from zae.loop.history import History, Metrics, MetricsDict
@@ -131,35 +131,35 @@ class Processes:
 
     # ------------------------------------------------------------------------------------- the processes
 
-    @seam
+    @hook
     def reduce(self, value: Tensor) -> Tensor:
         """Sum a tensor over the ranks."""
         return value
 
-    @seam
+    @hook
     def gather(self, value: Any) -> list[Any]:
         """List a value of every rank."""
         return [value]
 
-    @seam
+    @hook
     def gather_data(self, value: Any) -> list[Any]:
         """List a value of one rank of each share of the data, on every rank."""
         return self.gather(value)
 
-    @seam
+    @hook
     def gather_beside(self, value: Any) -> list[Any]:
         """List a value of every rank, also from a thread, while the ranks exchange other values."""
         return self.gather(value)
 
-    @seam
+    @hook
     def barrier(self) -> None:
         """Wait for every rank."""
 
-    @seam
+    @hook
     def meet(self, call: str) -> None:
         """Wait until every rank makes this call of a user; before it, no rank has exchanged any tensor for it."""
 
-    @seam
+    @hook
     def request(self, action: str) -> None:
         """Ask for something that is done after this step, before the next one; of several ranks, any may ask.
 
@@ -175,25 +175,25 @@ class Processes:
         self.current_run.request(action)
 
     @property
-    @seam
+    @hook
     def rank(self) -> int:
         """The number of this process among those that train."""
         return 0
 
     @property
-    @seam
+    @hook
     def world_size(self) -> int:
         """How many processes train."""
         return 1
 
     @property
-    @seam
+    @hook
     def data_rank(self) -> int:
         """The number of this process among the shares of the data; processes with the same number get equal batches."""
         return self.rank
 
     @property
-    @seam
+    @hook
     def data_size(self) -> int:
         """The number of shares of the data; at most ``world_size``."""
         return self.world_size
@@ -205,7 +205,7 @@ class Processes:
 
     # ------------------------------------------------------------------------------------- the model in them
 
-    @seam
+    @hook
     def materialize(self, module: nn.Module) -> None:
         """Move the parameters and buffers of the module to the trainer's device, before ``wrap_model``."""
         empty = next((name for name, weight in module.named_parameters() if weight.is_meta), None)
@@ -216,26 +216,26 @@ class Processes:
             )
         module.to(self.device)
 
-    @seam
+    @hook
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Prepare the optimizers for the wrapped model: all of their parameters must be the present ones."""
 
-    @seam
+    @hook
     def layout(self, parameter: Tensor) -> str:
         """Return how the ranks hold a tensor: "replicated", "sharded", "stages" or "foreign"."""
         return "replicated"
 
-    @seam
+    @hook
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a tensor with all of its shards. All ranks call it, in one order, between steps."""
         return tensor
 
-    @seam
+    @hook
     def like(self, whole: Tensor, reference: Tensor) -> Tensor:
         """Return a whole tensor in the layout of another one. All ranks call it, in one order, between steps."""
         return whole
 
-    @seam
+    @hook
     def whole_values(self, value: Any, keeps: bool = True) -> Any:
         """Return a value of dicts, lists and tuples in which every tensor is whole. All ranks call it, in one order.
 
@@ -253,12 +253,12 @@ class Processes:
 
         return map_tensors(gathered, value)
 
-    @seam
+    @hook
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the norm of the gradients of these parameters, equal on all ranks; ``clip`` calls it."""
         return optim.gradient_norm(parameters)
 
-    @seam
+    @hook
     def weights_to_save(self, names: Collection[str]) -> Collection[str]:
         """Return which of these weights checkpoints and ``save_model`` contain: all of them.
 
@@ -277,29 +277,29 @@ class Processes:
         """
         return names
 
-    @seam
+    @hook
     def model_state(self) -> dict[str, Tensor]:
         """Return the weights that are saved, under the keys of the plain module, whole on this rank."""
         state = plain_state(self.unwrap())
         kept = self.weights_to_save(state)
         return state if kept is state else {name: state[name] for name in state if name in kept}
 
-    @seam
+    @hook
     def held_parts(self) -> dict[str, Tensor]:
         """Return the tensors of which this rank holds a part, by the names that they have in a sharded checkpoint."""
         return {}
 
-    @seam
+    @hook
     def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load weights that fit the module, given under its own keys; every rank calls it in the same order."""
         load_fitted(self.unwrap(), weights, strict)
 
-    @seam
+    @hook
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """Return the state of one optimizer, whole on this rank; every rank calls it in the same order."""
         return flatten_states(self.optimizers[name].state_dict())
 
-    @seam
+    @hook
     def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Load what ``optimizer_state`` returned for an optimizer of the same parameters; the values are not copied."""
         load_optimizer_state(self.optimizers[name], quantize_states(state))

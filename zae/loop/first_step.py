@@ -112,7 +112,7 @@ class FirstStep:
                 continue
             inside = f"what {below[0].__name__} does there" if below else "the add-ons inside it and the default"
             raise _error(klass)(
-                f"{klass.__name__}.{name} overrides a seam without calling super(), and so skips {inside}; call "
+                f"{klass.__name__}.{name} overrides a hook without calling super(), and so skips {inside}; call "
                 f"super().{name}(...), or mark the method with @zae.replaces if it replaces them on purpose"
             )
 

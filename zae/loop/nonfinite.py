@@ -81,7 +81,7 @@ class NonFiniteGuard:
     def may_step(self, outputs: Sequence[StepOutput], progress: ProgressChecker, processes: Processes) -> bool:
         """Return whether the optimizer may step: False only with "skip"; "raise" raises before anything is stepped.
 
-        ``progress`` counts the steps that are not finite; ``processes`` are the seams of the trainer for several ranks.
+        ``progress`` counts the steps that are not finite; ``processes`` are the hooks of the trainer for several ranks.
         """
         bad, norm, looked_at = False, self.optimization.grad_norm, []
         for values, _ in outputs:
@@ -111,7 +111,7 @@ class NonFiniteGuard:
     def keeps_from_stepping(self, loss: Any, processes: Processes) -> bool:
         """Return, before the backward of a loss, whether `may_step` will raise or skip, where it looks before a step.
 
-        ``processes`` are the seams of the trainer; all ranks call it.
+        ``processes`` are the hooks of the trainer; all ranks call it.
         """
         if self.policy == "warn":
             return False

@@ -390,7 +390,7 @@ class Run:
         self.decisions = tuple(name for name in both if is_overridden(self.trainer, name))
 
     def decide(self, name: str, is_due: bool) -> bool:
-        """Ask a seam whether to do what is due, or not due; of several ranks, the answer of rank 0 counts."""
+        """Ask a hook whether to do what is due, or not due; of several ranks, the answer of rank 0 counts."""
         if name not in self.decisions:
             return is_due
         answer = getattr(self.trainer, name)(is_due)

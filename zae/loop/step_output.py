@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zae.common.argument_checks import describe_batch, describe_value
 from zae.common.walk import leading_dimension
-from zae.composition.introspect import seam
+from zae.composition.introspect import hook
 from zae.errors import StepError, did_you_mean
 
 __all__ = ["StepOutput", "add_hint", "count_targets", "explain_failure", "loss_numbers", "read_output", "sample_weight"]
@@ -90,7 +90,7 @@ def read_output(
     return output
 
 
-@seam
+@hook
 def count_targets(self: Any, values: Mapping[str, Any], batch: Any) -> Any:
     """Return the number of targets that weighs a micro-batch in its step; with None each weighs alike.
 
@@ -109,7 +109,7 @@ def count_targets(self: Any, values: Mapping[str, Any], batch: Any) -> Any:
     return values.get("num_targets")
 
 
-@seam
+@hook
 def sample_weight(self: Any, batch: Any, num_targets: Any) -> float:
     """Return the weight of a batch in the means of the epoch: ``num_targets``, else the batch size, else 1.
 

@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zae.composition.introspect import add_ons_of, is_add_on, is_marked, seams_of
+from zae.composition.introspect import add_ons_of, hooks_of, is_add_on, is_marked
 from zae.composition.options import option_values, own_options
 from zae.loop.progress import Every
 
@@ -96,7 +96,7 @@ validate():  # in evaluation mode, without gradients, on its own random streams
     log(metrics)
     check_better(metrics)  # of the monitored metric
 """
-"""The loop; a line with a question mark is shown only if its seam is overridden."""
+"""The loop; a line with a question mark is shown only if its hook is overridden."""
 
 _WINDOW = ("count_targets", "scale_loss", "normalize")  # They act only with several micro-batches or ranks.
 _BLOCKS = ("gradients", "micro_step", "optimizer_step")  # One override may replace all that they call.
@@ -105,7 +105,7 @@ _SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 
 
 class Line(NamedTuple):
-    """A line of the pseudo-code: its depth, the seams that it calls in order, and who overrides them."""
+    """A line of the pseudo-code: its depth, the hooks that it calls in order, and who overrides them."""
 
     depth: int
     text: str
@@ -144,15 +144,15 @@ explain: Any = _ExplainMethod()
 
 
 def owners_of(cls: Any, name: str) -> list[Any]:
-    """List the classes that override a seam, or write a step, outermost first."""
+    """List the classes that override a hook, or write a step, outermost first."""
     found = [klass for klass in cls.__mro__ if name in klass.__dict__]
-    introduced = next((klass for klass in reversed(found) if is_marked(klass.__dict__[name], "__seam__")), None)
+    introduced = next((klass for klass in reversed(found) if is_marked(klass.__dict__[name], "__hook__")), None)
     return [klass for klass in found if klass is not introduced and klass.__name__ != "Trainer"]
 
 
 def lines_of(cls: Any, instance: Any = None) -> list[Line]:
     """Return the lines to show for a class, or for a trainer, without what its options switch off."""
-    seams = seams_of(cls).keys() | {"train_step", "test_step"}
+    hooks = hooks_of(cls).keys() | {"train_step", "test_step"}
     windowed = bool(owners_of(cls, "micro_batches"))
     lines: list[Line] = []
     dropped: list[int] = []  # Depths of enclosing blocks that are not shown: their content moves to the left.
@@ -163,7 +163,7 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
             continue
         closed = None
         dropped = [each for each in dropped if each < depth] if text else []
-        calls = tuple(reversed([name for name in re.findall(r"(\w+)\(", text) if name in seams]))
+        calls = tuple(reversed([name for name in re.findall(r"(\w+)\(", text) if name in hooks]))
         mine = [(name, owner) for name in calls for owner in owners_of(cls, name)]
         if _is_off(text, calls, mine, instance) or (
             optional and not mine and not (windowed and set(calls) & {*_WINDOW})
@@ -249,7 +249,7 @@ def _text(cls: Any, instance: Any) -> str:
         page.append(f"{code:<{_COLUMN}}  # {first}" if first else code)
         page += [f"{'':<{_COLUMN}}  # {other}" for other in others]
     shown = {name for line in lines for name in line.calls}
-    rest = [(name, owners_of(cls, name)) for name in seams_of(cls) if name not in shown]
+    rest = [(name, owners_of(cls, name)) for name in hooks_of(cls) if name not in shown]
     also = [f"    {name}: {', '.join(o.__name__ for o in owners)}" for name, owners in rest if owners]
     page += ["", "called elsewhere:", *also] if also else []
     page += ["", *_add_ons(cls, instance)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from zae.common import optim, random_state
 from zae.common.optimizer_checks import check_schedules
 from zae.common.torch_private import is_compiled_by_hand
-from zae.composition.introspect import add_ons_of, is_overridden, seam, slots_of
+from zae.composition.introspect import add_ons_of, hook, is_overridden, slots_of
 from zae.data import sharding
 from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
@@ -215,18 +215,18 @@ class Preview:
 # ------------------------------------------------------------------------------------- the methods of the Trainer
 
 
-@seam
+@hook
 def plan_lines(self: Any, plan: RunPreview) -> list[str]:
     """Add to the preview of a run, and return notes to show below it; called by ``plan``."""
     return []
 
 
-@seam
+@hook
 def plan_ranks(self: Any, plan: RunPreview) -> None:
     """Set how many processes the run will have, and how they divide the work; called by ``plan`` before it counts."""
 
 
-@seam
+@hook
 def plan_memory(self: Any, plan: RunPreview) -> None:
     """Change ``plan.memory``, the bytes of one process, to those of a rank; called by ``plan``, not for lazy models."""
 

@@ -31,7 +31,7 @@ def check_class(kit: Kit) -> Iterator[str]:
     cls = kit.task.add_on(kit.add_on, *kit.beside)
     for name in FIXED:
         if getattr(cls, name) is not getattr(kit.task, name):
-            yield f"replaces {name}, which is the loop itself; override a seam inside it instead (see zae.AddOnBase)"
+            yield f"replaces {name}, which is the loop itself; override a hook inside it instead (see zae.AddOnBase)"
     if not (kit.add_on.__doc__ or "").strip():
         yield "has no docstring; write what it does in one line: explain() and help() show it"
 
@@ -101,7 +101,7 @@ def left_changed(name: str, how: str) -> str:
     """Return the fault for a setting that was not restored."""
     return (
         f"changes a setting of the process and does not restore it: the {name} ({how}); restore it in teardown(), or "
-        "use a context manager in one of the context seams"
+        "use a context manager in one of the context hooks"
     )
 
 
@@ -127,7 +127,7 @@ def check_pickle(kit: Kit) -> Iterator[str]:
 
 def check_super(kit: Kit) -> Iterator[str]:
     """Count the calls of ``super()`` of each override in a run; find those that make none, or several."""
-    outer = kit.own_seams
+    outer = kit.own_hooks
     names = set(outer.values())
     inner = {f"{name} of Trainer": getattr(Trainer, name) for name in names}
     codes = {_code(value): name for name, value in inner.items()}

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zae.common.random_state import seed_everything
-from zae.composition.introspect import function_of, kinds_of, seams_of
+from zae.composition.introspect import function_of, hooks_of, kinds_of
 from zae.composition.options import options_of
 from zae.errors import ZaeError
 from zae.testing import watch
@@ -262,10 +262,10 @@ class Kit:
         return found
 
     @property
-    def own_seams(self) -> dict[Any, str]:
-        """The names of the seams that the add-on overrides, by their code."""
-        seams = seams_of(Trainer)
-        return {code: name for code, name in self.own_codes.items() if name in seams}
+    def own_hooks(self) -> dict[Any, str]:
+        """The names of the hooks that the add-on overrides, by their code."""
+        hooks = hooks_of(Trainer)
+        return {code: name for code, name in self.own_codes.items() if name in hooks}
 
 
 def _draw(seed: int, sizes: Sequence[int]) -> list[Any]:

@@ -52,7 +52,7 @@ def check_exception(kit: Kit) -> Iterator[str]:
 
 
 def _failing(kit: Kit) -> Any:
-    """Derive a task whose other seams fail too, where that is asked for."""
+    """Derive a task whose other hooks fail too, where that is asked for."""
 
     class Failing(kit.probe):  # type: ignore[name-defined]
         def setup(self) -> None:
@@ -64,7 +64,7 @@ def _failing(kit: Kit) -> Any:
             super().backward(*args, **kwargs)
             self.notes.fail("backward", at=3)
 
-    # An add-on that replaces a seam refuses a task that overrides it too.
+    # An add-on that replaces a hook refuses a task that overrides it too.
     replaced = any(is_marked(c.__dict__.get("backward"), "__replaces__") for c in kit.own_classes)
     return Failing if replaced else FailingBackward
 

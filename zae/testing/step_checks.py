@@ -195,8 +195,8 @@ def check_random(kit: Kit) -> Iterator[str]:
 
     torch.manual_seed(7)
     before.update(watch.streams())
-    seams = {code: name for code, name in kit.own_seams.items() if name not in ("launch", "gradients")}
-    with watch.Calls(seams, look):
+    hooks = {code: name for code, name in kit.own_hooks.items() if name not in ("launch", "gradients")}
+    with watch.Calls(hooks, look):
         trainer.run(2, kit.data(), kit.data()[:2], valid_every=2)
     if not drawn:
         with in_new_folder():

@@ -14,7 +14,7 @@ from torch import nn
 from zae.cli.certify.loop import Recipe, Uncovered
 from zae.common import optim
 from zae.common.random_state import seed_everything
-from zae.composition.introspect import add_ons_of, is_add_on, is_trainer, seams_of
+from zae.composition.introspect import add_ons_of, hooks_of, is_add_on, is_trainer
 from zae.data.loaders import length_of, parts_with_epoch
 from zae.schedulers.lengths import is_per_step, is_plateau
 from zae.schedulers.warmup import takes_total_steps
@@ -49,7 +49,7 @@ def uncovered(trainer: Any, arguments: Mapping[str, Any]) -> list[str]:
     own = _classes_of_user(trainer)
     if not any("train_step" in vars(each) for each in own):
         found.append("a train_step that is not the user's")
-    overridden = [name for name in seams_of(type(trainer)) if any(name in vars(each) for each in own)]
+    overridden = [name for name in hooks_of(type(trainer)) if any(name in vars(each) for each in own)]
     found += [f"{own[0].__name__}.{name}" for name in overridden if name not in _STEPS]
     found += [f"self.{name}, which {own[0].__name__} reads" for name in sorted(_read_of_trainer(own))]
     return found

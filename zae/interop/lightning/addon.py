@@ -199,7 +199,7 @@ class LightningAddon(AttachedModule):
         if not calls:
             raise StepError(
                 f"{type(module).__name__}.optimizer_step did not call its closure, which skips batches in Lightning; "
-                "here the gradient is there already. Use GradientAccumulationAddon, or the seam may_step"
+                "here the gradient is there already. Use GradientAccumulationAddon, or the hook may_step"
             )
         return True
 
