@@ -19,7 +19,7 @@ from zae.common import torch_private
 
 # Names in C that torch itself reads, of the compiler, or of a wrapper: without one of them, a run is the same.
 ELSEWHERE = {
-    *("_backward_hooks", "_post_accumulate_grad_hooks", "_indices", "_values", "_foreach_add_", "_dynamo"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks", "_indices", "_values", "_dynamo"),
     *("_rebuild_buckets", "_push_all_rebuilt_params", "_check_reducer_finalized", "_get_default_store"),
     *("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_check_comm_hook"),
     # What a function of torch reads, which is only compared.
@@ -96,23 +96,6 @@ def test_a_name_of_torch_is_found_that_is_spelled_like_one_of_ours():
 def test_every_name_is_taken_away():
     taken = {*other_torch.IN_PYTHON, *(name for names in other_torch.IN_C.values() for name in names)}
     assert names_read() <= taken | ELSEWHERE
-
-
-def test_the_same_numbers_are_added(monkeypatch):
-    monkeypatch.delattr(torch, "_foreach_add_")
-    counters = [torch.tensor(1.0), torch.tensor([2.0])]
-    torch_private.add_to_all(counters, 1)
-    assert counters == [torch.tensor(2.0), torch.tensor([3.0])]
-
-
-def test_containers_are_taken_apart_and_put_together(monkeypatch):
-    value = {"a": [torch.ones(1), (2, None)], "b": ()}
-    for _ in range(2):
-        leaves, spec = torch_private.flatten_tree(value)
-        assert [each for each in leaves if each is not None][1:] == [2]
-        assert spec == torch_private.flatten_tree(value)[1] != torch_private.flatten_tree([1])[1]
-        assert torch_private.unflatten_tree(leaves, spec) == value
-        monkeypatch.setattr(torch_private, "find", lambda *name: None)
 
 
 def test_hooks_are_expected_where_torch_does_not_tell():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zae.errors import ConfigError, StepError
 from zae.interop.huggingface import metrics
-from zae.interop.huggingface.metrics import BatchOutputs, EvaluationOutputs, concatenate, monitor_of
+from zae.interop.huggingface.metrics import BatchOutputs, EvaluationOutputs, concatenate
 
 
 def test_concatenation_is_that_of_transformers() -> None:
@@ -126,8 +126,6 @@ def test_wrong_metrics_are_refused(returned: Any, message: str) -> None:
 def test_names_of_metrics() -> None:
     nested = {"eval_accuracy": np.float32(0.5), "macro avg": {"f1": torch.tensor(0.25)}}
     assert evaluate(EvaluationOutputs(lambda prediction: nested), 1)[0] == {"accuracy": 0.5, "macro avg/f1": 0.25}
-    assert monitor_of("eval_accuracy") == monitor_of("accuracy") == "accuracy"
-    assert monitor_of("eval_long_text_loss", ["long", "long_text"]) == "long_text/loss"
     assert metrics.prefixed({"loss": 1.0, "test_f1": 2.0}, "test") == {"test_loss": 1.0, "test_f1": 2.0}
 
 

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 __all__ = [
     "accelerator",
-    "add_to_all",
     "arrange_buckets",
     "call_hooks",
     "call_instead",
@@ -38,7 +37,6 @@ __all__ = [
     "end_by_kill",
     "find",
     "fingerprint_of",
-    "flatten_tree",
     "found_overflow",
     "function_modes",
     "has_bf16_of_x86",
@@ -52,7 +50,6 @@ __all__ = [
     "overflow_flags",
     "shut_down_workers",
     "sparse_parts",
-    "unflatten_tree",
     "unsaved_buffers",
     "version_of",
 ]
@@ -70,32 +67,6 @@ def find(module: str, name: str) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ modules and tensors
-
-
-def flatten_tree(value: Any) -> tuple[list[Any], Any]:
-    """Return what is in nested containers, and how they are built; without torch's own, in dicts, lists and tuples."""
-    flatten = find("torch.utils._pytree", "tree_flatten")
-    if flatten is not None:
-        leaves, spec = flatten(value)
-        return list(leaves), spec
-    if type(value) not in (dict, list, tuple):
-        return [value], None
-    keys = list(value) if isinstance(value, dict) else None
-    parts = [flatten_tree(each) for each in (value.values() if isinstance(value, dict) else value)]
-    return [leaf for leaves, _ in parts for leaf in leaves], (type(value), keys, [(s, len(v)) for v, s in parts])
-
-
-def unflatten_tree(leaves: Sequence[Any], spec: Any) -> Any:
-    """Return the containers with other contents."""
-    unflatten = find("torch.utils._pytree", "tree_unflatten")
-    if unflatten is not None:
-        return unflatten(leaves, spec)
-    if spec is None:
-        return leaves[0]
-    kind, keys, parts = spec
-    ends = list(itertools.accumulate(size for _, size in parts))
-    made = [unflatten_tree(leaves[end - size : end], each) for (each, size), end in zip(parts, ends)]
-    return kind(made) if keys is None else dict(zip(keys, made))
 
 
 def fingerprint_of(dataset: Any) -> str | None:
@@ -212,16 +183,6 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     except AttributeError:
         tensor = tensor.coalesce()
         return tensor.indices(), tensor.values()
-
-
-def add_to_all(tensors: Sequence[Tensor], number: float) -> None:
-    """Add a number to each tensor, in place."""
-    together = getattr(torch, "_foreach_add_", None)
-    if together is not None:
-        together(tensors, number)
-        return
-    for each in tensors:
-        each.add_(number)
 
 
 # ------------------------------------------------------------------------------------------------ optimizers

@@ -38,7 +38,6 @@ FOREIGN_EVENTS: dict[str, tuple[str, ...]] = {
 KEYWORDS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 """What every event of Transformers is given by keyword."""
 
-_OF_STEPS = {"on_step_begin", "on_step_end", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -121,11 +120,6 @@ class Callbacks:
     def wants(self, event: str, is_foreign: bool = True) -> bool:
         """Return whether a callback has a method for an event."""
         return bool(self._methods.get((event, is_foreign)))
-
-    @property
-    def follows_steps(self) -> bool:
-        """Whether a callback has a method for the events of a step."""
-        return any(methods for (event, _), methods in self._methods.items() if event in _OF_STEPS)
 
     # ------------------------------------------------------------------------------------------------- the calls
 

@@ -108,19 +108,6 @@ class NonFiniteGuard:
             self.read_pending(progress, processes)
         return True
 
-    def keeps_from_stepping(self, loss: Any, processes: Processes) -> bool:
-        """Return, before the backward of a loss, whether `may_step` will raise or skip, where it looks before a step.
-
-        ``processes`` are the hooks of the trainer; all ranks call it.
-        """
-        if self.policy == "warn":
-            return False
-        values = [*loss.values()] if isinstance(loss, Mapping) else [loss]
-        bad = any(not math.isfinite(each.item()) for each in values if each.is_cpu or self.policy == "skip")
-        if self.policy == "skip" and processes.world_size > 1:
-            bad = float(processes.reduce(torch.tensor(float(bad), device=processes.device))) > 0
-        return bad
-
     def read_pending(self, progress: ProgressChecker, processes: Processes) -> None:
         """Look at the steps that wait on an accelerator."""
         waiting, steps, self._waiting, self._steps = self._waiting, self._steps, [], []

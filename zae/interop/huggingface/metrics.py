@@ -19,7 +19,7 @@ from zae.errors import ConfigError, StepError
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction
 
-__all__ = ["BatchOutputs", "EvaluationOutputs", "concatenate", "forward_outputs", "labels_of", "monitor_of"]
+__all__ = ["BatchOutputs", "EvaluationOutputs", "concatenate", "forward_outputs", "labels_of"]
 
 ENTRY = "eval_outputs"
 """The name of the outputs in ``log_test``."""
@@ -320,16 +320,6 @@ def _concatenate_tensors(parts: list[Tensor]) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------ names of metrics
-
-
-def monitor_of(name: str, eval_names: Iterable[str] = ()) -> str:
-    """Return the monitor for a ``metric_for_best_model``: ``eval_accuracy`` is ``accuracy`` here.
-
-    Of a dict of evaluation sets, ``eval_<name>_loss`` is ``<name>/loss``.
-    """
-    bare = name.removeprefix("eval_")
-    longest = max((each for each in eval_names if bare.startswith(f"{each}_")), key=len, default="")
-    return f"{longest}/{bare[len(longest) + 1 :]}" if longest else bare
 
 
 def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zae.launch.collectives import all_reduce
 from zae.launch.ddp import group_alike
 
-__all__ = ["average", "check_loss", "fill_states", "gradient_norm", "keep_own", "make_whole", "own_states"]
+__all__ = ["average", "check_loss", "fill_states", "gradient_norm", "keep_own", "make_whole"]
 
 
 def keep_own(model: nn.Module, kept: Collection[int]) -> None:
@@ -104,11 +104,6 @@ def fill_states(
 
 def _empty(kind: str, *rest: Any) -> Any:
     return torch.empty(rest[0], dtype=rest[1], device="meta") if kind == "tensor" else rest[0]
-
-
-def own_states(states: Mapping[int, Any], parameters: Sequence[Tensor]) -> dict[int, Any]:
-    """Return the states of the parameters that this rank has."""
-    return {key: state for key, state in states.items() if type(key) is not int or not parameters[key].is_meta}
 
 
 def check_loss(loss: Any) -> None:
