@@ -90,11 +90,6 @@ class ActivationOffloadAddon(AddOnBase):
         self.offload_min_bytes = check_count("offload_min_bytes", offload_min_bytes, least=0)
         (self.offload_pinned,) = check_flags(offload_pinned=offload_pinned)
         self._undo_offload: Callable[[], None] | None = None
-        if getattr(self, "activation_checkpointing", False):
-            raise ConfigError(
-                "activation_checkpointing=True of FSDPAddon would keep nothing of what ActivationOffloadAddon saves; "
-                "add GradientCheckpointingAddon instead of it, and the inputs of its modules are offloaded"
-            )
 
     def offloaded(self) -> Mapping[str, nn.Module]:
         """Return the modules whose saved tensors are offloaded, by name.

@@ -24,7 +24,6 @@ from zae.launch.blocks import (
     describe_blocks,
     parse_blocks,
     parse_methods,
-    prepare_block,
     split_by_block,
 )
 from zae.launch.ddp import BUCKET, broadcast, group_alike
@@ -59,8 +58,6 @@ class FSDPAddon(DistributedAddon):
         Free a block after its forward, and gather it again for the backward; False needs more memory and sends less.
     mp_policy : MixedPrecisionPolicy, optional
         The types in which blocks compute and gradients are averaged; parameters keep their own. Or use `AMPAddon`.
-    activation_checkpointing : bool
-        Compute the forward of a block again in its backward, instead of keeping its activations.
     compile_blocks : bool or str
         Compile each block, with inductor or the named backend of ``torch.compile``.
     cpu_offload : bool
@@ -109,17 +106,15 @@ class FSDPAddon(DistributedAddon):
         fsdp_blocks: Any = None,
         reshard_after_forward: bool = True,
         mp_policy: Any = None,
-        activation_checkpointing: bool = False,
         compile_blocks: bool | str = False,
         cpu_offload: bool = False,
         meta_init: bool = False,
         fsdp_methods: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
-        self.reshard_after_forward, self.activation_checkpointing, self.cpu_offload, self.meta_init = check_flags(
-            reshard_after_forward=reshard_after_forward, activation_checkpointing=activation_checkpointing,
-            cpu_offload=cpu_offload, meta_init=meta_init,
-        )  # fmt: skip
+        self.reshard_after_forward, self.cpu_offload, self.meta_init = check_flags(
+            reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload, meta_init=meta_init
+        )
         self._meta: Any = None  # What makes the model, with meta_init.
         self._sharded: Any = None  # The FSDPModule, which later runs find as it is.
         self._held: dict[str, Tensor] = {}  # The parameters that were sharded.
@@ -198,7 +193,7 @@ class FSDPAddon(DistributedAddon):
         check_shardable(model, self.blocks())
 
     def _shard(self, model: nn.Module) -> None:
-        """Checkpoint activations, compile and shard each block, the innermost first, and then the rest."""
+        """Compile and shard each block, the innermost first, and then the rest."""
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 
         options: dict[str, Any] = {"mesh": self._data_mesh(), "reshard_after_forward": self.reshard_after_forward}
@@ -207,19 +202,24 @@ class FSDPAddon(DistributedAddon):
         if self.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         for block in sorted(self.blocks().items(), key=lambda item: -item[0].count(".")):
-            prepare_block(block[1], self.activation_checkpointing, self.compile_blocks)
+            self._compile(block[1])
             fully_shard(block[1], **options)
         fully_shard(model, **options)
         for name in self.fsdp_methods:
             register_fsdp_forward_method(model, name)
 
+    def _compile(self, block: nn.Module) -> None:
+        """Compile a block if it is wanted, before it is sharded."""
+        if self.compile_blocks:
+            block.compile(backend="inductor" if self.compile_blocks is True else self.compile_blocks)
+
     def _prepare_alone(self) -> None:
-        """In one process, prepare the blocks as ranks do, and tell what only ranks do."""
+        """In one process, compile the blocks as ranks do, and tell what only ranks do."""
         if self._is_prepared or len(self.devices) > 1:
             return
         self._is_prepared = True
-        for block in self.blocks().values() if self.activation_checkpointing or self.compile_blocks else ():
-            prepare_block(block, self.activation_checkpointing, self.compile_blocks)
+        for block in self.blocks().values():
+            self._compile(block)
         if self.mp_policy is not None:
             _log.warning(
                 "mp_policy is that of sharded parameters, and one process shards none: it computes in the types of the "

@@ -74,11 +74,6 @@ class GradientCheckpointingAddon(AddOnBase):
         self.checkpoint_modules = parse_blocks(checkpoint_modules, "checkpoint_modules")
         self.checkpoint_keep = _parse_keep(checkpoint_keep)
         self._undo_checkpointing: Callable[[], None] | None = None
-        if getattr(self, "activation_checkpointing", False):
-            raise ConfigError(
-                "activation_checkpointing=True of FSDPAddon and GradientCheckpointingAddon would compute each block "
-                "twice again; leave one of them out"
-            )
 
     def checkpointed(self) -> Mapping[str, nn.Module]:
         """Return the modules that are computed again, by name.

@@ -23,7 +23,6 @@ from zae.addons import (
     CompileAddon,
     DeepSpeedAddon,
     EMAAddon,
-    FSDPAddon,
     GradientAccumulationAddon,
     GradientCheckpointingAddon,
     PipelineAddon,
@@ -435,8 +434,6 @@ def test_what_cannot_be_meant_is_refused_on_a_cpu_too(options: Any, text: str) -
 
 
 def test_what_is_computed_again_around_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="activation_checkpointing=True of FSDPAddon would keep nothing"):
-        build(OFFLOAD, FSDPAddon, activation_checkpointing=True)
     with pytest.raises(AddOnConflict, match="the stages of a pipeline are traced"):
         Task.add_on(OFFLOAD, PipelineAddon)
     with pytest.raises(AddOnConflict, match="find the parameters of a module by its forward"):

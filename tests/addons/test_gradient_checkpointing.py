@@ -19,7 +19,6 @@ from zae.addons import (
     AMPAddon,
     CompileAddon,
     EMAAddon,
-    FSDPAddon,
     GradientAccumulationAddon,
     GradientCheckpointingAddon,
     MultiGPUAddon,
@@ -182,8 +181,6 @@ def test_what_cannot_be_meant_is_refused(options: Any, text: str) -> None:
 
 
 def test_it_is_refused_beside_others_that_do_the_same() -> None:
-    with pytest.raises(ConfigError, match="activation_checkpointing=True of FSDPAddon and GradientCheckpointingAddon"):
-        build(CHECKPOINT, FSDPAddon, activation_checkpointing=True)
     with pytest.raises(AddOnConflict, match="the stages of a pipeline are traced"):
         Task.add_on(CHECKPOINT, PipelineAddon)
     model = network()

@@ -20,13 +20,13 @@ from kit.engines import F64, Block, Net, Task, data, distance, net, sgd
 from kit.faults import wait_for
 from kit.ranks import each_rank, on_ranks
 from zae import AddOnConflict, ConfigError, DistributedError, Trainer
-from zae.addons import CompileAddon, EMAAddon, FSDPAddon, GradientAccumulationAddon
+from zae.addons import CompileAddon, EMAAddon, FSDPAddon, GradientAccumulationAddon, GradientCheckpointingAddon
 from zae.launch.ddp import BUCKET, broadcast
 from zae.saving.rank_states import RankStates
 
 
-def trainer_of(model: nn.Module, task: type[Task] = Task, **options: object) -> Task:
-    return task.add_on(FSDPAddon)(model, "cpu", **{"optimizer": sgd, "log_bar": False, **options})
+def trainer_of(model: nn.Module, task: type[Task] = Task, add_ons: tuple[type, ...] = (), **options: object) -> Task:
+    return task.add_on(FSDPAddon, *add_ons)(model, "cpu", **{"optimizer": sgd, "log_bar": False, **options})
 
 
 def test_a_star_is_one_part_of_a_name():
@@ -315,7 +315,7 @@ class Counting(Block):
 
 
 def test_one_process_prepares_the_blocks_too(caplog):
-    """It recomputes activations and compiles blocks, in a second run as in the first; of a policy it warns once."""
+    """It compiles blocks, and computes them again, in a second run as in the first; of a policy it warns once."""
     ends, compiled = [], []
 
     def backend(graph, inputs):
@@ -323,10 +323,12 @@ def test_one_process_prepares_the_blocks_too(caplog):
         return graph
 
     torch._dynamo.register_backend(backend, name="counting")
-    for options in ({}, {"activation_checkpointing": True}, {"compile_blocks": "counting"}):
+    for add_ons, options in (((), {}), ((GradientCheckpointingAddon,), {}), ((), {"compile_blocks": "counting"})):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(11, 8), Counting(), Counting(), nn.Linear(8, 11)).to(F64)
-        trainer = trainer_of(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), **options)
+        trainer = trainer_of(
+            model, add_ons=add_ons, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), **options
+        )
         counts = []
         for _ in range(2):
             Counting.calls = 0

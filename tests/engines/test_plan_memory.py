@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kit.engines import ENGINES, Engine, Task, build
 from kit.ranks import each_rank
 from zae import ConfigError
-from zae.addons import DeepSpeedAddon, EMAAddon, GradientAccumulationAddon
+from zae.addons import DeepSpeedAddon, EMAAddon, GradientAccumulationAddon, GradientCheckpointingAddon
 from zae.interop.deepspeed.zero import load_library
 
 ROWS, WIDTH, VOCABULARY = 8, 256, 1000
@@ -117,8 +117,8 @@ MORE: dict[int, list[Case]] = {
         ("fsdp", (), {"mp_policy": MIXED, "reshard_after_forward": False}, {}),
         ("fsdp", (GradientAccumulationAddon,), {**WINDOW, "mp_policy": HALF}, {}),
         ("fsdp", (), {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, {}),
-        ("fsdp", (), {"activation_checkpointing": True}, {}),
-        ("fsdp", (), {"activation_checkpointing": True, "mp_policy": HALF, "reshard_after_forward": False}, {}),
+        ("fsdp", (GradientCheckpointingAddon,), {}, {}),
+        ("fsdp", (GradientCheckpointingAddon,), {"mp_policy": HALF, "reshard_after_forward": False}, {}),
         ("fsdp", (), {"optimizer": "momentum"}, {"is_tied": 1}),
         ("fsdp", (), {"mp_policy": HALF}, {"is_tied": 1}),
         ("fsdp", (), {}, {"frozen": 2}),
@@ -140,7 +140,7 @@ MORE: dict[int, list[Case]] = {
                 ((), {"mp_policy": HALF}, {}),
                 ((), {"reshard_after_forward": False}, {}),
                 ((GradientAccumulationAddon,), WINDOW, {}),
-                ((), {"optimizer": "momentum", "activation_checkpointing": True}, {"frozen": 2}),
+                ((GradientCheckpointingAddon,), {"optimizer": "momentum"}, {"frozen": 2}),
             )
         ),
     ],

@@ -25,6 +25,7 @@ from zae.addons import (
     EMAAddon,
     FSDPAddon,
     GradientAccumulationAddon,
+    GradientCheckpointingAddon,
     JSONLLoggerAddon,
     LedgerAddon,
     NeptuneLoggerAddon,
@@ -140,9 +141,9 @@ def test_blocks_that_are_compiled_and_checkpointed(engine: Engine) -> None:
         return
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # By the compiler.
     backend = "aot_eager" if engine.shares != engine.world or engine.world == 2 else "eager"
-    ways: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"compile_blocks": backend}]
-    for options in ways:
-        trainer, single = build(engine, gradient_clip=0.05, **options), build(None, gradient_clip=0.05)
+    ways: list[tuple[Any, ...]] = [((GradientCheckpointingAddon,), {}), ((), {"compile_blocks": backend})]
+    for add_ons, options in ways:
+        trainer, single = build(engine, *add_ons, gradient_clip=0.05, **options), build(None, gradient_clip=0.05)
         valid = data(4 * engine.shares, 4, False)  # Of another size, a batch would be compiled for again.
         here = trainer.run(1, data(8 * engine.shares), valid)
         there = single.run(1, data(8 * engine.shares, 4 * engine.shares), valid)

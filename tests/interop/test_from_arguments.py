@@ -392,11 +392,13 @@ def test_devices_and_processes(monkeypatch, tmp_path):
     assert carried.report == {}
     args.fsdp = True
     args.fsdp_config = {
-        "transformer_layer_cls_to_wrap": ["BertLayer"], "cpu_offload": True, "version": 2, "state_dict_type": "FULL",
+        "transformer_layer_cls_to_wrap": ["BertLayer"], "cpu_offload": True, "activation_checkpointing": True,
+        "version": 2, "state_dict_type": "FULL",
     }  # fmt: skip
     carried = from_arguments(args)
-    assert [each.__name__ for each in carried.add_ons] == ["FSDPAddon"]
+    assert [each.__name__ for each in carried.add_ons] == ["FSDPAddon", "GradientCheckpointingAddon"]
     assert (carried.options["fsdp_blocks"], carried.options["cpu_offload"]) == (["BertLayer"], True)
+    assert carried.options["checkpoint_modules"] == ["BertLayer"]
     assert carried.report == {
         "fsdp_config": "fsdp_config has {'version': 2, 'state_dict_type': 'FULL'}: FSDPAddon has no such options",
         "ddp_find_unused_parameters": "ddp_find_unused_parameters=True: FSDPAddon has no such option",

@@ -47,9 +47,8 @@ OPTIONS = _by_name(
         "metric_on_epoch_end()": "compute_metrics batch_eval_metrics include_for_metrics",
         "dtype='bf16' (AMPAddon)": "dtype torch_dtype model_dtype",
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), before the trainer is made": "sync_batchnorm",
-        "GradientCheckpointingAddon, or activation_checkpointing=True (FSDPAddon)": ""
-        "gradient_checkpointing gradient_checkpointing_kwargs checkpoint_sequential activation_checkpointing "
-        "activation_checkpointing_kwargs",
+        "GradientCheckpointingAddon": "gradient_checkpointing gradient_checkpointing_kwargs checkpoint_sequential "
+        "activation_checkpointing activation_checkpointing_kwargs",
         "CompileAddon": "torch_compile dynamo_backend dynamo_plugin",
         "compile_mode (CompileAddon)": "torch_compile_mode",
         "compile_backend (CompileAddon)": "torch_compile_backend",

@@ -12,7 +12,6 @@ from torch import nn
 from zae.common.optim import has_lazy
 from zae.common.torch_private import has_gradient_hooks
 from zae.errors import ConfigError
-from zae.launch.activations.recompute import recompute
 
 __all__ = [
     "check_divisible",
@@ -27,7 +26,6 @@ __all__ = [
     "has_forward",
     "parse_blocks",
     "parse_methods",
-    "prepare_block",
     "split_by_block",
 ]
 
@@ -193,14 +191,6 @@ def choose_outermost(model: nn.Module, wanted: Any, option: str, what: str) -> d
         )
     parents = tuple(f"{name}." for name in found)
     return {name: each for name, each in found.items() if not name.startswith(parents)}
-
-
-def prepare_block(block: nn.Module, checkpoints: bool, compiles: bool | str) -> None:
-    """Let a block recompute its activations, and compile it, before it is sharded."""
-    if checkpoints:
-        recompute({"": block})
-    if compiles:
-        block.compile(backend="inductor" if compiles is True else compiles)
 
 
 def describe_blocks(blocks: Mapping[str, nn.Module]) -> str:

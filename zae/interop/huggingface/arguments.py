@@ -379,19 +379,22 @@ def carry_device(args: Any, to: Any) -> None:
             to.tell(name, "FSDPAddon has no such option")
 
 
-_FSDP = {"reshard_after_forward", "cpu_offload", "activation_checkpointing", "transformer_layer_cls_to_wrap"}
+_FSDP = ("reshard_after_forward", "cpu_offload")  # Named alike here.
+_FSDP_OF_OTHER_NAME = ("activation_checkpointing", "transformer_layer_cls_to_wrap")
 
 
 def _carry_fsdp(args: Any, to: Any) -> None:
     """Carry fsdp and fsdp_config; entries that FSDPAddon has no option for are reported."""
     config = dict(args.fsdp_config or {})
-    options: dict[str, Any] = {
-        name: bool(config[name]) for name in _FSDP - {"transformer_layer_cls_to_wrap"} if name in config
-    }
-    if config.get("transformer_layer_cls_to_wrap"):
-        options["fsdp_blocks"] = list(config["transformer_layer_cls_to_wrap"])
+    options: dict[str, Any] = {name: bool(config[name]) for name in _FSDP if name in config}
+    blocks = list(config.get("transformer_layer_cls_to_wrap") or ())
+    if blocks:
+        options["fsdp_blocks"] = blocks
     to.add_on("FSDPAddon", **options)
-    left = {name: value for name, value in config.items() if name not in _FSDP and value}
+    if config.get("activation_checkpointing"):
+        to.add_on("GradientCheckpointingAddon", **({"checkpoint_modules": blocks} if blocks else {}))
+    known = (*_FSDP, *_FSDP_OF_OTHER_NAME)
+    left = {name: value for name, value in config.items() if name not in known and value}
     if left:
         to.report["fsdp_config"] = f"fsdp_config has {left}: FSDPAddon has no such options"
 
