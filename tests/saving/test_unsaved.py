@@ -142,3 +142,80 @@ def test_a_resume_names_nothing_that_is_saved(tmp_path: Path, caplog: pytest.Log
     assert (again.progress_checker.step, again.baseline) == (4, 4.0)
     assert "unsaved" not in again.state_dict()["StateManagerAddon"]
     assert not [r for r in caplog.records if "lacks" in r.message]
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps all of its state in attributes, which torch does not save."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.count, self.means, self.stream = 0, {}, torch.Generator().manual_seed(2)
+        self.decay = 0.9  # This does not change.
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for parameter in self.param_groups[0]["params"]:
+            mean = self.means.setdefault(parameter, torch.zeros_like(parameter)).mul_(self.decay).add_(parameter.grad)
+            parameter.sub_(mean * torch.rand((), generator=self.stream), alpha=0.1 / self.count)
+
+
+class SavedMomentum(Momentum):
+    """The same, with a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"count": self.count, "means": [*self.means.values()], "stream": self.stream.get_state()}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state["count"]
+        self.means = dict(zip(self.param_groups[0]["params"], state["means"], strict=False))
+        self.stream.set_state(state["stream"])
+        super().load_state_dict({"state": state["state"], "param_groups": state["param_groups"]})
+
+
+class Classifies(Trainer):
+    def train_step(self, batch: Any) -> Any:
+        return {"loss": F.cross_entropy(self.model(batch[0]), batch[1])}
+
+    test_step = train_step
+
+
+def told_of_resume(folder: Path, caplog: pytest.LogCaptureFixture, model: Any, optimizer: Any) -> tuple[Any, list[str]]:
+    """Return the weights of a run in two parts, and the warnings of the second."""
+    for _ in range(2):
+        caplog.clear()
+        run = Classifies.add_on(StateManagerAddon)(
+            model, "cpu", optimizer=optimizer, seed=0, save_path=folder, resume="auto", log_bar=False
+        )
+        run.run(2, BATCHES, max_steps=2)
+    return run.unwrap().state_dict(), [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def small() -> nn.Module:
+    return nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor, SavedMomentum])
+def test_a_resume_names_nothing_of_an_optimizer_that_saves_its_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any
+) -> None:
+    assert told_of_resume(tmp_path, caplog, small, kind)[1] == []
+
+
+def test_a_resume_names_what_an_optimizer_keeps_beside_its_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torch's own resume, which loses it in silence, this one has no place to take it from."""
+    (told,) = told_of_resume(tmp_path, caplog, small, Momentum)[1]
+    names = "\"optimizer['0'].count\", \"optimizer['0'].means\", \"optimizer['0'].stream\""
+    assert told.startswith(f"the state that this run resumes from lacks {names}, which had changed")
+
+
+def test_a_resume_of_lazy_modules_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Their first forward gives them another class and other attributes, in each process."""
+
+    def lazy() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(2))
+
+    assert told_of_resume(tmp_path, caplog, lazy, torch.optim.Adam)[1] == []

@@ -1,4 +1,4 @@
-"""Find what a run changes and checkpoints lack: attributes of the user's own class, and of the model's modules."""
+"""Find what a run changes and checkpoints lack: attributes of the user's class, of modules, and of optimizers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zae.common import optim
+from zae.common.optimizer_state import with_inner
 from zae.common.torch_private import unsaved_buffers
 from zae.composition.introspect import set_by
 from zae.data.loader_state import STREAMS, read_stream
@@ -34,14 +37,16 @@ _CONTAINERS = (list, tuple, dict, set, deque)
 _CLOSED = (type, ModuleType, FunctionType, MethodType, Iterator, DataLoader, Dataset, Sampler, logging.Logger)
 
 
+_OF_OPTIMIZERS = ("state", "param_groups", "defaults", "param_names")  # What torch saves, or sets itself.
 _GONE = "absent"  # In place of the class of a module that was removed.
 
 
 class Unsaved:
     """Finds what has changed since the run began and is not in the state.
 
-    It compares the attributes that the user's own classes set, unless these have a ``state_dict``, and in the model's
-    modules numbers, random streams, and tensors that are not persistent buffers. Of large values it compares a sample.
+    It compares the attributes that the user's own classes set, unless these have a ``state_dict``, those of optimizers
+    that save with torch's ``state_dict`` alone, and in the model's modules numbers, random streams, and tensors that
+    are not persistent buffers. Of large values it compares a sample.
 
     The methods get the trainer as ``owner`` of attributes, its plain model, and its `Optimization`. An add-on that
     saves attributes of modules names them in a property ``saved_attributes``: ``model.metric.count``, for instance.
@@ -66,7 +71,9 @@ class Unsaved:
         present = _classes_in(model)
         if self._begun is None and is_main:
             _warn_of_replaced(self.modules, present)
-        if self._begun is None and not optim.has_lazy(model.parameters()):
+        is_lazy = any(isinstance(each, LazyModuleMixin) for each in model.modules())
+        # A lazy module becomes one of another class, with other attributes, in its first forward.
+        if self._begun is None and not is_lazy and not optim.has_lazy(model.parameters()):
             self._own = _set_by_classes(type(owner))
             self._begun, self._begun_modules = self._marks(owner, model, optimization), present
 
@@ -92,11 +99,15 @@ class Unsaved:
     def _marks(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
         """Map the name of each value to a mark that is equal while the value has not changed."""
         held, kept = vars(owner), getattr(owner, "saved_attributes", ())
-        saved = (owner, held["model"], *optimization.optimizers.values(), *optimization.schedulers.values())
+        optimizers = {f"optimizer[{name!r}]": each for name, each in optimization.optimizers.items()}
+        every_optimizer = [inner for each in optimizers.values() for inner in with_inner(each)]
+        saved = (owner, held["model"], *every_optimizer, *optimization.schedulers.values())
         inside = {id(each) for each in (*saved, *model.modules())}
         look, found = _Look(inside, _memory_of(model)), {}
         own = [(f"{place}.{name}", held[name], _DEPTH) for place, name in self._own if name in held]
-        for name, value, depth in (*own, *((*each, 2) for each in _of_model(model) if each[0] not in kept)):
+        of_model = [(*each, 2) for each in _of_model(model) if each[0] not in kept]
+        of_optimizers = [(*each, _DEPTH) for place, one in optimizers.items() for each in _of_optimizer(place, one)]
+        for name, value, depth in (*own, *of_model, *of_optimizers):
             with contextlib.suppress(Exception):  # For instance a thread fills it: the state is saved without its mark.
                 found[name] = look(value, depth)
         return found
@@ -104,7 +115,13 @@ class Unsaved:
 
 def _classes_in(model: nn.Module) -> dict[str, str]:
     """Return the class of each module of a model, by its path."""
-    return {path: type(each).__qualname__ for path, each in model.named_modules(prefix="model")}
+    return {path: _class_of(each).__qualname__ for path, each in model.named_modules(prefix="model")}
+
+
+def _class_of(module: nn.Module) -> type:
+    """Return the class of a module; of a lazy one that which its first forward gives it."""
+    becomes = getattr(module, "cls_to_become", None) if isinstance(module, LazyModuleMixin) else None
+    return becomes or type(module)
 
 
 def _warn_of_replaced(saved: Mapping[str, str], present: Mapping[str, str]) -> None:
@@ -143,6 +160,17 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{place}.{name}", value
         for name in unsaved_buffers(module):
             yield f"{place}.{name}", getattr(module, name)
+
+
+def _of_optimizer(place: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield what an optimizer keeps beside the state that torch saves, unless it has a way of its own to save."""
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        return
+    if getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
+        return
+    for name, value in vars(optimizer).items():
+        if name not in _OF_OPTIMIZERS and not name.startswith("_"):
+            yield f"{place}.{name}", value
 
 
 class _Look:
