@@ -126,28 +126,6 @@ def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
         second.load_state_dict(first.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("saved", "present", "is_refused"),
-    [
-        ("ConstantLR", "LinearLR", True), ("ConstantLR", "CosineAnnealingLR", True), ("StepLR", "OneCycleLR", True),
-        ("ConstantLR", "ConstantLR", False), ("OneCycleLR", "OneCycleLR", False), ("LambdaLR", "LambdaLR", False),
-    ],
-)  # fmt: skip
-def test_an_older_state_is_refused_by_its_entries(saved: str, present: str, is_refused: bool, tmp_path: Path) -> None:
-    """One that has no classes, as the checkpoints of format 1 that were saved before."""
-    first = build(tmp_path / "a", scheduler=SCHEDULERS[saved])
-    second = build(tmp_path / "b", scheduler=SCHEDULERS[present])
-    first.setup()
-    second.setup()
-    state = first.state_dict()
-    del state["records"]["settings"]
-    if is_refused:
-        with pytest.raises(CheckpointMismatch, match=f"scheduler 0 is {present}, but the state has .* another class"):
-            second.load_state_dict(state)
-    else:
-        second.load_state_dict(state)
-
-
 def decayed(value: float) -> Make:
     def make(parameters: Any) -> Any:
         first, *rest = parameters

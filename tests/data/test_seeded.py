@@ -213,7 +213,7 @@ def test_another_number_of_workers_of_a_stateful_loader_is_refused(before, after
 
 @pytest.mark.parametrize("where", [lambda given: given, lambda given: Subset(given, range(22))])
 def test_another_seed_is_refused_in_a_resume(where, tmp_path):
-    """The rest of the epoch would have other augmentation; a checkpoint that lacks the seed is believed."""
+    """The rest of the epoch would have other augmentation."""
 
     def build(**options):
         model = network()
@@ -226,13 +226,6 @@ def test_another_seed_is_refused_in_a_resume(where, tmp_path):
     for changed, now in ((SeededDataset(data(), 2), "2"), (data(), "unknown")):
         with pytest.raises(CheckpointMismatch, match=f"seed of the SeededDataset was 1 and is {now}"):
             build().run(1, DataLoader(where(changed), 4))
-    old = build()
-    old.load_state()
-    position, loader = old.loader_position, DataLoader(where(SeededDataset(data(), 2)), 4)
-    with pytest.raises(CheckpointMismatch, match="seed of the SeededDataset was 1"):
-        position.check(loader, new_run=False)
-    del position._resume["facts"]["seed of the SeededDataset"]
-    position.check(loader, new_run=False)
 
 
 def test_a_stream_has_no_index():

@@ -393,15 +393,9 @@ class ScriptSettings:
         return made
 
     def check_classes(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of a trainer whose optimizers or schedulers are of other classes.
-
-        Older versions did not save the classes; for schedulers the names of the entries are compared then.
-        """
-        saved = state["records"].get("settings")
+        """Refuse the state of a trainer whose optimizers or schedulers are of other classes."""
+        saved = state["records"]["settings"]
         for (what, name), each in self._noted.items():
-            if saved is None:
-                _compare_keys(name, each.object, state[what][name]) if what == "scheduler" else None
-                continue
             classes = [_classes(one) for one in (saved[what][name], each.script)]
             if classes[0] != classes[1]:
                 raise CheckpointMismatch(
@@ -409,14 +403,13 @@ class ScriptSettings:
                     "was, or " + REMEDY
                 )
 
-    def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Record the settings of a state that was loaded, if it has any."""
-        if saved is not None:
-            self._noted = {
-                (what, name): each._replace(loaded=saved[what].get(name, each.script))
-                for (what, name), each in self._noted.items()
-            }
-        self._is_loaded = saved is not None
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Record the settings of a state that was loaded."""
+        self._noted = {
+            (what, name): each._replace(loaded=saved[what].get(name, each.script))
+            for (what, name), each in self._noted.items()
+        }
+        self._is_loaded = True
 
     def warn(self, is_main: bool) -> None:
         """Warn, once after a load, of the settings of the script that the state overrides."""
@@ -440,19 +433,6 @@ def _classes(description: Mapping[str, Any]) -> str:
     """Return the class name of a description, with those of its parts."""
     parts = ", ".join(map(_classes, description["parts"]))
     return str(description["class"]) + (f"({parts})" if parts else "")
-
-
-def _compare_keys(name: str, scheduler: Any, state: Any) -> None:
-    """Refuse the state of a scheduler if each of the two has entries that the other lacks."""
-    if not isinstance(state, Mapping):
-        raise CheckpointMismatch(f"the state of scheduler {name} is a {type(state).__name__}, not a dict")
-    own, saved = ({key for key in each if key[:1] != "_"} for each in (scheduler.state_dict(), map(str, state)))
-    if own - saved and saved - own:
-        raise CheckpointMismatch(
-            f"scheduler {name} is {type(scheduler).__name__}, but the state has "
-            f"{printable(', '.join(sorted(saved - own)))} and lacks "
-            f"{', '.join(sorted(own - saved))}: it is of another class. Build it as it was, or " + REMEDY
-        )
 
 
 def _differences(where: str, script: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:

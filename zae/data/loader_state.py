@@ -22,7 +22,6 @@ from zae.errors import CheckpointMismatch
 
 __all__ = [
     "FINGERPRINT",
-    "SEED",
     "STREAMS",
     "as_begun",
     "capture_parts",
@@ -37,9 +36,6 @@ __all__ = [
 
 FINGERPRINT = "dataset fingerprint"
 """The fact that only warns where it differs: some datasets get a new one in each process."""
-
-SEED = "seed of the SeededDataset"
-"""The fact that older checkpoints lack."""
 
 STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 """The kinds of random stream."""
@@ -59,7 +55,7 @@ def facts_of(loader: Any) -> dict[str, Any]:
         value = getattr(loader, name, None)
         facts[name] = getattr(batch_sampler, name, None) if value is None or batch_sampler is not None else value
     facts[FINGERPRINT] = _fingerprint(getattr(loader, "dataset", None))
-    facts[SEED] = _seed_of_samples(getattr(loader, "dataset", None))
+    facts["seed of the SeededDataset"] = _seed_of_samples(getattr(loader, "dataset", None))
     facts["sampler"] = _kind(_sampler_of(loader))
     facts["batch sampler"] = _kind(unwrap_sampler(batch_sampler))
     for name, sampler in (("sampler", _sampler_of(loader)), ("batch sampler", unwrap_sampler(batch_sampler))):

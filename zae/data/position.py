@@ -20,7 +20,6 @@ from torch.utils.data import (
 from zae.common import random_state
 from zae.data.loader_state import (
     FINGERPRINT,
-    SEED,
     as_begun,
     capture_parts,
     changes_of,
@@ -197,8 +196,6 @@ class LoaderPosition:
         """
         before, now = {} if self._resume is None else dict(self._resume["facts"]), facts_of(loader)
         marks = before.pop(FINGERPRINT, None), now.pop(FINGERPRINT, None)
-        if SEED not in before:
-            now.pop(SEED, None)
         changes = changes_of(before, now) if before else []
         if not new_run and None not in marks and marks[0] != marks[1]:
             _log.warning("the dataset has changed since the checkpoint was saved: its fingerprint was %s and is %s, so "

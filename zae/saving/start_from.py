@@ -277,10 +277,10 @@ def _progress(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _records(saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str]) -> dict[str, Any]:
     """Return the records of the new run; of the settings, those of the parts that keep them come along."""
-    settings = (saved.get("records") or {}).get("settings")
     own = present["records"]["settings"]
-    if settings is None or not {"optimizer", "scheduler"} & set(parts):
+    if not {"optimizer", "scheduler"} & set(parts):
         return dict(present["records"])
+    settings = saved["records"]["settings"]
     both = {
         "optimizer": {
             name: {**each, "class": own["optimizer"][name]["class"]} for name, each in own["optimizer"].items()
