@@ -203,17 +203,13 @@ def warm_up(steps: int) -> Any:
 
 
 def test_a_first_epoch_without_a_rate_is_warned_of(caplog: Any) -> None:
-    """Stepped by epochs it trains with the rate 0; stepped by batches, a warm-up may be longer than the epoch."""
+    """Stepped by epochs it trains with the rate 0; stepped by batches, a warm-up may well be longer than the epoch."""
     make(warm_up(10)).run(1, batches())
     assert len(warned(caplog)) == 1
     assert "under a tenth of its base rate through the whole first epoch (it begins at 0)" in warned(caplog)[0]
     assert warned(caplog)[0].endswith("write scheduler_step_on_batch=True")
     caplog.clear()
-    make(warm_up(1000), True).run(1, batches())
-    assert len(warned(caplog)) == 1
-    assert "shorten its warm-up" in warned(caplog)[0]
-    caplog.clear()
-    for scheduler, on_batch in ((warm_up(10), True), (warm_up(60), True), (one_cycle(7), True), (None, None)):
+    for scheduler, on_batch in ((warm_up(1000), True), (warm_up(10), True), (one_cycle(7), True), (None, None)):
         make(scheduler, on_batch).run(1, batches())
     first = make(lambda o: of_torch.StepLR(o, 1, 0.01))
     first.run(1, batches())

@@ -494,37 +494,6 @@ def test_plan_is_quick_for_a_long_run() -> None:
     assert isinstance(plan, zae.preview.plan.RunPreview)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "kind"),
-    [
-        (lambda p: torch.optim.AdamW(p), "AdamW"),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "SGD"),
-        (lambda p: torch.optim.SGD(p, lr=0.1), None),  # Its fused kernel takes as long.
-        (lambda p: torch.optim.AdamW(p, fused=True), None),
-        (lambda p: torch.optim.AdamW(p, fused=False), None),
-        (lambda p: torch.optim.AdamW(p, foreach=True), None),
-        (lambda p: torch.optim.RMSprop(p), None),
-    ],
-)
-@pytest.mark.parametrize("built", [False, True])
-def test_plan_suggests_a_fused_optimizer_that_nobody_has_decided_on(optimizer: Any, kind: str | None, built: bool):
-    model = torch.nn.Linear(2, 1)
-    given = optimizer(model.parameters()) if built else optimizer
-    batches = [(torch.ones(4, 2), torch.ones(4, 1))] * 2
-    notes = [n for n in Task(model, "cpu", optimizer=given).plan(1, batches).notes if "fused" in n]
-    assert len(notes) == (kind is not None)
-    assert all(f"{kind}(..., fused=True)" in note for note in notes)
-
-
-def test_plan_suggests_no_kernel_for_half_precision_on_the_cpu() -> None:
-    """Torch 2.13's fused SGD leaves most such weights as they were."""
-    model = nn.Linear(2, 1).bfloat16()
-    batches = [(torch.ones(4, 2, dtype=torch.bfloat16), torch.ones(4, 1, dtype=torch.bfloat16))] * 2
-    plan = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)).plan(1, batches)
-    assert plan.steps == 2
-    assert not [note for note in plan.notes if "fused" in note]
-
-
 def test_a_run_in_mode_test_has_no_steps() -> None:
     """Run() evaluates its loader then; a monitor is nothing to it."""
     trainer = PlainTask(oracle.Net(), "cpu", mode="test", monitor="recall")

@@ -22,13 +22,11 @@ __all__ = [
     "call_factories",
     "check_closures",
     "check_groups",
-    "fused_hints",
     "gradient_norm",
     "has_lazy",
     "has_own_form",
     "label",
     "learning_rates",
-    "leaves_kernel_open",
     "like_parameter_layout",
     "make",
     "mark_copied",
@@ -345,39 +343,7 @@ def mark_copied(schedulers: Any) -> None:
             mark_stepped(scheduler.optimizer)
 
 
-# -------------------------------------------------------------------------------------------------- kernels and layouts
-
-
-def leaves_kernel_open(group: Mapping[str, Any]) -> bool:
-    """Return whether a group's optimizer has an exact fused kernel, and the user has not chosen a kernel."""
-    unset = group.get("fused", False) is None and group.get("foreach") is None
-    exact = all(_is_exact(p) for p in group["params"] if p.is_cpu)
-    return unset and exact and not (group.get("capturable") or group.get("differentiable"))
-
-
-def _is_exact(parameter: Tensor) -> bool:
-    """Return whether the fused kernel of the CPU computes the same step for a parameter as the plain optimizer.
-
-    In torch 2.13, that of SGD does not change most weights in half precision, and all of them treat a parameter as one
-    block of memory: they would also change the gaps of a strided view.
-    """
-    if parameter.dtype not in (torch.float32, torch.float64):
-        return False
-    # A block of memory may have any order of its dimensions.
-    return nn.parameter.is_lazy(parameter) or torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-
-
-def fused_hints(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
-    """Name the optimizers whose fused kernel is off because no kernel was chosen."""
-    kinds = dict.fromkeys(
-        optimizer.defaults["twin_of"]
-        for optimizer in optimizers.values()
-        for group in optimizer.param_groups
-        if leaves_kernel_open(group)
-        if group.get("momentum") != 0  # Plain gradient descent has nothing to fuse.
-    )
-    text = "has a fused kernel, which is faster and rounds differently"
-    return {kind: f"{kind} {text}: {kind}(..., fused=True)" for kind in kinds}
+# -------------------------------------------------------------------------------------------------- layouts
 
 
 def match_layout(optimizer: Optimizer) -> None:

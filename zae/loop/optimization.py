@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -39,7 +39,6 @@ __all__ = ["Optimization"]
 _log = logging.getLogger("zae")
 _SHOWN = 5  # Names of parameters in a warning.
 _LOW = 0.1  # Of the base rate: a first epoch below it trains very little.
-_LONGEST = 1000  # Steps of a first epoch that are simulated to find out.
 
 
 class Optimization:
@@ -202,16 +201,17 @@ class Optimization:
 
     # ------------------------------------------------------------------------------------- schedules and the run
 
-    def check_run(self, epochs: Span, steps: Span, in_epoch: int | None, has_metric: bool) -> list[str]:
+    def check_run(self, epochs: Span, steps: Span, has_metric: bool) -> list[str]:
         """Refuse schedules that do not fit a run, and return warnings of those that probably do not."""
         warned = check_schedules(
             self.schedulers, self.scheduler_step_on_batch, self.is_step_explicit, epochs, steps, has_metric
         )
-        return warned if steps.present else warned + self._low_rates(in_epoch)
+        return warned if steps.present else warned + self._low_rates()
 
-    def _low_rates(self, in_epoch: int | None) -> list[str]:
-        """Describe the schedules whose rate stays below a tenth of the base rate for the whole first epoch."""
-        on_batch = self.scheduler_step_on_batch
+    def _low_rates(self) -> list[str]:
+        """Describe the schedules, stepped by epochs, whose first epoch has less than a tenth of the base rate."""
+        if self.scheduler_step_on_batch:
+            return []
         low = {
             name: each
             for name, each in self.schedulers.items()
@@ -220,42 +220,14 @@ class Optimization:
             and steps_taken(each) == 0
             and _highest(each) < _LOW
         }
-        if not low or (on_batch and not self._stay_low(low, in_epoch)):
-            return []
-        cure = (
-            "shorten its warm-up, or, if its steps are epochs, write scheduler_step_on_batch=False"
-            if on_batch
-            else "if its steps are optimizer steps, write scheduler_step_on_batch=True"
-        )
         return [
             f"scheduler {name} ({type(each).__name__}) keeps the learning rate under a tenth of its base rate through "
             f"the whole first epoch (it begins at {optim.learning_rates({'0': each.optimizer}).get('lr', 0.0):g}); "
-            f"{cure}"
+            "if its steps are optimizer steps, write scheduler_step_on_batch=True"
             for name, each in low.items()
         ]
 
-    def _stay_low(self, names: Iterable[str], in_epoch: int | None) -> bool:
-        """Step copies of the schedulers through the first epoch; return False where a rate rises or it is too long."""
-        if in_epoch is None or in_epoch > _LONGEST:
-            return False
-        try:
-            _, schedulers = self.simulate()
-        except Exception as error:  # What cannot be copied is not simulated.
-            _log.debug("the schedulers cannot be copied (%s): their first epoch is not simulated", error)
-            return False
-        with random_state.isolated(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The copies see no optimizer step.
-            for _ in range(in_epoch - 1):
-                for scheduler in schedulers.values():
-                    if not is_plateau(scheduler):
-                        scheduler.step()
-                if all(_highest(schedulers[name]) >= _LOW for name in names):
-                    return False
-        return any(_highest(schedulers[name]) < _LOW for name in names)
-
-    def simulate(
-        self, module: nn.Module | None = None, total_steps: int | None = None
-    ) -> tuple[dict[str, Optimizer], dict[str, Any]]:
+    def simulate(self, module: nn.Module, total_steps: int | None) -> tuple[dict[str, Optimizer], dict[str, Any]]:
         """Copy the optimizers without their parameters, and the schedulers that change their learning rates.
 
         Factories are called: with the parameters of this model, and with this number of steps.
@@ -359,7 +331,7 @@ class Optimization:
             for name, each in self.schedulers.items():
                 each.load_state_dict(with_enums(schedulers[name], each.state_dict()))
             self.grad_norm, self.grad_norms = grad_norm, grad_norms
-            self.settings.load(records.get("settings"))
+            self.settings.load(records["settings"])
 
         return load
 
@@ -377,7 +349,7 @@ class Optimization:
         optimizer, own = self.optimizers[name], state["optimizer"][name]
         count, held = len(optimizer.param_groups), {id(each) for each in optim.parameters_of(optimizer)}
         added = []
-        for names, group in zip(state.get("order", {}).get(name, ())[count:], _groups_in(own)[count:]):
+        for names, group in zip(state["order"].get(name, ())[count:], _groups_in(own)[count:]):
             parameters = [named.get(fit_name(key, named)) for key in names]
             if any(each is None or id(each) in held for each in parameters):
                 return []  # It is refused, by its parameters.
@@ -407,7 +379,7 @@ class Optimization:
             held = [each[1] if isinstance(each, tuple) else each for each in group["params"]]
             present.append([names[id(each)] for each in held])
         known = dict.fromkeys([*names.values(), *itertools.chain(*present)])
-        order = state.get("order", {}).get(name, ())  # Or with the names of wrappers.
+        order = state["order"].get(name, ())  # Or with the names of wrappers.
         saved = [[fit_name(key, known) for key in keys] for keys in order]
         if not saved or not known.keys() >= set(itertools.chain(*saved)):
             return own  # The names have changed: only the numbers are left.
@@ -465,7 +437,7 @@ def _highest(scheduler: Any) -> float:
 def _twin(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the same groups and settings, and one number for the parameters of each type."""
     twin = SGD([torch.zeros(1)], lr=0.0)
-    twin.defaults = {**optimizer.defaults, "twin_of": type(optimizer).__name__}
+    twin.defaults = dict(optimizer.defaults)
     twin.param_groups = [
         {"params": [torch.zeros(1, dtype=d) for d in types]}
         | {name: copy_of(value) for name, value in group.items() if name != "params"}

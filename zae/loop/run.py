@@ -191,7 +191,7 @@ class Run:
         has_metric = self.valid_loader is not None or trainer.history.watches_training
         in_epoch = self.in_epoch = self.steps_per_epoch(wrapped)
         if not calls.is_over:
-            warned = trainer.optimization.check_run(*self.spans(in_epoch, leaves), in_epoch, has_metric)
+            warned = trainer.optimization.check_run(*self.spans(in_epoch, leaves), has_metric)
             for text in warned if trainer.is_main else ():
                 _log.warning("%s", text)
         elif trainer.is_main:  # It was checked as it began.

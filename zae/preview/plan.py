@@ -49,9 +49,6 @@ class RunPreview:
         The metric that decides which epoch is the best.
     memory : Memory or None
         The bytes that each process takes beside the activations; None where they are not known.
-    kernels : dict of str to str
-        For each class of optimizer with a faster kernel that is not chosen, what to write; an add-on that uses that
-        kernel removes the entry.
     notes : list of str
         Remarks of add-ons, and what is uncertain.
     """
@@ -76,7 +73,6 @@ class RunPreview:
     bytes_per_checkpoint: int = 0
     disk: int = 0
     memory: Memory | None = None
-    kernels: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     # The bytes that a checkpoint has more within an epoch: so many, and so many for each step of it.
     _within_epoch: list[int] = field(default_factory=lambda: [0, 0], repr=False)

@@ -62,7 +62,7 @@ class Preview:
                 found.notes.append(f"{name} is overridden: it decides, and what follows from {what} may differ")
         self.measure_memory()
         found.notes += trainer.plan_lines(found)  # What add-ons know, an engine for instance.
-        found.notes += [*found.kernels.values(), *self._describe_compiled()]
+        found.notes += self._describe_compiled()
         if not found.disk:
             found.bytes_per_checkpoint = 0
         reason = why_not(run.loader) if trainer.fast_data else "fast_data=False"
@@ -155,7 +155,6 @@ class Preview:
         on_batch, is_set = optimization.scheduler_step_on_batch, optimization.is_step_explicit
         has_metric = run.valid_loader is not None or self.trainer.history.watches_training
         found.notes += check_schedules(schedulers, on_batch, is_set, *run.spans(found.steps_per_epoch), has_metric)
-        found.kernels = optim.fused_hints(optimizers)
         stepped = [each for each in schedulers.values() if not is_plateau(each)]
         if len(stepped) < len(schedulers):
             found.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")
