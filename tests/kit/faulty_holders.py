@@ -304,6 +304,24 @@ class ForgetsScheduleAddon(AddOnBase):
         return False
 
 
+class NeverRunsAddon(AddOnBase):
+    """Override a hook that a run on one process without a failed step has no use for."""
+
+    layer = "observe"
+
+    def on_exception(self, error: BaseException) -> None:
+        super().on_exception(error)
+
+
+class MisspeltAddon(AddOnBase):
+    """Name a hook as nothing calls it."""
+
+    layer = "observe"
+
+    def epoch_finished(self) -> None:
+        self.stop("one is enough")
+
+
 FAULTS: list[tuple[Any, str, str, str]] = [
     (PopsAddon, "state", "takes 'GoodAddon' out of the state", r"self.take\(state, 'PopsAddon', strict\)"),
     (AliasesAddon, "state", "changes the state that it was loaded from: state\\['AliasesAddon'\\]", "copy what"),
@@ -331,6 +349,8 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (ChangesRateAddon, "init", "acts in __init__: it changes the optimizer", r"act in setup\(\)"),
     (SetsVariableEarlyAddon, "init", "changes the environment variable 'TOKENIZERS_PARALLELISM'", r"act in setup\(\)"),
     (ReadsEarlyAddon, "factory", "fails where optimizer= and .* 'function' object has no attribute", "after super"),
+    (NeverRunsAddon, "super", "has hooks of which none ran .*: on_exception", "by a run of your own"),
+    (MisspeltAddon, "super", "overrides no hook, so that the loop never calls it: epoch_finished", "misspelt"),
     (SharesAddon, "shared", "keeps state on the class: SharesAddon.steps", "set self.steps in __init__"),
     (ChangesOptionAddon, "shared", "changes the option 'names' that the caller gave", "copy it in __init__"),
     (ConsumesAddon, "loader", "consumes the loader: it is iterated over", "look at each batch as it passes"),

@@ -33,12 +33,10 @@ __all__ = [
     "copy_each",
     "count_devices",
     "default_store",
-    "dispatch_modes",
     "end_by_kill",
     "find",
     "fingerprint_of",
     "found_overflow",
-    "function_modes",
     "has_bf16_of_x86",
     "has_gradient_hooks",
     "has_own_loading",
@@ -211,16 +209,6 @@ def is_profiling() -> bool:
         return torch.autograd._profiler_enabled()
     except AttributeError:
         return True
-
-
-def dispatch_modes() -> int:
-    """Return the number of active ``__torch_dispatch__`` modes; 0 where it is unknown."""
-    return int(getattr(torch._C, "_len_torch_dispatch_stack", int)())
-
-
-def function_modes() -> int:
-    """Return the number of active ``__torch_function__`` modes; 0 where it is unknown."""
-    return int(getattr(torch._C, "_len_torch_function_stack", int)())
 
 
 def has_bf16_of_x86() -> bool:

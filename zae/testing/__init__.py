@@ -41,7 +41,7 @@ def check_addon(
 
     It trains a small model on the CPU, about thirty times for two epochs of six steps, each time in a new folder. The
     settings of the process (default dtype, threads, random streams, environment, working folder, warnings, signal
-    handlers, functions of torch) are read before the first check, compared after each, and restored.
+    handlers, functions of torch) are compared after a run, and restored.
 
     ========== ==================================================================================================
     check      what it finds
@@ -50,8 +50,9 @@ def check_addon(
     init       a constructor that does more than store options, or that holds the optimizer, model or parameters
     settings   settings of the process that are changed when a run has ended, and functions that are replaced
     pickle     a trainer that cannot be sent to another process
-    super      an override that does not call ``super()`` once; see `zae.replaces` and `zae.repeats`
-    factory    what fails, or trains in another way, where ``optimizer=`` is a function that makes one
+    super      an override that does not call ``super()`` once; see `zae.replaces` and `zae.repeats`; hooks of which
+               none ran
+    factory    what fails where ``optimizer=`` is a function that makes one
     shared     state that is restored on the class, and options of the caller that are changed
     clip       gradients larger than ``gradient_clip`` that reach the optimizer
     scheduler  schedulers that are stepped too often, or not often enough
@@ -131,10 +132,5 @@ def _faults(kit: Kit, allow: Collection[str]) -> list[str]:
                 faults.extend(f"{text} [{name}]" for text in check(kit))
         except Exception as error:
             broken.setdefault(f"raises {type(error).__name__}: {error}", []).append(name)
-        changed = kit.settings.changes()
         kit.settings.restore()
-        if "settings" not in allow:
-            left = {key: how for key, how in changed.items() if key not in kit.reported}
-            faults += [f"{class_checks.left_changed(key, how)} [{name}]" for key, how in left.items()]
-            kit.reported.update(left)
     return faults + [f"{error} [{', '.join(names)}]" for error, names in broken.items()]

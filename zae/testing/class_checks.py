@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 from zae.composition.introspect import is_marked
 from zae.testing import watch
 from zae.testing.kit import Kit, build_optimizer, build_scheduler, in_new_folder
-from zae.testing.settings import LASTING, Settings
+from zae.testing.settings import Settings
 from zae.trainer import Trainer
 
 __all__ = [
@@ -86,23 +87,16 @@ def _stored_objects(kit: Kit, trainer: Any, known: Any) -> Iterator[str]:
 
 def check_settings(kit: Kit) -> Iterator[str]:
     """Find settings of the process that a run does not restore."""
-    changed = {name: how for name, how in kit.standard.changes.items() if name not in kit.reported}
-    if not changed:
-        return
-    kit.reported.update(changed)
+    assert kit.standard  # In a first run, libraries are imported, which may change something once.
     with in_new_folder():
         kit.run(kit.make())
-    for name, how in changed.items():  # A library changes something when it is first imported, and not again.
-        if name in kit.changes or name in LASTING:
-            yield left_changed(name, how)
-
-
-def left_changed(name: str, how: str) -> str:
-    """Return the fault for a setting that was not restored."""
-    return (
-        f"changes a setting of the process and does not restore it: the {name} ({how}); restore it in teardown(), or "
-        "use a context manager in one of the context hooks"
-    )
+    for name, how in kit.changes.items():
+        if name not in kit.reported:
+            kit.reported.add(name)
+            yield (
+                f"changes a setting of the process and does not restore it: the {name} ({how}); restore it in "
+                "teardown(), or use a context manager in one of the context hooks"
+            )
 
 
 def check_pickle(kit: Kit) -> Iterator[str]:
@@ -137,10 +131,27 @@ def check_super(kit: Kit) -> Iterator[str]:
             kit.run(kit.make())
         except Exception as error:  # Often because super() was not called, which is reported below.
             broken = error
+    if broken is None and not any(calls.count[name] for name in names):
+        yield from _without_calls(kit, sorted(names))
     faults = [fault for name in sorted(names) if (fault := _compare_calls(kit, name, outer, calls, broken is not None))]
     if broken is not None and not faults:
         raise broken
     yield from faults
+
+
+def _without_calls(kit: Kit, names: list[str]) -> Iterator[str]:
+    """Find an add-on that the loop has not called, of which the other checks have seen nothing."""
+    methods = [n for c in kit.own_classes for n, value in vars(c).items() if inspect.isfunction(value) and n[0] != "_"]
+    if names:
+        yield (
+            f"has hooks of which none ran in two epochs with validations: {', '.join(names)}; nothing else was "
+            "checked. Give options with which they run, or test it by a run of your own, with allow=['super']"
+        )
+    elif methods:
+        yield (
+            f"overrides no hook, so that the loop never calls it: {', '.join(methods)}; look for a misspelt name "
+            "(zae.AddOnBase lists the hooks). Where users call these methods: allow=['super']"
+        )
 
 
 def _compare_calls(kit: Kit, name: str, outer: dict[Any, str], calls: watch.Calls, broken: bool) -> str | None:
@@ -179,17 +190,6 @@ def check_factory(kit: Kit) -> Iterator[str]:
         yield (
             f"fails where optimizer= and scheduler= are functions that make them ({type(error).__name__}: {error}); "
             "read self.optimizer in setup(), after super().setup(), not before"
-        )
-        return
-    if kit.standard.trainer.optimizer is not kit.standard.trainer.notes.given:
-        return  # It builds another optimizer, which the schedule that was given does not drive.
-    differing = [
-        each for each in watch.differing_parts(kit.standard.trainer, trainer) if each[0] in ("model", "progress")
-    ]
-    for part, found in differing[:1]:
-        yield (
-            f"trains in another way where optimizer= and scheduler= are functions that make them: the {part} differs "
-            f"({found}); read self.optimizer in setup(), after super().setup(), or where it is used"
         )
 
 

@@ -115,7 +115,7 @@ class Standard:
     data: list[Any]
     passes: int
     valid: list[Any]
-    changes: dict[str, str]
+    streams: dict[str, Any]
 
 
 @dataclass
@@ -152,6 +152,7 @@ class Kit:
     changes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._streams: dict[str, Any] = {}
         self.shared = watch.class_values(self.own_classes)
         self.given = watch.copy_of_plain(self.options)
 
@@ -222,6 +223,7 @@ class Kit:
             try:
                 trainer.run(n_epoch, data, valid, valid_every=2 if valid else None)
             finally:
+                self._streams = watch.streams()
                 self.changes = settings.changes()
                 settings.restore()
         return trainer
@@ -248,7 +250,7 @@ class Kit:
             loader = Loader(data)
             trainer.notes.fail_in = "nowhere: keep states"
             self.run(trainer, data=loader, valid=valid)
-        return Standard(trainer, data, loader.passes, valid, self.changes)
+        return Standard(trainer, data, loader.passes, valid, self._streams)
 
     @cached_property
     def own_codes(self) -> dict[Any, str]:
@@ -288,6 +290,10 @@ def _probing(task: Any) -> Any:
 
     class Probe(task):
         notes: Notes
+
+        def setup(self) -> None:
+            super().setup()
+            self.notes.fail("setup")
 
         def train_step(self, batch: Any) -> Any:
             if self.mode == "test":  # A test_step that calls it.

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import gc
-import logging
-import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from zae.common import random_state, torch_private
+from zae.common import random_state
 
-__all__ = ["LASTING", "PATCHED", "Settings", "preserve"]
+__all__ = ["PATCHED", "Settings", "preserve"]
 
 Read = Callable[[], Any]
 Write = Callable[[Any], object]
 
 
-def _nothing(value: Any) -> None:
-    """Leave a setting as it is: it cannot be restored from outside."""
-
-
 def _set_autocast(value: tuple[Any, ...]) -> None:
-    for device, (enabled, dtype) in zip(("cpu", "cuda"), value[:2]):
+    for device, (enabled, dtype) in zip(("cpu", "cuda"), value):
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
-    torch.set_autocast_cache_enabled(value[2])
 
 
 def _set_deterministic(value: tuple[bool, bool]) -> None:
@@ -50,22 +38,9 @@ def _set_device(value: str) -> None:
     torch.set_default_device(None if value == "cpu" else value)
 
 
-def _set_anomaly(value: tuple[bool, bool]) -> None:
-    torch.autograd.set_detect_anomaly(*value)
-
-
 def _set_backends(value: tuple[bool, ...]) -> None:
     cudnn = torch.backends.cudnn
     cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = value
-
-
-def _set_group(exists: bool) -> None:
-    if dist.is_initialized() and not exists:
-        dist.destroy_process_group()
-
-
-def _set_start_method(value: str | None) -> None:
-    multiprocessing.set_start_method(value, force=True)
 
 
 def _blanket_filters() -> list[Any]:
@@ -73,36 +48,17 @@ def _blanket_filters() -> list[Any]:
     return [each for each in warnings.filters if each[1] is None and each[3] is None and each[0] == "ignore"]
 
 
-def _log_settings() -> list[Any]:
-    loggers = [logging.getLogger(), logging.getLogger("zae")]
-    return [logging.root.manager.disable, *((log.level, log.handlers[:], log.disabled) for log in loggers)]
-
-
-def _set_log(value: list[Any]) -> None:
-    logging.disable(value[0])
-    for log, (level, handlers, disabled) in zip((logging.getLogger(), logging.getLogger("zae")), value[1:]):
-        log.setLevel(level)
-        log.handlers[:], log.disabled = handlers, disabled
-
-
-def _global_hooks() -> dict[str, int]:
-    """Count the hooks that every module or optimizer calls."""
-    owners = (sys.modules[nn.Module.__module__], sys.modules[torch.optim.Optimizer.__module__])
-    names = [(owner, name) for owner in owners for name in vars(owner) if name.startswith("_global_")]
-    return {name: len(held) for owner, name in names if isinstance(held := getattr(owner, name), dict)}
+def _set_filters(value: list[Any]) -> None:
+    """Leave the filters: each run ends with those that it began with, by `warnings.catch_warnings`."""
 
 
 SETTINGS: dict[str, tuple[Read, Write]] = {
     "autocast": (
-        lambda: (
-            *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-            torch.is_autocast_cache_enabled(),
-        ),
+        lambda: tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
         _set_autocast,
     ),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "inference mode": (torch.is_inference_mode_enabled, _nothing),
-    "anomaly mode": (lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()), _set_anomaly),
+    "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (lambda: str(torch.get_default_device()), _set_device),
     "deterministic algorithms": (
@@ -117,49 +73,24 @@ SETTINGS: dict[str, tuple[Read, Write]] = {
         ),
         _set_backends,
     ),
-    "profiler": (torch_private.is_profiling, _nothing),
-    "dispatch modes": (torch_private.dispatch_modes, _nothing),
-    "function modes": (torch_private.function_modes, _nothing),
     "threads of torch": (torch.get_num_threads, torch.set_num_threads),
-    "process group": (dist.is_initialized, _set_group),
-    "global hooks of torch": (_global_hooks, _nothing),
-    "start method of processes": (lambda: multiprocessing.get_start_method(allow_none=True), _set_start_method),
-    "filters of warnings": (_blanket_filters, _nothing),  # Every check has filters that end with it.
-    "settings of logging": (_log_settings, _set_log),
-    "sys.path": (lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)),
+    "filters of warnings": (_blanket_filters, _set_filters),
+    "working folder": (os.getcwd, os.chdir),
     "sys.stdout": (lambda: sys.stdout, lambda value: setattr(sys, "stdout", value)),
     "sys.stderr": (lambda: sys.stderr, lambda value: setattr(sys, "stderr", value)),
-    "sys.excepthook": (lambda: sys.excepthook, lambda value: setattr(sys, "excepthook", value)),
-    "threading.excepthook": (lambda: threading.excepthook, lambda value: setattr(threading, "excepthook", value)),
-    "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
-    "garbage collection": (gc.isenabled, lambda value: gc.enable() if value else gc.disable()),
     "error settings of numpy": (np.geterr, lambda value: np.seterr(**value)),
-    "timeout of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
 }
 """How to read and to restore each setting, by its name in a message."""
 
-LASTING = frozenset(name for name, (_, write) in SETTINGS.items() if write is _nothing)
-"""Settings that cannot be restored from outside."""
-
 PATCHED: dict[str, Any] = {
     "torch": torch,
-    "torch.nn": nn,
     "torch.nn.functional": nn.functional,
-    "torch.nn.init": nn.init,
-    "torch.nn.utils": nn.utils,
     "torch.nn.Module": nn.Module,
     "torch.Tensor": torch.Tensor,
-    "torch.autograd": torch.autograd,
-    "torch.optim": torch.optim,
     "torch.optim.Optimizer": torch.optim.Optimizer,
-    "torch.utils.data": torch.utils.data,
     "torch.utils.data.DataLoader": torch.utils.data.DataLoader,
-    "builtins": builtins,
-    "logging": logging,
-    "os": os,
     "random": random,
     "numpy.random": np.random,
-    "time": time,
 }
 """Modules and classes whose functions an add-on may have replaced."""
 
@@ -187,16 +118,13 @@ class Settings:
         self._environment = dict(os.environ)
         self._handlers = _handlers()
         self._functions = {name: _functions(owner) for name, owner in PATCHED.items()}
-        self.folder = os.getcwd()
 
     def changes(self) -> dict[str, str]:
         """Describe what has changed, by the name of the setting."""
         found = {}
         for name, (read, _) in SETTINGS.items():
             if (now := read()) != self._values[name]:
-                found[name] = f"{self._values[name]!r:.60} became {now!r:.60}"
-        if os.getcwd() != self.folder:
-            found["working folder"] = f"{self.folder!r} became {os.getcwd()!r}"
+                found[name] = _became(self._values[name], now)
         for name in sorted(self._environment.keys() | os.environ.keys()):
             before, now = self._environment.get(name), os.environ.get(name)
             if before != now:  # The values may be secrets.
@@ -204,9 +132,9 @@ class Settings:
                 found[f"environment variable {name!r}"] = word
         for name, handler in _handlers().items():
             if handler != self._handlers.get(name):
-                found[f"handler of {name}"] = f"{self._handlers.get(name)!r:.60} became {handler!r:.60}"
+                found[f"handler of {name}"] = _became(self._handlers.get(name), handler)
         for label, name, before, now in self._replacements():
-            found[f"function {label}.{name}"] = f"{before!r:.60} became {now!r:.60}"
+            found[f"function {label}.{name}"] = _became(before, now)
         return found
 
     def _replacements(self) -> Iterator[tuple[str, str, Any, Any]]:
@@ -217,12 +145,10 @@ class Settings:
                     yield label, name, value, now.get(name)
 
     def restore(self) -> None:
-        """Restore what has changed, except for what torch does not let one restore."""
+        """Restore what has changed."""
         for name, (read, write) in SETTINGS.items():
             if read() != self._values[name]:
                 write(self._values[name])
-        if os.getcwd() != self.folder:
-            os.chdir(self.folder)
         for variable in os.environ.keys() - self._environment.keys():
             del os.environ[variable]
         os.environ.update({k: v for k, v in self._environment.items() if os.environ.get(k) != v})
@@ -232,6 +158,10 @@ class Settings:
                 signal.signal(signal.Signals[name], handler)
         for label, name, value, _ in list(self._replacements()):
             setattr(PATCHED[label], name, value)
+
+
+def _became(before: Any, now: Any) -> str:
+    return f"{before!r:.60} became {now!r:.60}"
 
 
 @contextlib.contextmanager

@@ -13,9 +13,8 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FrameType, MethodType
 from typing import Any, cast
 
 import numpy as np
@@ -200,26 +199,14 @@ def _search(value: Any, where: str, found: Callable[[Any], str | None], depth: i
 
 
 def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
-    """Return what a container, a closure or an object contains, with the place of each."""
+    """Return what a container or an object contains, with the place of each."""
     if isinstance(value, (str, bytes, Tensor, nn.Module, type)):
         return []
     if isinstance(value, Mapping):
         return [(f"{where}[{key!r}]", item) for key, item in value.items()]
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return [(f"{where}[{index}]", item) for index, item in enumerate(value)]
-    if isinstance(value, partial):
-        return [(f"{where}.{name}", getattr(value, name)) for name in ("func", "args", "keywords")]
-    if isinstance(value, FunctionType):
-        return [(where, cell.cell_contents) for cell in value.__closure__ or () if _is_filled(cell)]
     return [(f"{where}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def tensors_in(value: Any, depth: int = 5) -> int:
