@@ -20,39 +20,22 @@ from zae.loop.progress import NO_LIMIT
 __all__ = ["LoggerView", "TrainerView"]
 
 _log = logging.getLogger("zae")
-_CALLS = "call run, evaluate, test or predict of the zae trainer, outside of the module"
-_LOOP = "the loop belongs to zae; write a task or an add-on"
-_FOLDER = "give the module its own folder, by an argument"
-_CURES = {
-    "trainer": {
-        **dict.fromkeys(("fit", "validate", "test", "predict"), _CALLS),
-        **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOP),
-        **dict.fromkeys(("default_root_dir", "log_dir"), _FOLDER),
-        **dict.fromkeys(("accelerator", "device_ids"), "read self.device"),
-        **dict.fromkeys(("precision", "precision_plugin", "scaler"), "read torch.is_autocast_enabled()"),
-        **dict.fromkeys(("early_stopping_callback", "early_stopping_callbacks"), "use EarlyStoppingAddon"),
-        "limit_train_batches": "read self.trainer.num_training_batches",
-        "limit_val_batches": "read self.trainer.num_val_batches",
-        "limit_test_batches": "read self.trainer.num_test_batches",
-        "limit_predict_batches": "read self.trainer.num_predict_batches",
-        "state": "read self.trainer.training, validating, testing or predicting",
-        "val_check_batch": "write run(..., valid_every=Every(steps=...))",
-        "init_module": "write configure_model",
-        "print": "write self.print(...)",
-        "profiler": "write with torch.profiler.record_function(name)",
-    },
-    "logger": {
-        **dict.fromkeys(("save_dir", "log_dir", "root_dir", "name", "version"), _FOLDER),
-        "watch": "write self.logger.experiment.watch(self)",
-    },
+_INSTEAD = {  # Where the counterpart outside of the module does not help.
+    "limit_train_batches": "read self.trainer.num_training_batches",
+    "limit_val_batches": "read self.trainer.num_val_batches",
+    "limit_test_batches": "read self.trainer.num_test_batches",
+    "limit_predict_batches": "read self.trainer.num_predict_batches",
+    "state": "read self.trainer.training, validating, testing or predicting",
+    "init_module": "write configure_model",
 }
 
 
 def _explain(owner: str, view: Any, name: str, verb: str = "reads") -> str:
     """Say of a name of Lightning that it is not here, and what to write."""
-    cure = _CURES[owner].get(name)
-    if cure is None and owner == "trainer" and counterpart(name):
-        cure = f"outside of the module it is {counterpart(name)}"
+    cure = None
+    if owner == "trainer":
+        here = counterpart(name)
+        cure = _INSTEAD.get(name) or (f"outside of the module it is {here}" if here else None)
     if cure is None:
         names = [each for each in dir(view) if not each.startswith("_")]
         cure = f"self.{owner} has {', '.join(names)}. For more, write a zae task or an add-on"
