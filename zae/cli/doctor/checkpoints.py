@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument("path", nargs="?", help="the folder that a run saves to (save_path), its URL in object "
                         "storage (s3://bucket/run), or one checkpoint: each is verified; without it, packages, "
-                        "devices, network, disk, limits and variables are examined, for runs in the present "
+                        "devices, disk, limits and variables are examined, for runs in the present "
                         "folder")  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""Look for what would break or change a run on this machine: packages, devices, network, disk, limits, variables.
+"""Look for what would break or change a run on this machine: packages, devices, variables of ranks, disk, limits.
 
-Each check yields what it has found, with a remedy. A fault breaks a run, or is certainly not meant; a note changes
-speed or results, and may be meant. Nothing is changed, but for a file that is written in the folder and removed.
+Each check yields what it has found, with a remedy. A fault breaks a run, or is certainly not meant; a note may
+be meant. Nothing is changed, but for a file that is written in the folder and removed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import sys
 import tempfile
 import warnings
@@ -42,12 +41,9 @@ class Finding(NamedTuple):
 _MEANINGS = {
     "CUBLAS_WORKSPACE_CONFIG": "with :4096:8 or :16:8 cuBLAS computes the same bits in each run",
     "CUDA_DEVICE_ORDER": "the order of the devices",
-    "CUDA_HOME": "the CUDA toolkit that compiles extensions",
     "CUDA_LAUNCH_BLOCKING": "waits for each kernel",
     "CUDA_VISIBLE_DEVICES": "the devices that torch sees",
     "GLOO_SOCKET_IFNAME": "the network interface of ranks on the CPU",
-    "GROUP_RANK": "the number of this host, set by torchrun",
-    "KMP_DUPLICATE_LIB_OK": "allows two copies of OpenMP",
     "LOCAL_RANK": "the number of this process on its host, set by torchrun",
     "LOCAL_WORLD_SIZE": "the processes of this host, set by torchrun",
     "MASTER_ADDR": "the host where the ranks meet",
@@ -63,18 +59,13 @@ _MEANINGS = {
     "NO_COLOR": "no colours in a terminal",
     "NVIDIA_TF32_OVERRIDE": "0 forbids TF32 in all libraries, whatever the script says",
     "OMP_NUM_THREADS": "threads of each process",
-    "PYTHONHASHSEED": "the order of sets of text",
     "PYTHONOPTIMIZE": "leaves out assert statements",
     "PYTORCH_ALLOC_CONF": "how torch allocates memory of a device",
     "PYTORCH_CUDA_ALLOC_CONF": "how torch allocates memory of a device",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "allocates memory of a device again each time",
     "RANK": "the number of this process, set by torchrun",
-    "SLURM_PROCID": "the number of this task, set by srun",
     "TMPDIR": "where temporary files are",
     "TOKENIZERS_PARALLELISM": "threads of Hugging Face's tokenizers",
     "TORCHDYNAMO_DISABLE": "torch.compile compiles nothing",
-    "TORCHELASTIC_RESTART_COUNT": "how often torchrun has restarted the ranks",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "matrix products in TF32",
     "TORCH_DISTRIBUTED_DEBUG": "checks of collective calls",
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "torch.load executes what is in a file",
     "TORCH_LOGS": "what torch.compile prints",
@@ -100,23 +91,6 @@ _VALUES = {
     "WORLD_SIZE": (r"[1-9]\d*", "a number of processes"),
 }
 """What the value of a variable has to be."""
-
-_SLOW = "training is slower; unset it unless you look for a fault"
-_EFFECTS = {
-    "CUDA_LAUNCH_BLOCKING": _SLOW,
-    "KMP_DUPLICATE_LIB_OK": "results may be wrong, and processes may hang; unset it, and install one OpenMP",
-    "NCCL_ASYNC_ERROR_HANDLING": "write TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "NCCL_BLOCKING_WAIT": "write TORCH_NCCL_BLOCKING_WAIT",
-    "NCCL_P2P_DISABLE": _SLOW,
-    "NCCL_SHM_DISABLE": _SLOW,
-    "NVIDIA_TF32_OVERRIDE": "results differ from those of a run without it; unset it, and choose in the script",
-    "PYTHONOPTIMIZE": "checks of your code are left out; unset it",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": _SLOW,
-    "TORCHDYNAMO_DISABLE": "CompileAddon changes nothing; unset it",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "results differ; unset it, and use torch.set_float32_matmul_precision",
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "a file from elsewhere may do anything; unset it",
-}
-"""What a variable changes that is set to something, and not to 0."""
 
 
 def examine(folder: Path) -> dict[str, Any]:
@@ -232,7 +206,6 @@ def _torch(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
                       "pip uninstall torch until none is left, and install it once")  # fmt: skip
     facts["processors"] = f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads"
     yield from _devices(facts, torch, build)
-    yield from _group(torch)
 
 
 def _devices(facts: dict[str, str], torch: Any, build: str | None) -> Iterator[Finding]:
@@ -271,49 +244,10 @@ def _driver() -> str | None:
     return None
 
 
-def _group(torch: Any) -> Iterator[Finding]:
-    """Start a process group of this process alone, as each rank does on the CPU."""
-    dist = torch.distributed
-    if not dist.is_available() or not dist.is_gloo_available():
-        yield Finding("network", "this torch is built without gloo: ranks cannot meet on the CPU", "install another")
-    elif not dist.is_initialized() and not any(True for _ in _interfaces()):
-        try:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            dist.destroy_process_group()
-        except Exception as error:
-            yield Finding("network", f"gloo does not start: {str(error).strip().splitlines()[0]}",
-                          "set GLOO_SOCKET_IFNAME to an interface that has an address, lo for one host")  # fmt: skip
+# ------------------------------------------------------------------------------------------------------------- ranks
 
 
-# ----------------------------------------------------------------------------------------------------------- network
-
-
-def _network(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
-    """Connect to this host, and look at what the ranks of a run get."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
-            pass
-    except OSError as error:
-        yield Finding("network", f"a process cannot connect to another one on 127.0.0.1 ({error.strerror or error})",
-                      "allow connections to the loopback interface: ranks on one host meet there")  # fmt: skip
-    yield from _interfaces()
-    yield from _ranks()
-
-
-def _interfaces() -> Iterator[Finding]:
-    """Find names of network interfaces that are not there; those of NCCL are beginnings of names."""
-    known = [name for _, name in socket.if_nameindex()]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = os.environ.get(variable, "")
-        names = [] if value.startswith("^") else [each for each in value.removeprefix("=").split(",") if each]
-        begins = variable.startswith("NCCL") and not value.startswith("=")
-        for name in names:
-            if not any(each.startswith(name) if begins else each == name for each in known):
-                yield Finding("network", f"{variable}={value}, and there is no interface {name!r}",
-                              f"name one of {', '.join(known)}, or unset it")  # fmt: skip
-
-
-def _ranks() -> Iterator[Finding]:
+def _ranks(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
     """Check the variables that torchrun sets."""
     get = os.environ.get
     rank, world, host, port = (get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
@@ -329,28 +263,6 @@ def _ranks() -> Iterator[Finding]:
         yield Finding("ranks", "RANK and WORLD_SIZE are set, and MASTER_ADDR and MASTER_PORT are not both", cure)
     if (rank or "").isdigit() and (world or "").isdigit() and int(str(rank)) >= int(str(world)):
         yield Finding("ranks", f"RANK={rank}, and with WORLD_SIZE={world} ranks are 0 to {int(str(world)) - 1}", cure)
-    if host is not None:
-        try:
-            socket.getaddrinfo(host, None)
-        except (OSError, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or error
-            yield Finding("ranks", f"MASTER_ADDR={host} is not an address ({why})",
-                          "give the name or the IP address of the host of rank 0, 127.0.0.1 for one host")  # fmt: skip
-            return
-    if (port or "").isdigit() and rank in (None, "0") and "TORCHELASTIC_RUN_ID" not in os.environ:
-        yield from _port(int(str(port)))
-
-
-def _port(port: int) -> Iterator[Finding]:
-    """Try the port at which rank 0 listens."""
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("", port))
-            listener.listen()
-    except (OSError, OverflowError) as error:
-        yield Finding("ranks", f"MASTER_PORT={port} cannot be used ({getattr(error, 'strerror', None) or error})",
-                      "choose a free port from 1024 to 65535, or unset it")  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------- disk and limits
@@ -374,9 +286,6 @@ def _disk(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
                 yield Finding(
                     "disk", f"{format_size(free)} free in {place}, and {format_size(least)} are advised", cure
                 )
-    system = os.statvfs(folder) if hasattr(os, "statvfs") else None
-    if system is not None and system.f_files and system.f_favail < 1000:
-        yield Finding("disk", f"{folder} takes only {system.f_favail} more files", "remove files that are not needed")
 
 
 def _writing(folder: Path) -> Iterator[Finding]:
@@ -407,9 +316,7 @@ def _limits(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
         import resource
     except ImportError:  # Windows has none.
         return
-    files, size, memory = (
-        resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0] for name in ("NOFILE", "FSIZE", "AS")
-    )
+    files, size = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE))
     unlimited = resource.RLIM_INFINITY
     facts["open files"] = "unlimited" if files == unlimited else str(files)
     if files != unlimited and files < _LEAST_FILES:
@@ -418,9 +325,6 @@ def _limits(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
     if size != unlimited:
         yield Finding("limits", f"a file may have {format_size(size)} at most: a larger checkpoint is not saved",
                       "ulimit -f unlimited", is_fault=size < _LEAST)  # fmt: skip
-    if memory != unlimited:
-        yield Finding("limits", f"a process may address {format_size(memory)} at most, which CUDA alone may exceed",
-                      "ulimit -v unlimited", is_fault=False)  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- variables
@@ -432,9 +336,6 @@ def _variables(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
         value = os.environ.get(name)
         if value is not None and not re.fullmatch(pattern, value):
             yield Finding("variables", f"{name}={value!r} is not understood", f"set it to {allowed}")
-    for name, effect in _EFFECTS.items():
-        if os.environ.get(name, "0") not in ("", "0"):
-            yield Finding("variables", f"{name}={os.environ[name]}: {_MEANINGS[name]}", effect, is_fault=False)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > (os.cpu_count() or 1):
         yield Finding("variables", f"OMP_NUM_THREADS={threads}, and there are {os.cpu_count()} processors",
@@ -446,5 +347,5 @@ def _variables(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[dict[str, str], Path], Iterator[Finding]], ...] = (
-    _packages, _shadows, _torch, _network, _disk, _limits, _variables,
+    _packages, _shadows, _torch, _ranks, _disk, _limits, _variables,
 )  # fmt: skip
