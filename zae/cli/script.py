@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -27,10 +27,12 @@ __all__ = [
     "add_arguments",
     "explain_failure",
     "making",
+    "options_for",
     "redirect",
     "require_arguments",
     "split",
     "trainer_of",
+    "variant",
 ]
 
 EXECUTED = """\
@@ -118,6 +120,26 @@ def making(make: Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, A
         yield
     finally:
         meta.__call__ = original
+
+
+def variant(cls: Any, gone: Collection[Any], added: Sequence[Any]) -> Any:
+    """Return a trainer class without some of its add-ons, and with others."""
+    from zae.composition.introspect import recipe_of
+    from zae.composition.leave_out import leave_out
+    from zae.composition.metaclass import compose
+
+    root, present = recipe_of(cls)
+    kept = [each for each in present if each not in gone and each not in added]
+    made = compose(root, [*kept, *added])
+    return leave_out(made, add_ons=gone)  # The task itself may be derived from a class with add-ons.
+
+
+def options_for(made: Any, cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a variant of a class takes too, and wrong ones, which it refuses."""
+    from zae.composition.options import options_of
+
+    known, own = options_of(made), options_of(cls)
+    return {name: value for name, value in given.items() if name in known or name not in own}
 
 
 def redirect(options: dict[str, Any], place: Callable[[str, str], Path | str]) -> None:

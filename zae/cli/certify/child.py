@@ -25,8 +25,7 @@ from zae.common.copying import deep_copy
 from zae.common.optim import parameters_of
 from zae.common.walk import map_tensors
 from zae.composition.introspect import add_ons_of, is_engine_slot, recipe_of
-from zae.composition.leave_out import leave_out
-from zae.composition.metaclass import compose, load_installed
+from zae.composition.metaclass import load_installed
 from zae.composition.options import options_of
 from zae.data.loaders import copy_with, length_of
 from zae.errors import ConfigError, ZaeError
@@ -106,23 +105,18 @@ def _made(job: Job, has_witness: bool = True) -> Iterator[tuple[Any, dict[str, A
 
 def _variant(cls: Any, job: Job, has_witness: bool) -> Any:
     """Return a trainer class without the add-ons that the job leaves out, and with those that it adds."""
-    root, present = recipe_of(cls)
     gone = [each for each in add_ons_of(cls) if each.layer in job.leave_out or each.__name__ in job.leave_out]
     added = [load_installed(name) for name in job.add]
     held = {each.slot: each for each in add_ons_of(cls) if each.slot and each not in gone}
     has_engine = any(map(is_engine_slot, held))
     added = [each for each in added if each.slot not in held and not (has_engine and is_engine_slot(each.slot))]
     witness = [WitnessAddon] if has_witness else []
-    made = compose(root, [*(each for each in present if each not in gone), *added, *witness])
-    return leave_out(made, add_ons=gone)  # The task itself may be derived from a class with add-ons.
+    return script.variant(cls, gone, [*added, *witness])
 
 
 def _options(cls: Any, variant: Any, given: dict[str, Any], job: Job) -> dict[str, Any]:
     """Return the options of a variant of a class: what it writes lies in the folder of the job."""
-    known, own = options_of(variant), options_of(cls)
-    found = {
-        name: value for name, value in given.items() if name in known or name not in own
-    }  # A wrong one is refused.
+    known, found = options_of(variant), script.options_for(variant, cls, given)
     found |= {name: value for name, value in job.options.items() if name in known}
     # The check of an add-on works in a new folder for each trainer.
     where = Path() if job.kind == "contract" else Path(job.folder, "out")

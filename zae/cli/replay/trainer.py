@@ -11,8 +11,7 @@ from typing import Any
 
 from zae.cli import script
 from zae.cli.replay.observe import Replay, ReplayAddon
-from zae.composition.introspect import add_ons_of, recipe_of
-from zae.composition.leave_out import leave_out
+from zae.composition.introspect import add_ons_of
 from zae.composition.metaclass import compose, load_installed
 from zae.composition.options import options_of
 from zae.errors import CheckpointDamaged, ConfigError
@@ -109,18 +108,15 @@ def _variant(cls: Any, plan: Replay) -> Any:
     engines = [each.__name__ for each in add_ons_of(cls) if each.__name__ in _ENGINES]
     if engines:
         raise ConfigError(f"the trainer has {engines[0]}, whose engine computes the steps: a replay cannot look at one")
-    root, present = recipe_of(cls)
     ReplayAddon.replay = plan
     ledger = load_installed("LedgerAddon")
-    made = compose(root, [*(each for each in present if not _is_left_out(each)), ledger, ReplayAddon])
-    held = add_ons_of(root)  # The task itself may be derived from a class with add-ons.
-    return leave_out(made, add_ons=[each for each in held if _is_left_out(each) and each is not ledger])
+    gone = [each for each in add_ons_of(cls) if _is_left_out(each)]
+    return script.variant(cls, [each for each in gone if each is not ledger], [ledger, ReplayAddon])
 
 
 def _options(cls: Any, variant: Any, given: Mapping[str, Any], made: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the options of the trainer: what it writes lies in a folder of the replay."""
-    known, own = options_of(variant), options_of(cls)
-    found = {name: value for name, value in given.items() if name in known or name not in own} | made["options"]
+    known, found = options_of(variant), script.options_for(variant, cls, given) | made["options"]
     script.redirect(found, lambda option, file: folder / option / file)
     found |= {"ledger_path": folder / "replay.jsonl", "ledger_every": 1}
     if "save_path" in known:
