@@ -7,9 +7,7 @@ from typing import Any
 
 from zae.addons.logger import LoggerAddon
 from zae.common.argument_checks import check_file
-from zae.errors import ConfigError
 from zae.sinks.base import JSONLSink, Sink
-from zae.sinks.remote import RemoteJSONLSink
 
 __all__ = ["JSONLLoggerAddon"]
 
@@ -28,16 +26,11 @@ class JSONLLoggerAddon(LoggerAddon):
     jsonl_path : str or Path
         The file; its folder is created. A second call of ``run`` and a resumed run append to it. A new run renames an
         existing file to ``name.1.jsonl``.
-    jsonl_url : str, optional
-        A copy of the file in a file system of fsspec, ``s3://bucket/run/log.jsonl``. The file is uploaded whole
-        each minute, before each checkpoint, and when the run ends; a resumed run on another machine downloads it. A
-        store that fails costs a warning. Settings of the file system come from its environment variables. Images stay
-        beside the local file.
 
     Raises
     ------
     ConfigError
-        At construction, when the path cannot be written, or the URL has no file system.
+        At construction, when the path cannot be written.
 
     Examples
     --------
@@ -61,17 +54,10 @@ class JSONLLoggerAddon(LoggerAddon):
     (['JSONLLoggerAddon'], [(2, -0.5), (4, -2.5)])
     """
 
-    def __init__(self, *args: Any, jsonl_path: str | Path, jsonl_url: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, jsonl_path: str | Path, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.jsonl_path, self.jsonl_url = check_file(jsonl_path, "jsonl_path", "metrics.jsonl"), jsonl_url
-        if jsonl_url is not None and not (isinstance(jsonl_url, str) and "://" in jsonl_url):
-            raise ConfigError(f"jsonl_url={jsonl_url!r}; give a URL, for instance 's3://bucket/run/log.jsonl'")
-        self._file_sink()
+        self.jsonl_path = check_file(jsonl_path, "jsonl_path", "metrics.jsonl")
 
     def sinks(self) -> list[Sink]:
         """Add the file."""
-        return [*super().sinks(), self._file_sink()]
-
-    def _file_sink(self) -> JSONLSink:
-        path, url = self.jsonl_path, self.jsonl_url
-        return JSONLSink(path) if url is None else RemoteJSONLSink(path, url)
+        return [*super().sinks(), JSONLSink(self.jsonl_path)]

@@ -1,4 +1,4 @@
-"""Checkpoints and logs over the protocol of S3: s3fs against a server of moto in a separate process."""
+"""Checkpoints over the protocol of S3: s3fs against a server of moto in a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from kit import faults, hand
 from kit.faults import everything, forked
-from zae.addons import JSONLLoggerAddon, StateManagerAddon
+from zae.addons import StateManagerAddon
 from zae.cli import main
 from zae.errors import CheckpointError
 from zae.saving.checkpointer import Checkpointer
@@ -149,26 +149,6 @@ def test_killed_at_each_upload(bucket: str, tmp_path: Path) -> None:
         assert everything(resumed) == whole
         assert names(url) == {"step-00000006"}
     assert found == [3, 3, 3, 4]
-
-
-def test_logs(bucket: str, tmp_path: Path) -> None:
-    """The copy is the file, also of a run that moves; another run's copy is renamed."""
-    url, saved = f"{bucket}/logs/log.jsonl", f"{bucket}/logs"
-
-    def part(machine: str, steps: int, resume: Any = "auto") -> None:
-        made = faults.build(
-            faults.Task, StateManagerAddon, JSONLLoggerAddon, save_path=tmp_path / machine, resume=resume,
-            checkpointer=FsspecCheckpointer.at(saved), save_every=2, overwrite=not resume, log_every=1,
-            jsonl_path=tmp_path / machine / "run.jsonl", jsonl_url=url)  # fmt: skip
-        made.run(None, hand.loader(), max_steps=steps)
-        assert store().cat_file(url) == (tmp_path / machine / "run.jsonl").read_bytes()
-
-    part("a", 3)
-    part("b", 6)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "b" / "run.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2, 3, 3, 4, 5, 6]
-    part("c", 2, resume=False)
-    assert {each for each in names(saved) if each.startswith("log")} == {"log.jsonl", "log.1.jsonl"}
 
 
 @pytest.mark.parametrize("kind", ["gone", "hangs"])
