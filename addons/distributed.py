@@ -26,7 +26,7 @@ from zae.launch import spawn as launching
 from zae.launch.blocks import check_shapes
 from zae.launch.collectives import all_reduce, gather_objects
 from zae.launch.mesh import DIMENSIONS, Mesh, check_mesh
-from zae.launch.rank_process import note_failure, show, tell_failures_early
+from zae.launch.rank_process import is_spawned, note_failure, show, tell_failures_early
 from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
 from zae.saving.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
 
@@ -83,7 +83,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
     layer = "parallel"
     slot = "parallel"
     mesh_dimensions: ClassVar[tuple[str, ...]] = ("replicate",)
-    process_attributes = {"_outer_error": None, "_placed": False, "device_mesh": None}
+    process_attributes = {"_outer_error": None, "_placed": False, "device_mesh": None, "_kept": None}
 
     def __init__(
         self,
@@ -106,6 +106,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         self._rank_states = RankStates()  # What each rank saved, until this one has loaded its own.
         self._placed = False
         self._left: tuple[bytes, bytes, str] | None = None  # The random streams at the end of the last run.
+        self._kept: dict[str, Any] | None = None  # Under a launcher, those of this rank, between two runs.
 
     # ------------------------------------------------------------------------------------------- beginning and end
 
@@ -174,7 +175,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
             mesh = self._mesh()
             self._data_rank, self._data_size = mesh.data_rank(self._rank), mesh.data_size
             self.device = self._own_device()
-            self._rng_of_rank()
+            self._begin_streams()
             self.meet("run" if self.current_run.is_call else "evaluate, inference or run_epoch")
             if self._data_size < self._world:  # Ranks with the same batches draw alike.
                 leader = mesh.data_leaders()[self._data_rank]
@@ -238,12 +239,61 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
             torch.cuda.set_device(device)
         return device
 
-    def _rng_of_rank(self) -> None:
-        """Seed as rank 0, for what all ranks must draw alike, and then derive the streams of this rank."""
-        if self.seed is not None and not self.progress_checker.is_seeded and self._data_rank:
+    def _begin_streams(self) -> None:
+        """Let rank 0 draw what the script would, and every other rank numbers that follow from those of rank 0.
+
+        A later run continues the streams of the one before, unless the script has drawn or seeded since.
+        """
+        if self.seed is not None and not self.progress_checker.is_seeded:
             random_state.seed_everything(self.seed)
-            random_state.restore(random_state.of_rank(self._data_rank, random_state.capture()))
+            random_state.draw_as_rank(self._data_rank)
             self.progress_checker.is_seeded = True
+            self._kept = None
+            return
+        if is_spawned():  # They were derived as the process began.
+            return
+        kept, goes_on = self._kept, self._is_run_continued()
+        self._kept = None
+        if all(self.gather(goes_on)):
+            assert kept is not None
+            random_state.restore(kept)
+            return
+        # The ranks of a launcher may all have been seeded alike by the script: without this they would augment alike.
+        random_state.restore(self.gather(random_state.capture() if self._rank == 0 else None)[0])
+        random_state.draw_as_rank(self._rank)
+
+    def _end_streams(self) -> None:
+        """Keep the streams of this rank for the next run; until then all ranks draw as rank 0.
+
+        Else a script that divides its data at random between two runs would divide it in another way on each rank.
+        """
+        if self._world == 1 or is_spawned() or self._is_failing():
+            return
+        own = random_state.capture()
+        random_state.restore(self.gather(own if self._rank == 0 else None)[0])
+        self._kept, self._left = own, random_state.comparable()
+
+    def _is_run_continued(self) -> bool:
+        """Return whether the next run continues the streams that were kept."""
+        if self._kept is None:
+            return False
+        return bool(self.progress_checker.epoch_batch) or random_state.comparable() == self._left
+
+    @contextmanager
+    def _streams_to_save(self) -> Iterator[None]:
+        """Between two runs, let a state have the streams that the next run continues, and not those of the script."""
+        if not self._is_run_continued():
+            yield
+            return
+        assert self._kept is not None
+        with random_state.isolated():
+            random_state.restore(self._kept)
+            yield
+
+    def teardown(self) -> None:
+        """Give the script the random streams of rank 0."""
+        super().teardown()
+        self._end_streams()
 
     def on_exception(self, error: BaseException) -> None:
         """Report at once that this rank fails."""
@@ -336,7 +386,9 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
             self.meet("state_dict")
             self.nonfinite.sync_counts(self.progress_checker, self)
             self._check_drift()
-        state, world = super().state_dict(), self._mesh().data_size
+        with self._streams_to_save():
+            state = super().state_dict()
+        world = self._mesh().data_size
         if world == 1:
             return state
         ranks = self.gather_data(RankStates.own_part(state)) if asks else self._rank_states.ranks

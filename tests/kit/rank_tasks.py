@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
+import random
 import warnings
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from zae import Trainer
 
@@ -61,6 +64,36 @@ class Says(Task):
         super().on_run_begin()
         if self.rank:
             print(torch.get_default_dtype(), multiprocessing.get_start_method(), flush=True)
+
+
+def draw():
+    """Draw a number of each random stream of the host."""
+    return [torch.rand((), dtype=F64).item(), float(np.random.rand()), random.random()]
+
+
+class Noisy(Dataset):
+    """Samples with random numbers, as an augmentation draws them."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), *draw()], dtype=F64)
+
+
+class Drawing(Trainer):
+    """A regression on `Noisy` that writes the numbers of its samples and of its steps to a file for each rank."""
+
+    place: str
+
+    def train_step(self, batch):
+        in_step = draw()
+        in_samples = batch[:, 1:].flatten().tolist()
+        with open(f"{self.place}-{self.rank}", "a") as file:
+            file.write(json.dumps({"in_step": in_step, "own": in_step + in_samples}) + "\n")
+        return {"loss": self.model(batch[:, :1].float()).square().mean()}
+
+    test_step = train_step
 
 
 def network(batch_norm=False, dropout=0.0, dtype=torch.float32):

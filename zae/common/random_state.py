@@ -22,9 +22,11 @@ from zae.errors import CheckpointMismatch, ConfigError
 
 __all__ = [
     "HOST",
+    "SPREAD",
     "capture",
     "capture_generators",
     "comparable",
+    "draw_as_rank",
     "generators_of",
     "isolated",
     "of_devices",
@@ -40,6 +42,9 @@ _log = logging.getLogger("zae")
 
 HOST = ("torch", "numpy", "python")
 """The parts of a state that every process has; the others are accelerators, by kind."""
+
+SPREAD = 0x9E3779B97F4A7C15
+"""What lies between the seeds of two ranks: 2**64 by the golden ratio (Steele et al. 2014, SplitMix)."""
 
 _WORDS = 624  # Of the Mersenne Twister, which random, numpy.random and torch on the CPU use.
 _NUMPY_KEYS = ("key", "pos", "has_gauss", "cached_gaussian")
@@ -115,8 +120,15 @@ def of_rank(rank: int, state: dict[str, Any]) -> dict[str, Any]:
         return state
     with isolated():
         restore(state)
-        seed_everything(int(torch.randint(2**62, ())) + rank)
-        return {**capture(), **{key: value for key, value in state.items() if key not in HOST}}
+        draw_as_rank(rank)
+        return capture()
+
+
+def draw_as_rank(rank: int) -> None:
+    """Let a process that has the random streams of rank 0 draw as another rank, on every device."""
+    if rank:
+        # Far from the number that is drawn: the loader of rank 0 may draw it too, and seeds its workers with the next.
+        seed_everything(int(torch.randint(2**62, ())) + SPREAD * rank & (1 << 63) - 1)
 
 
 @contextlib.contextmanager

@@ -323,7 +323,7 @@ class _WorkerSeed:
         self._own, self._rank = own, rank
 
     def __call__(self, worker: int) -> None:
-        seed = torch.initial_seed() + 0x9E3779B97F4A7C15 * self._rank & (1 << 63) - 1
+        seed = torch.initial_seed() + random_state.SPREAD * self._rank & (1 << 63) - 1
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)

@@ -92,6 +92,7 @@ class Task:
     parent: int
     settings: dict[str, Any] = field(default_factory=_settings)
     random: dict[str, Any] = field(default_factory=_random)
+    seed: int = field(default_factory=torch.initial_seed)  # For the devices, which the parent does not touch.
 
     @property
     def world(self) -> int:
@@ -250,7 +251,9 @@ def _work(task: Task) -> Any:
     # What lay on the caller's device, the first one, belongs on this rank's.
     elsewhere = {task.devices[0]: task.devices[task.rank]} if device.type != "cpu" else {}
     given = transfer.unpack(Path(task.folder, "begin"), elsewhere)
-    random_state.restore(random_state.of_rank(task.rank, task.random))
+    torch.manual_seed(task.seed)
+    random_state.restore(task.random)
+    random_state.draw_as_rank(task.rank)
     return given.pop("function")(**given)
 
 
