@@ -175,8 +175,8 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
             mesh = self._mesh()
             self._data_rank, self._data_size = mesh.data_rank(self._rank), mesh.data_size
             self.device = self._own_device()
-            self._begin_streams()
             self.meet("run" if self.current_run.is_call else "evaluate, inference or run_epoch")
+            self._begin_streams()
             if self._data_size < self._world:  # Ranks with the same batches draw alike.
                 leader = mesh.data_leaders()[self._data_rank]
                 random_state.restore(self.gather(random_state.capture())[leader])

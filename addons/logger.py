@@ -107,7 +107,7 @@ class LoggerAddon(AddOnBase):
         # A lock cannot wait for arbitrarily long; eleven days are as good as forever.
         self.logger_timeout = min(check_number("logger_timeout", logger_timeout, 0.1), 1e6)
         self._workers: list[SinkWorker] = []
-        self._opened = self._failed = False
+        self._opened = self._failed = self._asked_all = False
         self._lost: set[str] = set()  # Sinks that have failed: a second run does not wait for them again.
         self._run_id: str | None = None  # None until the sinks are first opened.
         self._records = 0
@@ -116,6 +116,7 @@ class LoggerAddon(AddOnBase):
     @hook
     def sinks(self) -> list[Sink]:
         """Return new sinks for the records of a run; a logger returns ``[*super().sinks(), MySink()]``."""
+        self._asked_all = True
         return []
 
     def on_run_begin(self) -> None:
@@ -237,12 +238,26 @@ class LoggerAddon(AddOnBase):
         self._close_sinks()
         self._resumed_at = self.progress_checker.step if self._run_id is not None else None
 
+    def _name_greedy(self) -> str:
+        """Return the error for a logger that leaves out the sinks of the others."""
+        owners = [
+            each for each in type(self).__mro__ if "sinks" in vars(each) and not each.__module__.startswith("zae.")
+        ]
+        names = " or ".join(f"{each.__name__}.sinks()" for each in owners)
+        return (
+            f"{names} does not call super(), so that other loggers would write nothing; "
+            "return [*super().sinks(), MySink()]"
+        )
+
     def _open_sinks(self) -> None:
         """Open all sinks at the same time, and wait at most ``logger_timeout`` seconds."""
         if self._opened or not self.is_main:
             return
         self._opened = True
+        self._asked_all = False
         sinks = self.sinks()
+        if not self._asked_all:
+            raise TypeError(self._name_greedy())
         if not sinks:
             return
         continued = self._run_id is not None

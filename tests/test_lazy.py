@@ -67,7 +67,7 @@ def test_a_lazy_model_trains_as_ever(add_on: Any) -> None:
     for chosen in (plain, add_ons):
         model = network()
         trainer = make(chosen, model)
-        assert "lazy" in str(trainer.plan(2, BATCHES, BATCHES))
+        assert "steps" in str(trainer.plan(2, BATCHES, BATCHES))
         torch.manual_seed(5)  # The first batch draws the weights.
         trainer.run(2, BATCHES, BATCHES)
         weights.append(digest(model))

@@ -148,11 +148,10 @@ def test_two_keys_of_one_weight_are_refused() -> None:
 
 
 def test_a_compiled_model_beside_the_add_on_that_compiles() -> None:
-    """The names stay plain; a plan tries the module itself."""
+    """The names stay plain."""
     model = compiled(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"compile_target": "step", "compile_backend": "eager"}
     trainer = Task.add_on(CompileAddon)(model, "cpu", optimizer=optimizer, log_bar=False, **options)
-    assert trainer.plan(1, list(loader())).metrics
     trainer.run(1, loader())
     assert list(trainer.model_state()) == list(network().state_dict())

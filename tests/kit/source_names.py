@@ -89,4 +89,8 @@ def _root_of(node: ast.AST) -> str | None:
 
 def is_private(name: str) -> bool:
     """Whether a name is private: the documented ones of Python that begin with an underscore are not."""
-    return name.startswith("_") and not name.startswith("__") and name not in ("_replace", "_asdict", "_exit")
+    return (
+        name.startswith("_")
+        and not name.startswith("__")
+        and name not in ("_replace", "_asdict", "_exit", "_SimpleCData")
+    )

@@ -94,7 +94,8 @@ def evaluation_weights(optimization: Optimization, device: torch.device) -> Iter
     evaluation would use those of training, and training would go on with those of the evaluation. The cache is not
     cleared, since training would then cast its weights a second time, and round their gradients in another way.
     """
-    is_in_autocast = any(torch.is_autocast_enabled(kind) for kind in {"cpu", device.type})
+    kinds = [kind for kind in ("cpu", device.type) if torch.amp.is_autocast_available(kind)]
+    is_in_autocast = any(torch.is_autocast_enabled(kind) for kind in kinds)
     uses_cache = torch.is_autocast_cache_enabled()
     try:
         if is_in_autocast:
