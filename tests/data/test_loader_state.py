@@ -624,3 +624,33 @@ def test_a_stateful_loader_says_that_its_workers_draw_other_numbers(caplog: pyte
         caplog.clear()
         goes_on(build(), states[4], make())
         assert ("in its workers are not exact" in caplog.text) == is_told
+
+
+class Rows(IterableDataset[Any]):
+    """Has no state; each worker yields its share of the samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        dataset = hand.data(SIZE)
+        yield from (dataset[index] for index in range(first, SIZE, step))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_loader_over_a_stream_without_a_state_is_resumed_again_and_again(num_workers: int) -> None:
+    """Its own state would count batches that it skips twice, and the second resume in an epoch would lose samples."""
+
+    def make() -> Any:
+        return StatefulDataLoader(Rows(), 4, num_workers=num_workers)
+
+    _, end = states_of(make, build(), 2)
+    states: list[Any] = []
+    for at in (1, 2, 4, 5, 8, None):
+        trainer = build()
+        if states:
+            trainer.progress_checker.is_seeded = True
+            trainer.load_state_dict(states[-1])
+            trainer.progress_checker.run_calls.index = 0
+        trainer.run(2, make(), max_steps=at)
+        states.append(through_disk(trainer.state_dict()))
+    assert differing(end, core_of(trainer)) == []

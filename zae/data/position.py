@@ -317,7 +317,7 @@ class LoaderPosition:
             resume is not None
             and is_stateful(loader)
             and resume["loader"] is not None
-            and not (used and _begins_anew(loader))
+            and not (used and (_begins_anew(loader) or _lacks_place(resume["loader"])))
         ):
             iterator = self._of_stateful(loader, resume["loader"], present, used)
         elif earlier:
@@ -453,6 +453,25 @@ def _begins_anew(loader: Any) -> bool:
         order = order.sampler
     is_restored = is_stateful(order) or type(order).__module__.startswith("torchdata.")  # Its iterators have a state.
     return not is_restored and type(order) is not SequentialSampler
+
+
+def _lacks_place(state: Any) -> bool:
+    """Return whether a StatefulDataLoader has saved no state of its IterableDataset, and of no iterator over it.
+
+    It skips batches then, and counts those that it skips a second time in the state that it saves next.
+    """
+    places = [*_entries(state, ("dataset_state", "dataset_iter_state"))]
+    return bool(places) and all(place is None for place in places) and any(_entries(state, ("fetcher_state",)))
+
+
+def _entries(state: Any, keys: Sequence[str]) -> Iterator[Any]:
+    """Yield what is under some keys in nested dicts."""
+    if not isinstance(state, Mapping):
+        return
+    for key, value in state.items():
+        if key in keys:
+            yield value
+        yield from _entries(value, keys)
 
 
 def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
