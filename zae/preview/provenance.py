@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import functools
 import hashlib
 import linecache
-import os
 import platform
 import sys
 import sysconfig
@@ -24,7 +21,7 @@ from zae.preview.describe import describe_options
 
 __all__ = ["describe_code", "describe_data", "describe_run"]
 
-_MOST = 100  # Classes that are listed; the others have one hash together.
+_MOST = 100  # Classes of a model that are listed.
 
 
 def describe_code(cls: Any, model: torch.nn.Module) -> dict[str, dict[str, str]]:
@@ -33,7 +30,8 @@ def describe_code(cls: Any, model: torch.nn.Module) -> dict[str, dict[str, str]]
     The classes are those of the task, of the add-ons and of the modules of the model. Comments and layout do not
     count. A class whose source is not known is left out, as are functions that these classes call.
     """
-    code = dict[str, list[str]]()
+    code = dict[str, str]()
+    files = dict[str, dict[str, str]]()  # The hashes of the classes of each file, which is read once.
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for each in _classes(cls, model):
         package = each.__module__.partition(".")[0]
@@ -41,13 +39,13 @@ def describe_code(cls: Any, model: torch.nn.Module) -> dict[str, dict[str, str]]
             version = getattr(sys.modules.get(package), "__version__", None)
             versions |= {package: version} if type(version) is str and package not in versions else {}
         elif (file := _file_of(each)) is not None:
-            digest = _hashes(file, _changed_at(file)).get(each.__qualname__)
-            if digest is not None:  # Else it was made by another class, or typed into a console.
-                code.setdefault(each.__qualname__.rpartition("<locals>.")[2], []).append(digest)
-    hashes = {name: _joined(each) for name, each in code.items()}
-    rest = [hashes.pop(name) for name in list(hashes)[_MOST:]]
+            hashes = files[file] if file in files else files.setdefault(file, _hashes(file))
+            digest = hashes.get(each.__qualname__)
+            if digest is not None and len(code) < _MOST:  # Else it was made by another class, or typed into a console.
+                name = each.__qualname__.rpartition("<locals>.")[2]
+                code[name if name not in code else f"{each.__module__}.{name}"] = digest
     versions.pop("zae", None)  # Each manifest has it.
-    return {"code": hashes | ({"...": _joined(rest)} if rest else {}), "versions": versions}
+    return {"code": code, "versions": versions}
 
 
 def describe_run(instance: Any, hide: Callable[[Any], Any]) -> dict[str, Any]:
@@ -91,33 +89,21 @@ def _file_of(cls: type) -> str | None:
     return getattr(sys.modules.get(cls.__module__), "__file__", None)
 
 
-def _changed_at(file: str) -> int:
-    """Return when a file was changed; 0 for the cell of a notebook, whose name is its own."""
-    return os.stat(file).st_mtime_ns if os.path.isfile(file) else 0
-
-
-@functools.lru_cache(maxsize=64)
-def _hashes(file: str, changed_at: int) -> dict[str, str]:
+def _hashes(file: str) -> dict[str, str]:
     """Return the hash of each class that a file defines, by its qualified name."""
-    found = dict[str, str]()
-
-    def visit(node: ast.AST, prefix: str) -> None:
-        for each in ast.iter_child_nodes(node):
-            if isinstance(each, ast.ClassDef):
-                source = ast.unparse(each).encode(errors="backslashreplace")
-                found[prefix + each.name] = hashlib.sha256(source).hexdigest()[:16]
-                visit(each, f"{prefix}{each.name}.")
-            elif isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                visit(each, f"{prefix}{each.name}.<locals>.")
-            else:
-                visit(each, prefix)
-
     linecache.checkcache(file)
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-        visit(ast.parse("".join(linecache.getlines(file))), "")
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return {}
+    found = dict[str, str]()
+    waiting: list[tuple[ast.AST, str]] = [(tree, "")]
+    for node, prefix in waiting:
+        if isinstance(node, ast.ClassDef):
+            source = ast.unparse(node).encode(errors="backslashreplace")
+            found[prefix + node.name] = hashlib.sha256(source).hexdigest()[:16]
+            prefix += f"{node.name}."
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            prefix += f"{node.name}.<locals>."
+        waiting += [(each, prefix) for each in ast.iter_child_nodes(node)]
     return found
-
-
-def _joined(hashes: list[str]) -> str:
-    """Return one hash for several, in any order."""
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:16]
