@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from zae.common.optim import like_parameter_layout
+from zae.common.optimizer_state import like_parameter_layout
 from zae.common.torch_private import check_reducer
 from zae.errors import ConfigError, DistributedError
 from zae.launch.blocks import check_tables

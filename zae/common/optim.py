@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zae.common.optimizer_state import load_optimizer_state
-from zae.errors import CheckpointMismatch, ConfigError, StepError, kind_of
+from zae.errors import ConfigError, StepError, kind_of
 
 __all__ = [
     "argument_of",
@@ -21,17 +21,13 @@ __all__ = [
     "backward_each",
     "call_factories",
     "check_closures",
-    "check_groups",
     "gradient_norm",
     "has_lazy",
-    "has_own_form",
     "label",
     "learning_rates",
-    "like_parameter_layout",
     "make",
     "mark_copied",
     "mark_stepped",
-    "match_layout",
     "normalize",
     "optimizer_for",
     "parameters_of",
@@ -341,73 +337,3 @@ def mark_copied(schedulers: Any) -> None:
     for scheduler in as_dict(schedulers).values():
         if isinstance(getattr(scheduler, "optimizer", None), Optimizer):
             mark_stepped(scheduler.optimizer)
-
-
-# -------------------------------------------------------------------------------------------------- layouts
-
-
-def match_layout(optimizer: Optimizer) -> None:
-    """Give an optimizer's state the strides of the parameters; tensors from a checkpoint are contiguous.
-
-    A fused kernel reads a weight and its state in the order of memory.
-    """
-    for parameter in parameters_of(optimizer):
-        state: Any = optimizer.state.get(parameter)  # Indexing the defaultdict would add an entry.
-        for name, value in list(state.items()) if isinstance(state, dict) else ():
-            if _has_same_shape(value, parameter) and value.stride() != parameter.stride():
-                state[name] = like_parameter_layout(value, parameter)
-
-
-def _has_same_shape(value: Any, parameter: Tensor) -> bool:
-    """Return whether an entry of a state is a plain tensor with the shape and device of its parameter."""
-    return (
-        type(value) is Tensor
-        and not nn.parameter.is_lazy(parameter)
-        and value.layout is parameter.layout is torch.strided
-        and (value.shape, value.device) == (parameter.shape, parameter.device)
-    )
-
-
-def like_parameter_layout(value: Tensor, parameter: Tensor) -> Tensor:
-    """Copy a tensor of the parameter's shape into the parameter's order in memory."""
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-# --------------------------------------------------------------------------------------------------------------- states
-
-
-def has_own_form(optimizer: Optimizer, state: Any) -> bool:
-    """Return whether an optimizer, mostly a wrapper of another one, has a state that only it can read."""
-    is_own = type(optimizer).state_dict is not Optimizer.state_dict
-    return is_own and isinstance(state, Mapping) and not {"state", "param_groups"} <= state.keys()
-
-
-def check_groups(name: str, optimizer: Optimizer, state: Any, added: Sequence[int] = ()) -> None:
-    """Refuse an optimizer's state that belongs to other parameters, before anything is loaded.
-
-    ``added`` has the sizes of the groups that the optimizer will have besides.
-    """
-    entries = state.get("state") if isinstance(state, Mapping) and "param_groups" in state else None
-    # What belongs to no parameter has a name, and any value: MADGRAD counts its steps in state["k"].
-    of_parameters = {} if not isinstance(entries, Mapping) else {k: v for k, v in entries.items() if type(k) is int}
-    if not isinstance(entries, Mapping) or not all(isinstance(each, Mapping) for each in of_parameters.values()):
-        raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    present = [len(group["params"]) for group in optimizer.param_groups] + [*added]
-    if saved != present:
-        grew = saved[: len(present)] == present
-        raise CheckpointMismatch(
-            f"optimizer {name} ({type(optimizer).__name__}) has parameter groups of {present} parameters, but the "
-            f"state was saved with {saved}; build it as it was"
-            + (" (a group that training has added: in load_state_dict() of your class, before super())" if grew else "")
-            + ", or load only the weights: apply_weights(path)"
-        )
-    for group, other in zip(optimizer.param_groups, state["param_groups"]):
-        # Another version of torch may add settings; where each lacks some of the other, the classes differ.
-        lacks, leaves = sorted(set(optimizer.defaults) - set(other)), sorted(set(other) - set(group))
-        if lacks and leaves:
-            raise CheckpointMismatch(
-                f"the state of optimizer {name} was saved by another class than {type(optimizer).__name__}: it has no "
-                f"{', '.join(lacks)}, but {', '.join(leaves)}. Build the optimizer as it was, or load only the "
-                "weights: apply_weights(path)"
-            )

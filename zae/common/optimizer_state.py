@@ -1,4 +1,4 @@
-"""Load optimizer states with the types and bits that they were saved with, or refuse them at the first save.
+"""Load, compare and copy the states of optimizers, with the types and bits that they were saved with.
 
 ``Optimizer.load_state_dict`` of torch casts every floating tensor of a state to the type of its weight, and rebuilds
 all that can be iterated over, str included. Here torch loads the groups and calls the hooks; the values are set
@@ -12,12 +12,12 @@ import enum
 import itertools
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.common.strides import is_laid_out
@@ -25,13 +25,17 @@ from zae.common.walk import has_same_bits, leaves_of, map_tensors
 from zae.errors import CheckpointMismatch
 
 __all__ = [
+    "check_groups",
     "check_rates",
     "copy_optimizer",
     "device_of",
     "difference",
     "has_hooks",
+    "has_own_form",
     "has_own_loading",
+    "like_parameter_layout",
     "load_optimizer_state",
+    "match_layout",
     "match_order",
     "move_to_device",
     "parameter_order",
@@ -298,6 +302,70 @@ def match_order(
         f"optimizer {name} ({type(optimizer).__name__}) was saved {how}; build it as it was, or load only the weights: "
         "apply_weights(path)"
     )
+
+
+def match_layout(optimizer: Optimizer) -> None:
+    """Give an optimizer's state the strides of the parameters; tensors from a checkpoint are contiguous.
+
+    A fused kernel reads a weight and its state in the order of memory.
+    """
+    for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+        state: Any = optimizer.state.get(parameter)  # Indexing the defaultdict would add an entry.
+        for name, value in list(state.items()) if isinstance(state, dict) else ():
+            if _has_same_shape(value, parameter) and value.stride() != parameter.stride():
+                state[name] = like_parameter_layout(value, parameter)
+
+
+def _has_same_shape(value: Any, parameter: Tensor) -> bool:
+    """Return whether an entry of a state is a plain tensor with the shape and device of its parameter."""
+    return (
+        type(value) is Tensor
+        and not nn.parameter.is_lazy(parameter)
+        and value.layout is parameter.layout is torch.strided
+        and (value.shape, value.device) == (parameter.shape, parameter.device)
+    )
+
+
+def like_parameter_layout(value: Tensor, parameter: Tensor) -> Tensor:
+    """Copy a tensor of the parameter's shape into the parameter's order in memory."""
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def has_own_form(optimizer: Optimizer, state: Any) -> bool:
+    """Return whether an optimizer, mostly a wrapper of another one, has a state that only it can read."""
+    is_own = type(optimizer).state_dict is not Optimizer.state_dict
+    return is_own and isinstance(state, Mapping) and not {"state", "param_groups"} <= state.keys()
+
+
+def check_groups(name: str, optimizer: Optimizer, state: Any, added: Sequence[int] = ()) -> None:
+    """Refuse an optimizer's state that belongs to other parameters, before anything is loaded.
+
+    ``added`` has the sizes of the groups that the optimizer will have besides.
+    """
+    entries = state.get("state") if isinstance(state, Mapping) and "param_groups" in state else None
+    # What belongs to no parameter has a name, and any value: MADGRAD counts its steps in state["k"].
+    of_parameters = {} if not isinstance(entries, Mapping) else {k: v for k, v in entries.items() if type(k) is int}
+    if not isinstance(entries, Mapping) or not all(isinstance(each, Mapping) for each in of_parameters.values()):
+        raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    present = [len(group["params"]) for group in optimizer.param_groups] + [*added]
+    if saved != present:
+        grew = saved[: len(present)] == present
+        raise CheckpointMismatch(
+            f"optimizer {name} ({type(optimizer).__name__}) has parameter groups of {present} parameters, but the "
+            f"state was saved with {saved}; build it as it was"
+            + (" (a group that training has added: in load_state_dict() of your class, before super())" if grew else "")
+            + ", or load only the weights: apply_weights(path)"
+        )
+    for group, other in zip(optimizer.param_groups, state["param_groups"]):
+        # Another version of torch may add settings; where each lacks some of the other, the classes differ.
+        lacks, leaves = sorted(set(optimizer.defaults) - set(other)), sorted(set(other) - set(group))
+        if lacks and leaves:
+            raise CheckpointMismatch(
+                f"the state of optimizer {name} was saved by another class than {type(optimizer).__name__}: it has no "
+                f"{', '.join(lacks)}, but {', '.join(leaves)}. Build the optimizer as it was, or load only the "
+                "weights: apply_weights(path)"
+            )
 
 
 def _is_number(value: object) -> bool:

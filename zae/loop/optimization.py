@@ -28,7 +28,16 @@ from zae.common.optimizer_checks import (
     check_scheduler_owners,
     check_schedules,
 )
-from zae.common.optimizer_state import check_rates, match_order, parameter_order, with_enums, wraps_others
+from zae.common.optimizer_state import (
+    check_groups,
+    check_rates,
+    has_own_form,
+    match_layout,
+    match_order,
+    parameter_order,
+    with_enums,
+    wraps_others,
+)
 from zae.common.walk import copy_of
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken
@@ -325,7 +334,7 @@ class Optimization:
                     each.add_param_group({**group})
                 load_optimizer(name, optimizers[name])
                 if not is_ordered:
-                    optim.match_layout(each)
+                    match_layout(each)
                 if is_begun:  # Else a scheduler that is stepped before it warns.
                     each._opt_called = True  # type: ignore[attr-defined]
             for name, each in self.schedulers.items():
@@ -369,9 +378,9 @@ class Optimization:
     ) -> Any:
         """Return the saved state of an optimizer with its parameters in the present order."""
         optimizer, own = self.optimizers[name], state["optimizer"][name]
-        if optim.has_own_form(optimizer, own):
+        if has_own_form(optimizer, own):
             return own
-        optim.check_groups(name, optimizer, own, [len(group["params"]) for group in added])
+        check_groups(name, optimizer, own, [len(group["params"]) for group in added])
         for there, here in zip(own["param_groups"], optimizer.param_groups):
             check_rates("optimizer", there, here)
         present = parameter_order(optimizer, names)
