@@ -100,7 +100,6 @@ def test_what_it_does_not_do_is_named() -> None:
     assert recipe.uncovered(trainer_of(plain, precision="bf16"), arguments) == []
     assert recipe.uncovered_add_ons(trainer_of(plain)) == []
     assert recipe.uncovered_add_ons(trainer_of(Task.add_on(SpikeGuardAddon, EMAAddon))) == ["SpikeGuardAddon"]
-    assert recipe.uncovered(trainer_of(Paced), arguments) == ["self.progress_checker, which Paced reads"]
     assert recipe.uncovered(trainer_of(Signs), arguments) == ["Signs.unscale"]
     assert recipe.uncovered(trainer_of(Task), {**arguments, "limit_batches": 1}) == ["limit_batches= of run()"]
     halves = {each: torch.optim.SGD(torch.nn.Linear(2, 1).parameters()) for each in "ab"}
@@ -109,6 +108,13 @@ def test_what_it_does_not_do_is_named() -> None:
     assert recipe.uncovered(several, arguments) == ["2 optimizers"]
     low = trainer_of(Task.add_on(AMPAddon), dtype="bf16", optimizer=torch.optim.SGD)
     assert recipe.uncovered(low, arguments) == ["dtype='bf16'"]
+
+
+def test_a_step_that_reads_the_counters_of_a_run_is_named() -> None:
+    """They do not count in the loop by hand, which would leave other weights."""
+    given, more = recipe.make_loop(trainer_of(Paced), {"n_epoch": 1, "loader": [torch.ones(2, 2)]}, "fp32")
+    with pytest.raises(loop.Uncovered, match=r"self.progress_checker.step, which the step reads"):
+        loop.train(*given, **more)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +23,7 @@ _COVERED = ("AMPAddon", "GradientAccumulationAddon")
 _KEEP_WEIGHTS = ("EMAAddon", "GradientCheckpointingAddon", "ActivationOffloadAddon", "PrefetchAddon")
 _RUN = ("n_epoch", "loader", "max_steps", "valid_loader", "valid_every")
 _STEPS = ("train_step", "test_step", "predict_step", "metric_on_epoch_end")
-_FOR_STEPS = ("model", "device", "mode", "optimizer", "scheduler", *_STEPS)
+_OF_A_RUN = ("progress_checker", "current_run", "history", "loader_position")
 
 
 def uncovered_add_ons(trainer: Any) -> list[str]:
@@ -51,7 +48,6 @@ def uncovered(trainer: Any, arguments: Mapping[str, Any]) -> list[str]:
         found.append("a train_step that is not the user's")
     overridden = [name for name in hooks_of(type(trainer)) if any(name in vars(each) for each in own)]
     found += [f"{own[0].__name__}.{name}" for name in overridden if name not in _STEPS]
-    found += [f"self.{name}, which {own[0].__name__} reads" for name in sorted(_read_of_trainer(own))]
     return found
 
 
@@ -87,6 +83,7 @@ def make_loop(trainer: Any, arguments: Mapping[str, Any], precision: str) -> tup
         due.append(made)
     with_epoch = [*parts_with_epoch(loader).values()]
     step = _step_of_user(trainer)
+    vars(trainer).update({name: _OfARun(name) for name in _OF_A_RUN})
     return (step, model, optimizer, loader, recipe), {
         "per_step": per_step,
         "per_epoch": per_epoch,
@@ -127,14 +124,11 @@ def _step_of_user(trainer: Any) -> Callable[[Any], Any]:
     return step
 
 
-def _read_of_trainer(own: list[Any]) -> set[str]:
-    """Return the attributes of a trainer that runs, such as progress_checker, that the user's classes read."""
-    read, defined = set[str](), {name for each in own for name in vars(each)}
-    for each in own:
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(each)))):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-                (defined if isinstance(node.ctx, ast.Store) else read).add(node.attr)
-    base = next(each for each in own[0].__mro__ if each.__module__ == "zae.trainer")
-    known = {name for each in base.__mro__ for name in vars(each)}
-    known |= {"devices", "grad_norm", "history", "optimizers", "progress_checker", "schedulers", "seed"}
-    return (read & known) - defined - {*_FOR_STEPS}
+class _OfARun:
+    """Stands for a part of the trainer that changes in a run; a step that reads it is another one in the loop."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise Uncovered(f"self.{self._name}.{attribute}, which the step reads")
