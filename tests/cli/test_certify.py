@@ -306,3 +306,42 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["certify", *arguments]) == 2
         assert words in capsys.readouterr().err
     assert sorted(os.listdir()) == ["runs", "train.py"]
+
+
+OWN_STREAM = """
+class Noisy(torch.utils.data.Dataset):
+    stream = torch.Generator().manual_seed(0)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.randn(4, generator=self.stream), index % 2
+
+
+def noisy_data():
+    trainer, run = make(batches=DataLoader(Noisy(), 4, shuffle=True))
+    return trainer, {**run, "valid_loader": None}
+
+
+def noisy_validation():
+    trainer, run = noisy_data()
+    return trainer, {**run, "valid_loader": DataLoader(Noisy(), 4)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "words"),
+    [
+        ("noisy_data", "passed", "updates of the loop by hand"),
+        pytest.param("noisy_validation", "not applicable", "give run() no valid_loader", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_dataset_with_a_generator_is_no_fault_of_the_loop(
+    name: str, result: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It draws the same numbers in both loops, unless a validation draws as well."""
+    Path("train.py").write_text(SCRIPT + OWN_STREAM)
+    status, found = certify(capsys, f"train.py:{name}", "--only", "loop")
+    assert (status, found["your loop"][0]) == (0, result)
+    assert words in found["your loop"][1]

@@ -221,10 +221,10 @@ def _train(job: Job) -> dict[str, Any]:
     """Train, and return the notes."""
     WitnessAddon.job = job
     with _made(job) as (trainer, arguments, _), _counting_updates():
-        found = _describe(trainer.unwrap(), trainer.device, arguments)
         if job.is_exact:
             _make_exact(trainer.unwrap())
         trainer.run(**arguments)
+        found = _describe(trainer.unwrap(), trainer.device, arguments)  # It asks the dataset, which may draw.
         weights = as_plain(dict(trainer.unwrap().state_dict())) if job.world == 1 else {}
         found["precision"] = getattr(trainer, "precision", "fp32")
     answer: dict[str, Any] = as_plain(
@@ -245,20 +245,26 @@ def _describe(model: nn.Module, device: torch.device, arguments: Mapping[str, An
         "parameters": sum(each.numel() for each in model.parameters()),
         "device": str(device),
         "can_merge": isinstance(loader, torch.utils.data.DataLoader) and type(sampler) is torch.utils.data.BatchSampler,
-        "varies": _varies(loader),
+        **_draws_of(loader),
+        "validates": arguments.get("valid_loader") is not None,
         "engine": any(is_engine_slot(each.slot) for each in add_ons),
     }
 
 
-def _varies(loader: Any) -> bool:
-    """Return whether a dataset gives another sample at each call."""
+def _draws_of(loader: Any) -> dict[str, bool]:
+    """Return whether a dataset gives another sample at each call, and whether a generator of its own is why."""
     from zae.common.random_state import isolated
     from zae.testing.watch import difference
 
-    with contextlib.suppress(Exception), isolated():
-        data = loader.dataset
-        return difference(as_plain([data[0]]), as_plain([data[0]])) is not None
-    return False
+    found = {"varies": False, "has_own_stream": False}
+    with contextlib.suppress(Exception):
+        with isolated():
+            first, second = ([loader.dataset[0]] for _ in range(2))
+        with isolated():
+            third = [loader.dataset[0]]
+        found["varies"] = difference(as_plain(first), as_plain(second)) is not None
+        found["has_own_stream"] = difference(as_plain(first), as_plain(third)) is not None
+    return found
 
 
 def _make_exact(model: nn.Module) -> None:

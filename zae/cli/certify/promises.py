@@ -99,7 +99,15 @@ def loop(found: Certificate) -> Iterator[Finding]:
     if without or found.base["is_shortened"]:
         ours = found.train(is_shortened=False, leave_out=("parallel", *without))
     both = f"both without {', '.join(without)}, which the loop by hand does not have" if without else ""
-    if text := update_difference(ours, plain):
+    text = update_difference(ours, plain)
+    if text and found.base["has_own_stream"] and found.base["validates"]:
+        yield Finding(
+            NOT_TRIED,
+            "the dataset draws from a generator of its own, also for a validation, which the loop by hand does not "
+            "have; give run() no valid_loader",
+        )
+        return
+    if text:
         yield Finding(FAILED, f"{text}{f' ({both})' if both else ''}. The loop is zae/cli/certify/loop.py")
         return
     yield Finding(
