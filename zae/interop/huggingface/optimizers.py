@@ -6,7 +6,6 @@ Transformers makes both itself: its groups of parameters, its defaults and its s
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -31,20 +30,6 @@ __all__ = [
 
 _log = logging.getLogger("zae")
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
-# The packages that some optimizers need, by a part of their names; the module, and what to install.
-_PACKAGES = {
-    "schedule_free": ("schedulefree", "schedulefree"),
-    "galore": ("galore_torch", "git+https://github.com/jiaweizzhao/GaLore"),
-    "apollo": ("apollo_torch", "git+https://github.com/zhuhanqing/APOLLO"),
-    "grokadamw": ("grokadamw", "grokadamw"),
-    "stable_adamw": ("optimi", "torch-optimi"),
-    "anyprecision": ("torchdistx", "git+https://github.com/pytorch/torchdistx"),
-    "_xla": ("torch_xla", "torch_xla"),
-    "_npu": ("torch_npu", "torch-npu"),
-    "adamw_torch_4bit": ("torchao", "torchao"),
-    "adamw_torch_8bit": ("torchao", "torchao"),
-    **dict.fromkeys(("8bit", "paged", "bnb", "ademamix", "lion"), ("bitsandbytes", "bitsandbytes")),
-}
 # What the optimizers that need no package take from ``optim_args``; Transformers ignores the rest.
 _OPTIM_ARGS = {
     "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
@@ -81,7 +66,7 @@ def optimizer(optim: str | None = None, **arguments: Any) -> OptimizerFactory:
     Raises
     ------
     ConfigError, ImportError
-        The name or an argument is unknown, or a package is not installed, with the line that installs it.
+        The name or an argument is unknown, or Transformers is not installed.
 
     Examples
     --------
@@ -194,7 +179,7 @@ def create_optimizer(args: Any, model: nn.Module) -> Optimizer:
     Raises
     ------
     ConfigError, ImportError
-        As `optimizer` does.
+        As `optimizer` does; or Transformers cannot make it, and says which package is missing.
     """
     transformers = library()
 
@@ -298,7 +283,7 @@ def _optim_args(args: Any) -> list[str]:
 
 
 def _check_optimizer(args: Any) -> None:
-    """Refuse an optimizer that the installed packages cannot make, or that steps within backward."""
+    """Refuse an optimizer that Transformers does not know, or that steps within backward."""
     from transformers.training_args import OptimizerNames
 
     name = _name(args.optim)
@@ -311,11 +296,6 @@ def _check_optimizer(args: Any) -> None:
             f"optim={name!r} changes the weights within backward, before gradients are clipped and checked; write "
             f"optim={whole if whole != name else 'adafactor'!r}"
         )
-    for part, (module, package) in _PACKAGES.items():
-        if part in name and importlib.util.find_spec(module) is None:
-            raise ConfigError(f"optim={name!r} needs {module}, which is not installed: pip install {package}")
-        if part in name:
-            break
     _optim_args(args)
 
 
