@@ -235,6 +235,60 @@ def test_extra_state_that_nothing_loads(tmp_path: Path) -> None:
     refuse(trainer, r"\(OnlySaves\) has get_extra_state\(\) and no set_extra_state\(\)")
 
 
+class Changes(nn.Module):
+    """Gives a buffer another form in its forward, or makes a layer there."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.fresh: Any = None
+        self.register_buffer("kept", None if how == "is made" else torch.ones(3), persistent=how != "is not saved")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.how == "makes a layer":
+            self.fresh = self.fresh or nn.Linear(inputs.shape[1], inputs.shape[1])
+            return self.fresh(inputs)
+        if self.how == "is another type":
+            self.kept = self.kept.double()
+        elif self.training:
+            self.kept = torch.ones(4)
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("grows", r"0\.kept of the model was \(3,\) and is \(4,\) in the first step"),
+        ("is another type", r"0\.kept of the model was torch\.float32 and is torch\.float64 in the first step"),
+        ("is made", r"0\.kept of the model was made in the first step"),
+        ("makes a layer", r"0\.fresh\.weight of the model was made in the first step"),
+    ],
+)
+def test_a_model_that_the_first_step_changes(how: str, said: str, tmp_path: Path) -> None:
+    """The model of a script that is started again would take no checkpoint of it."""
+    trainer = build(tmp_path)
+    trainer.model.insert(0, Changes(how))
+    refuse(trainer, said)
+
+
+class Prepares(Classifier):
+    """Brings the model to the form that was saved."""
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> None:
+        self.model[0].kept = torch.ones(4)
+        super().load_state_dict(state, strict)
+
+
+@pytest.mark.parametrize(("how", "cls"), [("is not saved", Classifier), ("grows", Prepares)])
+def test_a_model_that_the_first_step_changes_and_that_can_be_resumed(how: str, cls: Any, tmp_path: Path) -> None:
+    """What the refusal names is done."""
+    for steps in (7, 12):
+        trainer = build(tmp_path, cls=cls, resume="auto")
+        trainer.model.insert(0, Changes(how))
+        trainer.run(2, hand.loader(), max_steps=steps)
+    assert trainer.progress_checker.step == 12
+
+
 @pytest.mark.parametrize("kind", ["sparse", "quantized"])
 def test_a_buffer_without_bytes_of_its_own(kind: str, tmp_path: Path) -> None:
     trainer = build(tmp_path, save_format="ckpt")

@@ -29,6 +29,7 @@ from zae.common.optimizer_state import (
     with_enums,
     with_inner,
 )
+from zae.common.torch_private import has_own_shapes, unsaved_buffers
 from zae.common.walk import is_sharded, leaves_of
 from zae.errors import CheckpointError
 from zae.loop.addon_state import PARTS, state_mode
@@ -58,6 +59,7 @@ class SaveTrial:
         self._has_begun = False
         self._optimizers: dict[str, Optimizer] = {}
         self._schedulers: dict[str, Any] = {}
+        self._tensors: dict[str, Any] = {}  # What a script that is started again has of the model.
         self._known: dict[str, set[Any]] = {}  # The structures of the states of each optimizer that were tried.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -75,6 +77,7 @@ class SaveTrial:
         self.is_due = not is_resumed
         if is_resumed:
             return
+        self._tensors = _forms_of(trainer.unwrap())
         # What they hold of the model and the trainer is not copied.
         shared: dict[int, Any] = {id(each): each for each in trainer.unwrap().modules()} | {id(trainer): trainer}
         for name, optimizer in trainer.optimizers.items():
@@ -116,6 +119,8 @@ class SaveTrial:
             if each.layout is not torch.strided or each.is_quantized:
                 dense(each, f"{name} of the model")  # Sparse and quantized tensors are refused.
         _check_extra_state(trainer.unwrap())
+        if not _has_own_loading(type(trainer)):
+            _check_forms(trainer.unwrap(), self._tensors)
         found = _through_file(state, with_parts=trainer.world_size > 1)
         for key, each in state.items():
             if key in ("optimizer", "scheduler"):
@@ -263,3 +268,47 @@ def _check_extra_state(model: nn.Module) -> None:
                 f"{path or 'the model'} ({kind.__name__}) has get_extra_state() and no set_extra_state(): what it "
                 f"saves could not be loaded; write {kind.__name__}.set_extra_state(self, state)"
             )
+
+
+def _has_own_loading(cls: type) -> bool:
+    """Return whether a user's class of trainers loads its state with code of its own, which may prepare the model."""
+    return any("load_state_dict" in vars(each) for each in cls.__mro__ if each.__module__.partition(".")[0] != "zae")
+
+
+def _forms_of(model: nn.Module) -> dict[str, Any]:
+    """Return what has to be the same in a model that a checkpoint is loaded into: names, of buffers shapes and types.
+
+    Tensors of modules that load in their own way are None, and lazy ones too.
+    """
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        is_free = has_own_shapes(module) or any(getattr(module, "_load_state_dict_pre_hooks", ()))
+        unsaved = unsaved_buffers(module)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found[prefix + name] = None if is_free else ()
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in unsaved:
+                is_open = is_free or nn.parameter.is_lazy(buffer)
+                found[prefix + name] = None if is_open else (tuple(buffer.shape), buffer.dtype)
+    return found
+
+
+def _check_forms(model: nn.Module, before: Mapping[str, Any]) -> None:
+    """Refuse tensors that the first step has made, removed, or given another shape or type."""
+    now = _forms_of(model)
+    for name in [*now, *(name for name in before if name not in now)]:
+        one, other = before.get(name, "absent"), now.get(name, "absent")
+        if one is None or other is None or one == other:
+            continue
+        if "absent" in (one, other):
+            what = "was made" if one == "absent" else "was removed"
+        else:
+            what = "; ".join(f"was {was} and is {now}" for was, now in zip(one, other, strict=True) if was != now)
+        raise CheckpointError(
+            f"{name} of the model {what} in the first step. A script that is started again has that of before, which "
+            "no checkpoint of this run fits. Make it in __init__ of its module, with this shape and type; register a "
+            "buffer that need not be saved with persistent=False; or bring the model to this form in "
+            "load_state_dict() of your class, before super()"
+        )
