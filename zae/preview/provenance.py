@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import linecache
+import os
 import platform
 import sys
 import sysconfig
@@ -31,7 +33,6 @@ def describe_code(cls: Any, model: torch.nn.Module) -> dict[str, dict[str, str]]
     count. A class whose source is not known is left out, as are functions that these classes call.
     """
     code = dict[str, str]()
-    files = dict[str, dict[str, str]]()  # The hashes of the classes of each file, which is read once.
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for each in _classes(cls, model):
         package = each.__module__.partition(".")[0]
@@ -39,8 +40,7 @@ def describe_code(cls: Any, model: torch.nn.Module) -> dict[str, dict[str, str]]
             version = getattr(sys.modules.get(package), "__version__", None)
             versions |= {package: version} if type(version) is str and package not in versions else {}
         elif (file := _file_of(each)) is not None:
-            hashes = files[file] if file in files else files.setdefault(file, _hashes(file))
-            digest = hashes.get(each.__qualname__)
+            digest = _hashes(file, _changed_at(file)).get(each.__qualname__)
             if digest is not None and len(code) < _MOST:  # Else it was made by another class, or typed into a console.
                 name = each.__qualname__.rpartition("<locals>.")[2]
                 code[name if name not in code else f"{each.__module__}.{name}"] = digest
@@ -89,7 +89,13 @@ def _file_of(cls: type) -> str | None:
     return getattr(sys.modules.get(cls.__module__), "__file__", None)
 
 
-def _hashes(file: str) -> dict[str, str]:
+def _changed_at(file: str) -> int:
+    """Return when a file was changed; 0 for the cell of a notebook, whose name is its own."""
+    return os.stat(file).st_mtime_ns if os.path.isfile(file) else 0
+
+
+@functools.lru_cache(maxsize=64)  # A search makes many trainers of one script.
+def _hashes(file: str, changed_at: int) -> dict[str, str]:
     """Return the hash of each class that a file defines, by its qualified name."""
     linecache.checkcache(file)
     try:
