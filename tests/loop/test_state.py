@@ -267,14 +267,6 @@ def test_an_optimizer_that_is_given_its_parameters_in_another_order(kind: Any) -
     ]  # fmt: skip
 
 
-def test_a_state_without_the_order_of_the_parameters_is_read() -> None:
-    """As it was saved before; each parameter takes the state of its place."""
-    state = trained().state_dict()
-    loaded = build()
-    loaded.load_state_dict({key: value for key, value in state.items() if key != "order"})
-    assert fingerprint(core_of(loaded)) == fingerprint(core_of(trained()))
-
-
 def test_an_optimizer_of_a_model_that_was_compiled_when_it_was_saved() -> None:
     """Every name began otherwise then; the weights are taken without that, and the optimizer's state by place."""
     first, second = (chain([0, 1, 2, 3]) for _ in range(2))
