@@ -426,7 +426,7 @@ class StateManagerAddon(AddOnBase):
         Parameters
         ----------
         state : mapping, str or Path
-            As for `Trainer.continue_from`: what ``state_dict`` returned, a checkpoint, or a folder with checkpoints.
+            As for ``Trainer.continue_from``: what ``state_dict`` returned, a checkpoint, or a folder with checkpoints.
         """
         if isinstance(state, Mapping):
             super().continue_from(state)
