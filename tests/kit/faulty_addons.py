@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-import warnings
 from typing import Any
 
 import torch
@@ -124,27 +122,6 @@ class UnpicklableAddon(AddOnBase):
         self.shorten = lambda text: text[:10]
 
 
-class KeepsGraphAddon(AddOnBase):
-    """Keep losses as they are."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.losses: dict[str, list[Any]] = {"all": []}
-
-    def logging(self, step_dict: Any, weight: float = 1) -> None:
-        super().logging(step_dict, weight)
-        self.losses["all"] = [*self.losses["all"], step_dict["loss"]][-3:]
-
-
-class SynchronisesAddon(AddOnBase):
-    """Read the loss at every step."""
-
-    def logging(self, step_dict: Any, weight: float = 1) -> None:
-        super().logging(step_dict, weight)
-        if step_dict["loss"] > 1e9:
-            self.stop("the loss is too large")
-
-
 class MutatesBatchAddon(AddOnBase):
     """Normalize the loader's own tensors."""
 
@@ -188,14 +165,6 @@ class LeavesContextAddon(AddOnBase):
     def on_epoch_end(self) -> None:
         torch.autograd.set_detect_anomaly(False)
         super().on_epoch_end()
-
-
-class ActsEarlyAddon(AddOnBase):
-    """Make a folder before anything runs."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        os.mkdir("runs")
 
 
 class TamperingAddon(AddOnBase):
@@ -271,14 +240,6 @@ class DeterministicAddon(AddOnBase):
         torch.use_deterministic_algorithms(True)
 
 
-class SetsVariableAddon(AddOnBase):
-    """Leave a variable in the environment."""
-
-    def setup(self) -> None:
-        super().setup()
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-
-
 class ChangesFolderAddon(AddOnBase):
     """Work in another folder."""
 
@@ -286,31 +247,6 @@ class ChangesFolderAddon(AddOnBase):
         super().setup()
         os.makedirs("runs", exist_ok=True)
         os.chdir("runs")
-
-
-class SilencesWarningsAddon(AddOnBase):
-    """Silence every warning of the process."""
-
-    def on_run_begin(self) -> None:
-        super().on_run_begin()
-        warnings.simplefilter("ignore")
-
-
-class TakesSignalAddon(AddOnBase):
-    """Keep a signal for itself."""
-
-    def on_run_begin(self) -> None:
-        super().on_run_begin()
-        signal.signal(signal.SIGHUP, lambda number, frame: None)  # Under nohup the signal is ignored already.
-
-
-class PatchesAddon(AddOnBase):
-    """Replace a function of torch."""
-
-    def setup(self) -> None:
-        super().setup()
-        original = torch.nn.functional.relu
-        torch.nn.functional.relu = lambda x, inplace=False: original(x, inplace)
 
 
 class SwallowsRuntimeErrorAddon(AddOnBase):
@@ -410,16 +346,13 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (SchedulesTwiceAddon, "scheduler", "steps the scheduler 24 times in 12 optimizer steps", "leave it to sched"),
     (CallsTwiceAddon, "super", r"calls super\(\)\.scheduler_step\(\) more than once", "zae.repeats"),
     (UndeclaredStateAddon, "state", "keeps undeclared state: self.seen is 12 .* and 10 ", "under the key 'Undecl"),
-    (DrawsAddon, "random", "logging draws from the global random stream 'torch'", "draw from self.generator"),
-    (LogsEverywhereAddon, "ranks", "logs on every rank: on rank 1 it opens 'log.txt'", "ask self.is_main first"),
+    (DrawsAddon, "random", "draws from the global random stream 'torch'", "draw from self.generator"),
+    (LogsEverywhereAddon, "ranks", "writes on every rank: on rank 1 it writes 'log.txt'", "ask self.is_main first"),
     (UnpicklableAddon, "pickle", "cannot be pickled before a run", "keep no lambda"),
-    (KeepsGraphAddon, "graph", r"keeps a tensor with its graph: self.losses\['all'\]\[0\]", "keep tensor.detach"),
-    (SynchronisesAddon, "transfer", "synchronises at each step: .*faulty_addons.py:.*in logging", "read them in log"),
     (MutatesBatchAddon, "batch", r"mutates the batch: batches\[0\]\[0\]", "change a copy, in to_device"),
     (ReplacesRunBatchAddon, "class", "replaces run_batch, which is the loop itself", "override a hook"),
     (ChangesModeAddon, "mode", "changes model.training: it is False inside train_step", "put it back"),
     (LeavesContextAddon, "exception", "leaves a context open after an exception in train_step: the anomaly", "yield"),
-    (ActsEarlyAddon, "init", "acts in __init__: it makes the folder 'runs'", r"act in setup\(\)"),
     (TamperingAddon, "neutral", "is in layer 'observe' and changes training", "move to the layer 'loop'"),
     (LeavesThingsAddon, "exception", "leaves hooks behind after an exception", r"remove them in teardown\(\)"),
     (ForgetfulAddon, "metrics", "drops the user's metrics: train_kit_epoch are not in train_history", "return {"),
@@ -428,16 +361,7 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (DoubleAddon, "settings", r"the default dtype \(torch.float32 became torch.float64\)", "in teardown"),
     (OneThreadAddon, "settings", "the threads of torch", "restore it in"),
     (DeterministicAddon, "settings", "the deterministic algorithms", "restore it in"),
-    (
-        SetsVariableAddon,
-        "settings",
-        r"the environment variable 'OMP_WAIT_POLICY' \(was set\)",
-        "restore it in teardown",
-    ),
     (ChangesFolderAddon, "settings", "the working folder", "restore it in"),
-    (SilencesWarningsAddon, "settings", "the filters of warnings", "use a context manager"),
-    (TakesSignalAddon, "settings", "the handler of SIGHUP", "restore it in"),
-    (PatchesAddon, "settings", "the function torch.nn.functional.relu", "restore it in"),
     (SwallowsRuntimeErrorAddon, "exception", "swallows an exception of train_step", "let it pass"),
     (SwallowsValueErrorAddon, "exception", "swallows an exception of loader", "raise it again"),
     (SwallowsInOptimizerAddon, "exception", "swallows an exception of step_one", "let it"),

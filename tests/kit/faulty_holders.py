@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,41 +103,6 @@ class ResetsAddon(AddOnBase):
         super().load_state_dict(rest, strict)
 
 
-class UnfreezesAddon(AddOnBase):
-    """Train everything, whatever the user froze."""
-
-    layer = "loop"
-
-    def setup(self) -> None:
-        super().setup()
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(True)
-
-
-class UnfreezesInStepAddon(AddOnBase):
-    """Freeze the weights while the metrics are computed, and thaw all of them afterwards."""
-
-    layer = "loop"
-
-    def logging(self, step_dict: Any, weight: float = 1) -> None:
-        for parameter in self.parameters:
-            parameter.requires_grad_(False)
-        super().logging(step_dict, weight)
-        for parameter in self.parameters:
-            parameter.requires_grad_(True)
-
-
-class UnfreezesAtTheEndAddon(AddOnBase):
-    """Thaw all weights when it is torn down."""
-
-    layer = "loop"
-
-    def teardown(self) -> None:
-        for parameter in self.unwrap().parameters():
-            parameter.requires_grad_(True)
-        super().teardown()
-
-
 class ForgetsBestAddon(AddOnBase):
     """Keep a best value that no checkpoint holds."""
 
@@ -157,16 +121,6 @@ class DeclaresUnsetAddon(AddOnBase):
     """Declare state that it never sets."""
 
     state_attributes = ("seen",)
-
-
-class TrainsNormsAddon(AddOnBase):
-    """Put the whole model in training mode after each validation."""
-
-    layer = "loop"
-
-    def checkpoint(self) -> None:
-        super().checkpoint()
-        self.model.train()
 
 
 class LeavesAverageAddon(AddOnBase):
@@ -191,49 +145,6 @@ class MainOnlyAddon(AddOnBase):
             self.barrier()
 
 
-class MainOnlyTorchAddon(AddOnBase):
-    """Sum over the ranks on rank 0 alone, through torch."""
-
-    def on_epoch_end(self) -> None:
-        super().on_epoch_end()
-        if torch.distributed.is_initialized() and self.is_main:
-            torch.distributed.all_reduce(torch.ones(1))
-
-
-class HoldsOptimizerAddon(AddOnBase):
-    """Keep the optimizer that was given, which setup() may replace."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.held = {"optimizer": self.optimizer}
-
-
-class HoldsWeightsAddon(AddOnBase):
-    """Keep the weights that were given."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.weights = list(self.model.parameters())
-
-
-class ChangesRateAddon(AddOnBase):
-    """Change the learning rate before anything runs."""
-
-    layer = "loop"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.optimizer.param_groups[0]["lr"] = 0.01
-
-
-class SetsVariableEarlyAddon(AddOnBase):
-    """Set a variable of the environment before anything runs."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
 class ReadsEarlyAddon(AddOnBase):
     """Read the optimizer before it is built."""
 
@@ -242,48 +153,6 @@ class ReadsEarlyAddon(AddOnBase):
     def setup(self) -> None:
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         super().setup()
-
-
-class SharesAddon(AddOnBase):
-    """Collect in a list that all trainers share."""
-
-    steps: list[int] = []
-
-    def logging(self, step_dict: Any, weight: float = 1) -> None:
-        super().logging(step_dict, weight)
-        self.steps.append(self.progress_checker.step)
-
-
-class ChangesOptionAddon(AddOnBase):
-    """Collect in the list of the caller."""
-
-    def __init__(self, *args: Any, names: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.names = names
-
-    def on_epoch_end(self) -> None:
-        super().on_epoch_end()
-        self.names.append("epoch")
-
-
-class ConsumesAddon(AddOnBase):
-    """Count the batches, and use up a generator."""
-
-    def wrap_loader(self, loader: Any, training: bool) -> Any:
-        self.count = sum(1 for _ in loader)
-        return super().wrap_loader(loader, training)
-
-
-class KeepsAllAddon(AddOnBase):
-    """Keep the loss of each step, detached."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.losses: list[Any] = []
-
-    def logging(self, step_dict: Any, weight: float = 1) -> None:
-        super().logging(step_dict, weight)
-        self.losses.append(step_dict["loss"].detach())
 
 
 class SeedsAddon(AddOnBase):
@@ -330,9 +199,6 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (IgnoresStateAddon, "state", "keeps undeclared state: self.count is 12 .* and 10 ", r"load_state_dict\(\)"),
     (HiddenStateAddon, "state", "keeps undeclared state: self.stream", r"add it to state_dict\(\)"),
     (ResetsAddon, "again", r"forgets something between two calls of run: .* model", r"do not reset in setup\(\)"),
-    (UnfreezesAddon, "frozen", "unfreezes what the user froze: parameter '1.0.weight' requires", "put those back"),
-    (UnfreezesInStepAddon, "frozen", "unfreezes what the user froze: parameter '1.0.weight'", "put those back"),
-    (UnfreezesAtTheEndAddon, "frozen", "unfreezes what the user froze: parameter '1.0.weight'", "put those back"),
     (ForgetsBestAddon, "state", "keeps undeclared state: self.lowest is .* and ", "add it to state_dict"),
     (
         DeclaresUnsetAddon,
@@ -340,22 +206,12 @@ FAULTS: list[tuple[Any, str, str, str]] = [
         "declares the state attribute 'seen', which it has not set",
         "set self.seen in __init",
     ),
-    (TrainsNormsAddon, "frozen", "unfreezes what the user froze: module '1.0' is in training mode", "put those back"),
     (LeavesAverageAddon, "evaluation", "leaves other weights in the model after a validation", "in the finally of"),
     (MainOnlyAddon, "ranks", "calls a collective on some ranks only: rank 0 calls barrier, .*", "every rank"),
-    (MainOnlyTorchAddon, "ranks", "fails in two processes: rank 0 raises RuntimeError", "equally often"),
-    (HoldsOptimizerAddon, "init", r"holds in __init__ .*: self.held\['optimizer'\] is the optimizer", "read self.opt"),
-    (HoldsWeightsAddon, "init", r"self.weights\[0\] is the parameter '0.weight'", r"self.parameters in setup\(\)"),
-    (ChangesRateAddon, "init", "acts in __init__: it changes the optimizer", r"act in setup\(\)"),
-    (SetsVariableEarlyAddon, "init", "changes the environment variable 'TOKENIZERS_PARALLELISM'", r"act in setup\(\)"),
     (ReadsEarlyAddon, "factory", "fails where optimizer= and .* 'function' object has no attribute", "after super"),
     (NeverRunsAddon, "super", "has hooks of which none ran .*: on_exception", "by a run of your own"),
     (MisspeltAddon, "super", "overrides no hook, so that the loop never calls it: epoch_finished", "misspelt"),
-    (SharesAddon, "shared", "keeps state on the class: SharesAddon.steps", "set self.steps in __init__"),
-    (ChangesOptionAddon, "shared", "changes the option 'names' that the caller gave", "copy it in __init__"),
-    (ConsumesAddon, "loader", "consumes the loader: it is iterated over", "look at each batch as it passes"),
-    (KeepsAllAddon, "graph", "keeps tensors of every step: self.losses holds 6 after 6 .* 12", "keep a running value"),
-    (SeedsAddon, "random", "on_epoch_begin draws from the global random stream 'torch'", "draw from self.generator"),
+    (SeedsAddon, "random", "draws from the global random stream 'torch'", "draw from self.generator"),
     (ForgetsScheduleAddon, "scheduler", "steps the scheduler 0 times in", "leave it to scheduler_step"),
 ]
 """Each with the check that finds it, and what the message says of the fault and of its cure."""

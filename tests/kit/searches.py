@@ -75,12 +75,3 @@ def make_saved(trial: Any, **options: Any) -> Any:
 def make_again(trial: Any) -> Any:
     """With checkpoints, and without a resume."""
     return make_saved(trial, resume=False)
-
-
-def make_or_fail(trial: Any) -> Any:
-    """Trial 1 fails, and the process of trial 3 is killed."""
-    if trial.number == 1:
-        raise RuntimeError("a fault of trial 1")
-    if trial.number == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return make_trainer(trial)

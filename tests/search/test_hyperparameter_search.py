@@ -183,6 +183,8 @@ def test_what_is_refused(tmp_path):
         hyperparameter_search(*given, backend="ray")
     with pytest.raises(OptionError, match=r"storage is not taken: the study is in the folder, search\.journal"):
         hyperparameter_search(*given, storage="sqlite://")
+    with pytest.raises(OptionError, match=r"n_jobs is not taken: .*another folder and seed for each device"):
+        hyperparameter_search(*given, n_jobs=2)
     with pytest.raises(OptionError, match="has no argument 'pruners'; did you mean 'pruner'"):
         hyperparameter_search(*given, pruners=None)
     data = {"train_dataset": hf.dataset("sequence", 8), "device": "cpu"}

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from kit.hand import digest
-from kit.rank_tasks import forks
-from kit.searches import SPACE, Line, batches, make_again, make_or_fail, make_saved, make_trainer, run
+from kit.searches import SPACE, Line, batches, make_again, make_saved, make_trainer, run
 from zae import ConfigError
 from zae.addons import EarlyStoppingAddon, EMAAddon, JSONLLoggerAddon, MultiGPUAddon, StateManagerAddon
 from zae.common.walk import tensors_in
@@ -60,8 +59,6 @@ def test_a_search(tmp_path, capsys):
     assert lines[0].split() == ["trial", "score", "lr", "bias", "epochs", "state", "time"]
     assert [line.endswith("best") for line in lines[1:5]] == [each is found.best_trial for each in found.trials]
     assert lines[5] == "4 trials: 4 finished"
-    assert found.to_frame()["score"].tolist() == [each.value for each in found.trials]
-    assert "4 finished" in found._repr_html_()
     assert [each.value for each in found.study().trials] == [each.value for each in found.trials]
     shown = capsys.readouterr().err.splitlines()  # A plain line for each trial, also where it is no terminal.
     assert [line.partition(":")[0] for line in shown] == [f"trial {at} of 4" for at in range(1, 5)]
@@ -249,7 +246,6 @@ def test_a_failed_trial_is_reported_and_the_others_go_on(tmp_path, caplog):
         caplog.text
     )
     assert "1 failed" in str(found)
-    assert "no such layer" in found._repr_html_()
     fails["at"] = 3
     with pytest.raises(RuntimeError, match="no such layer"):
         search(make_trainer, SPACE, 5, run=train, folder=tmp_path, catch=KeyError)
@@ -274,29 +270,6 @@ def test_scores_that_are_nan_fail(tmp_path):
         search(make_trainer, {"lr": [1e30], "bias": [True], "epochs": [9]}, 2, run=run, folder=tmp_path / "b")
     with pytest.raises(ConfigError, match=r"no trial of the search in .* has ended with a score"):
         read(tmp_path / "b").best_params  # noqa: B018
-
-
-def test_processes_share_a_search(tmp_path, caplog):
-    """Two at a time: all trials are there once; one that fails, and one whose process is killed, are reported."""
-    with forks():  # The test that follows starts them as a user does.
-        found = search(make_or_fail, SPACE, 6, run=run, folder=tmp_path, seed=0, n_jobs=2, catch=Exception)
-    assert [each.number for each in found.trials] == [*range(6)]
-    states = {each.number: each.state for each in found.trials}
-    assert states == {0: "complete", 1: "fail", 2: "complete", 3: "fail", 4: "complete", 5: "complete"}
-    assert found.trials[1].error == "RuntimeError: a fault of trial 1"
-    assert found.trials[3].error == "its process was killed by SIGKILL"
-    assert "trial 1 of the search failed" in caplog.text
-    assert "trial 3 of the search failed" in caplog.text
-    for each in found.trials[::2]:
-        assert each.value == min(each.reports.values())
-
-
-def test_processes_that_meet_a_fault_end_the_search(tmp_path):
-    with forks(), pytest.raises(RuntimeError, match="a fault of trial 1") as caught:
-        search(make_or_fail, SPACE, 3, run=run, folder=tmp_path, n_jobs=2, catch=())
-    assert "make_or_fail" in "".join(caught.value.__notes__)
-    with pytest.raises(ConfigError, match="sends run to other processes, and it cannot be pickled"):
-        search(make_trainer, SPACE, 3, run=lambda trainer: None, folder=tmp_path / "b", n_jobs=2)
 
 
 def test_ctrl_c_shows_the_table_so_far(tmp_path, caplog):
@@ -373,7 +346,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "run": ({"run": 5}, "run=5; it must be a function"),
     "time": ({"max_time": -1}, "max_time=-1; it must be seconds above 0"),
-    "jobs": ({"n_jobs": 0}, "n_jobs"),
     "catch": ({"catch": "RuntimeError"}, "give exception classes"),
     "folder": ({"folder": 5}, "folder=5; it must be the path of a folder"),
     "monitor": ({"direction": "maximize"}, "write direction='minimize', or another monitor, or objective"),

@@ -27,8 +27,7 @@ def check_arguments(
     world = launched_world()
     if world is not None and world[1] > 1:
         raise ConfigError(
-            f"a search runs in one process, and a launcher has started {world[1]} ranks; start it without the "
-            "launcher, with n_jobs=... for several trials at a time"
+            f"a search runs in one process, and a launcher has started {world[1]} ranks; start it without the launcher"
         )
     for argument, value in {"make_trainer": make_trainer, "run": run, "objective": objective, "name": name}.items():
         if not callable(value) and not (value is None and argument in ("objective", "name")):

@@ -68,7 +68,7 @@ class TrialAddon(AddOnBase):
 
 @dataclass
 class Search:
-    """A search as each of its processes has it: how a trial is made, and where it is recorded."""
+    """A search: how a trial is made, and where it is recorded."""
 
     make_trainer: Callable[[Trial], Any]
     run: Callable[..., Any]
@@ -84,11 +84,10 @@ class Search:
     is_open: bool = False
 
     def open(self) -> None:
-        """Open the study, in each process."""
+        """Open the study."""
         self.optuna = load_optuna()
         pruner = self.pruner or self.optuna.pruners.NopPruner()
         self.study, self.storage, self.settings = open_study(self.folder, self.settings, self.sampler, pruner)
-
         self.is_open = True
 
     def result(self) -> SearchResult:
@@ -117,12 +116,6 @@ class Search:
         identifier = self.storage.get_trial_id_from_study_id_trial_number(study_id, number)
         return self.optuna.trial.Trial(self.study, identifier)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs, which opens the study itself."""
-        return {key: value for key, value in vars(self).items() if key not in ("optuna", "study", "storage")} | {
-            "trained": {}
-        }
-
     # -------------------------------------------------------------------------------------------------- one trial
 
     def conduct(self, asked: Any) -> None:
@@ -148,15 +141,9 @@ class Search:
         state = states.FAIL if why else states.PRUNED if trial.is_pruned else states.COMPLETE
         asked.set_user_attr("seconds", known.user_attrs.get("seconds", 0.0) + time.perf_counter() - began)
         if why:
-            self.fail(asked.number, why)
-        else:
-            self.study.tell(asked.number, None if trial.is_pruned else values, state=state)
+            asked.set_user_attr("error", why)
+        self.study.tell(asked.number, values if state is states.COMPLETE else None, state=state)
         self._describe(trial, state.name.lower(), values, why)
-
-    def fail(self, number: int, why: str) -> None:
-        """Record that a trial has failed."""
-        self.ask(number).set_user_attr("error", why)
-        self.study.tell(number, state=self.optuna.trial.TrialState.FAIL)
 
     def warn_of_failure(self, number: int) -> None:
         """Warn of a trial that has failed."""
@@ -253,8 +240,7 @@ def _checked(made: Any) -> Trainer:
     if made.world_size > 1 or any(map(is_engine_slot, slots_of(type(made)))):
         raise ConfigError(
             f"a search trains each trial in one process, and {type(made).__name__} is for several; return the "
-            "trainer without its parallel add-on, write n_jobs=... for several trials at a time, and train with the "
-            "best parameters on all processes"
+            "trainer without its parallel add-on, and train with the best parameters on all processes"
         )
     return made
 

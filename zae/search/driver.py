@@ -14,7 +14,7 @@ from zae.display.terminal import write_line
 from zae.display.text import duration, number
 from zae.errors import ConfigError, printable
 from zae.saving.locks import FolderLock
-from zae.search import arguments, huggingface, workers
+from zae.search import arguments, huggingface
 from zae.search.conduct import Search
 from zae.search.huggingface import BestRun
 from zae.search.result import SearchResult
@@ -38,7 +38,6 @@ def search(
     objective: Callable[[Any], Any] | None = None,
     sampler: Any = None,
     seed: int | None = None,
-    n_jobs: int = 1,
     max_time: float | timedelta | None = None,
     catch: type[BaseException] | Sequence[type[BaseException]] | None = None,
     name: Callable[[Trial], str] | None = None,
@@ -48,7 +47,7 @@ def search(
 
     A search that was ended, by a signal for instance, continues when it is called again: finished trials are kept, and
     an interrupted one is begun again, or continues from its own checkpoint where its trainer has StateManagerAddon with
-    ``resume="auto"``. With one process and a sampler that is seeded, it ends as it would have without the interruption.
+    ``resume="auto"``. With a sampler that is seeded, it ends as it would have without the interruption.
 
     Parameters
     ----------
@@ -77,10 +76,8 @@ def search(
         A function of ``seed`` that returns a sampler, such as the class ``optuna.samplers.RandomSampler``; by default
         ``TPESampler``. A sampler that exists already begins from its own state when a search is continued.
     seed : int, optional
-        The same seed gives the same trials, in one process. The global random streams have their own seed in each trial
+        The same seed gives the same trials. The global random streams have their own seed in each trial
         and are put back after it.
-    n_jobs : int
-        Processes that train trials side by side. What a search is given is then pickled.
     max_time : float or timedelta, optional
         Seconds after which no further trial begins.
     catch : exception class or list of them, optional
@@ -124,7 +121,7 @@ def search(
     given = arguments.check_arguments(
         make_trainer, run, space, direction, pruner, objective, sampler, seed, catch, name
     )
-    n_trials, n_jobs = check_count("n_trials", n_trials), check_count("n_jobs", n_jobs)
+    n_trials = check_count("n_trials", n_trials)
     (log_bar,) = check_flags(log_bar=log_bar)
     seconds = arguments.check_seconds(max_time)
     load_optuna()
@@ -132,7 +129,7 @@ def search(
     lock = FolderLock(made.folder, "folder")
     lock.acquire()
     try:
-        _conduct_all(made, n_trials, n_jobs, seconds, log_bar)
+        _conduct_all(made, n_trials, seconds, log_bar)
     except KeyboardInterrupt:
         if made.is_open:
             _log.warning(f"the search was interrupted, and continues when it is called again:\n{made.result()}")
@@ -153,28 +150,21 @@ def _checked(result: SearchResult) -> SearchResult:
     return result
 
 
-def _conduct_all(made: Search, n_trials: int, n_jobs: int, seconds: float, shows: bool) -> None:
+def _conduct_all(made: Search, n_trials: int, seconds: float, shows: bool) -> None:
     """Continue the interrupted trials, then begin new ones."""
     repair(made.folder)
     made.open()
     tasks: list[int | None] = [*made.interrupted()]
     tasks += [None] * (n_trials - len(made.frozen()))
     deadline, began = time.monotonic() + seconds, time.monotonic()
-
-    def report(at: int) -> None:
-        made.warn_of_failure(at)
-        if shows:
-            write_line(f"{_line(made, at, n_trials)}; {duration(time.monotonic() - began)}")
-
-    if n_jobs > 1 and len(tasks) > 1:
-        workers.conduct_all(made, tasks, min(n_jobs, len(tasks)), deadline, report)
-        return
     for task in tasks:
         if time.monotonic() > deadline:
             break
         asked = made.ask(task)
         made.conduct(asked)
-        report(asked.number)
+        made.warn_of_failure(asked.number)
+        if shows:
+            write_line(f"{_line(made, asked.number, n_trials)}; {duration(time.monotonic() - began)}")
 
 
 def _line(made: Search, at: int, count: int) -> str:
@@ -224,7 +214,7 @@ def hyperparameter_search(
     hp_name : callable, optional
         Returns the name of the folder of a trial; by default ``run-0`` and so on.
     **kwargs : object
-        ``sampler``, ``pruner``, ``timeout``, ``n_jobs`` and ``catch`` of optuna, and ``seed``.
+        ``sampler``, ``pruner``, ``timeout`` and ``catch`` of optuna, and ``seed``.
 
     Returns
     -------

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _STUDY = ("sampler", "pruner")  # Arguments of optuna's create_study that are carried,
-_OPTIMIZE = {"timeout": "max_time", "n_jobs": "n_jobs", "catch": "catch"}  # and of optimize.
+_OPTIMIZE = {"timeout": "max_time", "catch": "catch"}  # and of optimize.
 _PLACES = ("save_path", "jsonl_path", "log_dir", "ledger_path", "report_path")
 """Options that are files and folders; each trial has them in its own folder."""
 _REFUSED = {
@@ -33,6 +33,8 @@ _REFUSED = {
     "study_name": "a folder has one study; give another folder",
     "load_if_exists": "a search continues in its folder by itself",
     "directions": "write direction=[...]",
+    "n_jobs": "trials are trained one after the other; leave it out, or start a search with another folder and seed "
+    "for each device",
 }
 
 

@@ -1,4 +1,4 @@
-"""The result of a search: its trials, as a table and a frame."""
+"""The result of a search: its trials, which print as a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zae.display.html import block, escape, rows_html
 from zae.display.text import duration, table
 from zae.errors import ConfigError
 from zae.search.study import NAME, load_optuna, quiet
@@ -135,22 +134,8 @@ class SearchResult:
             for each in self.trials
         ]
 
-    def to_frame(self) -> Any:
-        """Return the table as a ``pandas.DataFrame``; ``time`` is in seconds.
-
-        Raises
-        ------
-        ConfigError
-            pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ConfigError("to_frame() needs pandas, which is not installed: pip install pandas") from error
-        return pandas.DataFrame(self.rows())
-
     def study(self) -> Any:
-        """Return the study of optuna, whose ``optuna.visualization`` draws it.
+        """Return the study of optuna: ``optuna.visualization`` draws it, ``trials_dataframe()`` is a table of pandas.
 
         Returns
         -------
@@ -166,11 +151,6 @@ class SearchResult:
         return f"{table(rows, marks)}\n{self._conclusion()}"
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        errors = [f"trial {each.number} failed: {each.error}" for each in self.trials if each.error]
-        lines = "".join(f"<div>{escape(each)}</div>" for each in (self._conclusion(), *errors))
-        return block(rows_html(*self._shown()), lines)
 
     def _shown(self) -> tuple[list[dict[str, Any]], list[str]]:
         """Return the rows as they are shown, and the marks of the best ones."""

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
 
 from zae.addon import AddOnBase
+from zae.common import random_state
 from zae.composition.introspect import is_add_on
 from zae.errors import AddOnError
-from zae.testing import class_checks, rank_checks, state_checks, step_checks
+from zae.testing.checks import CHECKS
 from zae.testing.kit import AddOnFault, Kit, PlainTask, in_new_folder
-from zae.testing.settings import preserve
 from zae.trainer import Trainer
 
 __all__ = ["CHECKS", "AddOnFault", "Kit", "PlainTask", "check_addon"]
-
-CHECKS: dict[str, Callable[[Kit], Iterator[str]]] = {
-    name.removeprefix("check_"): function
-    for module in (class_checks, step_checks, state_checks, rank_checks)
-    for name, function in vars(module).items()
-    if name.startswith("check_")
-}
-"""Every check, by the name that ``allow`` takes, in order: the functions ``check_...`` of these modules."""
 
 
 def check_addon(
@@ -39,34 +31,27 @@ def check_addon(
 ) -> None:
     """Check an add-on by training with it; one call in your own tests.
 
-    It trains a small model on the CPU, about thirty times for two epochs of six steps, each time in a new folder. The
-    settings of the process (default dtype, threads, random streams, environment, working folder, warnings, signal
-    handlers, functions of torch) are compared after a run, and restored.
+    It trains a small model on the CPU, about twenty times for two epochs of six steps, each time in a new folder. The
+    random streams of the process stay as they were.
 
     ========== ==================================================================================================
     check      what it finds
     ========== ==================================================================================================
-    class      an override of the loop itself; options read from ``**kwargs``; no docstring
-    init       a constructor that does more than store options, or that holds the optimizer, model or parameters
-    settings   settings of the process that are changed when a run has ended, and functions that are replaced
+    class      an override of the loop itself; no docstring
+    settings   settings of torch, and a working folder, that a run has changed when it has ended
     pickle     a trainer that cannot be sent to another process
     super      an override that does not call ``super()`` once; see `zae.replaces` and `zae.repeats`; hooks of which
                none ran
     factory    what fails where ``optimizer=`` is a function that makes one
-    shared     state that is restored on the class, and options of the caller that are changed
     clip       gradients larger than ``gradient_clip`` that reach the optimizer
     scheduler  schedulers that are stepped too often, or not often enough
     batch      batches of the user that are changed in place
-    loader     an observer that iterates over the loader itself
     mode       steps that run while the model is in the wrong mode
     evaluation a validation that leaves other weights in the model
     metrics    metrics of the user that are not in the history or in the log
-    frozen     frozen parameters and normalization layers that are thawed
-    graph      tensors that are restored with their graph, and tensors that are restored of every step
     random     numbers drawn from training's random streams
-    transfer   a value that is read from the device at every step
     neutral    an add-on of the layers "observe" and "state" that changes training
-    exception  exceptions that are swallowed or replaced; threads, processes, files and hooks left after one
+    exception  exceptions that are swallowed or replaced; threads, hooks and settings left after one
     state      state that a checkpoint lacks, and a state of the caller that is changed by loading it
     again      what is lost between two calls of ``run``
     ranks      files that every rank writes, and a collective that only some ranks call
@@ -113,7 +98,7 @@ def check_addon(
     if not (is_add_on(add_on) and issubclass(add_on, AddOnBase)):
         raise AddOnFault(f"{add_on!r} is not an add-on; write class MyAddon(AddOnBase)")
     kit = Kit(add_on, options, task, model, batches, beside, transient)
-    with preserve(lambda: kit.bare) as kit.settings:
+    with random_state.isolated():
         faults = _faults(kit, allow)
     if faults:
         lines = "".join(f"\n  {index}. {fault}" for index, fault in enumerate(faults, start=1))
@@ -132,5 +117,4 @@ def _faults(kit: Kit, allow: Collection[str]) -> list[str]:
                 faults.extend(f"{text} [{name}]" for text in check(kit))
         except Exception as error:
             broken.setdefault(f"raises {type(error).__name__}: {error}", []).append(name)
-        kit.settings.restore()
     return faults + [f"{error} [{', '.join(names)}]" for error, names in broken.items()]

@@ -19,13 +19,9 @@ from zae.composition.introspect import function_of, hooks_of, kinds_of
 from zae.composition.options import options_of
 from zae.errors import ZaeError
 from zae.testing import watch
-from zae.testing.settings import PATCHED, Settings
 from zae.trainer import Trainer
 
 __all__ = ["CLIP", "AddOnFault", "Kit", "Loader", "Notes", "PlainTask", "in_new_folder"]
-
-PATCHED["zae.Trainer"] = Trainer
-
 
 CLIP = 0.01
 """The norm that `Kit.clipped_run` clips gradients to."""
@@ -73,14 +69,11 @@ class Notes:
     steps: int = 0
     states: list[dict[str, Any]] = field(default_factory=list)
     disturbed: str | None = None
-    watched: Callable[[], None] | None = None
     collectives: list[str] = field(default_factory=list)
 
     def enter(self, step: str, model: nn.Module, at: int = 1) -> None:
         """Note the mode of a step, and raise where ``fail_in`` says so."""
         self.modes.append((step, model.training))
-        if self.watched is not None and step == "train_step":
-            self.watched()
         self.fail(step, at)
 
     def fail(self, place: str, at: int = 1) -> None:
@@ -92,16 +85,15 @@ class Notes:
 
 
 class Loader:
-    """Batches that count how often they are read from the beginning."""
+    """Batches, one of which may fail to come."""
 
     def __init__(self, batches: list[Any], notes: Notes | None = None) -> None:
-        self.batches, self.notes, self.passes = batches, notes or Notes(), 0
+        self.batches, self.notes = batches, notes or Notes()
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
         for batch in self.batches:
             self.notes.fail("loader", at=3)
             yield batch
@@ -113,7 +105,6 @@ class Standard:
 
     trainer: Any
     data: list[Any]
-    passes: int
     valid: list[Any]
     streams: dict[str, Any]
 
@@ -147,14 +138,11 @@ class Kit:
     batches: Callable[[], Any] | None = None
     beside: Sequence[Any] = ()
     transient: Collection[str] = ()
-    settings: Settings = field(default_factory=Settings)
     reported: set[str] = field(default_factory=set)
     changes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._streams: dict[str, Any] = {}
-        self.shared = watch.class_values(self.own_classes)
-        self.given = watch.copy_of_plain(self.options)
 
     @property
     def name(self) -> str:
@@ -219,13 +207,12 @@ class Kit:
         valid = self.valid_data() if valid is True else valid or None
         torch.manual_seed(7)
         with warnings.catch_warnings():  # Restores the filters.
-            settings = Settings()
+            settings = watch.Settings()
             try:
                 trainer.run(n_epoch, data, valid, valid_every=2 if valid else None)
             finally:
                 self._streams = watch.streams()
-                self.changes = settings.changes()
-                settings.restore()
+                self.changes = settings.restore()
         return trainer
 
     @cached_property
@@ -247,10 +234,9 @@ class Kit:
     def _observe(self, trainer: Any) -> Standard:
         with in_new_folder():
             data, valid = self.data(), self.valid_data()
-            loader = Loader(data)
             trainer.notes.fail_in = "nowhere: keep states"
-            self.run(trainer, data=loader, valid=valid)
-        return Standard(trainer, data, loader.passes, valid, self._streams)
+            self.run(trainer, data=data, valid=valid)
+        return Standard(trainer, data, valid, self._streams)
 
     @cached_property
     def own_codes(self) -> dict[Any, str]:

@@ -1,86 +1,33 @@
-"""Observe what an add-on does: files, random streams, hooks, calls, device reads; compare values."""
+"""Observe what an add-on does: settings, random streams, hooks and calls; compare values."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import inspect
-import io
 import os
 import random
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import CodeType, FrameType, MethodType
+from types import CodeType, FrameType
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from zae.common import random_state
 
 __all__ = [
     "Calls",
-    "Transfers",
-    "class_values",
-    "copy_of_plain",
+    "Settings",
     "difference",
     "differing_parts",
-    "effects",
-    "graph_in",
-    "groups_of",
-    "held_in",
     "hooks_of",
-    "output",
     "shared_entries",
     "snapshot",
     "streams",
-    "tensors_in",
 ]
-
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-_listening: list[list[str]] = []
-
-
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    """Note effects outside of the process inside of `effects`; an audit hook cannot be removed."""
-    if not _listening or threading.current_thread() is not threading.main_thread():
-        return
-    if event == "open":
-        path, mode, flags = arguments
-        writes = (isinstance(mode, str) and set(mode) & set("wax+")) or (mode is None and flags and flags & _WRITES)
-        if writes and isinstance(path, (str, bytes, os.PathLike)) and not str(path).startswith("/dev/"):
-            _listening[-1].append(f"opens {os.fsdecode(path)!r} for writing")
-    elif event == "os.mkdir":
-        _listening[-1].append(f"makes the folder {str(arguments[0])!r}")
-    elif event in ("subprocess.Popen", "socket.connect", "os.fork"):
-        _listening[-1].append(f"calls {event}")
-
-
-@contextlib.contextmanager
-def effects() -> Iterator[list[str]]:
-    """Collect what the block does to files, processes and the network, as text."""
-    if not getattr(_audit, "installed", False):
-        sys.addaudithook(_audit)
-        _audit.installed = True  # type: ignore[attr-defined]
-    _listening.append([])
-    try:
-        yield _listening[-1]
-    finally:
-        _listening.pop()
-
-
-@contextlib.contextmanager
-def output() -> Iterator[io.StringIO]:
-    """Collect what the block prints."""
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-        yield text
 
 
 def streams() -> dict[str, Any]:
@@ -89,6 +36,44 @@ def streams() -> dict[str, Any]:
     devices = {kind: [bytes(each.numpy()) for each in states] for kind, states in random_state.of_devices().items()}
     own = {"torch": bytes(torch.get_rng_state().numpy()), "python": random.getstate()}
     return {**own, "numpy": (name, bytes(key), *rest), **devices}
+
+
+def _set_autocast(value: tuple[Any, ...]) -> None:
+    for device, (enabled, dtype) in zip(("cpu", "cuda"), value):
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "autocast": (
+        lambda: tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+        _set_autocast,
+    ),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "threads of torch": (torch.get_num_threads, torch.set_num_threads),
+    "working folder": (os.getcwd, os.chdir),
+}
+"""How to read and to restore each setting that an add-on may leave changed, by its name in a message."""
+
+
+class Settings:
+    """The settings of this process as they are now."""
+
+    def __init__(self) -> None:
+        self._values = {name: read() for name, (read, _) in _SETTINGS.items()}
+
+    def restore(self) -> dict[str, str]:
+        """Restore what has changed, and describe it by the name of the setting."""
+        found = {}
+        for name, (read, write) in _SETTINGS.items():
+            before, now = self._values[name], read()
+            if now != before:
+                found[name] = f"{before!r:.60} became {now!r:.60}"
+                write(before)
+        return found
 
 
 def hooks_of(model: nn.Module, optimizers: list[Any]) -> dict[str, int]:
@@ -101,11 +86,6 @@ def hooks_of(model: nn.Module, optimizers: list[Any]) -> dict[str, int]:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         found[f"parameter{name}"] = sum(len(getattr(p, name, None) or ()) for p in model.parameters())
     return found
-
-
-def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Copy the settings of an optimizer's parameter groups."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def difference(a: Any, b: Any, where: str = "", depth: int = 8) -> str | None:
@@ -154,85 +134,16 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     return {name: value.detach().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, list, dict, set, deque, Tensor, type(None))
-
-
-def copy_of_plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy those values that are numbers, text, tensors or containers."""
-    found = {}
-    for name, value in values.items():
-        if type(value) in _PLAIN:
-            with contextlib.suppress(Exception):  # A container may hold what cannot be copied.
-                found[name] = copy.deepcopy(value)
-    return found
-
-
-def class_values(classes: list[Any]) -> dict[str, Any]:
-    """Copy the plain class attributes of some classes, by class and name."""
-    values = {f"{c.__name__}.{name}": value for c in classes for name, value in vars(c).items() if name[:2] != "__"}
-    return copy_of_plain(values)
-
-
-def held_in(value: Any, wanted: Mapping[int, str], where: str) -> str | None:
-    """Return the first place in a nested value with one of the wanted objects, which ``wanted`` maps by id."""
-
-    def found(each: Any) -> str | None:
-        if id(each) in wanted:
-            return f" is {wanted[id(each)]}"
-        owner = getattr(each, "__self__", None) if isinstance(each, MethodType) else None
-        return f" is a method of {wanted[id(owner)]}" if id(owner) in wanted else None
-
-    return _search(value, where, found)
-
-
-def graph_in(value: Any, where: str) -> str | None:
-    """Return the first place in a nested value with a tensor that has an autograd graph."""
-    return _search(value, where, lambda each: "" if isinstance(each, Tensor) and each.grad_fn is not None else None)
-
-
-def _search(value: Any, where: str, found: Callable[[Any], str | None], depth: int = 4) -> str | None:
-    """Return the first place in a nested value for which ``found`` returns a text, and that text."""
-    if (text := found(value)) is not None:
-        return where + text
-    parts = _parts(value, where) if depth else []
-    return next((text for place, part in parts if (text := _search(part, place, found, depth - 1)) is not None), None)
-
-
-def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
-    """Return what a container or an object contains, with the place of each."""
-    if isinstance(value, (str, bytes, Tensor, nn.Module, type)):
-        return []
-    if isinstance(value, Mapping):
-        return [(f"{where}[{key!r}]", item) for key, item in value.items()]
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return [(f"{where}[{index}]", item) for index, item in enumerate(value)]
-    return [(f"{where}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
-
-
-def tensors_in(value: Any, depth: int = 5) -> int:
-    """Count the tensors in a nested value."""
-    if isinstance(value, Tensor):
-        return 1
-    if not depth or isinstance(value, (nn.Module, str, bytes)):
-        return 0
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, (list, tuple, set, frozenset, deque)):
-        value = vars(value).values() if dataclasses.is_dataclass(value) and hasattr(value, "__dict__") else ()
-    return sum(tensors_in(item, depth - 1) for item in value)
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class Calls:
-    """Count the calls of some functions, and call back when one of them returns."""
+    """Count the calls of some functions."""
 
-    def __init__(self, codes: Mapping[CodeType, str], on_return: Callable[[str], None] | None = None) -> None:
+    def __init__(self, codes: Mapping[CodeType, str]) -> None:
         self.codes = codes
         self.count = dict.fromkeys(codes.values(), 0)
-        self._on_return = on_return
         self._seen: dict[int, FrameType] = {}  # Of generators, which are called once and entered often.
 
     def __enter__(self) -> Calls:
@@ -244,33 +155,11 @@ class Calls:
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
         name = self.codes.get(frame.f_code)
-        if name is None:
+        if name is None or event != "call" or id(frame) in self._seen:
             return
-        if event == "call" and id(frame) not in self._seen:
-            self.count[name] += 1
-            if frame.f_code.co_flags & 0x20:  # A generator.
-                self._seen[id(frame)] = frame
-        elif event == "return" and self._on_return is not None:
-            self._on_return(name)
-
-
-_READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__", "__array__")
-
-
-class Transfers(TorchFunctionMode):
-    """Note where some functions read the value of a tensor, so that the host waits for the device."""
-
-    def __init__(self, codes: set[CodeType]) -> None:
-        super().__init__()
-        self._codes = codes
-        self.found: list[str] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in _READS:
-            frame = cast(FrameType, cast(FrameType, inspect.currentframe()).f_back)
-            if frame.f_code in self._codes:
-                self.found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, in {frame.f_code.co_name}")
-        return function(*args, **(kwargs or {}))
+        self.count[name] += 1
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:
+            self._seen[id(frame)] = frame
 
 
 def differing_parts(a: Any, b: Any, may_add: bool = False) -> Iterator[tuple[str, str]]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,9 @@ from zae.addon import AddOnBase
 from zae.cli import script
 from zae.cli.certify import loop, recipe
 from zae.cli.certify.jobs import Job
-from zae.common.copying import deep_copy
 from zae.common.optim import parameters_of
 from zae.common.walk import map_tensors
-from zae.composition.introspect import add_ons_of, is_engine_slot, recipe_of
+from zae.composition.introspect import add_ons_of, is_engine_slot
 from zae.composition.metaclass import load_installed
 from zae.composition.options import options_of
 from zae.data.loaders import copy_with, length_of
@@ -49,7 +46,7 @@ def work(job: Job) -> None:
         os.dup2(output, stream)
     _enter(job)
     try:
-        answer = {"train": _train, "plain": _plain, "contract": _contract}[job.kind](job)
+        answer = {"train": _train, "plain": _plain}[job.kind](job)
     except ZaeError as error:
         answer = {"failed": str(error)}
     except Exception as error:
@@ -83,15 +80,14 @@ def _enter(job: Job) -> None:
 
 
 @contextlib.contextmanager
-def _made(job: Job, has_witness: bool = True) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
-    """Yield the script's trainer as the job wants it, the arguments of its run, and the options it was given."""
-    seen: dict[int, Any] = {}
+def _made(job: Job, has_witness: bool = True) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield the script's trainer as the job wants it, and the arguments of its run."""
+    classes: dict[int, Any] = {}
 
     def make(original: Any, cls: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         made = _variant(cls, job, has_witness)
-        options = _options(cls, made, given, job)
-        trainer = original(made, *args, **options)
-        seen[id(trainer)] = (cls, {**given, **options})
+        trainer = original(made, *args, **_options(cls, made, given, job))
+        classes[id(trainer)] = cls
         return trainer
 
     given = argparse.Namespace(script=job.script, given=list(job.given), json=False)
@@ -99,8 +95,8 @@ def _made(job: Job, has_witness: bool = True) -> Iterator[tuple[Any, dict[str, A
         trainer, arguments = found.trainer, script.require_arguments(found, job.script)
         if trainer.mode == "test":
             raise ConfigError("the trainer has mode='test': there is no training to certify")
-        _notes["class"], options = seen.get(id(trainer), (type(trainer), {}))
-        yield trainer, _limit(arguments, getattr(trainer, "gradient_accumulation_steps", 1), job), options
+        _notes["class"] = classes.get(id(trainer), type(trainer))
+        yield trainer, _limit(arguments, getattr(trainer, "gradient_accumulation_steps", 1), job)
 
 
 def _variant(cls: Any, job: Job, has_witness: bool) -> Any:
@@ -118,9 +114,7 @@ def _options(cls: Any, variant: Any, given: dict[str, Any], job: Job) -> dict[st
     """Return the options of a variant of a class: what it writes lies in the folder of the job."""
     known, found = options_of(variant), script.options_for(variant, cls, given)
     found |= {name: value for name, value in job.options.items() if name in known}
-    # The check of an add-on works in a new folder for each trainer.
-    where = Path() if job.kind == "contract" else Path(job.folder, "out")
-    script.redirect(found, lambda option, file: where / file)
+    script.redirect(found, lambda option, file: Path(job.folder, "out", file))
     devices = found.get("device")
     if job.is_exact:
         found["device"] = "cpu"
@@ -220,7 +214,7 @@ class WitnessAddon(AddOnBase):
 def _train(job: Job) -> dict[str, Any]:
     """Train, and return the notes."""
     WitnessAddon.job = job
-    with _made(job) as (trainer, arguments, _), _counting_updates():
+    with _made(job) as (trainer, arguments), _counting_updates():
         if job.is_exact:
             _make_exact(trainer.unwrap())
         trainer.run(**arguments)
@@ -237,11 +231,9 @@ def _describe(model: nn.Module, device: torch.device, arguments: Mapping[str, An
     """Return what the certificate says of the script's trainer."""
     loader, add_ons = arguments["loader"], add_ons_of(_notes["class"])
     sampler = getattr(loader, "batch_sampler", None)
-    own = [each.__name__ for each in add_ons if not each.__module__.startswith("zae.")]
     return {
         "name": _notes["class"].__name__,
         "add_ons": {each.__name__: each.layer for each in add_ons},
-        "own": own,
         "parameters": sum(each.numel() for each in model.parameters()),
         "device": str(device),
         "can_merge": isinstance(loader, torch.utils.data.DataLoader) and type(sampler) is torch.utils.data.BatchSampler,
@@ -309,7 +301,7 @@ def _counting_updates() -> Iterator[None]:
 
 def _plain(job: Job) -> dict[str, Any]:
     """Train by the loop in plain PyTorch; return its weights, or what that loop does not do."""
-    with _made(job, has_witness=False) as (trainer, arguments, _), _counting_updates():
+    with _made(job, has_witness=False) as (trainer, arguments), _counting_updates():
         if without := recipe.uncovered_add_ons(trainer):
             return {"without": without}
         if missing := recipe.uncovered(trainer, arguments):
@@ -323,51 +315,6 @@ def _plain(job: Job) -> dict[str, Any]:
             {"weights": dict(trainer.unwrap().state_dict()), "updates": _notes["updates"]}
         )
     return answer
-
-
-# ---------------------------------------------------------------------------------------------- the contract of add-ons
-
-
-def _contract(job: Job) -> dict[str, Any]:
-    """Check an add-on of the user by `zae.testing.check_addon`: with the user's task, or where that fails another."""
-    from zae.testing import AddOnFault, PlainTask, check_addon
-
-    with _made(job, has_witness=False) as (trainer, arguments, given):
-        add_ons = add_ons_of(type(trainer))
-        add_on = next(each for each in add_ons if each.__name__ == job.add_on)
-        root = recipe_of(type(trainer))[0]
-        model = deep_copy(trainer.unwrap())
-        _drop_nothing(model)  # The kit takes what is drawn for what the add-on draws.
-        batches = [*islice(arguments["loader"], 6)]
-        names = {each if isinstance(each, str) else each.__name__ for each in add_on.requires}
-        beside = [each for each in add_ons if names & {c.__name__ for c in each.__mro__}]
-        used: dict[str, Any] = {"task": root, "model": lambda: deep_copy(model), "beside": beside,
-                                "batches": lambda: copy.deepcopy(batches)}  # fmt: skip
-        owners = {name: owner for name, (_, owner) in options_of(type(trainer)).items()}
-        core = set(options_of(next(c for c in root.__mro__ if c.__module__ == "zae.trainer")))
-        options = {k: v for k, v in given.items() if k in owners and k not in core}
-        if not _fits(add_on, options, used):
-            used = {"task": PlainTask, "beside": beside}
-        kept = {k: v for k, v in options.items() if k in options_of(used["task"].add_on(add_on, *beside))}
-        try:
-            check_addon(add_on, **used, **kept)
-        except AddOnFault as fault:
-            return {"faults": str(fault), "task": used["task"].__name__}
-    return {"faults": "", "task": used["task"].__name__}
-
-
-def _fits(add_on: Any, options: Mapping[str, Any], used: Mapping[str, Any]) -> bool:
-    """Return whether the kit can train the user's task, which draws nothing."""
-    from zae.testing import Kit
-
-    try:
-        known = options_of(used["task"].add_on(add_on, *used["beside"]))
-        kit = Kit(add_on, {name: value for name, value in options.items() if name in known}, **used)
-        kit.run(kit.make(without_it=True), 1)
-    except Exception:
-        return False
-    after = torch.get_rng_state()
-    return torch.equal(torch.manual_seed(7).get_state(), after)
 
 
 # -------------------------------------------------------------------------------------------------------------- values

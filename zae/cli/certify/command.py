@@ -18,9 +18,9 @@ __all__ = ["add_arguments", "run"]
 _ABOUT = """\
 Short runs of the script's trainer, each in a process and a folder of its own,
 prove for this composition and this model what zae promises: two runs are equal;
-the weights are those of a loop by hand in plain PyTorch;
-loggers and checkpoints change nothing; your own add-ons keep their contract;
-two ranks are one process; a run that is killed and resumed has the same end.
+the weights are those of a loop by hand in plain PyTorch; loggers and
+checkpoints change nothing; two ranks are one process; a run that is killed and
+resumed has the same end.
 The exit status is 1 if a promise fails."""
 
 

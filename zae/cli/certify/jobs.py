@@ -50,8 +50,6 @@ class Job:
     """Whether an epoch takes at most a third of the steps, so that what follows an epoch is part of the run."""
     pause: float = 0.0
     """Seconds to wait after each step."""
-    add_on: str = ""
-    """The add-on that "contract" checks."""
     precision: str = "fp32"
     """What "plain" computes in: as the trainer has chosen it in a run."""
     rank: int = 0

@@ -2,7 +2,6 @@
 
 import torch
 
-import zae.cli.certify.child
-import zae.testing  # noqa: F401
+import zae.cli.certify.child  # noqa: F401
 
 torch.optim.SGD([torch.zeros(1)], lr=1.0)  # The first optimizer of a process imports much.

@@ -142,19 +142,6 @@ def observers(found: Certificate) -> Iterator[Finding]:
     )
 
 
-def contract(found: Certificate) -> Iterator[Finding]:
-    """The user's own add-ons keep the contract of add-ons."""
-    if not found.base["own"]:
-        yield Finding(NOT_TRIED, "the trainer has no add-on of your own")
-    for name in found.base["own"]:
-        answer = found.shop.run(kind="contract", add_on=name, steps=found.steps, leave_out=())
-        task = f"zae.testing.check_addon, with {answer['task']}"
-        if answer["faults"]:
-            yield Finding(FAILED, f"{answer['faults']} ({task})")
-        else:
-            yield Finding(PASSED, f"{name} has no fault ({task})")
-
-
 def resume(found: Certificate) -> Iterator[Finding]:
     """A run that is killed at random instants, and resumed, comes to the same end."""
     shop, draw, count = found.shop, random.Random(found.seed), len(found.base["steps"])
@@ -258,7 +245,6 @@ PROMISES: dict[str, Callable[[Certificate], Iterator[Finding]]] = {
     "repeatable": repeatable,
     "your loop": loop,
     "observers are neutral": observers,
-    "contract of add-ons": contract,
     "ranks equal one process": ranks,
     "resume is exact": resume,
 }

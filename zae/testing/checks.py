@@ -1,0 +1,504 @@
+"""The checks of an add-on: each is given a `Kit`, and yields what is wrong with its remedy."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zae.addon import AddOnBase, as_saved
+from zae.composition.introspect import is_engine_slot, is_marked
+from zae.errors import CheckpointError
+from zae.testing import watch
+from zae.testing.kit import CLIP, Kit, Loader, build_optimizer, build_scheduler, in_new_folder
+from zae.trainer import Trainer
+
+__all__ = ["CHECKS"]
+
+FIXED = ("run", "run_epoch", "run_batch", "evaluate", "inference", "predict", "_run")
+
+PLACES = ("setup", "train_step", "step_one", "test_step", "metric_on_epoch_end", "loader")
+"""Where code of the user may fail."""
+
+_KINDS = (
+    *(ValueError, TypeError, KeyError, IndexError, AssertionError, NotImplementedError, FloatingPointError),
+    *(ZeroDivisionError, OverflowError, TimeoutError, MemoryError),
+)
+Interruption: Any = type("Interruption", _KINDS, {})
+"""The exception that a check raises: an instance of every kind that may be caught by name."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A Ctrl-C."""
+
+
+# ------------------------------------------------------------------------------------------------ the class
+
+
+def check_class(kit: Kit) -> Iterator[str]:
+    """Find an override of the loop, options that no signature shows, and a missing docstring."""
+    cls = kit.task.add_on(kit.add_on, *kit.beside)
+    for name in FIXED:
+        if getattr(cls, name) is not getattr(kit.task, name):
+            yield f"replaces {name}, which is the loop itself; override a hook inside it instead (see zae.AddOnBase)"
+    if not (kit.add_on.__doc__ or "").strip():
+        yield "has no docstring; write what it does in one line: explain() and help() show it"
+
+
+def check_settings(kit: Kit) -> Iterator[str]:
+    """Find settings of torch and of the process that a run does not restore."""
+    with in_new_folder():
+        kit.run(kit.make())
+    for name, how in kit.changes.items():
+        kit.reported.add(name)
+        yield (
+            f"changes a setting of the process and does not restore it: the {name} ({how}); restore it in "
+            "teardown(), or use a context manager in one of the context hooks"
+        )
+
+
+def check_pickle(kit: Kit) -> Iterator[str]:
+    """Find what cannot be pickled, before a trainer is set up and after a run."""
+    for moment in ("before a run", "after a run"):
+        with in_new_folder():
+            trainer = kit.make(kit.task)
+            if moment == "after a run":
+                kit.run(trainer, 1)
+            try:
+                other = pickle.loads(pickle.dumps(trainer))
+            except Exception as error:
+                yield (
+                    f"cannot be pickled {moment} ({type(error).__name__}: {error}), so no process can be started "
+                    "with it; keep no lambda, open file, lock or class of a function in an attribute beyond "
+                    "teardown(), or name it in process_attributes"
+                )
+                return
+            if type(other) is not type(trainer):
+                yield "becomes another class when it is pickled; define the add-on at the top of a module"
+
+
+def check_super(kit: Kit) -> Iterator[str]:
+    """Count the calls of ``super()`` of each override in a run; find those that make none, or several."""
+    outer = kit.own_hooks
+    names = set(outer.values())
+    inner = {f"{name} of Trainer": getattr(Trainer, name) for name in names}
+    codes = {_code(value): name for name, value in inner.items()}
+    broken: Exception | None = None
+    with watch.Calls({**outer, **codes}) as calls:
+        try:
+            kit.run(kit.make())
+        except Exception as error:  # Often because super() was not called, which is reported below.
+            broken = error
+    if broken is None and not any(calls.count[name] for name in names):
+        yield from _without_calls(kit, sorted(names))
+    faults = [fault for name in sorted(names) if (fault := _compare_calls(kit, name, outer, calls, broken is not None))]
+    if broken is not None and not faults:
+        raise broken
+    yield from faults
+
+
+def _without_calls(kit: Kit, names: list[str]) -> Iterator[str]:
+    """Find an add-on that the loop has not called, of which the other checks have seen nothing."""
+    methods = [n for c in kit.own_classes for n, value in vars(c).items() if inspect.isfunction(value) and n[0] != "_"]
+    if names:
+        yield (
+            f"has hooks of which none ran in two epochs with validations: {', '.join(names)}; nothing else was "
+            "checked. Give options with which they run, or test it by a run of your own, with allow=['super']"
+        )
+    elif methods:
+        yield (
+            f"overrides no hook, so that the loop never calls it: {', '.join(methods)}; look for a misspelt name "
+            "(zae.AddOnBase lists the hooks). Where users call these methods: allow=['super']"
+        )
+
+
+def _compare_calls(kit: Kit, name: str, outer: dict[Any, str], calls: watch.Calls, broken: bool) -> str | None:
+    """Compare how often an override was called with how often it called ``super()``."""
+    owners = [c for c in kit.add_on.__mro__ if name in c.__dict__]
+    if any(is_marked(owner.__dict__[name], "__replaces__") for owner in owners):
+        return None
+    overrides = [code for code, known in outer.items() if known == name]
+    mine, reached = calls.count[name] / max(1, len(overrides)), calls.count[f"{name} of Trainer"]
+    if reached < mine - broken:  # A call that raised has not reached it either.
+        return (
+            f"forgets super().{name}(): of {mine:g} calls of {name}, {reached} reached what is inside; call it on "
+            "every path, or mark the method with @zae.replaces"
+        )
+    if reached > mine and not any(is_marked(owner.__dict__[name], "__repeats__") for owner in owners):
+        return (
+            f"calls super().{name}() more than once: {reached} times in {mine:g} calls; call it once, or mark the "
+            "method with @zae.repeats"
+        )
+    return None
+
+
+def _code(value: Any) -> Any:
+    value = value.fget if isinstance(value, property) else value
+    return getattr(value, "__wrapped__", value).__code__
+
+
+def check_factory(kit: Kit) -> Iterator[str]:
+    """Find add-ons that read the optimizer before it is built: a user may give a function that makes it."""
+    try:
+        trainer = kit.make(optimizer=build_optimizer, scheduler=build_scheduler)
+        kit.run(trainer)
+    except Exception as error:
+        yield (
+            f"fails where optimizer= and scheduler= are functions that make them ({type(error).__name__}: {error}); "
+            "read self.optimizer in setup(), after super().setup(), not before"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ the steps
+
+
+def check_clip(kit: Kit) -> Iterator[str]:
+    """Find gradients larger than ``gradient_clip`` that reach the optimizer."""
+    norms = kit.clipped_run.notes.norms
+    largest = max((norm for norm in norms if norm == norm and norm != float("inf")), default=0.0)
+    if largest > CLIP * 1.001:
+        yield (
+            f"drops clipping: with gradient_clip={CLIP}, a gradient of norm {largest:.3g} reached the optimizer; call "
+            "super().clip(), and change gradients before it (in clip or unscale), not after"
+        )
+
+
+def check_scheduler(kit: Kit) -> Iterator[str]:
+    """Find a scheduler that is not stepped once for each optimizer step, or once for each epoch."""
+    for trainer, unit in ((kit.standard.trainer, "optimizer steps"), (kit.clipped_run, "epochs")):
+        progress, taken = trainer.progress_checker, trainer.schedulers["0"].last_epoch
+        due = progress.step - progress.skipped_steps if unit == "optimizer steps" else progress.epoch
+        if unit == "optimizer steps" and not due:  # It may be hidden that steps took place.
+            due = trainer.notes.steps
+        if taken != due:
+            yield (
+                f"steps the scheduler {taken} times in {due} {unit}; leave it to scheduler_step, and call "
+                "super().scheduler_step(when) once"
+            )
+            return
+
+
+def check_batch(kit: Kit) -> Iterator[str]:
+    """Find batches of the user that are changed."""
+    run = kit.standard
+    for label, before, now in (("batches", kit.data(), run.data), ("valid_batches", kit.valid_data(), run.valid)):
+        found = watch.difference(before, now, label)
+        if found is not None:
+            yield f"mutates the batch: {found} is not what the loader gave; change a copy, in to_device"
+            return
+
+
+def check_mode(kit: Kit) -> Iterator[str]:
+    """Find steps that run with the model in the wrong mode."""
+    trainer = kit.standard.trainer
+    for step, training in dict.fromkeys(trainer.notes.modes):
+        if training != (step == "train_step"):
+            yield (
+                f"changes model.training: it is {training} inside {step}; put it back where you change it (in a "
+                "context: try, yield, finally)"
+            )
+    if not trainer.unwrap().training:
+        yield "changes model.training: it is False after a run in mode 'train'; put it back where you change it"
+
+
+def check_evaluation(kit: Kit) -> Iterator[str]:
+    """Find a validation that leaves other weights in the model."""
+    found = kit.standard.trainer.notes.disturbed
+    if found is not None:
+        yield (
+            f"leaves other weights in the model after a validation: {found} is not what it was; put them back in the "
+            "finally of evaluation_context()"
+        )
+
+
+def check_metrics(kit: Kit) -> Iterator[str]:
+    """Find metrics of the user that do not arrive in the history or in the log."""
+    bare, watched = kit.bare.trainer, kit.standard.trainer
+    for label in ("train_history", "valid_history", "log_history"):
+        wanted = {key: None for row in getattr(bare, label) for key in row if key.startswith(("train", "valid"))}
+        present = {key for row in getattr(watched, label) for key in row}
+        lost = [key for key in wanted if key not in present]
+        if lost:
+            yield (
+                f"drops the user's metrics: {', '.join(lost)} are not in {label}; keep what the inner method gives: "
+                "return {**super().metric_on_epoch_end(), ...}, and in train_step, logging and log likewise"
+            )
+            return
+
+
+def check_random(kit: Kit) -> Iterator[str]:
+    """Find draws from training's random streams."""
+    usual, now = kit.bare.streams, kit.standard.streams
+    drawn = [name for name in now if now[name] != usual[name]]
+    if drawn:
+        yield (
+            f"draws from the global random stream {drawn[0]!r}, and so changes training: a run ends with another state "
+            "of it; draw from self.generator(name), or inside zae.common.random_state.isolated()"
+        )
+
+
+def check_neutral(kit: Kit) -> Iterator[str]:
+    """Find an observer, or an add-on that keeps state, that changes training."""
+    if kit.add_on.layer not in ("observe", "state"):
+        return
+    for part, found in list(watch.differing_parts(kit.bare.trainer, kit.standard.trainer, may_add=True))[:1]:
+        yield (
+            f"is in layer {kit.add_on.layer!r} and changes training: the {part} ends as another than without it "
+            f"({found}); only look at what there is, or move to the layer 'loop'"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- after an exception
+
+
+def check_exception(kit: Kit) -> Iterator[str]:
+    """Find resources that an exception leaves behind, and exceptions that do not reach the caller."""
+    reported = set[str]()
+    for place, error in [*((place, Interruption) for place in PLACES), ("train_step", Stopped)]:
+        for kind, fault in _fail(kit, place, error):
+            if kind not in reported:
+                reported.add(kind)
+                yield fault
+
+
+def _fail(kit: Kit, place: str, error: type[BaseException]) -> Iterator[tuple[str, str]]:
+    """Make one run fail; yield the kind of each fault and its text."""
+    with in_new_folder():
+        threads = set(threading.enumerate())
+        trainer = kit.make()
+        hooks = watch.hooks_of(trainer.unwrap(), [trainer.optimizer])
+        raised, changed = _raised_by(kit, trainer, place, error), kit.changes
+        yield from _error_faults(place, error, raised) if trainer.notes.has_failed else ()
+        for name, how in changed.items():
+            if name not in kit.reported:
+                kit.reported.add(name)
+                yield (
+                    name,
+                    f"leaves a context open after an exception in {place}: the {name} is not what it was ({how}); "
+                    "enter and leave in one generator (with super().forward_context(), mine(): yield)",
+                )
+        if watch.hooks_of(trainer.unwrap(), [trainer.optimizer]) != hooks:
+            yield "hooks", f"leaves hooks behind after an exception in {place}; remove them in teardown()"
+        if _threads_left(threads):
+            yield "thread", f"leaves a thread running after an exception in {place}; end it in teardown()"
+
+
+def _raised_by(kit: Kit, trainer: Any, place: str, error: type[BaseException]) -> BaseException | None:
+    """Return what a run raises that fails in this place."""
+    trainer.notes.fail_in, trainer.notes.error = place, error
+    try:
+        kit.run(trainer, data=Loader(kit.data(), trainer.notes))
+    except (Exception, Stopped) as raised:
+        return raised
+    return None
+
+
+def _error_faults(place: str, error: type[BaseException], raised: BaseException | None) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the text of a fault where a run does not raise what was raised in it."""
+    if raised is None:
+        name = "a KeyboardInterrupt" if error is Stopped else "an exception"
+        yield (
+            f"swallows {name}",
+            f"swallows {name} of {place}, so the user never learns of it; let it pass, or raise it "
+            "again at the end of the except block",
+        )
+    elif not isinstance(raised, error) and place == "setup":
+        yield (
+            "fails in teardown",
+            f"fails with {type(raised).__name__} where setup() does not end ({raised}): teardown() is called all the "
+            "same; set in __init__ what it uses",
+        )
+    elif not isinstance(raised, error):
+        yield (
+            f"replaces in {place}",
+            f"replaces an exception of {place} with {type(raised).__name__} ({raised}); let the first one pass, and "
+            "set in __init__ what teardown() and the end of a context use",
+        )
+
+
+def _threads_left(before: set[threading.Thread]) -> bool:
+    """Return whether threads are left after up to a second."""
+    deadline = time.monotonic() + 1
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    return bool(left)
+
+
+# ------------------------------------------------------------------------------------------------------ in a state
+
+
+class KitResumeAddon(AddOnBase):
+    """Load a state where a resume does, at the end of setup."""
+
+    layer = "state"
+
+    def __init__(self, *args: Any, kit_state: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kit_state = kit_state
+
+    def setup(self) -> None:
+        super().setup()
+        if self.kit_state is not None:
+            state, self.kit_state = self.kit_state, None
+            self.load_state_dict(state)
+            self.progress_checker.run_calls.index = 0  # The interrupted call of run continues.
+
+
+def check_state(kit: Kit) -> Iterator[str]:
+    """Find a resumed run that ends differently from an uninterrupted one."""
+    whole, bare = kit.standard.trainer, kit.bare.trainer
+    known = vars(bare).keys() | set(kit.transient)
+    standard = bare.notes.states[0].keys()
+    for state in whole.notes.states:
+        entries = {key: value for key, value in state.items() if key not in standard}
+        faults = list(_entries(kit, entries))
+        if not faults:
+            resumed, faults = _resume(kit, state, entries)
+            faults += _compare(kit, state["progress"]["step"], whole, resumed, known)
+        yield from faults
+        if faults:
+            return
+
+
+def _entries(kit: Kit, entries: dict[str, Any]) -> Iterator[str]:
+    """Find entries that no checkpoint can contain, and those that are not under the name of the add-on."""
+    names = {*(c.__name__ for c in kit.own_classes), "generators"}  # The last is AddOnBase.generator's.
+    for key, value in entries.items():
+        if key not in names:
+            yield (
+                f"saves its state under {key!r}, where another add-on may save its own; write "
+                f"{{**super().state_dict(), {kit.name!r}: ...}}"
+            )
+        try:
+            as_saved(value)
+        except CheckpointError as error:
+            yield f"has a state that no checkpoint can contain: {error}; return numbers, text, tensors and containers"
+
+
+def _resume(kit: Kit, state: dict[str, Any], entries: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Resume from a state."""
+    given = {**copy.deepcopy(state), **{key: as_saved(value) for key, value in entries.items()}}
+    before = copy.deepcopy(given)
+    with in_new_folder():
+        resumed = kit.run(kit.make(add=[KitResumeAddon], kit_state=given))
+    faults = []
+    if given.keys() != before.keys():
+        lost = ", ".join(repr(key) for key in before.keys() - given.keys())
+        faults.append(
+            f"takes {lost} out of the state that load_state_dict was given, which belongs to the caller; write "
+            f"own, rest = self.take(state, {kit.name!r}, strict), and super().load_state_dict(rest, strict)"
+        )
+    for key in entries.keys() & given.keys():
+        found = watch.difference(before[key], given[key], f"state[{key!r}]")
+        if found is not None:
+            faults.append(
+                f"changes the state that it was loaded from: {found} is not what it was when the resumed run ends; "
+                "copy what load_state_dict takes: tensor.clone(), list(...)"
+            )
+    return resumed, faults
+
+
+def _compare(kit: Kit, step: int, whole: Any, resumed: Any, known: Any) -> Iterator[str]:
+    """Find attributes and results that differ between a whole run and a resumed one."""
+    lost = [name for name in _differing(whole, resumed) if name not in known]
+    if lost:  # A clock differs between any two runs.
+        with in_new_folder():
+            clocks = set(_differing(whole, kit.run(kit.make())))
+        lost = [name for name in lost if name not in clocks]
+    for name in lost:
+        a, b = vars(whole)[name], vars(resumed).get(name)
+        yield (
+            f"keeps undeclared state: self.{name} is {a!r:.60} after a whole run, and {b!r:.60} after one resumed at "
+            f"step {step}; declare state_attributes = ({name!r},), or add it to state_dict() and load_state_dict() "
+            f"under the key {kit.name!r}, or name it in transient= when no resume needs it"
+        )
+    for part, found in list(watch.differing_parts(whole, resumed))[: not lost]:
+        yield f"does not resume: saved at step {step}, the {part} ends as another ({found}); save what it needs"
+
+
+def _differing(a: Any, b: Any) -> list[str]:
+    """Name the attributes that differ between two trainers."""
+    return [name for name, value in vars(a).items() if watch.difference(value, vars(b).get(name)) is not None]
+
+
+def check_again(kit: Kit) -> Iterator[str]:
+    """Find what is lost between two calls of ``run``, unless the add-on acts when a run ends."""
+    if any("on_run_end" in klass.__dict__ for klass in kit.own_classes):
+        return
+    trainer = kit.run(kit.run(kit.make(), 1), 1)
+    for part, found in list(watch.differing_parts(kit.standard.trainer, trainer))[:1]:
+        yield (
+            f"forgets something between two calls of run: run(1) and run(1) end with another {part} than run(2) "
+            f"({found}); do not reset in setup(), on_run_begin() or teardown() what the next call needs"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ several ranks
+
+
+def check_ranks(kit: Kit) -> Iterator[str]:
+    """Find files that every rank writes, and collectives that only some ranks call.
+
+    The add-on trains as rank 0 of 2 and then as rank 1, each with its own values for those of the other.
+    """
+    if is_engine_slot(kit.add_on.slot):
+        return
+    task = kit.derive(_with_two_ranks(kit.probe))
+    calls: list[list[str]] = []
+    for rank in (0, 1):
+        with in_new_folder() as folder:
+            trainer = kit.run(kit.make(task, kit_rank=rank))
+            written = sorted(str(each.relative_to(folder)) for each in Path(folder).rglob("*") if each.is_file())
+        calls.append(trainer.notes.collectives)
+        if rank and written:
+            yield f"writes on every rank: on rank 1 it writes {written[0]!r}; ask self.is_main first"
+    if calls[0] != calls[1]:
+        pairs = zip([*calls[0], None], [*calls[1], None])
+        first, second = next((a, b) for a, b in pairs if a != b)
+        yield (
+            f"calls a collective on some ranks only: rank 0 calls {first or 'nothing more'}, rank 1 calls "
+            f"{second or 'nothing more'}, and one of them would wait forever; call reduce, gather and barrier on "
+            "every rank, outside of `if self.is_main`"
+        )
+
+
+def _with_two_ranks(probe: Any) -> Any:
+    """Derive a task that is one of two ranks; the other is taken to have the same values."""
+
+    class Ranked(probe):
+        def __init__(self, *args: Any, kit_rank: int = 0, **kwargs: Any) -> None:
+            self.kit_rank = kit_rank
+            super().__init__(*args, **kwargs)
+
+        @property
+        def rank(self) -> int:
+            return self.kit_rank
+
+        @property
+        def world_size(self) -> int:
+            return 2
+
+        def reduce(self, value: Any) -> Any:
+            self.notes.collectives.append("reduce")
+            return super().reduce(value) * 2
+
+        def gather(self, value: Any) -> list[Any]:
+            self.notes.collectives.append("gather")
+            return [value, *super().gather(value)]
+
+        def barrier(self) -> None:
+            self.notes.collectives.append("barrier")
+            super().barrier()
+
+    return Ranked
+
+
+CHECKS = {name.removeprefix("check_"): function for name, function in list(vars().items()) if name.startswith("check_")}
+"""Every check, by the name that ``allow`` takes, in the order in which they run."""
