@@ -63,3 +63,37 @@ def test_two_ranks_are_one_process(kind, add_on):
             by_step = name.endswith("_step") or (name == "train_loss" and kind is Plateau)
             if not by_step:  # Else it is of the last batch of each rank.
                 assert float(metrics[name]) == pytest.approx(float(value), abs=2e-6), name
+
+
+class Synced(Independent):
+    """Logs in each step what differs between the ranks."""
+
+    def training_step(self, batch, batch_idx):
+        own = float(self.global_rank + 1)
+        self.log("mean", own, sync_dist=True)
+        self.log("both", own, on_epoch=True, sync_dist=True)
+        self.log("sum", own, sync_dist=True, reduce_fx="sum")
+        self.log("most", own, sync_dist=True, reduce_fx="max")
+        self.log("own", own)
+        return super().training_step(batch, batch_idx)
+
+
+def train_synced(add_on, samples):
+    """Train on two ranks."""
+    warnings.simplefilter("ignore")
+    trainer = task_of(Synced).add_on(add_on)(build(Synced), ["cpu", "cpu"], log_bar=False)
+    trainer.run(1, batches(8, samples=samples))
+    found = trainer.callback_metrics
+    return [float(found[name]) for name in ("mean", "both_step", "sum", "most", "own", "both")]
+
+
+@pytest.mark.parametrize("add_on", [MultiGPUAddon, FSDPAddon])
+def test_a_value_of_a_step_is_that_of_all_ranks_with_sync_dist(add_on):
+    """The second rank has no samples in the last batch of 33."""
+    first, second = each_rank(2, train_synced, add_on, 32)
+    assert first[:5] == [1.5, 1.5, 3.0, 2.0, 1.0]
+    assert second[:5] == [1.5, 1.5, 3.0, 2.0, 2.0]
+    assert first[5] == second[5] == 1.5
+    first, second = each_rank(2, train_synced, add_on, 33)
+    assert first[:4] == second[:4] == [1.0, 1.0, 1.0, 1.0]
+    assert first[5] == second[5] == pytest.approx((17 + 2 * 16) / 33)

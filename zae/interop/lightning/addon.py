@@ -76,7 +76,7 @@ class LightningAddon(AttachedModule):
         """Return what ``configure_optimizers`` made, once."""
         if isinstance(inspect.unwrap(self.optimizer), lit.Configured):
             with random_state.seeded(self.seed):
-                optimizer, self._schedules = lit.parse_optimizers(self._call("configure_optimizers"))
+                optimizer, self._schedules = lit.parse_optimizers(self.unwrap(), self._call("configure_optimizers"))
             return optimizer
         return super().build_optimizer()
 
@@ -111,24 +111,20 @@ class LightningAddon(AttachedModule):
         return self.unwrap() if self.pads and self.world_size > 1 else None
 
     @property
-    def _skips(self) -> bool:
-        """Whether each ``training_step`` of the window returned None."""
-        return bool(self._outputs) and not any(self._outputs)
-
-    @property
-    def _batch_index(self) -> int:
+    def batch_index(self) -> int:
+        """The number of the batch in its epoch, from 0."""
         return self.progress_checker.epoch_batch + self._index
 
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
         """Call the hooks around a batch."""
         self._module_log.weight = self.sample_weight(batch, None)
-        self._view.begin_batch(self._batch_index)
-        if self._hook("on_train_batch_start", batch, self._batch_index) == -1:
+        self._view.begin_batch(self.batch_index)
+        if self._hook("on_train_batch_start", batch, self.batch_index) == -1:
             raise StepError("on_train_batch_start returned -1, which would skip the rest of the epoch; write "
                             "run(..., steps_per_epoch=...), or self.trainer.should_stop = True")  # fmt: skip
         self._module_log.mark(self._padded_module)
         values, weight = super().micro_step(batch, count)
-        if self._outputs[-1] and count > 1:
+        if count > 1:
             self._outputs[-1]["loss"] = self._outputs[-1]["loss"] / count
         self._index += 1
         if self._index < count:
@@ -138,33 +134,27 @@ class LightningAddon(AttachedModule):
         return values, weight
 
     def _end_batch(self, batch: Any) -> None:
-        self._hook("on_train_batch_end", self._outputs[-1], batch, self._batch_index - 1)
+        self._hook("on_train_batch_end", self._outputs[-1], batch, self.batch_index - 1)
 
     @replaces
     def train_step(self, batch: Any) -> Mapping[str, Any]:
-        """Return the loss of ``training_step``; None takes no part in the gradient."""
-        out = self._forward("training_step", batch, self._batch_index)
+        """Return the loss of ``training_step``."""
+        out = self._forward("training_step", batch, self.batch_index)
         if self._index == 0:
             self._hook("on_before_zero_grad", *self.optimizers.values())
         if out is None:
-            if self.world_size > 1:
-                raise StepError("training_step returned None; on several ranks return a loss of 0 that depends on the "
-                                "weights, for instance 0.0 * loss")  # fmt: skip
-            lit.warn_once(f"{type(self.unwrap()).__name__}.training_step returned None, which trains nothing")
-            self._outputs.append({})
-            zero = sum((p.sum() * 0 for p in self.optimization.parameters if p.requires_grad), start=0)
-            return {"loss": zero, "is_none": True}
+            raise StepError(
+                f"{type(self.unwrap()).__name__}.training_step returned None, by which Lightning leaves a batch out; "
+                "write return loss. on_nonfinite='skip' leaves out the steps whose loss is not finite"
+            )
         values = out if isinstance(out, Mapping) else {"loss": out}
-        if "loss" in values and isinstance(values["loss"], Tensor):
-            self._outputs.append({**values, "loss": values["loss"].detach().clone()})
-            return {"loss": values["loss"]}
+        if isinstance(loss := values.get("loss"), Tensor):
+            self._outputs.append({**values, "loss": loss.detach().clone()})
+            return {"loss": loss}
         return out  # It is refused with its name.
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Call the hooks around the backward, or the module's own."""
-        if not self._outputs or not self._outputs[-1]:
-            super().backward(loss, **kwargs)
-            return
         self._hook("on_before_backward", loss)
         if lit.is_overridden(self.unwrap(), "backward"):
             self._call("backward", loss)
@@ -174,15 +164,11 @@ class LightningAddon(AttachedModule):
 
     def clip(self) -> None:
         """Call ``on_before_optimizer_step``, and ``configure_gradient_clipping`` where the module has its own."""
-        for optimizer in self.optimizers.values() if not self._skips else ():
+        for optimizer in self.optimizers.values():
             self._hook("on_before_optimizer_step", optimizer)
             self._hook("configure_gradient_clipping", optimizer, self.gradient_clip or None, None)
         if not lit.is_overridden(self.unwrap(), "configure_gradient_clipping"):
             super().clip()
-
-    def optimizer_step(self) -> bool:
-        """Step, unless each ``training_step`` of the window returned None."""
-        return True if self._skips else super().optimizer_step()
 
     def step_one(self, optimizer: Optimizer) -> bool:
         """Step the optimizer as ``optimizer_step`` of the module does."""
@@ -195,7 +181,7 @@ class LightningAddon(AttachedModule):
             calls.append(1)
             return self._outputs[-1].get("loss") if self._outputs else None
 
-        self._call("optimizer_step", self.module_epoch, self._batch_index - 1, optimizer, closure)
+        self._call("optimizer_step", self.module_epoch, self.batch_index - 1, optimizer, closure)
         if not calls:
             raise StepError(
                 f"{type(module).__name__}.optimizer_step did not call its closure, which skips batches in Lightning; "
@@ -206,7 +192,7 @@ class LightningAddon(AttachedModule):
     def zero_grad(self) -> None:
         """Call ``optimizer_zero_grad`` of the module within a step."""
         for optimizer in self.optimizers.values() if self._outputs else ():
-            self._hook("optimizer_zero_grad", self.module_epoch, self._batch_index - 1, optimizer)
+            self._hook("optimizer_zero_grad", self.module_epoch, self.batch_index - 1, optimizer)
         super().zero_grad()
 
     @replaces
@@ -215,23 +201,19 @@ class LightningAddon(AttachedModule):
         self._step_schedules("step" if when == "batch" else "epoch", False)
 
     def _step_schedules(self, interval: str, by_metric: bool) -> None:
-        count = self._batch_index if interval == "step" else self.module_epoch + 1
+        count = self.batch_index if interval == "step" else self.module_epoch + 1
         for each in self.schedulers.values():
-            if each.interval != interval or each.reduce_on_plateau != by_metric or count % each.frequency:
+            config = each.config
+            if config.interval != interval or config.reduce_on_plateau != by_metric or count % config.frequency:
                 continue
-            value = self.gather(self.callback_metrics.get(each.monitor))[0] if by_metric else None
-            if by_metric and value is None:
-                if each.strict:
-                    raise StepError(
-                        f"ReduceLROnPlateau needs the metric {each.monitor!r}, which was not logged; available: "
-                        f"{', '.join(self.callback_metrics) or 'none'}"
-                    )
-                continue
-            self._call("lr_scheduler_step", each.scheduler, value)
-
-    def logging(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
-        """Record the loss, unless the step returned None."""
-        super().logging({} if "is_none" in step_dict else step_dict, weight)
+            value = self.gather(self.callback_metrics.get(config.monitor))[0] if by_metric else None
+            if by_metric and value is None and config.strict:
+                raise StepError(
+                    f"ReduceLROnPlateau needs the metric {config.monitor!r}, which was not logged; available: "
+                    f"{', '.join(self.callback_metrics) or 'none'}"
+                )
+            if value is not None or not by_metric:
+                self._call("lr_scheduler_step", each.scheduler, value)
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """Call ``on_train_batch_end`` and record what the module logged."""
@@ -272,7 +254,7 @@ class LightningAddon(AttachedModule):
         try:
             self._hook("on_train_epoch_end")
             self._module_log.commit("train", None)
-            found = self._module_log.close("train", self)
+            found = self._module_log.close("train")
             if found:
                 self.history.train[-1].update({f"train_{name}": value for name, value in found.items()})
                 self.log({f"train/{name}": value for name, value in found.items()}, self.progress_checker.step)
@@ -285,12 +267,7 @@ class LightningAddon(AttachedModule):
     def metric_on_epoch_end(self) -> Mapping[str, float]:
         """Return what the module logged by epoch."""
         if self.mode == "train":
-            if "loss" not in self.log_train and self.world_size == 1:
-                raise StepError(
-                    f"{type(self.unwrap()).__name__}.training_step returned None for each batch of an epoch, which "
-                    "trains nothing; write return loss at its end"
-                )
-            return self._module_log.close("train", self)
+            return self._module_log.close("train")
         place, count = self.current_run.loader_place
         if place == count - 1:
             self._module_log.suffix, suffix = "", self._module_log.suffix
@@ -298,7 +275,7 @@ class LightningAddon(AttachedModule):
             self._module_log.suffix = suffix
             self._module_log.commit("test", None)
             self._has_ended = True
-        return self._module_log.close("test", self)
+        return self._module_log.close("test")
 
     # -------------------------------------------------------------------------------------------------- evaluations
 

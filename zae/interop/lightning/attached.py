@@ -37,15 +37,15 @@ class AttachedModule(AddOnBase):
         given = [name for index, name in ((3, "optimizer"), (4, "scheduler")) if name in kwargs or len(args) > index]
         if given:
             raise ConfigError(f"{given[0]}= and configure_optimizers of the module would both make one; leave it out")
-        placeholder = None if mode == "test" else lit.Configured(None, views.TrainerView())
+        placeholder = None if mode == "test" else lit.Configured(None, None)
         kwargs["optimizer"] = placeholder
         super().__init__(*args, **kwargs)
         lit.check_module(self.unwrap())
         if datamodule is not None and lit.base_of(type(datamodule), "LightningDataModule") is None:
             raise ConfigError(f"datamodule is {kind_of(datamodule)}; give a LightningDataModule")
-        self.datamodule, self._view, self._module_log = datamodule, views.TrainerView(self), lit.Records()
+        self.datamodule, self._view, self._module_log = datamodule, views.TrainerView(self), lit.Records(self)
         if placeholder is not None:
-            placeholder.module, placeholder.view = self.unwrap(), self._view
+            placeholder.module, placeholder.trainer = self.unwrap(), self
         self.evaluation_stage = self._stage = self._asked = ""
         self._prepared: list[str] = []
         self._schedules: list[Any] | None = None
@@ -77,19 +77,11 @@ class AttachedModule(AddOnBase):
         module: Any = self.unwrap()
         before = self._module_log.hook
         if getattr(vars(module).get("log"), "__self__", None) is not self._module_log:
-            self._module_log = lit.Records()  # In a copy of the trainer, which shares the other one.
+            self._module_log = lit.Records(self)  # In a copy of the trainer, which shares the other one.
             self._attach(module)
         self._module_log.hook = name
         try:
             return lit.call(getattr(module, name), *args)
-        except AttributeError as error:
-            if error.name is not None and error.obj is None and self._view.logger is None:
-                error.add_note(
-                    f"zae: where {type(module).__name__}.{name} reads self.logger.{error.name}: this trainer has no "
-                    "logger, and self.logger is None; write task_of(module).add_on(TensorBoardLoggerAddon), or ask "
-                    "first: if self.logger is not None"
-                )
-            raise
         finally:
             self._module_log.hook = before
 
@@ -142,7 +134,7 @@ class AttachedModule(AddOnBase):
         self._view = views.TrainerView(self)
         placeholder = inspect.unwrap(self.optimizer)  # Without what AMPAddon puts around it.
         if isinstance(placeholder, lit.Configured):
-            placeholder.module, placeholder.view = module, self._view
+            placeholder.module, placeholder.trainer = module, self
         module.trainer = self._view
         if self.datamodule is not None:
             self.datamodule.trainer = self._view

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zae.common.copying import deep_copy
 from zae.common.torch_private import last_metric_value
 from zae.common.walk import copy_of
 from zae.errors import ConfigError, LoaderError, StepError, TaskError, kind_of
-from zae.interop.lightning.view import TrainerView
+from zae.interop.lightning.view import PlanView, warn_once
 from zae.interop.torchmetrics import metrics_in
 from zae.loop.epoch_log import EpochLog
 from zae.loop.history import split_prefix
@@ -29,26 +27,21 @@ __all__ = [
     "warn_once",
 ]  # fmt: skip
 
-_log = logging.getLogger("zae")
 _PACKAGES = ("lightning", "pytorch_lightning")
-_SHAPES = "an optimizer, ([optimizer], [scheduler]), or {'optimizer': ..., 'lr_scheduler': ...}"
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": math.fsum, "max": max, "min": min}
 _MANUAL = (
     "optimizes manually (self.automatic_optimization = False); write a zae task: class Task(Trainer) with train_step, "
     "which may return a dict with one loss for each optimizer"
 )
+_MODES = [f"on_{stage}_model_{mode}" for stage in ("validation", "test", "predict") for mode in ("eval", "train")]
 _REFUSED = {
     "configure_callbacks": "callbacks of Lightning are not run here; use add-ons, EarlyStoppingAddon for instance",
     "configure_sharded_model": "write it as configure_model, or use FSDPAddon",
-    "training_epoch_end": "write it as on_train_epoch_end",
-    "validation_epoch_end": "write it as on_validation_epoch_end",
-    "test_epoch_end": "write it as on_test_epoch_end",
-    **dict.fromkeys(
-        [f"on_{stage}_model_{what}" for stage in ("validation", "test", "predict") for what in ("eval", "train")],
-        "zae switches the modes of all modules itself, and restores each; set them in train() and eval() of the module",
-    ),
+    **{f"{stage}_epoch_end": f"write on_{name}_epoch_end"
+       for stage, name in (("training", "train"), ("validation", "validation"), ("test", "test"))},
+    **dict.fromkeys(_MODES, "zae switches the modes of all modules; set them in train() and eval() of the module"),
     "on_validation_model_zero_grad": "gradients are dropped after each step here; leave it out",
-}
+}  # fmt: skip
 _STEP_HOOKS = {
     "training_step", "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward",
     "on_before_optimizer_step", "on_before_zero_grad", "optimizer_step", "optimizer_zero_grad", "backward",
@@ -92,16 +85,8 @@ def check_class(cls: Any) -> None:
     for name, cure in _REFUSED.items():
         if is_overridden(cls, name):
             raise TaskError(f"{cls.__name__}.{name} cannot be carried over: {cure}")
-    training_step: Any = getattr(cls, "training_step")  # noqa: B009
     if getattr(cls, "automatic_optimization", True) is False:
         raise TaskError(f"{cls.__name__} {_MANUAL}")
-    given = inspect.signature(training_step).parameters
-    for name in ("dataloader_iter", "optimizer_idx"):
-        if name in given:
-            raise TaskError(
-                f"{cls.__name__}.training_step takes {name}, which is not carried over; write "
-                "def training_step(self, batch, batch_idx)"
-            )
 
 
 def check_module(module: Any) -> None:
@@ -116,43 +101,10 @@ def check_module(module: Any) -> None:
 
 
 class Schedule:
-    """A scheduler of ``configure_optimizers``, with when it is stepped and by which metric."""
+    """A scheduler of ``configure_optimizers``, stepped as its ``LRSchedulerConfig`` of Lightning says."""
 
-    def __init__(
-        self,
-        scheduler: Any,
-        interval: str = "epoch",
-        frequency: int = 1,
-        monitor: str | None = None,
-        strict: bool = True,
-        name: str | None = None,
-        reduce_on_plateau: bool | None = None,
-    ) -> None:
-        self.scheduler, self.interval, self.frequency = scheduler, interval, frequency
-        self.monitor, self.strict, self.name = monitor, strict, name
-        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-        self.reduce_on_plateau = is_plateau if reduce_on_plateau is None else reduce_on_plateau
-        if interval not in ("step", "epoch"):
-            raise ConfigError(f"configure_optimizers returned interval={interval!r}; write 'step' or 'epoch'")
-        if self.reduce_on_plateau and monitor is None:
-            raise ConfigError(
-                "configure_optimizers returned a ReduceLROnPlateau without a metric; write {'optimizer': optimizer, "
-                "'lr_scheduler': {'scheduler': scheduler, 'monitor': 'val_loss'}}"
-            )
-
-    @classmethod
-    def parse(cls, given: Any, monitor: str | None) -> Schedule:
-        """Return the schedule for a scheduler, or a dict with one."""
-        if not isinstance(given, Mapping):
-            return cls(given, monitor=monitor)
-        known = inspect.signature(cls).parameters
-        if wrong := [name for name in given if name not in known]:
-            raise ConfigError(
-                f"configure_optimizers returned a scheduler with {wrong[0]!r}; it takes {', '.join(known)}"
-            )
-        if "scheduler" not in given:
-            raise ConfigError("configure_optimizers returned a dict without 'scheduler'; write {'scheduler': ..., ...}")
-        return cls(**given)
+    def __init__(self, config: Any) -> None:
+        self.config, self.scheduler = config, config.scheduler
 
     @property
     def optimizer(self) -> Any:
@@ -167,11 +119,11 @@ class Schedule:
     @property
     def steps_on_batch(self) -> bool:
         """Whether it is stepped after optimizer steps."""
-        return self.interval == "step"
+        return bool(self.config.interval == "step")
 
     def step(self) -> None:
         """Step it where that needs no metric, as a plan of the learning rates does."""
-        if not self.reduce_on_plateau:
+        if not self.config.reduce_on_plateau:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,42 +135,34 @@ class Schedule:
         self.scheduler.load_state_dict(dict(state))
 
 
-def parse_optimizers(given: Any) -> tuple[Optimizer, list[Schedule]]:
-    """Return the optimizer and the schedules that ``configure_optimizers`` returned, in any documented shape."""
-    monitor, schedulers, optimizers = None, [], given
-    is_several = isinstance(given, (list, tuple))
-    if is_several and len(given) == 2 and isinstance(given[0], (list, tuple)):
-        optimizers, schedulers = given
-        schedulers = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
-    elif isinstance(given, Mapping) or (is_several and given and all(isinstance(each, Mapping) for each in given)):
-        rows = [given] if isinstance(given, Mapping) else given
-        if "frequency" in rows[0] or any("optimizer" not in row for row in rows):
-            raise ConfigError(f"configure_optimizers returned a dict with {', '.join(rows[0])}; return {_SHAPES}")
-        optimizers, monitor = [row["optimizer"] for row in rows], rows[0].get("monitor")
-        schedulers = [row["lr_scheduler"] for row in rows if row.get("lr_scheduler") is not None]
-    optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    if len(optimizers) > 1 and all(isinstance(each, Optimizer) for each in optimizers):
+def parse_optimizers(module: Any, given: Any) -> tuple[Optimizer, list[Schedule]]:
+    """Return what ``configure_optimizers`` returned as an optimizer and schedules; Lightning reads and checks it."""
+    base: Any = base_of(type(module))
+    theirs = import_module(base.__module__.removesuffix(".module") + ".optimizer")
+    if given is None:
+        raise ConfigError("configure_optimizers returned None; return an optimizer")
+    optimizers, schedulers, monitor = theirs._configure_optimizers(given)
+    if len(optimizers) != 1:
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers, which need manual optimization; write a zae "
             "task with optimizer={'a': ..., 'b': ...} and a train_step that returns a loss for each"
         )
-    if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
-        found = kind_of(given) if len(optimizers) == 1 else f"{len(optimizers)} values"
-        raise ConfigError(f"configure_optimizers returned {found}; return {_SHAPES}")
-    return optimizers[0], [Schedule.parse(each, monitor) for each in schedulers]
+    configs = theirs._configure_schedulers_automatic_opt(schedulers, monitor)
+    theirs._validate_optimizers_attached(optimizers, configs)
+    return optimizers[0], [Schedule(each) for each in configs]
 
 
 class Configured:
     """Stands for the optimizer until ``configure_optimizers`` is called, when the run knows its length."""
 
-    def __init__(self, module: Any, view: TrainerView) -> None:
-        self.module, self.view = module, view
+    def __init__(self, module: Any, trainer: Any) -> None:
+        self.module, self.trainer = module, trainer
 
     def __call__(self, parameters: Any) -> Optimizer:
         """Return the optimizer of a copy of the module, for a plan of the run."""
         module = deep_copy(self.module)
-        module.trainer = self.view.plan_view()
-        return parse_optimizers(module.configure_optimizers())[0]
+        module.trainer = PlanView(self.trainer)
+        return parse_optimizers(module, module.configure_optimizers())[0]
 
 
 # ------------------------------------------------------------------------------------------------------- what is logged
@@ -239,16 +183,19 @@ class Records:
         What Lightning appends to the names of one of several loaders.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self.callback_metrics: dict[str, Tensor] = {}
         self.train, self.test = EpochLog("log_train", keeps=False), EpochLog("log_test", keeps=False)
         self.hook, self.suffix, self.weight = "", "", 1.0
-        self._mark: tuple[int, int, list[Any]] = (0, 0, [])
+        self._mark: tuple[int, int, list[Any], dict[str, Any]] = (0, 0, [], {})
         self._step: list[tuple[str, Any, float]] = []
         self._epoch: list[tuple[str, Any, float]] = []
         self._reductions: dict[str, list[str]] = {}
         """For each name of an epoch, how its values are combined, and the name without "_epoch"."""
         self._metrics: dict[str, Any] = {}
+        self._synced: dict[str, list[Any]] = {}
+        """For each name of a step with ``sync_dist``, the batch, the value and how those of the ranks are combined."""
 
     def log(
         self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None,
@@ -256,7 +203,10 @@ class Records:
         sync_dist_group: Any = None, add_dataloader_idx: bool = True, batch_size: int | None = None,
         metric_attribute: str | None = None, rank_zero_only: bool = False,
     ) -> None:  # fmt: skip
-        """Record a value, as ``LightningModule.log``; the values of an epoch are those of all ranks in any case."""
+        """Record a value, as ``LightningModule.log``; the values of an epoch are those of all ranks in any case.
+
+        With ``sync_dist``, ``callback_metrics`` has at the end of an epoch that of its last step over all ranks.
+        """
         if self.hook not in _STEP_HOOKS | _EPOCH_HOOKS:
             where = f"in {self.hook}" if self.hook else "outside of the hooks of a run"
             raise StepError(f"self.log({name!r}, ...) was called {where}, where nothing is recorded; call it in a step")
@@ -276,9 +226,24 @@ class Records:
         weight = self.weight if batch_size is None or not self.weight else float(batch_size)
         if by_step:
             self._step.append((step_name + suffix, value, weight))
+            if sync_dist:
+                self._synced[step_name + suffix] = [
+                    self._trainer.batch_index,
+                    float(value),
+                    _reduction(name, reduce_fx),
+                ]
             self.callback_metrics |= {step_name + suffix: value, name + suffix: value}
         if by_epoch:
             self._epoch.append((epoch_name + suffix, value, weight))
+
+    def _sync(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Set the values of a step with ``sync_dist`` to those of the ranks that had samples in it."""
+        for name in dict.fromkeys(name for each in ranks for name in each):
+            found = [each[name] for each in ranks if name in each]
+            last, reduction = max(index for index, *_ in found), found[0][2]
+            values = [value for index, value, _ in found if index == last]
+            whole = math.fsum(values) / len(values) if reduction == "mean" else _REDUCTIONS[reduction](values)
+            self.callback_metrics[name] = torch.tensor(whole)
 
     def commit(self, split: str, log: EpochLog | None) -> bool:
         """Add the values of a step to the logs of a split; return whether there were any."""
@@ -295,11 +260,11 @@ class Records:
         states = [
             (metric, {key: copy_of(value) for key, value in metric.metric_state.items()}) for _, metric in metrics
         ]
-        self._mark = len(self._step), len(self._epoch), states
+        self._mark = len(self._step), len(self._epoch), states, dict(self._synced)
 
     def rewind(self) -> None:
         """Forget what was logged since the mark: it is that of a batch that weighs nothing."""
-        steps, epochs, states = self._mark
+        steps, epochs, states, self._synced = self._mark
         del self._step[steps:], self._epoch[epochs:]
         for metric, state in states:
             for key, value in state.items():
@@ -309,16 +274,20 @@ class Records:
         """Drop the values of a step that was not completed."""
         self._step, self._epoch = [], []
 
-    def close(self, split: str, trainer: Any) -> dict[str, float]:
+    def close(self, split: str) -> dict[str, float]:
         """Return what was logged of an epoch on all ranks, by its names without the split, and clear its log."""
         log: EpochLog = getattr(self, split)
+        trainer = self._trainer
         whole, metrics = log.over_ranks(trainer.gather_data, trainer.data_size), self._metrics
         if trainer.world_size > 1:  # A rank without batches has logged nothing.
             modules = dict(metrics_in(trainer.unwrap()))
             names = {id(each): name for name, each in modules.items()}
-            for reductions, found in trainer.gather((self._reductions, {n: names[id(m)] for n, m in metrics.items()})):
+            own = self._reductions, {n: names[id(m)] for n, m in metrics.items()}, self._synced
+            ranks = trainer.gather(own)
+            for reductions, found, _ in ranks:
                 self._reductions |= reductions
                 metrics |= {name: modules[where] for name, where in found.items()}
+            self._sync([synced for _, _, synced in ranks])
         values = whole.means()
         for name in values:
             if (reduction := self._reductions[name][0]) != "mean":
@@ -327,7 +296,7 @@ class Records:
             values[name] = float(_scalar(name, metric.compute()))
         for metric in metrics.values():
             metric.reset()
-        self._metrics = {}
+        self._metrics, self._synced = {}, {}
         log.clear()
         for name, value in values.items():
             self.callback_metrics[name] = self.callback_metrics[self._reductions[name][1]] = torch.tensor(value)
@@ -369,28 +338,12 @@ def usable_loader(module: Any, loader: Any) -> Any:
     return None
 
 
-@cache
-def warn_once(text: str) -> None:
-    """Warn the first time."""
-    _log.warning(text)
-
-
 # ------------------------------------------------------------------------------------------------ state and loaders
-
-
-class _Checkpoint(dict[str, Any]):
-    """What ``on_save_checkpoint`` and ``on_load_checkpoint`` get: their own entries, and the place of the run."""
-
-    def __missing__(self, key: str) -> Any:
-        raise ConfigError(
-            f"checkpoint[{key!r}] is not carried over: zae saves weights and optimizers itself; add and read entries "
-            "of your own here"
-        )
 
 
 def read_state(module: Any, datamodule: Any, place: Mapping[str, int]) -> dict[str, Any]:
     """Return what a checkpoint holds of a module beside its weights: metrics, what is frozen, and its own entries."""
-    checkpoint = _Checkpoint(place)
+    checkpoint: dict[str, Any] = dict(place)
     module.on_save_checkpoint(checkpoint)
     return {
         "metrics": {name: dict(each.metric_state) for name, each in metrics_in(module)},
@@ -407,7 +360,7 @@ def load_state(module: Any, datamodule: Any, state: Mapping[str, Any]) -> None:
             setattr(each, key, value)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in state["frozen"])
-    module.on_load_checkpoint(_Checkpoint(state["module"]))
+    module.on_load_checkpoint(dict(state["module"]))
     if datamodule is not None and state["data"]:
         datamodule.load_state_dict(state["data"])
 

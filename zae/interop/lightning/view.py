@@ -17,30 +17,24 @@ from zae.composition.foreign_names import counterpart
 from zae.errors import ConfigError, MissingError
 from zae.loop.progress import NO_LIMIT
 
-__all__ = ["LoggerView", "TrainerView"]
+__all__ = ["LoggerView", "PlanView", "TrainerView", "warn_once"]
 
 _log = logging.getLogger("zae")
-_INSTEAD = {  # Where the counterpart outside of the module does not help.
-    "limit_train_batches": "read self.trainer.num_training_batches",
-    "limit_val_batches": "read self.trainer.num_val_batches",
-    "limit_test_batches": "read self.trainer.num_test_batches",
-    "limit_predict_batches": "read self.trainer.num_predict_batches",
-    "state": "read self.trainer.training, validating, testing or predicting",
-    "init_module": "write configure_model",
-}
 
 
-def _explain(owner: str, view: Any, name: str, verb: str = "reads") -> str:
-    """Say of a name of Lightning that it is not here, and what to write."""
-    cure = None
-    if owner == "trainer":
-        here = counterpart(name)
-        cure = _INSTEAD.get(name) or (f"outside of the module it is {here}" if here else None)
-    if cure is None:
-        names = [each for each in dir(view) if not each.startswith("_")]
-        cure = f"self.{owner} has {', '.join(names)}. For more, write a zae task or an add-on"
-    what = "which cannot be set" if verb == "sets" else "which is not carried over from Lightning"
-    return f"the module {verb} self.{owner}.{name}, {what}; {cure}"
+@cache
+def warn_once(text: str) -> None:
+    """Warn the first time."""
+    _log.warning(text)
+
+
+def _explain(view: Any, name: str, verb: str) -> str:
+    """Say of a name of Lightning's trainer that it is not here, and what to write."""
+    here = counterpart(name)
+    names = ", ".join(each for each in dir(view) if not each.startswith("_"))
+    remedy = f"outside of the module it is {here}" if here else f"self.trainer has {names}"
+    what = "cannot be set" if verb == "sets" else "is not here"
+    return f"the module {verb} self.trainer.{name}, which {what}; {remedy}"
 
 
 def _length(loader: Any) -> float:
@@ -61,7 +55,10 @@ class LoggerView:
         """The client of the first logger that has one, for instance the SummaryWriter; one that is silent elsewhere."""
         trainer = self._trainer
         if trainer.is_main and not trainer.clients:
-            _warn_of_no_client()
+            warn_once(
+                "self.logger.experiment has no client: what is logged to it is dropped. There is one within run(), of "
+                "TensorBoardLoggerAddon or WandBLoggerAddon for instance"
+            )
         return next(iter(trainer.clients.values()), _Silent())
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -79,15 +76,10 @@ class LoggerView:
             self._trainer.log_image(f"{key}/{index}" if len(images) > 1 else key, image, step)
 
     def __getattr__(self, name: str) -> Any:
-        raise MissingError(_explain("logger", self, name))
-
-
-@cache  # Once is enough.
-def _warn_of_no_client() -> None:
-    _log.warning(
-        "self.logger.experiment has no client: what is logged to it is dropped. There is one within run(), of "
-        "TensorBoardLoggerAddon or WandBLoggerAddon for instance"
-    )
+        raise MissingError(
+            f"the module reads self.logger.{name}, which is not here; self.logger has experiment, log_metrics, "
+            "log_hyperparams and log_image"
+        )
 
 
 class _Silent:
@@ -100,10 +92,7 @@ class _Silent:
 class TrainerView:
     """What a LightningModule finds as ``self.trainer``: it reads the trainer, and stops it by ``should_stop``."""
 
-    barebones = False
-    callbacks: tuple[Any, ...] = ()
-    progress_bar_callback = ckpt_path = min_steps = None
-    num_nodes, node_rank, gradient_clip_algorithm = 1, 0, None
+    progress_bar_callback = None
     sanity_checking = fast_dev_run = is_last_batch = False
 
     def __init__(self, trainer: Any = None) -> None:
@@ -122,30 +111,23 @@ class TrainerView:
     world_size = num_devices = property(lambda self: self._of.world_size)
     global_rank = local_rank = property(lambda self: self._of.rank)
     model = property(lambda self: self._of.model)
-    lightning_module = property(lambda self: self._of.unwrap())
     datamodule = property(lambda self: self._of.datamodule)
     optimizers = property(lambda self: list(self._of.optimizers.values()))
-    lr_scheduler_configs = property(lambda self: list(self._of.schedulers.values()))
-    callback_metrics = logged_metrics = progress_bar_metrics = property(lambda self: self._of.callback_metrics)
+    lr_scheduler_configs = property(lambda self: [each.config for each in self._of.schedulers.values()])
+    callback_metrics = logged_metrics = property(lambda self: self._of.callback_metrics)
     gradient_clip_val = property(lambda self: self._of.gradient_clip or None)
     accumulate_grad_batches = property(lambda self: getattr(self._of, "gradient_accumulation_steps", 1))
     train_dataloader = property(lambda self: self._of.current_run.user_loader)
     val_dataloaders = property(lambda self: self._of.current_run.valid_loader)
-    test_dataloaders = predict_dataloaders = val_dataloaders
-    enable_validation = property(lambda self: self.val_dataloaders is not None)
     num_val_batches = property(lambda self: self._lengths("validation"))
     num_test_batches = property(lambda self: self._lengths("test"))
     num_predict_batches = property(lambda self: self._lengths("predict"))
-    num_sanity_val_batches = property(lambda self: [])
     logger = property(lambda self: LoggerView(self._of) if hasattr(self._of, "clients") else None)
     loggers = property(lambda self: [each for each in (self.logger,) if each is not None])
     training = property(lambda self: self._of.evaluation_stage == "")
     validating = property(lambda self: self._of.evaluation_stage == "validation")
     testing = property(lambda self: self._of.evaluation_stage == "test")
     predicting = property(lambda self: self._of.evaluation_stage == "predict")
-    evaluating = property(lambda self: self._of.evaluation_stage in ("validation", "test"))
-
-    min_epochs = property(lambda self: getattr(self._of, "min_epochs", 0))
     max_epochs = property(lambda self: self._last(0))
     max_steps = property(lambda self: self._last(1))
 
@@ -176,11 +158,9 @@ class TrainerView:
 
     def _lengths(self, stage: str) -> list[float]:
         """Return the batches of each loader of a kind of evaluation."""
-        if self.sanity_checking:
-            return [1]
-        now, run = self._of.evaluation_stage, self._of.current_run
+        run = self._of.current_run
         loaders = run.valid_loader if stage == "validation" else None
-        if loaders is None and now == stage:
+        if loaders is None and self._of.evaluation_stage == stage:
             loaders = run.current_loader
         given = loaders.values() if isinstance(loaders, Mapping) else [] if loaders is None else [loaders]
         return [_length(each) for each in given]
@@ -193,18 +173,12 @@ class TrainerView:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "should_stop":
-            raise MissingError(_explain("trainer", self, name, "sets"))
+            raise MissingError(_explain(self, name, "sets"))
         if value:
             self._of.stop("the module set self.trainer.should_stop")
 
     def __getattr__(self, name: str) -> Any:
-        raise MissingError(_explain("trainer", self, name))
-
-    def plan_view(self) -> TrainerView:
-        """Return a view for a plan of a run that has not begun: any number of steps will do."""
-        made = _PlanView()
-        vars(made)["_trainer"] = self._trainer
-        return made
+        raise MissingError(_explain(self, name, "reads"))
 
     def get_optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, as ``LightningModule.optimizers``."""
@@ -214,10 +188,8 @@ class TrainerView:
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradients of an optimizer, as ``LightningModule.clip_gradients``."""
-        value, parameters = (
-            gradient_clip_val or self.gradient_clip_val,
-            [p for group in optimizer.param_groups for p in group["params"]],
-        )
+        value = gradient_clip_val or self.gradient_clip_val
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if value and str(gradient_clip_algorithm or "norm").endswith("value"):
             nn.utils.clip_grad_value_(parameters, value)
         elif value:
@@ -235,8 +207,8 @@ class TrainerView:
         return TrainerView, ()
 
 
-class _PlanView(TrainerView):
-    """Makes the optimizer for a plan, which reads its kind and settings."""
+class PlanView(TrainerView):
+    """What a module finds where its optimizer is made for a plan of a run that has not begun: any length will do."""
 
     estimated_stepping_batches = property(lambda self: 1000)
     max_epochs = max_steps = 1000
