@@ -51,13 +51,13 @@ class AgreementAddon(AddOnPart):
         if self._world > 1:
             Meetings.meet(call, self.timeout)
 
-    def save_model(self, path: str | Path) -> Path:
+    def save_model(self, path: str | Path | None = None, **options: Any) -> Path:
         """Save the weights; where they lie in parts, all ranks call it, and raise the error of rank 0."""
-        save = partial(super().save_model, path)
+        save = partial(super().save_model, path, **options)
         if self.can_save_alone:
             return save()
         self.meet("save_model")
-        return Group(self.rank, self.gather).together(save, Path(path))[self.rank]
+        return Group(self.rank, self.gather).together(save, Path(path or "the model"))[self.rank]
 
     @replaces
     def gather_beside(self, value: Any) -> list[Any]:

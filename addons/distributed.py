@@ -157,10 +157,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
 
     def _planned_world(self) -> int:
         """Return how many ranks there are, or will be."""
-        if dist.is_initialized():
-            return dist.get_world_size()
-        launched = launching.launched_world()
-        return launched[1] if launched is not None else len(self.devices)
+        return launching.planned_world(len(self.devices))
 
     def _backend(self) -> str:
         """Return the name of the backend; ranks can always communicate over the CPU too."""

@@ -25,6 +25,8 @@ from zae.interop.huggingface.metrics import (
     to_numpy,
 )
 from zae.interop.huggingface.training import call_by_name, without_change
+from zae.launch.spawn import planned_world
+from zae.loop.bases import Processes
 from zae.loop.evaluation import Evaluation
 
 if TYPE_CHECKING:
@@ -88,6 +90,12 @@ class EvaluationPart(AddOnPart):
         if prediction_loss_only and compute_metrics is not None:
             raise ConfigError(
                 "prediction_loss_only=True keeps no predictions, which compute_metrics needs; leave one of them out"
+            )
+        if predict_with_generate and type(self).pads is not Processes.pads and planned_world(len(self.devices)) > 1:
+            raise ConfigError(
+                f"predict_with_generate=True generates on each rank as long as its own samples need, and the ranks of "
+                f"{type(self).__name__} compute every forward together; leave predict_with_generate out here, save the "
+                "model with save_model(folder), and evaluate it in one process"
             )
         self.prediction_loss_only, self.predict_with_generate = prediction_loss_only, predict_with_generate
         self._generation = {"max_length": generation_max_length, "num_beams": generation_num_beams}
@@ -176,11 +184,6 @@ class EvaluationPart(AddOnPart):
 
     def _generate(self, model: Any, inputs: Any, labels: Any) -> tuple[Any, Any, Any]:
         """Return the tokens that the model generates as predictions."""
-        if self.pads:
-            raise ConfigError(
-                "predict_with_generate=True generates on each rank as long as its own samples need, and here ranks "
-                "compute every forward together; evaluate in one process, or without predict_with_generate"
-            )
         tokens, labels = generate(self.unwrap(), inputs, labels, getattr(self, "processing_class", None),
                                   self._generation)  # fmt: skip
         return None if labels is None else self._loss_and_outputs(model, inputs)[0], tokens, labels
@@ -223,6 +226,8 @@ class EvaluationPart(AddOnPart):
         eval_dataset: Any = None,
         ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "eval",
+        *,
+        loader: Any = None,
         **gen_kwargs: Any,
     ) -> dict[str, float]:
         """Evaluate a dataset as Transformers' Trainer does; training is left exactly as it is.
@@ -239,6 +244,8 @@ class EvaluationPart(AddOnPart):
             Outputs of the model that are not predictions.
         metric_key_prefix : str
             What the names of metrics begin with.
+        loader : iterable, optional
+            The name of the first argument in ``Trainer.evaluate``.
         **gen_kwargs : object
             Arguments of ``generate``, with ``predict_with_generate=True``.
 
@@ -248,6 +255,7 @@ class EvaluationPart(AddOnPart):
             ``eval_loss``, ``eval_<metric>``, ``eval_runtime``, ``eval_samples_per_second`` and
             ``eval_steps_per_second``; after training also ``epoch``.
         """
+        eval_dataset = eval_dataset if loader is None else loader
         with self._metric_settings(ignore_keys, gen_kwargs):
             if _is_loader(eval_dataset):
                 return super().evaluate(eval_dataset)
@@ -265,10 +273,11 @@ class EvaluationPart(AddOnPart):
 
     def predict(  # type: ignore[override]
         self,
-        test_dataset: Any,
+        test_dataset: Any = None,
         ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "test",
         *,
+        loader: Any = None,
         path: str | Path | None = None,
         **gen_kwargs: Any,
     ) -> PredictionOutput | Any:
@@ -282,6 +291,8 @@ class EvaluationPart(AddOnPart):
             Outputs of the model that are not predictions.
         metric_key_prefix : str
             What the names of metrics begin with.
+        loader : iterable, optional
+            The name of the first argument in ``Trainer.predict``.
         path : str or Path, optional
             A file for the predictions, as in ``Trainer.predict``.
         **gen_kwargs : object
@@ -292,6 +303,9 @@ class EvaluationPart(AddOnPart):
         transformers.trainer_utils.PredictionOutput
             ``predictions``, ``label_ids`` and ``metrics``; with ``path``, the file.
         """
+        test_dataset = test_dataset if loader is None else loader
+        if test_dataset is None:
+            raise ConfigError("predict() needs data; write predict(dataset), or predict(loader)")
         if isinstance(ignore_keys, (str, Path)):  # The second argument of Trainer.predict.
             ignore_keys, path = None, ignore_keys
         with self._metric_settings(ignore_keys, gen_kwargs):

@@ -68,8 +68,7 @@ class SavingPart(AddOnPart):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
-        if metadata is not None and not isinstance(metadata, Mapping):
-            raise ConfigError(f"metadata={metadata!r:.60}; write a dict")
+        hub.check_metadata(metadata)
         self.metadata, self.hub_always_push = dict(metadata or {}), hub_always_push
         if push_to_hub and self.output_dir is None:
             raise ConfigError("push_to_hub=True uploads output_dir; write output_dir='folder'")
@@ -88,7 +87,7 @@ class SavingPart(AddOnPart):
 
     # --------------------------------------------------------------------------------------------------- saving
 
-    def save_model(self, path: str | Path | None = None, metadata: Mapping[str, Any] | None = None) -> Path:
+    def save_model(self, path: str | Path | None = None, *, metadata: Mapping[str, Any] | None = None) -> Path:
         """Save the model as a folder that ``from_pretrained`` loads, or its weights as a file.
 
         A folder has the configuration, the weights, the generation configuration, the ``processing_class``,
@@ -100,14 +99,20 @@ class SavingPart(AddOnPart):
         path : str or Path, optional
             A folder, ``output_dir`` by default; or a file with a suffix, as in ``Trainer.save_model``.
         metadata : mapping, optional
-            What is added to ``zae.json``.
+            What is added to ``zae.json``; values that JSON has.
 
         Returns
         -------
         Path
             The folder, or the file.
         """
+        hub.check_metadata(metadata)
         if path is not None and hub.has_file_suffix(path):
+            if metadata:
+                raise ConfigError(
+                    f"save_model({str(path)!r}, metadata=...): a file holds the weights alone; save a folder, whose "
+                    "zae.json has the metadata"
+                )
             return super().save_model(path)
         folder = self._save_folder(path, metadata or {}, all_call=not self.can_save_alone)
         if self._pushes and self.is_main:

@@ -1089,7 +1089,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         kept = copy.deepcopy(dict(state))  # The run may change what it holds before it is loaded.
         self.current_run.continue_with(partial(self.load_state_dict, kept), kept)
 
-    def save_model(self, path: str | Path) -> Path:
+    def save_model(self, path: str | Path | None = None) -> Path:
         """Save the weights alone, in the format of the suffix: ``.safetensors``, ``.ckpt``, ``.pt`` or ``.pth``.
 
         Where the weights lie in parts on several ranks, all of them call it, and rank 0 writes the file.
@@ -1103,7 +1103,14 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         -------
         Path
             The file.
+
+        Raises
+        ------
+        ConfigError
+            No file is named, or its suffix stands for no format.
         """
+        if path is None:
+            raise ConfigError("save_model() needs a file; write save_model('weights.safetensors')")
         step = str(self.progress_checker.step)
         return save_weights(Path(path), CoreState(self).weights(), {"step": step}, self.is_main or self.can_save_alone)
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from kit import hf
 from kit.ranks import on_ranks
 from zae import Trainer
-from zae.addons import HuggingFaceAddon, MultiGPUAddon
+from zae.addons import DeepSpeedAddon, FSDPAddon, HuggingFaceAddon, MultiGPUAddon, PipelineAddon
 from zae.errors import ConfigError, MonitorError, StepError
 
 Task = Trainer.add_on(HuggingFaceAddon)
@@ -305,6 +305,8 @@ def test_loaders_are_evaluated_as_by_trainer(tmp_path: Path) -> None:
     assert {*found} == {"loss", "accuracy", "f1"}
     assert found["loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
     assert trainer.predict(loader)["predictions"].shape[0] == 6
+    assert trainer.evaluate(loader=loader) == found
+    assert trainer.predict(loader=loader)["predictions"].shape[0] == 6
     assert trainer.predict(data, path=tmp_path / "p.safetensors").is_file()
     assert trainer.predict(loader, str(tmp_path / "q.safetensors")).is_file()
 
@@ -312,6 +314,8 @@ def test_loaders_are_evaluated_as_by_trainer(tmp_path: Path) -> None:
 def test_sets_that_are_missing_are_named() -> None:
     with pytest.raises(ConfigError, match=r"evaluate\(\) needs data"):
         Task(hf.make_model(), "cpu").evaluate()
+    with pytest.raises(ConfigError, match=r"predict\(\) needs data"):
+        Task(hf.make_model(), "cpu").predict()
     with pytest.raises(ConfigError, match="keeps no predictions"):
         ours("sequence", None, compute_metrics=compute_metrics, prediction_loss_only=True)
     with pytest.raises(ConfigError, match="num_beams: arguments of generate"):
@@ -330,3 +334,11 @@ def test_predict_with_generate_is_that_of_transformers(tmp_path: Path) -> None:
     close(found.metrics, expected.metrics)
     with pytest.raises(ConfigError, match="BertForSequenceClassification has none"):
         ours("sequence", hf.dataset("sequence", 2), predict_with_generate=True, compute_metrics=shapes).evaluate()
+
+
+@pytest.mark.parametrize("engine", [FSDPAddon, DeepSpeedAddon, PipelineAddon], ids=lambda each: each.__name__)
+def test_generating_by_ranks_that_compute_together_is_refused_before_training(engine: Any) -> None:
+    options = {"predict_with_generate": True, "train_dataset": hf.rows("seq2seq", 4), "compute_metrics": shapes}
+    with pytest.raises(ConfigError, match=r"predict_with_generate=True .* evaluate it in one process"):
+        Task.add_on(engine)(hf.make_model("seq2seq"), ["cpu", "cpu"], **options)
+    Task.add_on(MultiGPUAddon)(hf.make_model("seq2seq"), ["cpu", "cpu"], **options)

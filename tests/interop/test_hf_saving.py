@@ -8,6 +8,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -17,7 +18,7 @@ from kit import hf
 from kit.hub import Hub
 from kit.ranks import on_ranks
 from zae import Trainer
-from zae.addons import FSDPAddon, HuggingFaceAddon, JSONLLoggerAddon, MultiGPUAddon, StateManagerAddon
+from zae.addons import FSDPAddon, HuggingFaceAddon, JSONLLoggerAddon, MultiGPUAddon, PEFTAddon, StateManagerAddon
 from zae.errors import CheckpointError, ConfigError, MissingError
 
 Task = Trainer.add_on(HuggingFaceAddon)
@@ -59,6 +60,61 @@ def test_folder_loads_and_says_what_it_is(tmp_path: Path) -> None:
     assert transformers.Trainer(loaded, hf.arguments(tmp_path)).evaluate(hf.dataset(count=8))["eval_loss"] == (
         pytest.approx(trainer.evaluate()["eval_loss"], abs=1e-6)
     )
+
+
+@pytest.fixture
+def adapter() -> Any:
+    return peft.get_peft_model(hf.make_model(), peft.LoraConfig(r=2, target_modules=["query"]))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@on_ranks(2)
+def test_save_model_has_the_same_arguments_with_an_engine(world: int, tmp_path: Path, adapter: Any) -> None:
+    """Without a folder it is ``output_dir``, and ``metadata`` is written: sharded, replicated, and of an adapter."""
+    kinds = [(FSDPAddon,), (MultiGPUAddon,), (MultiGPUAddon, PEFTAddon)]
+    for index, add_ons in enumerate(kinds):
+        with_adapter = PEFTAddon in add_ons
+        kind = Trainer.add_on(HuggingFaceAddon, *add_ons)
+        options = {"train_dataset": hf.dataset(count=8), "num_train_epochs": 1, "output_dir": tmp_path / str(index)}
+        trainer = kind(adapter if with_adapter else hf.make_model(), "cpu", log_bar=False, **options)
+        trainer.train()
+        assert trainer.world_size == world
+        folders = [trainer.save_model(), trainer.save_model(tmp_path / f"other-{index}", metadata={"note": index})]
+        trainer.barrier()
+        assert folders[0] == tmp_path / str(index)
+        assert all((each / f"{'adapter_' * with_adapter}model.safetensors").is_file() for each in folders)
+        assert json.loads((folders[1] / "zae.json").read_text())["note"] == index
+
+
+NOT_JSON = {
+    "an object": ({"by": object()}, r"metadata\['by'\] is <object"),
+    "a set within": ({"data": {"tags": [{"a"}]}}, r"metadata\['data'\]\['tags'\]\[0\] is \{'a'\}"),
+    "a path": ({"from": Path("/data")}, r"metadata\['from'\] is PosixPath.*str\(value\)"),
+    "a tensor": ({"means": torch.ones(2)}, r"metadata\['means'\] is tensor"),
+    "not finite": ({"best": float("nan")}, r"metadata\['best'\] is nan"),
+    "a number as a key": ({"labels": {0: "low"}}, r"metadata\['labels'\] has the key 0.*write '0'"),
+    "no dict": (["me"], "metadata=.*write a dict"),
+}
+
+
+@pytest.mark.parametrize(("metadata", "said"), NOT_JSON.values(), ids=[*NOT_JSON])
+def test_metadata_that_json_cannot_hold_is_refused(metadata: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make(metadata=metadata)
+    with pytest.raises(ConfigError, match=said):
+        make().save_model(tmp_path / "final", metadata=metadata)
+    assert not (tmp_path / "final").exists()
+
+
+def test_numbers_of_arrays_are_metadata(tmp_path: Path) -> None:
+    folder = make().save_model(tmp_path, metadata={"lr": torch.tensor(0.5), "sizes": (1, [None, True, "x"])})
+    about = json.loads((folder / "zae.json").read_text())
+    assert (about["lr"], about["sizes"]) == (0.5, [1, [None, True, "x"]])
+
+
+def test_a_file_takes_no_metadata(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a file holds the weights alone; save a folder"):
+        make().save_model(tmp_path / "w.safetensors", metadata={"author": "me"})
 
 
 def test_file_is_saved_as_before(tmp_path: Path) -> None:

@@ -45,6 +45,11 @@ def weights_in_an_unknown_format():
     trainer_of().save_model("best.h5")
 
 
+@mistake(zae.ConfigError, "save_model() needs a file", "write save_model('weights.safetensors')")
+def weights_without_a_file():
+    trainer_of().save_model()
+
+
 @mistake(
     zae.CheckpointMismatch,
     "this trainer has no add-on for the state of EMAAddon",

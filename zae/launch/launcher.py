@@ -16,7 +16,7 @@ import torch.distributed as dist
 from zae.errors import DistributedError
 from zae.launch.rank_process import leave
 
-__all__ = ["join", "launched_world", "launcher_variables", "local_rank"]
+__all__ = ["join", "launched_world", "launcher_variables", "local_rank", "planned_world"]
 
 _FIRST = re.compile(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^\[,]*)")  # Of gpu[07-09,12]-a,cpu3: gpu, 07, -a.
 _PAUSE = 0.01  # Seconds between two looks at who has joined.
@@ -39,6 +39,14 @@ def launched_world() -> tuple[int, int] | None:
             "torchrun --nproc_per_node 2 script.py. To train in one process, unset RANK and WORLD_SIZE"
         )
     return int(rank), int(world)
+
+
+def planned_world(devices: int) -> int:
+    """Return how many ranks there are, or will be: those of a launcher, else one for each device."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    launched = launched_world()
+    return launched[1] if launched is not None else devices
 
 
 def local_rank() -> int:

@@ -28,10 +28,10 @@ import torch.distributed as dist
 
 from zae.errors import ConfigError, DistributedError, exit_status
 from zae.launch import transfer
-from zae.launch.launcher import join, launched_world, local_rank
+from zae.launch.launcher import join, launched_world, local_rank, planned_world
 from zae.launch.rank_process import WHERE, Report, Task, main_of_rank
 
-__all__ = ["join", "launched_world", "local_rank", "spawn"]
+__all__ = ["join", "launched_world", "local_rank", "planned_world", "spawn"]
 
 GRACE = 5.0
 """Seconds in which the other ranks may end by themselves after one has failed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from zae.errors import CheckpointError, ConfigError, did_you_mean, printable
+from zae.errors import CheckpointError, ConfigError, did_you_mean, kind_of, printable
 from zae.sinks.redact import redact
 from zae.storage.filesystem import make_directory, not_saved, replace_file
 from zae.storage.manifest import is_whole
@@ -32,7 +33,16 @@ from zae.storage.tensor_bytes import byte_count
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Push", "Uploader", "has_file_suffix", "log_metrics", "model_exists", "save_folder", "save_metrics"]
+__all__ = [
+    "Push",
+    "Uploader",
+    "check_metadata",
+    "has_file_suffix",
+    "log_metrics",
+    "model_exists",
+    "save_folder",
+    "save_metrics",
+]
 
 _log = logging.getLogger("zae")
 STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
@@ -173,9 +183,44 @@ def model_card(name: str, metadata: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def check_metadata(metadata: Any) -> None:
+    """Refuse metadata that JSON cannot hold, before anything is written."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise ConfigError(f"metadata={metadata!r:.60}; write a dict")
+    _check_json("metadata", metadata or {})
+
+
+def _check_json(where: str, value: Any) -> None:
+    """Refuse a value, or one inside it, that JSON would change or cannot hold; an array's number is a number."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{where} has the key {key!r}, and JSON has text as keys; write {str(key)!r}")
+            _check_json(f"{where}[{key!r}]", each)
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            _check_json(f"{where}[{index}]", each)
+    else:
+        plain = _number_of(value)
+        is_kept = isinstance(plain, (str, int, float, type(None)))
+        if not is_kept or (isinstance(plain, float) and not math.isfinite(plain)):
+            raise ConfigError(
+                f"{where} is {value!r:.60}, of {kind_of(value)}, which JSON cannot hold; give text, a number, True or "
+                "False, None, or a list or dict of them, for instance str(value)"
+            )
+
+
 def _as_dict(arguments: Any) -> dict[str, Any]:
     """Return arguments as a dict; ``TrainingArguments.to_dict`` leaves its tokens out."""
     return dict(arguments if isinstance(arguments, Mapping) else arguments.to_dict())
+
+
+def _number_of(value: Any) -> Any:
+    """Return the number in an array of one; anything else as it is."""
+    if hasattr(value, "item"):
+        with contextlib.suppress(ValueError, RuntimeError):  # An array of several numbers.
+            return value.item()
+    return value
 
 
 def _plain(value: Any) -> Any:
@@ -184,9 +229,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(each) for each in value]
-    if hasattr(value, "item"):
-        with contextlib.suppress(ValueError, RuntimeError):  # An array of several numbers.
-            value = value.item()
+    value = _number_of(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
