@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kit.limits import within
 from zae.errors import CheckpointDamaged
-from zae.storage.strict_json import strict_json
+from zae.storage.encoding import strict_json
 
 plain = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text()
 numbers = st.floats(allow_nan=False, allow_infinity=False)

@@ -34,9 +34,8 @@ from zae.common.walk import is_sharded, leaves_of
 from zae.errors import CheckpointError
 from zae.loop.addon_state import PARTS, state_mode
 from zae.optimizers.quantized import flatten_states, quantize_states
-from zae.storage.encoding import decode, encode
+from zae.storage.encoding import decode, encode, strict_json
 from zae.storage.share import Group
-from zae.storage.strict_json import strict_json
 from zae.storage.tensor_bytes import byte_count, dense, separate, shared_memory
 
 if TYPE_CHECKING:

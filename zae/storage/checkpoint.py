@@ -27,7 +27,7 @@ from torch import Tensor
 
 from zae.common.argument_checks import check_url
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
-from zae.storage.encoding import decode
+from zae.storage.encoding import decode, strict_json
 from zae.storage.filesystem import install
 from zae.storage.hashed_io import CURE, read_whole
 from zae.storage.manifest import Manifest, is_whole, read_manifest, verify
@@ -44,7 +44,6 @@ from zae.storage.names import (
     step_of,
 )
 from zae.storage.parts import read_parts
-from zae.storage.strict_json import strict_json
 from zae.storage.weights_file import (
     format_of,
     load_safetensors,

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError
-from zae.storage.encoding import decode, encode
+from zae.storage.encoding import decode, encode, strict_json
 from zae.storage.hashed_io import CURE, open_input, read_whole
 from zae.storage.names import MANIFEST, MODEL_FILES, SHARDS, STATE, STATE_TENSORS, locate, shard_name
-from zae.storage.strict_json import strict_json
 
 __all__ = [
     "FORMAT",

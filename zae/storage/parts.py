@@ -13,9 +13,9 @@ from torch import Tensor
 
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointDamaged, CheckpointError
+from zae.storage.encoding import strict_json
 from zae.storage.hashed_io import CURE, read_whole
 from zae.storage.names import SHARDS, shard_name
-from zae.storage.strict_json import strict_json
 from zae.storage.tensor_bytes import DTYPES
 from zae.storage.weights_file import iterate_safetensors
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,7 +17,6 @@ __all__ = [
     "byte_count",
     "byte_view",
     "dense",
-    "from_bytes",
     "separate",
     "shared_memory",
     "view_key",
@@ -103,22 +101,6 @@ def byte_view(tensor: Tensor) -> memoryview:
     flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (count,), (1,))
     return flat.numpy().data
-
-
-def from_bytes(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor with this dtype and shape over the memory of a contiguous uint8 tensor.
-
-    Raise ValueError unless the shape takes exactly these bytes.
-    """
-    made = torch.empty(0, dtype=dtype, device="cpu")
-    size = made.element_size()
-    # set_ would enlarge the memory to fit, and what it adds is not initialised.
-    if len(shape) > AXES_LIMIT or data.dtype is not torch.uint8 or math.prod(shape) * size != data.numel():
-        raise ValueError(f"{data.numel()} values of {data.dtype} are not a tensor of shape {shape!s:.80} and {dtype}")
-    if not data.numel():
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    return made.set_(data.untyped_storage(), 0, shape, strides)
 
 
 def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

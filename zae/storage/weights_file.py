@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
+from zae.storage.encoding import strict_json
 from zae.storage.hashed_io import Input, open_input, read_whole
 from zae.storage.names import MODEL_FILES
-from zae.storage.strict_json import strict_json
 from zae.storage.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, separate
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _FORMATS = {"safetensors": "safetensors", "safetensor": "safetensors", "ckpt": "
 _SUFFIXES = {**{f".{name}": kind for name, kind in _FORMATS.items()}, ".pt": "ckpt", ".pth": "ckpt"}
 _TIES = "zae.tied"
 _LENGTH = 8  # The file begins with the length of the header, little endian.
-_PADDING = 1 << 16  # The most white space in a header outside of its text: some tools align tensors to a page.
+_PADDING = 1 << 16  # White space outside of the header's text: some tools align tensors to a page.
 _KEYS = frozenset({"str", "int", "bool", "float", "None", "bytes_or_str"})  # What a dict in a pickle may have as keys.
 _ORDERED = "collections OrderedDict"
 
@@ -191,7 +191,9 @@ def _check_header(source: Input) -> dict[str, str]:
         )
     text = bytearray(length)
     source.fill(memoryview(text))
-    header = strict_json(bytes(text), str(source.path), spaces=_PADDING)
+    if len(text.translate(None, b" \n\t\r")) < (length - _PADDING) // 2:  # Its size is no measure of what is in it.
+        raise ValueError("its header is mostly white space")
+    header = strict_json(bytes(text), str(source.path))
     if not isinstance(header, dict):
         raise ValueError(f"its header is a {type(header).__name__}")
     notes = header.pop("__metadata__", {})
