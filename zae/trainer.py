@@ -37,6 +37,7 @@ from zae.loop.first_step import FirstStep
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.optimization import Optimization
+from zae.loop.own_loop import loader_of_epoch, without_loop
 from zae.loop.progress import Every, ProgressChecker, RunLimits
 from zae.loop.run import Run
 from zae.loop.state import CoreState
@@ -309,7 +310,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
                 self.on_epoch_begin()
                 if run.takes_up_state() and not run.has_more_epochs():
                     break
-                self.run_epoch(run.loader)
+                with loader_of_epoch(run) as its_loader:
+                    self.run_epoch(its_loader)
                 # Else the run ends within the epoch, or continues from another state.
                 if not (self.progress_checker.epoch_batch or run.is_left):
                     run.end_epoch()
@@ -318,6 +320,10 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     def run_epoch(self, loader: Iterable[Any]) -> Metrics:
         """Train (or, in mode "test", evaluate) one epoch, or what is left of the open one.
+
+        An override calls ``super().run_epoch(loader)``, or makes the loop itself with the loader that ``run`` gives
+        it: ``for batch in loader: self.run_batch(batch)``. Between two batches that loader logs, validates and saves
+        what is due, and its end, or a ``break``, ends the epoch.
 
         Parameters
         ----------
@@ -332,8 +338,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self.current_run.set_up()
         if self.mode == "test":
             return Evaluation(self).epoch(loader)
-        self.optimization.track(self._module)  # Again: the model may have grown.
-        run, loader = self.current_run, self.wrap_loader(loader, True)
+        run, loader = self.current_run, self.wrap_loader(without_loop(loader), True)
         run.open_epoch(loader)
         is_complete = True
         with self.epoch_context():

@@ -57,6 +57,8 @@ class Run:
         Whether the trainer is set up.
     watches_next_step : bool
         Whether the next step of training is the first since the trainer was set up.
+    has_begun_epoch : bool
+        Whether the present call of ``run_epoch`` has begun an epoch.
     decisions : tuple of str
         Those of ``should_validate`` and ``should_checkpoint`` that are overridden: a step does not ask for the others.
     is_evaluating : bool
@@ -90,7 +92,7 @@ class Run:
         self.user_loader, self.loader, self.valid_loader = loader, loader, valid_loader
         self.is_call, self.limits = limits is not None, limits or RunLimits()
         self.is_ready, self.is_new = False, self.is_call
-        self.watches_next_step = False
+        self.watches_next_step = self.has_begun_epoch = False
         self._weights: list[Any] = []  # Of the first epoch, as it began.
         self.last_epoch = self.last_step = NO_LIMIT
         self.epoch_steps = self.limits.steps_per_epoch or 0
@@ -334,6 +336,8 @@ class Run:
     def open_epoch(self, wrapped: Any) -> None:
         """Begin an epoch, or continue the one that a stop, a kill or ``max_steps`` left open."""
         trainer, progress = self.trainer, self.trainer.progress_checker
+        self.has_begun_epoch = True
+        trainer.optimization.track(trainer.unwrap())  # Again: the model may have grown.
         trainer.optimization.check_given()
         trainer.optimization.warn_of_untrained(trainer.unwrap(), trainer.is_main)
         trainer.optimization.check_unreplaced()
@@ -522,6 +526,11 @@ class Run:
         """Evaluate the loader of a call in mode "test", and record the metrics."""
         self.trainer.on_validation_begin()
         metrics = self.trainer.run_epoch(self.loader)
+        if not isinstance(metrics, Mapping):
+            raise TaskError(
+                f"run_epoch returned {kind_of(metrics)} in mode 'test'; return the metrics of the evaluation: return "
+                "super().run_epoch(loader), or self.evaluate(loader)"
+            )
         self.record_validation(metrics)
         self.trainer.on_validation_end(metrics)
 

@@ -1,0 +1,109 @@
+"""The loader of a `run_epoch` that is overridden: with it, an epoch loop of the user's own is a whole one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from zae.composition.introspect import is_overridden
+from zae.data.loaders import Proxy
+from zae.errors import TaskError
+
+if TYPE_CHECKING:
+    from zae.loop.run import Run
+
+__all__ = ["loader_of_epoch", "without_loop"]
+
+
+class _OwnLoop(Proxy):
+    """A loader whose iteration begins the epoch, does after each step what is due there, and ends the epoch.
+
+    So ``for batch in loader: self.run_batch(batch)`` logs, validates, saves and resumes as the default loop does. The
+    override may also pass the loader on to ``super().run_epoch``, which then makes the loop.
+    """
+
+    def __init__(self, run: Run, loader: Any) -> None:
+        super().__init__(loader)
+        self._run = run
+        self._steps: Generator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._steps is not None:
+            raise self._error("iterates over its loader a second time; one call is one epoch: give run() more epochs")
+        if self._run.has_begun_epoch:  # The default loop reads this loader, with something of the user around it.
+            return iter(self.passed)
+        self._steps = self._loop()
+        return self._steps
+
+    def _loop(self) -> Generator[Any]:
+        """Yield what `run_batch` takes; this is the loop of `Trainer.run_epoch` from within."""
+        run, trainer = self._run, self._run.trainer
+        loader = trainer.wrap_loader(self.passed, True)
+        run.open_epoch(loader)
+        is_complete = True
+        with trainer.epoch_context():
+            batches = run.batches(loader)
+            for batch in batches:
+                before = trainer.progress_checker.step
+                is_left = False
+                try:
+                    yield batch
+                except GeneratorExit:  # The override has left its loop, and the epoch ends there.
+                    is_left = True
+                steps = trainer.progress_checker.step - before
+                if is_left and not steps:
+                    break
+                if steps != 1 and not run.is_left:
+                    raise self._error(
+                        f"has made {steps} steps with a batch of its loader, and each batch is one; write for batch in "
+                        "loader: self.run_batch(batch), and leave batches out, or repeat them, in the loader"
+                    )
+                if is_left:
+                    run.end_epoch_here()
+                if run.after_step():
+                    is_complete = run.ends_epoch(loader, batches)
+                    break
+        run.close_epoch(loader, is_complete)
+
+    def throw(self, error: BaseException) -> None:
+        """End the epoch by an error of the override."""
+        if self._steps is not None and inspect.getgeneratorstate(self._steps) == inspect.GEN_SUSPENDED:
+            self._steps.throw(error)
+
+    def finish(self) -> None:
+        """End the epoch when the override has returned; refuse one that made no epoch."""
+        if self._steps is not None:
+            self._steps.close()
+        if not self._run.has_begun_epoch:
+            raise self._error(
+                "has made no epoch; call super().run_epoch(loader), or iterate over the loader that it is given: "
+                "for batch in loader: self.run_batch(batch)"
+            )
+
+    def _error(self, what: str) -> TaskError:
+        cls = type(self._run.trainer)
+        owner = next(each for each in cls.__mro__ if "run_epoch" in vars(each))
+        return TaskError(f"{owner.__name__}.run_epoch {what}")
+
+
+@contextmanager
+def loader_of_epoch(run: Run) -> Iterator[Any]:
+    """Give `Trainer.run_epoch` its loader: that of the run, or for an override one that makes a loop a whole epoch."""
+    if not is_overridden(run.trainer, "run_epoch"):
+        yield run.loader
+        return
+    run.has_begun_epoch = False
+    loop = _OwnLoop(run, run.loader)
+    try:
+        yield loop
+    except BaseException as error:
+        loop.throw(error)
+        raise
+    loop.finish()
+
+
+def without_loop(loader: Any) -> Any:
+    """Return the loader itself, for the default loop."""
+    return loader.passed if isinstance(loader, _OwnLoop) else loader
