@@ -1,7 +1,8 @@
 """What users of other trainers write, and what to write here: names by their counterpart, and the texts of hints.
 
 Nothing here is refused: a class may define any name. The tables answer where Python found nothing, where an option or
-an argument is unknown, and where a class defines what the loop of another trainer calls.
+an argument is unknown, and where a class defines what the loop of another trainer calls. They have the names that
+scripts of these trainers use every day; any other unknown name gets the list of what there is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ __all__ = [
     "HOOKS",
     "OPTIONS",
     "OWNERS",
-    "WITHOUT_COUNTERPART",
     "counterpart",
     "foreign_argument",
     "foreign_hook",
@@ -41,43 +41,35 @@ OPTIONS = _by_name(
         "model, which may be a function that returns one": "model_init",
         "train_step(batch), which returns {'loss': ...}": "compute_loss_func loss_fn "
         "label_smoothing_factor label_names",
-        "train_step(batch), which returns {'loss': ..., 'num_targets': ...}": "average_tokens_across_devices",
         "task_of(unit)(unit, ...), or from_arguments(unit=unit, ...), of zae.interop.fairseq2": "unit valid_units",
         "test_step(batch)": "preprocess_logits_for_metrics prediction_loss_only",
         "metric_on_epoch_end()": "compute_metrics batch_eval_metrics include_for_metrics",
-        "dtype='bf16' (AMPAddon)": "dtype torch_dtype model_dtype",
+        "dtype='bf16' (AMPAddon)": "dtype torch_dtype",
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), before the trainer is made": "sync_batchnorm",
         "GradientCheckpointingAddon": "gradient_checkpointing gradient_checkpointing_kwargs checkpoint_sequential "
-        "activation_checkpointing activation_checkpointing_kwargs",
-        "CompileAddon": "torch_compile dynamo_backend dynamo_plugin",
+        "activation_checkpointing",
+        "CompileAddon": "torch_compile dynamo_backend",
         "compile_mode (CompileAddon)": "torch_compile_mode",
         "compile_backend (CompileAddon)": "torch_compile_backend",
         # Loaders.
-        "run(n_epoch, loader), with a loader over that dataset": "train_dataset",
+        "run(n_epoch, loader), with a loader over that dataset": "train_dataset task_datasets",
         "run(n_epoch, loader, valid_loader)": "eval_dataset eval_dataloader val_dataloaders valid_data_readers",
         "run(n_epoch, loader)": "max_epochs num_train_epochs epochs num_epochs n_epochs train_dataloader "
         "train_dataloaders data_reader do_train",
-        f"{_LOADER} batch_size": "batch_size train_batch_size eval_batch_size per_device_train_batch_size "
-        "per_device_eval_batch_size",
+        f"{_LOADER} batch_size": "batch_size train_batch_size per_device_train_batch_size per_device_eval_batch_size",
         f"{_LOADER} num_workers": "num_workers dataloader_num_workers",
         f"{_LOADER} pin_memory": "pin_memory dataloader_pin_memory",
         f"{_LOADER} drop_last": "drop_last dataloader_drop_last",
         f"{_LOADER} prefetch_factor": "prefetch_factor dataloader_prefetch_factor",
         f"{_LOADER} persistent_workers": "persistent_workers dataloader_persistent_workers",
-        f"{_LOADER} multiprocessing_context": "dataloader_multiprocessing_context",
-        f"{_LOADER} in_order": "dataloader_in_order",
         f"{_LOADER} collate_fn": "data_collator collate_fn processing_class tokenizer",
         f"{_LOADER} shuffle and generator": "shuffle data_seed",
-        "train_step(batch), which gets every column": "remove_unused_columns",
         f"{_LOADER} sampler": "train_sampling_strategy group_by_length length_column_name",
-        "run(n_epoch, loader), with a loader over a StackDataset of them": "task_datasets",
         "train_step(batch), which weighs the losses of its tasks": "task_weights",
-        "evaluate(loader) or predict(loader), with a loader of those batches": "limit_test_batches "
-        "limit_predict_batches do_eval do_predict",
-        "run(1, loader), with the loader of each epoch": "reload_dataloaders_every_n_epochs",
+        "train_step(batch), which gets every column": "remove_unused_columns",
+        "evaluate(loader) or predict(loader)": "limit_test_batches limit_predict_batches do_eval do_predict",
         # How long a run is, and what it does when.
         "the first argument of run(n_epoch, loader), not of the constructor": "n_epoch",
-        "run(n_epoch, loader), or run(None, loader, max_steps=...)": "max_duration",
         "run(1, loader, valid_loader, limit_batches=1)": "fast_dev_run",
         "run(n_epoch, loader, limit_batches=(..., None))": "limit_train_batches",
         "run(n_epoch, loader, valid_loader, limit_batches=(None, ...))": "limit_val_batches",
@@ -86,23 +78,19 @@ OPTIONS = _by_name(
         "run(n_epoch, loader, max_steps=...), not of the constructor": "max_steps",
         "run(None, loader, max_steps=...)": "max_num_steps",
         "run(n_epoch, loader, max_steps=...)": "max_num_data_epochs",
-        "min_epochs (EarlyStoppingAddon)": "min_steps",
         "run(..., valid_every=Every(steps=...) or Every(epochs=...))": "eval_steps eval_strategy evaluation_strategy "
-        "val_check_interval check_val_every_n_epoch validate_every_n_steps eval_interval eval_delay "
-        "val_every eval_every val_interval",
-        "evaluate(loader) before run(n_epoch, loader)": "eval_on_start",
-        "evaluate(batches), before run": "num_sanity_val_steps",
+        "val_check_interval check_val_every_n_epoch validate_every_n_steps eval_interval eval_delay",
+        "evaluate(loader) before run(n_epoch, loader)": "eval_on_start num_sanity_val_steps",
         # Precision.
-        "precision='bf16', 'fp16' or 'fp32' (AMPAddon)": "amp use_amp autocast mixed_precision amp_dtype "
-        "fp16_opt_level half_precision",
+        "precision='bf16', 'fp16' or 'fp32' (AMPAddon)": "amp use_amp autocast mixed_precision fp16_opt_level "
+        "half_precision",
         "precision='fp16' (AMPAddon)": "fp16 fp16_full_eval",
         "precision='bf16' (AMPAddon)": "bf16 bf16_full_eval",
         "loss_scale=(initial, smallest) (AMPAddon)": "fp16_loss_scale",
         "torch.set_float32_matmul_precision('high')": "tf32",
         # Optimizer and scheduler.
         "gradient_accumulation_steps (GradientAccumulationAddon)": "accumulate_grad_batches gradient_accumulation "
-        "accumulation_steps grad_accum gradient_accumulation_plugin accumulate accumulate_steps accum_steps "
-        "grad_accum_steps accumulate_gradients",
+        "accumulation_steps grad_accum accumulate grad_accum_steps",
         "gradient_clip (the largest norm)": "gradient_clip_val max_grad_norm max_gradient_norm clip_grad_norm",
         "clip(), a method to override": "gradient_clip_algorithm",
         "scheduler": "lr_scheduler lr_schedulers",
@@ -118,32 +106,27 @@ OPTIONS = _by_name(
         f"{_OPTIMIZER} weight_decay": "weight_decay",
         f"{_OPTIMIZER} betas": "adam_beta1 adam_beta2",
         f"{_OPTIMIZER} eps": "adam_epsilon",
-        "averaging='uniform' (EMAAddon)": "swa swa_lr swa_lrs stochastic_weight_avg",
-        "average_start, with averaging='uniform' (EMAAddon)": "swa_start swa_epoch_start",
         # Checkpoints.
         "save_every=Every(steps=...) or Every(epochs=...) (StateManagerAddon)": "save_steps save_strategy "
         "save_interval checkpoint_every_n_steps",
         "save_path (StateManagerAddon)": "output_dir save_dir save_folder default_root_dir project_dir "
-        "project_config checkpoint_dir checkpoint_path ckpt_dir",
+        "checkpoint_dir checkpoint_path ckpt_dir",
         "keep_last (StateManagerAddon)": "save_total_limit keep_last_n_checkpoints",
         "keep_best (StateManagerAddon)": "keep_best_n_checkpoints save_top_k",
-        "StateManagerAddon": "enable_checkpointing checkpoint_manager",
+        "StateManagerAddon": "enable_checkpointing checkpoint_manager save_optimizer_state save_scheduler_state",
         "resume='auto', True or a path (StateManagerAddon)": "resume_from_checkpoint ckpt_path",
-        "mid_epoch (StateManagerAddon)": "ignore_data_skip",
         "trainer.restore_best() after run (StateManagerAddon)": "load_best_model_at_end",
         "save_weights_every (StateManagerAddon), or save_model(path) for one file": "save_only_model",
-        "start_from=path, with the parts in start_with, by default the weights alone (StateManagerAddon)": ""
-        "restore_optimizer_state restore_scheduler_state restore_callback_states_from_checkpoint",
-        "save_on_signal (StateManagerAddon)": "enable_jit_checkpoint",
+        "start_from=path, with the parts in start_with (StateManagerAddon)": "restore_optimizer_state "
+        "restore_scheduler_state",
         # The best epoch.
         "monitor": "metric_for_best_model optimization_metric score_metric_descriptor",
         "monitor_mode='max' or 'min'": "greater_is_better",
         "monitor_mode='min' or 'max'": "lower_better",
         "patience (EarlyStoppingAddon)": "early_stopping_patience",
-        "delta (EarlyStoppingAddon)": "min_delta",
         # Logs.
         "log_every=Every(steps=...) or Every(epochs=...)": "logging_steps logging_strategy log_every_n_steps "
-        "publish_metrics_every_n_steps logging_first_step",
+        "publish_metrics_every_n_steps",
         "log_bar": "enable_progress_bar progress_bar",
         "log_bar=False": "disable_tqdm",
         "log_dir (TensorBoardLoggerAddon)": "logging_dir tb_dir",
@@ -151,32 +134,27 @@ OPTIONS = _by_name(
         "a logger add-on, for instance JSONLLoggerAddon": "logger",
         "a logger add-on, for instance WandBLoggerAddon": "report_to log_with",
         "web_logger={'wandb': {...}} (WandBLoggerAddon)": "run_name project wandb_project",
-        "web_logger={'trackio': {...}} (TrackioLoggerAddon)": "trackio_space_id trackio_bucket_id "
-        "trackio_static_space_id",
-        "hyperparameters (a logger add-on)": "enable_autolog_hparams",
         "zae.summary(model, batch)": "enable_model_summary",
         "on_nonfinite": "logging_nan_inf_filter",
-        "a logging level: logging.getLogger('zae').setLevel(...)": "log_level log_level_replica",
         # Devices and processes.
         "device; or accelerator (AccelerateAddon), an object of Hugging Face Accelerate": "accelerator",
-        "accelerator_args (AccelerateAddon)": "accelerator_args kwargs_handlers accelerator_config dataloader_config",
+        "accelerator_args (AccelerateAddon)": "accelerator_args kwargs_handlers accelerator_config",
         "device='cpu'": "use_cpu cpu no_cuda",
         "device, one or a list (a list needs MultiGPUAddon)": "devices gpus",
         "device; the model and the batches are moved there": "device_placement",
         "an add-on, for instance MultiGPUAddon": "strategy use_distributed_sampler split_batches distributed_env",
         "MultiGPUAddon, and torchrun on each machine": "num_nodes local_rank",
         "find_unused_parameters (MultiGPUAddon)": "ddp_find_unused_parameters",
-        "static_graph (MultiGPUAddon)": "ddp_static_graph",
         "backend (MultiGPUAddon)": "ddp_backend",
         "timeout (MultiGPUAddon)": "ddp_timeout",
         "FSDPAddon": "fsdp fsdp_config fsdp_plugin",
-        "deepspeed_config (DeepSpeedAddon)": "deepspeed deepspeed_plugin deepspeed_plugins ds_config",
-        "mesh (FSDPAddon, TensorParallelAddon)": "parallelism_config root_gang dp_gang",
-        "tensor_plan (TensorParallelAddon)": "tp_gang torch_tp_plugin",
+        "deepspeed_config (DeepSpeedAddon)": "deepspeed deepspeed_plugin ds_config",
+        "mesh (FSDPAddon, TensorParallelAddon)": "root_gang dp_gang",
+        "tensor_plan (TensorParallelAddon)": "tp_gang",
         "split (PipelineAddon)": "split_spec",
-        "pipeline_microbatches (PipelineAddon)": "pipeline_chunks n_microbatches num_microbatches",
+        "pipeline_microbatches (PipelineAddon)": "pipeline_chunks",
         "pipeline_schedule (PipelineAddon)": "schedule_class pipe_schedule_factory",
-        "mesh={'pipeline': ...} (PipelineAddon)": "pipeline_parallel_size pipeline_parallel_rank",
+        "mesh={'pipeline': ...} (PipelineAddon)": "pipeline_parallel_size",
         "zae.find_batch_size(...)": "auto_find_batch_size",
         # Reproducibility and debugging.
         "seed, and torch.use_deterministic_algorithms(True)": "deterministic full_determinism",
@@ -192,7 +170,7 @@ OPTIONS = _by_name(
 
 ARGUMENTS = _by_name(
     {
-        "n_epoch": "epochs max_epochs num_epochs n_epochs num_train_epochs nb_epochs nb_epoch max_epoch epoch",
+        "n_epoch": "epochs max_epochs num_epochs n_epochs num_train_epochs nb_epochs max_epoch epoch",
         "loader": "train_loader train_dataloader train_dataloaders dataloader data_loader train_data data",
         "valid_loader": "val_loader val_dataloader val_dataloaders valid_dataloader validation_loader validation_data "
         "eval_loader eval_dataloader val_data valid_data test_loader test_dataloader",
@@ -212,9 +190,6 @@ HOOKS = _by_name(
         "train_step(batch), which returns {'loss': ...}": "training_loss",
         "train_step(batch), which returns {'loss': ...}, or a method of a class that derives from "
         "Trainer.add_on(HuggingFaceAddon)": "compute_loss",
-        "train_step(batch), which returns {'loss': ..., 'num_targets': ...}": "_get_num_items_in_batch",
-        "train_step(batch), which gets every column": "_remove_unused_columns",
-        "predict_step(batch)": "on_predict_batch_start on_predict_batch_end",
         "test_step(batch), which is called for each batch": "on_validation_batch_start on_validation_batch_end "
         "on_test_batch_start on_test_batch_end on_prediction_step",
         "run_epoch(loader), or train_step(batch) for what is done with one batch": "_train_epoch _inner_training_loop",
@@ -223,8 +198,6 @@ HOOKS = _by_name(
         # Optimizers and schedulers.
         "the constructor's optimizer and scheduler": "configure_optimizers create_optimizer_and_scheduler",
         "the constructor's optimizer": "create_optimizer",
-        "the constructor's optimizer, a function that makes the parameter groups": "get_decay_parameter_names "
-        "get_optimizer_cls_and_kwargs",
         "the constructor's scheduler": "create_scheduler",
         "backward(loss)": "on_before_backward on_after_backward",
         "zero_grad()": "optimizer_zero_grad on_before_zero_grad",
@@ -242,29 +215,24 @@ HOOKS = _by_name(
         "on_validation_begin()": "on_validation_start on_validation_epoch_start on_sanity_check_start",
         "on_validation_end(metrics)": "on_evaluate on_sanity_check_end",
         "log(metrics, step)": "on_log",
-        "on_save(path)": "on_push_begin",
         "code before and after evaluate(loader)": "on_test_start on_test_end on_test_epoch_start on_test_epoch_end "
         "evaluation_loop",
-        "code before and after predict(loader)": "on_predict_start on_predict_end on_predict_epoch_start "
-        "on_predict_epoch_end on_predict",
-        "toggle(mode), which evaluations call": "on_validation_model_eval on_validation_model_train "
-        "on_test_model_eval on_test_model_train on_predict_model_eval on_validation_model_zero_grad",
+        "code before and after predict(loader)": "on_predict_start on_predict_end on_predict",
         "metric_on_epoch_end()": "on_validation_epoch_end validation_epoch_end training_epoch_end test_epoch_end",
         "metric_on_epoch_end(), or the option of HuggingFaceAddon": "compute_metrics",
         "add-ons: Task.add_on(...)": "configure_callbacks",
         # Data.
         "the loader of run(n_epoch, loader)": "train_dataloader get_train_dataloader _get_train_sampler",
-        "the valid_loader of run(n_epoch, loader, valid_loader)": "val_dataloader valid_dataloader get_eval_dataloader "
-        "_get_eval_sampler",
+        "the valid_loader of run(n_epoch, loader, valid_loader)": "val_dataloader valid_dataloader get_eval_dataloader",
         "the loader of evaluate(loader)": "test_dataloader get_test_dataloader",
         "the loader of predict(loader)": "predict_dataloader",
-        "code before run(n_epoch, loader)": "prepare_data set_initial_training_values",
+        "code before run(n_epoch, loader)": "prepare_data",
         "to_device(batch)": "transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer _prepare_batch "
-        "_prepare_inputs _prepare_input",
+        "_prepare_inputs",
         "batches(loader), or micro_batches(batch) for one accumulation window": "_next_batches get_batch_samples",
         # Model, set-up and state.
         "the constructor's model, or a function that returns it": "configure_model configure_sharded_model",
-        "setup(), with super().setup() first": "_setup_training_components _prepare_for_training",
+        "setup(), with super().setup() first": "_setup_training_components",
         "wrap_model(model)": "_wrap_model",
         "state_dict()": "on_save_checkpoint",
         "load_state_dict(state)": "on_load_checkpoint",
@@ -273,8 +241,7 @@ HOOKS = _by_name(
         "should_checkpoint(is_due) (StateManagerAddon)": "_should_checkpoint",
         "checkpoint(), which calls super().checkpoint() when it may save": "_save_checkpoint _maybe_log_save_evaluate",
         "resume='auto' (StateManagerAddon), which verifies each checkpoint and takes the newest valid one": ""
-        "_resolve_checkpoint_path _find_latest_checkpoint _validate_checkpoint _load_from_checkpoint",
-        "restore_best() (StateManagerAddon)": "_load_best_model",
+        "_resolve_checkpoint_path _find_latest_checkpoint _validate_checkpoint",
     }
 )
 """Methods that other trainers call by themselves, and this one does not."""
@@ -284,7 +251,7 @@ HELPERS = _by_name(
         "": "compute_metrics training_loss val_step valid_step eval_step evaluation_step prediction_step "
         "evaluation_loop train_dataloader val_dataloader valid_dataloader test_dataloader predict_dataloader "
         "get_train_dataloader get_eval_dataloader get_test_dataloader prepare_data configure_model create_optimizer "
-        "create_scheduler get_decay_parameter_names get_batch_samples"
+        "create_scheduler get_batch_samples"
     }
 )
 """Those of `HOOKS` that are natural names of a helper: a class that defines one is not warned of."""
@@ -294,15 +261,11 @@ ATTRIBUTES = _by_name(
         # Calls.
         "run(n_epoch, loader, valid_loader)": "fit",
         "run(n_epoch, loader, valid_loader), or train() of HuggingFaceAddon": "train",
-        "run_epoch(loader)": "train_epoch",
         "evaluate(loader)": "test eval",
-        "predict([batch])": "predict_batch",
         "stop(reason)": "set_trigger",
-        "should_stop": "check_trigger",
         "the model itself: self.model(inputs)": "forward",
         "the loop itself: train_step, test_step and loaders are all that it needs": "prepare prepare_model "
-        "prepare_optimizer prepare_scheduler prepare_data_loader lightning_module trainer fabric "
-        "create_accelerator_and_postprocess",
+        "lightning_module trainer fabric",
         # Weights and checkpoints.
         "save_model(path) for the weights, or StateManagerAddon for the whole state": "save",
         "apply_weights(path) for the weights, or StateManagerAddon for the whole state": "load",
@@ -311,111 +274,61 @@ ATTRIBUTES = _by_name(
         "apply_weights(path)": "load_from_checkpoint load_model load_weights",
         "unwrap().save_pretrained(path)": "save_pretrained",
         "unwrap()": "unwrap_model unwrapped_model",
-        "model_state()": "get_state_dict",
-        "last_path (StateManagerAddon)": "checkpoint_callback checkpoint_callbacks",
-        "state_attributes of an add-on, or state_dict()": "register_for_checkpointing register_save_state_pre_hook "
-        "register_load_state_pre_hook",
-        "allow_partial (StateManagerAddon)": "strict_loading",
-        "is_main": "should_save_model should_save is_main_process is_global_zero is_world_process_zero on_main_process "
-        "main_process_first on_process is_local_main_process is_local_process_zero on_local_main_process "
-        "local_main_process_first on_local_process should_log",
-        "rank == world_size - 1": "is_last_process on_last_process",
-        "metrics, a dict to write with json.dump": "metrics_format",
-        "push_to_hub() of HuggingFaceAddon": "init_hf_repo create_model_card",
+        "last_path (StateManagerAddon)": "checkpoint_callback",
+        "state_attributes of an add-on, or state_dict()": "register_for_checkpointing",
+        "is_main": "should_save is_main_process is_global_zero is_world_process_zero is_local_process_zero "
+        "is_local_main_process on_main_process main_process_first should_log",
         # Progress and metrics.
         "log(metrics, step)": "log_dict",
         "print() where is_main is true": "print",
         "progress_checker.step": "global_step step set_step_nr",
         "progress_checker.epoch": "current_epoch epoch",
-        "progress_checker": "state control save_iteration",
+        "progress_checker": "state control",
         "metrics": "callback_metrics logged_metrics progress_bar_metrics",
-        "metrics['stop_reason']": "interrupted received_sigterm",
-        "mode": "training evaluating testing validating predicting sanity_checking enable_validation",
+        "metrics['stop_reason']": "interrupted",
+        "mode": "training evaluating testing validating predicting sanity_checking",
         "scheduler=lambda optimizer, total_steps: ...": "estimated_stepping_batches",
-        "steps_in(loader)": "num_training_batches is_last_batch num_examples",
-        "the length of the loader": "num_val_batches num_test_batches num_predict_batches num_sanity_val_batches",
-        "seconds of each epoch, in metrics": "floating_point_ops store_flos",
+        "steps_in(loader)": "num_training_batches is_last_batch",
+        "the length of the loader": "num_val_batches num_test_batches",
         # Gradients, optimizers and schedulers.
         "what train_step returns as 'loss', which is differentiated for you": "manual_backward",
         "clip()": "clip_gradients clip_grad_norm_ clip_grad_value_",
-        "unscale()": "unscale_gradients",
         "gradient_accumulation_steps (GradientAccumulationAddon)": "accumulate sync_gradients "
         "gradient_accumulation_steps",
-        "sync_context(is_last)": "no_sync trigger_sync_in_backward",
-        "forward_context()": "autocast compute_loss_context_manager autocast_smart_context_manager",
-        "nonfinite": "optimizer_step_was_skipped",
-        "a dict of optimizers, and of losses by the same names": "toggle_optimizer untoggle_optimizer "
-        "toggled_optimizer",
+        "sync_context(is_last)": "no_sync",
+        "forward_context()": "autocast",
+        "a dict of optimizers, and of losses by the same names": "toggle_optimizer untoggle_optimizer",
         "scheduler": "lr_scheduler",
-        "schedulers": "lr_scheduler_configs",
-        "optimizers['0'].param_groups": "get_learning_rates get_optimizer_group",
-        "parameters": "get_num_trainable_parameters",
         "unwrap().requires_grad_(False)": "freeze",
         "unwrap().requires_grad_(True)": "unfreeze",
         # Devices and processes.
-        "device": "cpu cuda to on_gpu place_model_on_device device_ids root_device",
+        "device": "cpu cuda to",
         "dtype='bf16' (AMPAddon), or model.to(dtype), before the trainer is made": "float half double type",
-        "gather(value)": "all_gather pad_across_processes",
+        "gather(value)": "all_gather",
         "predict(loader), which gathers the samples of all ranks in their order": "gather_for_metrics",
         "barrier()": "wait_for_everyone",
         "rank": "global_rank process_index",
         "rank of the launcher: os.environ['LOCAL_RANK']": "local_process_index node_rank",
-        "world_size": "num_processes num_devices use_distributed multi_device distributed_type",
-        "mesh (FSDPAddon, TensorParallelAddon)": "device_mesh torch_device_mesh is_fsdp2 data_parallel_rank "
-        "data_parallel_shard_rank tensor_parallel_rank is_composable_parallelism_enabled get_tp_size",
+        "world_size": "num_processes num_devices",
+        "mesh (FSDPAddon, TensorParallelAddon)": "device_mesh",
         "min_epochs (EarlyStoppingAddon)": "min_epochs",
         "log_dir (TensorBoardLoggerAddon)": "log_dir",
-        "precision (AMPAddon)": "precision scaler precision_plugin fp8_backend",
+        "precision (AMPAddon)": "precision scaler",
         "the loader, whose share of each rank is taken for you": "split_between_processes even_batches "
-        "join_uneven_inputs dispatch_batches distributed_sampler_kwargs",
-        "the loader, whose position is kept and restored": "skip_first_batches use_stateful_dataloader "
-        "use_seedable_sampler",
-        "loader, with its own pin_memory; copies do not block": "non_blocking",
-        "the loader that run(n_epoch, loader) is given": "predict_dataloaders test_dataloaders",
-        "the loader's own batch_size": "valid_batch_size",
-        "a loader's own batch_size, times world_size": "get_total_train_batch_size",
-        "meta_init=True (FSDPAddon)": "init_module",
+        "dispatch_batches",
+        "the loader, whose position is kept and restored": "skip_first_batches",
         # Add-ons.
-        "add-ons: Task.add_on(...)": "early_stopping_callback early_stopping_callbacks progress_bar_callback",
-        "a logger add-on, for instance JSONLLoggerAddon": "loggers init_trackers end_training get_tracker",
-        "hyperparameters (a logger add-on)": "hparams hparams_initial save_hyperparameters remove_ignored_hparams",
+        "a logger add-on, for instance JSONLLoggerAddon": "loggers init_trackers end_training",
+        "hyperparameters (a logger add-on)": "hparams save_hyperparameters",
         "torch.profiler.profile(), around run": "profile",
         "teardown(), which run calls": "clear free_memory end",
         # Export.
         "torch.onnx.export(trainer.unwrap(), ...)": "to_onnx",
         "torch.jit.script(trainer.unwrap())": "to_torchscript",
-        "unwrap(), to export with the tools of that format": "to_tensorrt",
-        "the batch of zae.summary(model, batch)": "example_input_array",
         "Trainer.add_on(HuggingFaceAddon), or zae.search.search(make_trainer, ...)": "hyperparameter_search",
     }
 )
 """Attributes that are read on other trainers, and never called by them; a class may define each of them."""
-
-WITHOUT_COUNTERPART = _by_name(
-    {
-        "a checkpoint is whole, so that a resumed run is the same; save_weights_every (StateManagerAddon) saves the "
-        "weights alone": "save_optimizer_state save_scheduler_state",
-        "processes wait for one another, and rank 0 alone logs and saves": "log_on_each_node save_on_each_node",
-        "evaluations run under torch.no_grad()": "inference_mode",
-        "an add-on that is not named costs nothing": "barebones",
-        "means are kept for each batch, and outputs only where metric_on_epoch_end is overridden": ""
-        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object",
-        "buckets and buffers have the defaults of DistributedDataParallel": "ddp_bucket_cap_mb ddp_broadcast_buffers",
-        "change the model before the trainer is made": "use_liger_kernel liger_kernel_config use_cache "
-        "neftune_noise_alpha",
-        "call torch.cuda.empty_cache() in on_step_end(outputs)": "torch_empty_cache_steps",
-        "count tokens in train_step and return their number as 'num_targets'": "include_num_input_tokens_seen",
-        "upload the file of save_model(path) with the client of the registry": "model_registry",
-        "pass options by name, and start processes with torchrun": "debug skip_memory_metrics rng_types",
-        "other engines are add-ons of the slot 'parallel', of your own": "megatron_lm_plugin "
-        "context_parallel_rank maybe_context_parallel get_cp_size deepspeed_ulysses_dl_adapter get_sp_size "
-        "verify_device_map lomo_backward",
-        "what the loop does is decided by the methods that a class defines": "automatic_optimization",
-        "give the function that makes a model, a fresh one for each trainer": "call_model_init",
-        "the loss of a window is weighted by num_targets": "loss_is_scaled_for_ga",
-    }
-)
-"""Names with nothing of the kind here, by the reason and what to do."""
 
 OWNERS = _by_name(
     {
@@ -435,8 +348,6 @@ def foreign_argument(name: str) -> str:
 
 def foreign_option(name: str) -> str:
     """Explain the option of another trainer; empty if the name is unknown."""
-    if name in WITHOUT_COUNTERPART:
-        return f"zae has no counterpart: {WITHOUT_COUNTERPART[name]}"
     return f"here it is {OPTIONS[name]}" if name in OPTIONS else ""
 
 
@@ -446,7 +357,7 @@ def foreign_hook(name: str) -> str:
 
 
 def counterpart(name: str) -> str:
-    """Return what a name of another trainer is called here; empty where there is no such name, or nothing of it."""
+    """Return what a name of another trainer is called here; empty where there is no such name."""
     return next((table[name] for table in (ATTRIBUTES, HOOKS, OPTIONS) if name in table), "")
 
 
@@ -457,8 +368,6 @@ def missing_attribute(owner: Any, name: str, is_class: bool = False) -> Attribut
         hint = f": it belongs to {OWNERS[name]}; add it with .add_on({OWNERS[name]})"
     elif here := counterpart(name):
         hint = f"; here it is {here}"
-    elif name in WITHOUT_COUNTERPART:
-        hint = f"; zae has no counterpart: {WITHOUT_COUNTERPART[name]}"
     else:
         what = f"type object {kind.__name__!r}" if is_class else f"{kind.__name__!r} object"
         return AttributeError(f"{what} has no attribute {name!r}", name=name, obj=owner)
