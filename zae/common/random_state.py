@@ -47,7 +47,6 @@ SPREAD = 0x9E3779B97F4A7C15
 """What lies between the seeds of two ranks: 2**64 by the golden ratio (Steele et al. 2014, SplitMix)."""
 
 _WORDS = 624  # Of the Mersenne Twister, which random, numpy.random and torch on the CPU use.
-_NUMPY_KEYS = ("key", "pos", "has_gauss", "cached_gaussian")
 
 
 class _Streams(NamedTuple):
@@ -100,13 +99,20 @@ def comparable() -> tuple[bytes, bytes, str]:
 
 
 def restore(state: Mapping[str, Any]) -> None:
-    """Restore every random stream.
+    """Restore every random stream or, on an error, none.
 
     The states of devices that are not visible here are skipped, with a warning.
     """
-    streams = _check_streams(state)
-    _numpy_now()  # It refuses a generator that the state does not fit.
-    _write(streams)
+    before = _read()
+    try:
+        if not isinstance(state, Mapping):
+            raise _unfit("as a whole", f"is a {type(state).__name__}, not a dict")
+        for part in dict.fromkeys([*HOST, *state]):
+            with _refusing(repr(part)):
+                _restore_part(part, state[part])
+    except CheckpointMismatch:
+        _write(before)
+        raise
 
 
 def rewind() -> Callable[[], None]:
@@ -215,12 +221,15 @@ def restore_generators(loader: object, states: Sequence[torch.Tensor]) -> None:
             f"this loader has {len(generators)}; build the loader as it was, "
             f"for example DataLoader(..., generator=torch.Generator().manual_seed(0))"
         )
-    checked = [
-        _generator_state(saved, generator.device, f"loader generator {index}")
-        for index, (saved, generator) in enumerate(zip(states, generators, strict=True))
-    ]
-    for generator, saved in zip(generators, checked, strict=True):
-        generator.set_state(saved)
+    before = capture_generators(loader)
+    try:
+        for index, (saved, generator) in enumerate(zip(states, generators, strict=True)):
+            with _refusing(f"loader generator {index}"):
+                generator.set_state(saved.cpu())
+    except CheckpointMismatch:
+        for generator, present in zip(generators, before, strict=True):
+            generator.set_state(present)
+        raise
 
 
 def of_devices() -> dict[str, list[torch.Tensor]]:
@@ -233,16 +242,6 @@ def _kinds_in_use() -> list[str]:
     found = accelerator()
     kinds: dict[str, None] = dict.fromkeys(["cuda", "mps", *([] if found is None else [found.type])])
     return [kind for kind in kinds if _devices(kind, begun=True)]
-
-
-def _is_accelerator(part: object) -> bool:
-    """Return whether a part of a state has the name of a kind of accelerator."""
-    if not isinstance(part, str) or part in ("cpu", "meta"):
-        return False
-    try:
-        return torch.device(part).type == part
-    except RuntimeError:  # The message lists the kinds.
-        return False
 
 
 def _devices(kind: str, begun: bool = False) -> int:
@@ -299,24 +298,6 @@ def _rewind(kind: str) -> None:
         generator.manual_seed(generator.initial_seed())
 
 
-def _check_streams(state: object) -> _Streams:
-    """Return the streams of a captured state; each part is tried on a spare stream first."""
-    if not isinstance(state, Mapping):
-        raise _unfit("as a whole", f"is a {type(state).__name__}, not a dict")
-    for part in HOST:
-        if part not in state:
-            raise _unfit(repr(part), f"is absent, found {sorted(map(str, state))}")
-    unknown = sorted(str(part) for part in state if part not in HOST and not _is_accelerator(part))
-    if unknown:
-        raise _unfit(repr(unknown[0]), "is not known")
-    return _Streams(
-        python=_python_state(state["python"]),
-        numpy=_numpy_state(state["numpy"]),
-        torch=_generator_state(state["torch"], torch.device("cpu"), "'torch'"),
-        devices={kind: _device_states(kind, value) for kind, value in state.items() if kind not in HOST},
-    )
-
-
 def _unfit(part: str, found: str) -> CheckpointMismatch:
     """Return the error for a part of a state that cannot be restored."""
     return CheckpointMismatch(
@@ -325,82 +306,49 @@ def _unfit(part: str, found: str) -> CheckpointMismatch:
     )
 
 
-def _try(part: str, setter: Callable[..., object], *args: object) -> None:
-    """Call the setter of a spare stream; an error names the part."""
+@contextlib.contextmanager
+def _refusing(part: str) -> Iterator[None]:
+    """Raise CheckpointMismatch where a part of a state is not one."""
     try:
-        setter(*args)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        yield
+    except KeyError as error:
+        raise _unfit(part, f"is absent, or has no {error}") from error
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise _unfit(part, f"is not a random state: {error}") from error
 
 
-def _python_state(value: object) -> tuple[Any, ...]:
-    """Return the state of ``random``."""
-    # Lists after JSON, tuples from random.getstate() itself.
-    if not isinstance(value, (list, tuple)) or len(value) != 3 or not isinstance(value[1], (list, tuple)):
-        raise _unfit("'python'", "is not a list of version, words and the next normal number")
-    version, words, gauss_next = value
-    if not all(type(word) is int for word in words) or not (gauss_next is None or isinstance(gauss_next, float)):
-        raise _unfit("'python'", "has words that are not ints, or a next normal number that is not a float")
-    state = (version, tuple(words), gauss_next)
-    _try("'python'", random.Random(0).setstate, state)
-    return state
+def _restore_part(part: str, value: Any) -> None:
+    """Set one of the streams, or raise any error; it may then have been changed."""
+    if part == "python":
+        version, words, gauss_next = value  # Lists after JSON, tuples from random.getstate() itself.
+        random.setstate((version, tuple(words), None if gauss_next is None else float(gauss_next)))
+    elif part == "numpy":
+        np.random.set_state(_numpy_state(**value))
+    elif part == "torch":
+        torch.set_rng_state(value.cpu())
+    else:
+        _restore_devices(part, [value] if isinstance(value, torch.Tensor) else list(value))
 
 
-def _numpy_state(value: object) -> dict[str, Any]:
-    """Return the state of ``numpy.random``."""
-    if not isinstance(value, Mapping) or set(value) != set(_NUMPY_KEYS):
-        raise _unfit("'numpy'", f"is not a dict of {', '.join(_NUMPY_KEYS)}")
-    key, pos, has_gauss, cached = (value[name] for name in _NUMPY_KEYS)
-    if not isinstance(key, torch.Tensor) or key.shape != (_WORDS,) or key.dtype != torch.int64:
-        shape = f"{key.dtype} of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else type(key).__name__
-        raise _unfit("'numpy'", f"has for its key {shape}, expected torch.int64 of shape ({_WORDS},)")
+def _numpy_state(key: torch.Tensor, pos: int, has_gauss: int, cached_gaussian: float) -> dict[str, Any]:
+    """Return the state of ``numpy.random``, which accepts a position outside of its key, and reads beyond it later."""
     words = key.cpu().numpy()
-    if words.min() < 0 or words.max() >= 2**32:
-        raise _unfit("'numpy'", "has in its key a number that does not fit 32 bits")
-    # NumPy accepts a position outside of the key, and reads beyond it later.
-    if type(pos) is not int or not 0 <= pos <= _WORDS:
-        raise _unfit("'numpy'", f"has pos={pos!r}, expected an int from 0 to {_WORDS}")
-    if has_gauss not in (0, 1) or not isinstance(cached, float) or not math.isfinite(cached):
-        raise _unfit(
-            "'numpy'", f"has has_gauss={has_gauss!r} and cached_gaussian={cached!r}, expected 0 or 1 and a float"
-        )
+    is_key = words.shape == (_WORDS,) and words.min() >= 0 and words.max() < 2**32
+    if not (
+        is_key and type(pos) is int and 0 <= pos <= _WORDS and has_gauss in (0, 1) and math.isfinite(cached_gaussian)
+    ):
+        raise ValueError(f"a number is outside of its range (pos={pos!r}, has_gauss={has_gauss!r})")
     twister = {"key": words.astype(np.uint32), "pos": pos}
-    state = {"bit_generator": "MT19937", "state": twister, "has_gauss": int(has_gauss), "gauss": cached}
-    _try("'numpy'", np.random.RandomState(0).set_state, state)
-    return state
+    return {"bit_generator": "MT19937", "state": twister, "has_gauss": has_gauss, "gauss": cached_gaussian}
 
 
-def _generator_state(value: object, device: torch.device, part: str) -> torch.Tensor:
-    """Return the state of a torch generator on a device."""
-    saved = _bytes(value, part)
-    _try(part, torch.Generator(device=device).set_state, saved)
-    return saved
-
-
-def _bytes(value: object, part: str) -> torch.Tensor:
-    """Return the bytes of a generator's state, on the host."""
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.dim() != 1:
-        found = (
-            f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        )
-        raise _unfit(part, f"is {found}, expected a torch.uint8 tensor of one dimension")
-    return value.cpu().contiguous()
-
-
-def _device_states(kind: str, value: object) -> list[torch.Tensor]:
-    """Return the states of the devices of a kind that this machine has."""
-    states = [value] if isinstance(value, torch.Tensor) else value
-    if not isinstance(states, (list, tuple)):
-        raise _unfit(repr(kind), f"is a {type(value).__name__}, not a list of tensors")
-    saved = [_bytes(state, f"{kind!r} (device {index})") for index, state in enumerate(states)]
-    here = min(_devices(kind), len(saved))
+def _restore_devices(kind: str, states: list[torch.Tensor]) -> None:
+    """Set the streams of the devices of a kind that this machine has."""
+    here = min(_devices(kind), len(states))
     for index in range(here):
-        size = _read_device(kind, index).numel()
-        if saved[index].numel() != size:
-            raise _unfit(f"{kind!r} (device {index})", f"has {saved[index].numel()} bytes, expected {size}")
-    if here < len(saved):
-        _warn_of_lost(kind, len(saved), here)
-    return saved[:here]
+        _write_device(kind, index, states[index].cpu())
+    if here < len(states):
+        _warn_of_lost(kind, len(states), here)
 
 
 @functools.cache
