@@ -84,26 +84,8 @@ def test_index_too_high_names_what_was_asked_and_what_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "meant"),
-    [
-        ("gpu", "cuda"),
-        ("gpu:1", "cuda:1"),
-        ("cdua:0", "cuda:0"),
-        ("CUDA:2", "cuda:2"),
-        ("cuda: 1", "cuda:1"),
-        ("CPU", "cpu"),
-        ("cpuu", "cpu"),
-        ("mpss", "mps"),
-        ("metal", "mps"),
-    ],
+    "spec", ["", "quantum", "cuda:x", "cpu,cpu", "gpu", "gpu:1", "cdua:0", "CUDA:2", "cuda: 1", "CPU", "metal"]
 )
-def test_misspelt_names(spec: str, meant: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_device(spec)
-    assert str(caught.value).startswith(f"device={spec!r} is not a device; did you mean {meant!r}? Write ")
-
-
-@pytest.mark.parametrize("spec", ["", "quantum", "cuda:x", "cpu,cpu"])
 def test_other_names(spec: str) -> None:
     with pytest.raises(ConfigError, match=f"device={spec!r} is not a device.* 'auto', 'cpu', 'cuda:0' or 'mps'"):
         parse_device(spec)
@@ -120,7 +102,7 @@ def test_other_names(spec: str) -> None:
         ({"cpu"}, "is a set, not a device"),
         (["cpu", None], r"device\[1\]=None is a NoneType"),
         (["cpu", ["cpu"]], r"device\[1\]=\['cpu'\] is a list"),
-        (["auto", "cpu"], r"device\[0\]='auto' is not a device; 'auto' is one device"),
+        (["auto", "cpu"], r"device\[0\]='auto' is not a device; .*in a list one of the last three for each rank"),
         (["cpu", "cuda:0"], r"device=\['cpu', 'cuda:0'\] mixes cpu and cuda.*write for example device=\['cpu'\]"),
         ([0, CPU], r"device=\[0, 'cpu'\] mixes cuda and cpu"),
         (["cuda:0", "cuda:0"], r"names cuda:0 more than once.*write device=\['cuda:0'\]"),

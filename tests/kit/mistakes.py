@@ -312,7 +312,7 @@ def misspelt_mode():
     trainer_of(mode="trian")
 
 
-@mistake(zae.ConfigError, "device='gpu' is not a device", "did you mean 'cuda'?")
+@mistake(zae.ConfigError, "device='gpu' is not a device", "write 'auto', 'cpu', 'cuda:0' or 'mps'")
 def misspelt_device():
     trainer_of(device="gpu")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zae.common.torch_private import accelerator, count_devices, has_bf16_of_x86
 from zae.common.walk import children_of, fields_of, is_dataclass, with_items
-from zae.errors import ConfigError, did_you_mean
+from zae.errors import ConfigError
 
 __all__ = [
     "can_copy_async",
@@ -34,10 +34,6 @@ _OUT_OF_MEMORY = (
     "out of memory", "can't allocate memory", "not enough memory", "DefaultCPUAllocator",
     "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
 )  # fmt: skip
-_KINDS = ("cpu", "cuda", "mps", "xpu")
-# Common names of devices that are not similar enough for `did_you_mean`.
-_OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "amd": "cuda", "metal": "mps"}
-_OTHER_NAMES |= {"apple": "mps", "host": "cpu", "intel": "xpu"}
 
 
 def parse_device(spec: DeviceSpec = "auto") -> list[torch.device]:
@@ -187,22 +183,14 @@ def _parse_entry(entry: object, where: str) -> torch.device:
 
 
 def _parse_name(text: str, where: str) -> torch.device:
-    """Return the torch.device of a name; suggest a similar name in the error."""
+    """Return the torch.device of a name."""
     try:
         return torch.device(text)
     except RuntimeError:
-        head, _, index = text.strip().lower().partition(":")
-        digits = index.strip()
-        guess = head if head in _KINDS else _OTHER_NAMES.get(head)
-        tail = f":{int(digits)}" if digits.isascii() and digits.isdigit() else ""
-        if guess is not None:
-            hint = f"; did you mean {guess + tail!r}?"
-        else:
-            hint = did_you_mean(head, _KINDS).replace("'?", f"{tail}'?")
-        if text == "auto":  # It is in a list.
-            hint = "; 'auto' is one device: device='auto'."
-        end = " Write" if hint else "; write"
-        raise ConfigError(f"{where}={text!r} is not a device{hint}{end} 'auto', 'cpu', 'cuda:0' or 'mps'") from None
+        raise ConfigError(
+            f"{where}={text!r} is not a device; write 'auto', 'cpu', 'cuda:0' or 'mps', and in a list one of the last "
+            "three for each rank"
+        ) from None
 
 
 def _require(device: torch.device, entry: object, where: str) -> None:
