@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import SimpleNamespace
@@ -30,7 +30,6 @@ __all__ = [
     "check_reducer",
     "compiled_graphs",
     "compiler",
-    "copy_each",
     "count_devices",
     "default_store",
     "end_by_kill",
@@ -80,19 +79,6 @@ def fingerprint_of(dataset: Any) -> str | None:
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; always 0 where torch does not say."""
     return int(getattr(tensor, "_version", 0))
-
-
-def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each tensor into another one like it, in few calls where torch has a function for that."""
-    if not targets:
-        return
-    copy_all = find("torch", "_foreach_copy_")
-    are_plain = all(type(each) is Tensor for each in (*targets, *sources))
-    if copy_all is not None and are_plain:
-        copy_all(list(targets), list(sources))
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
 
 
 @contextmanager

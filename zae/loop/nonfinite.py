@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from zae.common.model_weights import named_parameters
-from zae.common.torch_private import copy_each, version_of
+from zae.common.strides import has_own_elements
+from zae.common.torch_private import version_of
 from zae.errors import ConfigError, NonFiniteError, did_you_mean
 
 if TYPE_CHECKING:
@@ -189,64 +190,39 @@ class _BufferCopies:
     """The buffers of a model before a step, and copies of their values."""
 
     def __init__(self) -> None:
-        self._slots: list[tuple[dict[str, Any], str, Tensor]] = []  # Where each buffer is: its module's, and its name.
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # By the id of the buffer: the buffer and its copy.
+        # Where each buffer is, of a module and by its name, the buffer, and the copy.
+        self._kept: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         self._versions: dict[int, int] = {}  # Of those that are not copied.
 
     def take(self, model: nn.Module) -> None:
-        """Copy all buffers that a forward may change; copies of the previous step are written over."""
-        self._slots, self._versions = [], {}
-        before, self._copies = self._copies, {}
-        old_copies, their_buffers = [], []
+        """Copy all buffers that a forward may change."""
+        self._kept, self._versions = [], {}
         for module in model.modules():
-            held = module._buffers
-            for name, buffer in held.items():
-                if buffer is None or id(buffer) in self._copies:
+            for name, buffer in module._buffers.items():
+                if buffer is None:
                     continue
-                if not _is_copied(buffer):
-                    self._versions[id(buffer)] = version_of(buffer)
-                    continue
-                self._slots.append((held, name, buffer))
-                known = before.get(id(buffer))
-                if known is not None and _is_alike(known[1], buffer):
-                    self._copies[id(buffer)] = known
-                    old_copies.append(known[1])
-                    their_buffers.append(buffer.detach())
+                if _is_copied(buffer):
+                    self._kept.append((module._buffers, name, buffer, buffer.detach().clone()))
                 else:
-                    self._copies[id(buffer)] = buffer, buffer.detach().clone()
-        copy_each(old_copies, their_buffers)
+                    self._versions[id(buffer)] = version_of(buffer)
 
     def put_back(self, model: nn.Module) -> list[str]:
         """Put the buffers and their values back; name others that this step has changed, and that are not finite."""
         with torch.no_grad():
-            for held, name, buffer in self._slots:
-                copied = self._copies[id(buffer)][1]
-                is_alike = _is_alike(copied, buffer)  # Else it was resized in the step.
-                held[name] = buffer if is_alike else copied.clone()
-                if is_alike:
-                    buffer.copy_(copied)
-        unknown = {
-            name: buffer
-            for name, buffer in model.named_buffers()
-            if id(buffer) not in self._copies
-            and not nn.parameter.is_lazy(buffer)
-            and self._versions.get(id(buffer)) != version_of(buffer)
-        }
-        return bad_parameters(unknown)
+            for owner, name, buffer, copied in self._kept:
+                is_resized = (buffer.shape, buffer.dtype) != (copied.shape, copied.dtype)
+                owner[name] = copied if is_resized else buffer.copy_(copied)
+        kept = {id(buffer) for *_, buffer, _ in self._kept}
+        others = {name: each for name, each in model.named_buffers() if id(each) not in kept}
+        changed = {name: each for name, each in others.items() if self._versions.get(id(each)) != version_of(each)}
+        return bad_parameters({name: each for name, each in changed.items() if not nn.parameter.is_lazy(each)})
 
 
 def _is_copied(buffer: Tensor) -> bool:
     """Return whether a buffer can be copied and written to, and is not so large that each step would be slower."""
     if nn.parameter.is_lazy(buffer) or buffer.is_meta or buffer.numel() * buffer.element_size() > _LARGEST_COPY:
         return False
-    is_expanded = buffer.layout == torch.strided and any(
-        size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
-    )
-    return not is_expanded
-
-
-def _is_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return has_own_elements(buffer)
 
 
 def _spoilt_statistics(model: nn.Module) -> list[str]:
