@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 from torcheval.metrics import Mean, Sum
 
 from kit.rank_tasks import forks
@@ -23,6 +24,9 @@ from zae.addons import (
     StateManagerAddon,
 )
 from zae.interop.fairseq2 import ReaderLoader, task_of
+from zae.tuning.batch_size import find_batch_size
+from zae.tuning.learning_rate import find_lr
+from zae.tuning.model_summary import summary
 
 
 class Unit:
@@ -203,6 +207,40 @@ def test_an_evaluation_with_the_same_unit_keeps_what_an_epoch_has_counted():
     metrics = trainer.run(1, batches(), batches((2,)), valid_every=2)
     assert metrics["train_metrics_history"][-1]["train_samples"] == 14
     assert [row["valid_samples"] for row in metrics["valid_metrics_history"]] == [2, 2]
+
+
+def _looks(trainer, loader, valid):
+    trainer.plan(2, loader, valid)
+    find_lr(trainer, loader, steps=10)
+    find_batch_size(trainer, loader)
+    summary(trainer, next(iter(loader)))
+    assert trainer.explain()
+    trainer.evaluate(valid)
+
+
+def test_what_looks_at_a_trainer_leaves_its_units_alone():
+    """A plan, the searches, a summary and an evaluation before a run; the run is that of a trainer nobody looked at."""
+
+    def train(looks):
+        unit = Unit(model())
+        valid = {"dev": Unit(unit.model), "test": Unit(unit.model)}
+        optimizer = torch.optim.SGD(unit.model.parameters(), lr=0.01)
+        trainer = task_of(unit)(unit, "cpu", optimizer=optimizer, log_bar=False, valid_units=valid)
+        inputs, targets = map(torch.cat, zip(*batches(), strict=True))
+        loader = DataLoader(TensorDataset(inputs, targets), batch_size=4)
+        loaders = dict.fromkeys(valid, loader)
+        if looks:
+            before, inner = copy.deepcopy(unit.model.state_dict()), unit.model
+            _looks(trainer, loader, loaders)
+            assert unit.model is valid["dev"].model is valid["test"].model is inner
+            assert all(torch.equal(value, before[name]) for name, value in inner.state_dict().items())
+            assert (unit.steps, float(unit.metric_bag["samples"].compute())) == ([], 0.0)
+        metrics = trainer.run(2, loader, loaders)
+        return weights(trainer), unit.steps, metrics["train_metrics_history"], metrics["valid_metrics_history"]
+
+    alone, looked = train(False), train(True)
+    assert torch.equal(alone[0], looked[0])
+    assert alone[1:] == looked[1:]
 
 
 def test_ranks_call_what_the_engine_has_put_around_the_model():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zae.common.argument_checks import check_count, check_flags, check_number
-from zae.common.walk import is_sharded
 from zae.errors import ConfigError, OptionError, did_you_mean, kind_of
 from zae.interop.fairseq2.reader import check_reader
 from zae.interop.fairseq2.unit import check_unit
@@ -62,16 +59,12 @@ REPORTED = {
     "keep_checkpoint_every_n_steps": "keep_last_n_checkpoints and keep_best_n_checkpoints decide what is kept",
     "hugging_face_saver": "save the model in on_save(path)",
 }
-_FSDP = "FullyShardedDataParallel"
-_REFUSED = {"validator": "write valid_units=[...] and valid_data_readers=[...]"}
-_PLACES = ("checkpoint_dir", "_checkpoint_dir", "save_path", "path", "output_dir")  # Of a checkpoint manager.
+_PLACES = ("_checkpoint_dir", "checkpoint_dir")  # Of a checkpoint manager.
 
 
 def read_arguments(given: Mapping[str, Any]) -> Arguments:
     """Return the arguments with their defaults; refuse names, values and combinations that fairseq2 refuses."""
     for name in given:
-        if name in _REFUSED:
-            raise ConfigError(f"{name} is not supported; {_REFUSED[name]}")
         if name not in REQUIRED and name not in DEFAULTS and name not in REPORTED:
             known = [*REQUIRED, *DEFAULTS, *REPORTED]
             raise OptionError(f"{name!r} is not an argument of fairseq2's Trainer{did_you_mean(name, known)}")
@@ -81,22 +74,9 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
     args = SimpleNamespace(**{**DEFAULTS, **given})
     check_unit("unit", args.unit)
     check_reader("data_reader", args.data_reader)
-    for check in (_check_model, _check_numbers, _check_length, _check_score, _check_validation, _check_checkpoints,
-                  _check_precision):  # fmt: skip
+    for check in (_check_numbers, _check_length, _check_score, _check_validation, _check_checkpoints, _check_precision):
         check(args)
     return args
-
-
-def _check_model(args: Arguments) -> None:
-    """Refuse a model that an engine is around already."""
-    model = args.unit.model
-    wrapper = type(model).__name__
-    is_sharded_already = any(map(is_sharded, model.parameters()))
-    if isinstance(model, (DataParallel, DistributedDataParallel)) or is_sharded_already or wrapper == _FSDP:
-        raise ConfigError(
-            f"unit.model is a {wrapper}{', which is sharded' * is_sharded_already}, and the gangs say which engine is "
-            "put around the model in a run; make the unit, and the optimizer, of the model itself"
-        )
 
 
 def _check_numbers(args: Arguments) -> None:
@@ -121,69 +101,34 @@ def _check_length(args: Arguments) -> None:
 
 
 def _check_score(args: Arguments) -> None:
-    """Find the name of the score, and refuse what needs one."""
+    """Find the name of the score and its direction, and the function of the early stopper."""
     descriptor = args.score_metric_descriptor
-    if args.score_metric_name is not None and descriptor is not None:
-        raise ConfigError("score_metric_name and score_metric_descriptor are both given; keep one")
     if args.score_metric_name is None:
         args.score_metric_name = getattr(descriptor, "name", descriptor)
-    if args.score_metric_name is not None and not isinstance(args.score_metric_name, str):
-        raise ConfigError(
-            f"score_metric_descriptor is {kind_of(descriptor)} and has no name; write score_metric_name='...', the "
-            "name of a metric in the metric_bag of the valid units"
-        )
     if args.lower_better is None and hasattr(descriptor, "higher_better"):
         args.lower_better = not descriptor.higher_better
-    if args.early_stopper is None:
-        return
     args.early_stopper = getattr(args.early_stopper, "should_stop", args.early_stopper)
-    if not _takes_two(args.early_stopper):
-        raise ConfigError(f"early_stopper is {kind_of(args.early_stopper)}; give a function (step_nr, score) -> bool")
-    if args.score_metric_name is None:
-        raise ConfigError(
-            "early_stopper is called with a score, and none is named; write score_metric_name='...', the name of a "
-            "metric in the metric_bag of the valid units, or 'loss'"
-        )
-    if not args.valid_units:
+    if args.early_stopper is not None and not args.valid_units:
         raise ConfigError(
             "early_stopper is called after validations; write valid_units=[...], valid_data_readers=[...]"
         )
 
 
-def _takes_two(function: Any) -> bool:
-    """Return whether a function can be called with a step and a score."""
-    if not callable(function) or isinstance(function, type):
-        return False
-    try:
-        inspect.signature(function).bind(1, 0.0)
-    except TypeError:
-        return False
-    except ValueError:  # Some builtins have no signature.
-        return True
-    return True
-
-
 def _check_validation(args: Arguments) -> None:
     """Refuse units without readers, readers without units, and what is neither."""
-    units, readers = args.valid_units, args.valid_data_readers
-    for name, several, other in (
-        ("valid_units", units, "valid_data_readers"), ("valid_data_readers", readers, "valid_units")
-    ):  # fmt: skip
+    for name in ("valid_units", "valid_data_readers"):
+        several = getattr(args, name)
         if several is not None and not isinstance(several, (list, tuple)):
             raise ConfigError(f"{name} is {kind_of(several)}; give a list, one entry for each: {name}=[...]")
-        if several and not getattr(args, other):
-            raise ConfigError(f"{name} has {len(several)} and there are no {other}; write {other}=[...], one for each")
-    args.valid_units, args.valid_data_readers = list(units or ()), list(readers or ())
+        setattr(args, name, list(several or ()))
     if len(args.valid_units) != len(args.valid_data_readers):
         raise ConfigError(
-            f"valid_units has {len(args.valid_units)} units and valid_data_readers {len(args.valid_data_readers)}; "
+            f"there are {len(args.valid_units)} valid_units and {len(args.valid_data_readers)} valid_data_readers; "
             "give a reader for each unit, in the same order"
         )
     for index, (unit, reader) in enumerate(zip(args.valid_units, args.valid_data_readers)):
         check_unit(f"valid_units[{index}]", unit)
         check_reader(f"valid_data_readers[{index}]", reader)
-        if unit.model is not args.unit.model:
-            raise ConfigError(f"the model of valid_units[{index}] is not unit.model; make both units of one model")
         if reader is args.data_reader:
             raise ConfigError(
                 f"valid_data_readers[{index}] is data_reader itself, which a validation would read to its end; make a "
@@ -192,41 +137,19 @@ def _check_validation(args: Arguments) -> None:
 
 
 def _check_checkpoints(args: Arguments) -> None:
-    """Find the folder of the checkpoints, and refuse rules that keep more of them than there are models."""
+    """Find the folder of the checkpoints."""
     args.save_path = None if args.checkpoint_manager is None else _folder_of(args.checkpoint_manager)
     wanting = [name for name in DEFAULTS if name.startswith(("checkpoint_every", "keep_")) and getattr(args, name)]
     if wanting and args.save_path is None:
         raise ConfigError(
             f"{wanting[0]}={getattr(args, wanting[0])} needs a folder; write checkpoint_manager=Path('runs/unit')"
         )
-    for which in ("last", "best"):
-        models, checkpoints = (getattr(args, f"keep_{which}_n_{what}") for what in ("models", "checkpoints"))
-        if models is not None and (checkpoints is None or checkpoints > models):
-            found = "is not given" if checkpoints is None else f"is {checkpoints}"
-            raise ConfigError(
-                f"keep_{which}_n_models={models} and keep_{which}_n_checkpoints {found}; a checkpoint has a model too: "
-                f"write keep_{which}_n_checkpoints={min(checkpoints or 1, models)}, and not more than models"
-            )
-    saves, validates = args.checkpoint_every_n_steps, args.validate_every_n_steps
-    if args.keep_best_n_checkpoints is None or saves is None or not args.valid_units:
-        return
-    if validates is None or saves % validates:
-        nearest = saves if validates is None else max(validates, saves - saves % validates)
-        change = "validate" if validates is None else "checkpoint"
-        raise ConfigError(
-            f"keep_best_n_checkpoints={args.keep_best_n_checkpoints} needs the score of each checkpoint, and "
-            f"checkpoint_every_n_steps={saves} is not a multiple of validate_every_n_steps={validates}; write "
-            f"{change}_every_n_steps={nearest}"
-        )
 
 
 def _folder_of(manager: Any) -> Path:
     """Return the folder of a checkpoint manager; refuse one with checkpoints of fairseq2."""
-    found = manager if isinstance(manager, (str, os.PathLike)) else None
-    for name in _PLACES if found is None else ():
-        value = getattr(manager, name, None)
-        found = value if found is None and isinstance(value, (str, os.PathLike)) else found
-    if found is None:
+    found = next((getattr(manager, name) for name in _PLACES if hasattr(manager, name)), manager)
+    if not isinstance(found, (str, os.PathLike)):
         raise ConfigError(
             f"checkpoint_manager is {kind_of(manager)}, which does not tell its folder; write "
             "checkpoint_manager=Path('runs/unit')"
@@ -241,24 +164,14 @@ def _folder_of(manager: Any) -> Path:
 
 
 def _check_precision(args: Arguments) -> None:
-    """Refuse a type that neither the model has nor ``amp`` computes in, and a loss scale that is not a pair."""
-    scale = args.fp16_loss_scale
-    if not (isinstance(scale, (tuple, list)) and len(scale) == 2):
-        raise ConfigError(f"fp16_loss_scale={scale!r}; write the first and the smallest scale: (128.0, 0.0001)")
-    args.fp16_loss_scale = tuple(scale)
-    if args.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        raise ConfigError(f"dtype={args.dtype!r}; give torch.float32, torch.float16 or torch.bfloat16")
+    """Refuse a type that neither the model has nor ``amp`` computes in."""
     found = {each.dtype for each in args.unit.model.parameters() if each.is_floating_point()}
-    shown = ", ".join(sorted(map(str, found)))
-    if args.dtype is torch.float16 and (not args.amp or torch.float16 in found):
+    is_half = args.dtype in (torch.float16, torch.bfloat16)
+    if is_half and not args.amp and (found != {args.dtype} or args.dtype is torch.float16):
         raise ConfigError(
-            f"dtype=torch.float16 with amp={args.amp or False} and parameters of {shown}: a loss scale needs float32 "
-            "parameters; write amp=True with the model in float32, model.float(), or dtype=torch.bfloat16"
-        )
-    if not args.amp and args.dtype is torch.bfloat16 and found != {args.dtype}:
-        raise ConfigError(
-            f"dtype=torch.bfloat16 is the type of the model without amp=True, and its parameters are {shown}; write "
-            "amp=True, as fairseq2 0.2 computed, or model.bfloat16() before the optimizer is made"
+            f"dtype={args.dtype} without amp=True is the type of the model, and its parameters are "
+            f"{', '.join(sorted(map(str, found)))}; write amp=True with the model in float32, "
+            "or dtype=torch.bfloat16 and model.bfloat16() before the optimizer is made"
         )
 
 

@@ -1,4 +1,4 @@
-"""Gangs of fairseq2, or objects that are written like them, as the ranks of a trainer and as a mesh of torch."""
+"""Gangs of fairseq2, or objects that are written like them, as the ranks of a trainer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zae.errors import ConfigError, kind_of
+from zae.errors import ConfigError
 from zae.launch.spawn import launched_world
 
-__all__ = ["GangSizes", "mesh_of", "read_gangs"]
+__all__ = ["GangSizes", "read_gangs"]
 
 _PARALLEL = "make them with gangs = setup_parallel_gangs(root_gang, tp_size=...)"
 
@@ -40,15 +40,17 @@ def read_gangs(root: Any, dp: Any = None, tp: Any = None, gangs: Any = None) -> 
     if gangs is not None:
         if root is not None:
             raise ConfigError("gangs and root_gang are both given; keep gangs, which has root, dp and tp")
-        root, dp, tp = (_attribute(gangs, name) for name in ("root", "dp", "tp"))
+        root, dp, tp = gangs.root, gangs.dp, gangs.tp
         if getattr(getattr(gangs, "pp", None), "size", 1) > 1:
             raise ConfigError("gangs.pp has several ranks; write task_of(unit).add_on(PipelineAddon), see its page")
     present = dist.get_world_size() if dist.is_initialized() else (launched_world() or (0, 1))[1]
     if root is None:
-        _check_alone(dp, tp, present)
+        if dp is not None or tp is not None or present > 1:
+            raise ConfigError(
+                f"{present} process{'es' * (present > 1)} started, and root_gang is missing, whose ranks dp_gang and "
+                "tp_gang divide; write root_gang=setup_root_gang(device)"
+            )
         return GangSizes()
-    for name, gang in (("root_gang", root), ("dp_gang", dp), ("tp_gang", tp)):
-        _check_gang(name, gang)
     if root.size != present:
         raise ConfigError(
             f"root_gang has {root.size} rank{'s' * (root.size > 1)}, and {present} process{'es' * (present > 1)} "
@@ -65,105 +67,21 @@ def read_gangs(root: Any, dp: Any = None, tp: Any = None, gangs: Any = None) -> 
     return GangSizes(root.size, data, tp.size if tp is not None else 1, sharded, torch.device(root.device))
 
 
-def mesh_of(root_gang: Any, dp_gang: Any = None, tp_gang: Any = None) -> Any:
-    """Return the mesh of torch with the dimensions ``"dp"`` and ``"tp"`` that gangs are; all ranks call it.
-
-    The dimensions have the process groups of the gangs, so that nothing new is connected; one of a single rank gets a
-    new group.
-
-    Parameters
-    ----------
-    root_gang, dp_gang, tp_gang : object
-        Gangs of fairseq2: ``rank``, ``size``, ``device`` and ``as_process_group()``. Without the last two, all ranks
-        are those of ``"dp"``.
-
-    Returns
-    -------
-    DeviceMesh
-        ``mesh["tp"]`` for ``parallelize_module``, ``mesh["dp"]`` for ``fully_shard``.
-
-    Raises
-    ------
-    ConfigError
-        The gangs do not divide the ranks of the process group: their sizes, or the ranks in them, do not fit.
-
-    Examples
-    --------
-    >>> import torch
-    >>> import torch.distributed as dist
-    >>> from zae.interop.fairseq2 import mesh_of
-    >>> class FakeGang:
-    ...     rank, size, device = 0, 1, torch.device("cpu")
-    ...     def as_process_group(self):
-    ...         raise RuntimeError("it has no process group")
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> mesh = mesh_of(FakeGang())
-    >>> mesh.mesh_dim_names, mesh["tp"].size()
-    (('dp', 'tp'), 1)
-    >>> dist.destroy_process_group()
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if root_gang is None or not dist.is_initialized():
-        raise ConfigError(
-            "mesh_of needs gangs of processes that are connected; start the script with torchrun, and write "
-            "root_gang = setup_root_gang(device)"
-        )
-    sizes = read_gangs(root_gang, dp_gang, tp_gang)
-    ranks = torch.arange(sizes.world).reshape(sizes.data, sizes.tensor)
-    groups = [_group_of(gang, size) for gang, size in ((dp_gang or root_gang, sizes.data), (tp_gang, sizes.tensor))]
-    return DeviceMesh.from_group(groups, torch.device(root_gang.device).type, mesh=ranks, mesh_dim_names=("dp", "tp"))
-
-
-def _group_of(gang: Any, size: int) -> Any:
-    """Return the process group of a dimension; where it has one rank, one of this rank alone."""
-    if size > 1:
-        return gang.as_process_group()
-    made = [dist.new_group([rank]) for rank in range(dist.get_world_size())]  # Every rank takes part in each.
-    return made[dist.get_rank()]
-
-
-def _attribute(gangs: Any, name: str) -> Any:
-    if not hasattr(gangs, name):
-        raise ConfigError(f"gangs is {kind_of(gangs)} and has no {name}; {_PARALLEL}")
-    return getattr(gangs, name)
-
-
-def _check_alone(dp: Any, tp: Any, present: int) -> None:
-    """Refuse parts of a root gang that is not there, and ranks without one: each would train on its own."""
-    for name, gang in (("dp_gang", dp), ("tp_gang", tp)):
-        if gang is not None:
-            raise ConfigError(f"{name} is given without root_gang, whose ranks it divides; write root_gang=...")
-    if present > 1:
-        raise ConfigError(
-            f"{present} processes were started, and root_gang is missing: each would train on its own; write "
-            "root_gang=setup_root_gang(device)"
-        )
-
-
-def _check_gang(name: str, gang: Any) -> None:
-    absent = [each for each in ("rank", "size", "device", "as_process_group") if not hasattr(gang, each)]
-    if gang is not None and absent:
-        raise ConfigError(f"{name} is {kind_of(gang)} and has no {', '.join(absent)}; give a Gang of fairseq2")
-
-
 def _pair(root: Any, dp: Any, tp: Any) -> tuple[Any, Any]:
     """Return the gangs that divide the ranks, where both are given; refuse those that do not."""
-    if (dp is None) != (tp is None):
-        given, other = ("dp_gang", "tp_gang") if tp is None else ("tp_gang", "dp_gang")
-        raise ConfigError(f"{given} is given without {other}; give both, or leave both out: {_PARALLEL}")
-    if dp is None:
-        _check_ranks("root_gang", root, list(range(root.size)), root.rank)
+    ranks, rank = list(range(root.size)), root.rank
+    _check_ranks("root_gang", root, ranks, rank)
+    if dp is None and tp is None:
         return None, None
-    if dp.size * tp.size != root.size:
+    if dp is None or tp is None or dp.size * tp.size != root.size:
+        sizes = [None if each is None else each.size for each in (dp, tp)]
         raise ConfigError(
-            f"dp_gang has {dp.size} ranks and tp_gang {tp.size}, and root_gang has {root.size}, not "
-            f"{dp.size * tp.size}; {_PARALLEL}"
+            f"dp_gang and tp_gang have {sizes[0]} and {sizes[1]} ranks, which do not divide the {root.size} of "
+            f"root_gang; {_PARALLEL}"
         )
-    rank, size = root.rank, tp.size
-    _check_ranks("root_gang", root, list(range(root.size)), rank)
-    _check_ranks("tp_gang", tp, list(range(rank - rank % size, rank - rank % size + size)), rank)
-    _check_ranks("dp_gang", dp, list(range(rank % size, root.size, size)), rank)
+    first = rank - rank % tp.size
+    _check_ranks("tp_gang", tp, ranks[first : first + tp.size], rank)
+    _check_ranks("dp_gang", dp, ranks[rank % tp.size :: tp.size], rank)
     return dp, tp
 
 

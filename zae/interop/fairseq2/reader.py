@@ -87,19 +87,10 @@ class ReaderLoader:
         name, count = type(self.reader).__name__, self.num_accumulate
         if not isinstance(batches, (list, tuple)):
             raise LoaderError(f"next() of the {name} returned {kind_of(batches)}; return the list of a step's batches")
-        if not batches:
+        if count is not None and (follows_short or not 0 < len(batches) <= count):
             raise LoaderError(
-                f"next() of the {name} returned an empty list; raise StopIteration at the end of the data"
-            )
-        if count is not None and len(batches) > count:
-            raise LoaderError(
-                f"next() of the {name} returned {len(batches)} batches, and its steps have {count}; set "
-                f"num_accumulate={len(batches)} on the reader"
-            )
-        if count is not None and follows_short:
-            raise LoaderError(
-                f"next() of the {name} returned fewer than num_accumulate={count} batches within an epoch; only its "
-                "last list may be shorter, since the steps are counted by num_accumulate"
+                f"next() of the {name} returned {len(batches)} batches, and its steps have {count}; only the last list "
+                "of an epoch may be shorter: set num_accumulate on the reader, and raise StopIteration at the end"
             )
         return count is not None and len(batches) < count
 
@@ -117,11 +108,7 @@ def check_reader(name: str, reader: Any) -> None:
     """Refuse what is not a data reader."""
     absent = [each for each in _METHODS if not hasattr(reader, each)]
     if absent:
-        is_loader = hasattr(reader, "__iter__") and not isinstance(reader, type)
-        raise ConfigError(
-            f"{name} is {kind_of(reader)} and has no {', '.join(absent)}; give a DataReader"
-            + ("; a loader trains without one: task_of(unit)(unit, optimizer=optimizer).run(1, loader)" * is_loader)
-        )
+        raise ConfigError(f"{name} is {kind_of(reader)} and has no {', '.join(absent)}; give a DataReader")
 
 
 def num_accumulate_of(reader: Any) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from zae.addon import AddOnBase
-from zae.errors import ConfigError, kind_of
+from zae.errors import ConfigError
 from zae.loop.progress import NO_LIMIT, Every
 from zae.loop.step_output import StepOutput
 
@@ -72,18 +72,14 @@ class RegimeAddon(AddOnBase):
     """Do around the steps what the trainer of fairseq2 does; `from_arguments` adds it where it is needed.
 
     A step whose validation is due by its number and by the end of its epoch is validated once. Where ``log_every``
-    counts steps, a record has the metrics of the unit's ``metric_bag`` since the record before, over all ranks.
+    counts steps, a record has the metrics of the unit's ``metric_bag`` since the record before, over all ranks, and the
+    row of an epoch has none of them.
 
     Parameters
     ----------
     profiler : object, optional
         One with ``step()``, which is called after each step, and a context of ``with`` around a run: a
         ``TorchProfiler`` of fairseq2, or a ``torch.profiler.profile``.
-
-    Raises
-    ------
-    ConfigError
-        An option has an invalid value.
 
     Examples
     --------
@@ -104,12 +100,6 @@ class RegimeAddon(AddOnBase):
 
     def __init__(self, *args: Any, profiler: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        absent = [name for name in ("step", "__enter__", "__exit__") if not hasattr(profiler, name)]
-        if profiler is not None and absent:
-            raise ConfigError(
-                f"profiler is {kind_of(profiler)} and has no {', '.join(absent)}; give a torch.profiler.profile, or "
-                "leave it out and add ProfilerAddon with profile_dir=..."
-            )
         self.profiler = profiler
         self._is_profiling = False
         self._published: dict[str, float] = {}  # The metrics of the unit, until the record of this step.

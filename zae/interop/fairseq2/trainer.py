@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import torch
 
 from zae.composition.introspect import add_ons_of
 from zae.composition.metaclass import load_installed
-from zae.errors import ConfigError, ZaeError
+from zae.errors import ConfigError
 from zae.interop.carried import CarriedArguments
 from zae.interop.fairseq2.arguments import DEFAULTS, REPORTED, Arguments, describe, read_arguments
 from zae.interop.fairseq2.gangs import GangSizes, read_gangs
@@ -24,15 +21,7 @@ from zae.interop.fairseq2.unit import task_of
 from zae.launch.mesh import DATA
 from zae.loop.progress import Every
 
-__all__ = ["CARRIED", "Carried", "from_arguments"]
-
-# What options of zae are called there, for errors.
-_THEIRS = {
-    "monitor": "score_metric_name", "monitor_mode": "lower_better", "max_steps": "max_num_steps",
-    "n_epoch": "max_num_data_epochs", "scheduler": "lr_scheduler", "save_path": "checkpoint_manager",
-    "save_every": "checkpoint_every_n_steps", "valid_loader": "valid_data_readers", "jsonl_path": "metrics_dir",
-    "log_dir": "tb_dir", "loss_scale": "fp16_loss_scale", "gradient_clip": "max_gradient_norm", "device": "root_gang",
-}  # fmt: skip
+__all__ = ["Carried", "from_arguments"]
 
 
 def from_arguments(**arguments: Any) -> Carried:
@@ -92,7 +81,9 @@ def from_arguments(**arguments: Any) -> Carried:
     """
     args = read_arguments(arguments)
     made = Carried(args, read_gangs(args.root_gang, args.dp_gang, args.tp_gang, args.gangs))
-    for carry in _CARRIERS:
+    for carry in (_carry_training, _carry_precision, _carry_validation, _carry_score):
+        carry(args, made)
+    for carry in (_carry_checkpoints, _carry_records, _carry_debugging):
         carry(args, made)
     for name, why in REPORTED.items():
         if arguments.get(name) not in (None, False):
@@ -150,8 +141,7 @@ class Carried(CarriedArguments):
         cls = task.add_on(*self.missing(task)) if self.missing(task) else task
         engines, options = self._engine(cls, more)
         cls = cls.add_on(*engines) if engines else cls
-        with _their_names():
-            return cls(self.args.unit, **{**self.options, **options, **more})
+        return cls(self.args.unit, **{**self.options, **options, **more})
 
     def _engine(self, cls: Any, more: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the engines that a class lacks for the gangs, and their options."""
@@ -186,8 +176,7 @@ class Carried(CarriedArguments):
             What ``run`` returned.
         """
         trainer = self.trainer() if trainer is None else trainer
-        with _their_names():
-            return trainer.run(loader=self.loader, valid_loader=self.valid_loader, **self.run)
+        return trainer.run(loader=self.loader, valid_loader=self.valid_loader, **self.run)
 
     def __call__(self) -> Any:
         """Make the trainer and run it, as a trainer of fairseq2 is called: once."""
@@ -204,18 +193,6 @@ class Carried(CarriedArguments):
         self.report[name] = f"{name}={describe(getattr(self.args, name))}: {why}"
 
 
-@contextmanager
-def _their_names() -> Iterator[None]:
-    """Note on an error which arguments the options in its text are."""
-    try:
-        yield
-    except ZaeError as error:
-        found = [f"{ours} is {theirs}" for ours, theirs in _THEIRS.items() if re.search(rf"\b{ours}\b", str(error))]
-        if found:
-            error.add_note(f"zae: in the arguments of from_arguments, {', '.join(found)}")
-        raise
-
-
 def _add_regime(to: Carried, **options: Any) -> None:
     """Add RegimeAddon, once, with these options."""
     to.add_ons += [RegimeAddon] * (RegimeAddon not in to.add_ons)
@@ -223,8 +200,9 @@ def _add_regime(to: Carried, **options: Any) -> None:
 
 
 def _carry_training(args: Arguments, to: Carried) -> None:
-    """Carry the optimizer, the schedule, the gradient clip, accumulation, the seed and the devices."""
+    """Carry the length, the optimizer, the schedule, the gradient clip, accumulation, the seed and the devices."""
     to.options.update(optimizer=args.optimizer, seed=args.seed)
+    to.run.update(n_epoch=args.max_num_data_epochs, max_steps=args.max_num_steps)
     if args.lr_scheduler is not None:
         to.options.update(scheduler=args.lr_scheduler, scheduler_step_on_batch=True)
     # The norm is logged as grad_norm in any case, as there.
@@ -243,15 +221,10 @@ def _carry_precision(args: Arguments, to: Carried) -> None:
     elif args.amp:
         to.add_on("AMPAddon", precision=precision)
     if args.dtype is torch.float16:
-        to.options["loss_scale"] = args.fp16_loss_scale
+        to.options["loss_scale"] = tuple(args.fp16_loss_scale)
         to.tell("dtype", "a step that overflows counts as a step, and the smallest loss scale is kept, not an error")
     elif args.fp16_loss_scale != DEFAULTS["fp16_loss_scale"]:
         to.tell("fp16_loss_scale", "it is for dtype=torch.float16 with amp=True")
-
-
-def _carry_length(args: Arguments, to: Carried) -> None:
-    """Carry max_num_steps and max_num_data_epochs."""
-    to.run.update(n_epoch=args.max_num_data_epochs, max_steps=args.max_num_steps)
 
 
 def _cadences(args: Arguments, what: str) -> list[Every]:
@@ -348,32 +321,8 @@ def _carry_debugging(args: Arguments, to: Carried) -> None:
         _add_regime(to, profiler=args.profiler)
     if args.profile is None:
         return
-    if not (isinstance(args.profile, (tuple, list)) and len(args.profile) == 2):
-        raise ConfigError(f"profile={args.profile!r}; write the steps to skip and to record, for instance (100, 10)")
     if args.tb_dir is None:
         to.tell("profile", "traces are written to tb_dir, which is not given")
         return
     skipped, recorded = args.profile
     to.add_on("ProfilerAddon", profile_dir=args.tb_dir, profile_schedule=(max(0, skipped - 1), 1, recorded, 1))
-
-
-# The functions with the arguments that each of them carries.
-_CARRIERS: dict[Callable[[Arguments, Carried], None], tuple[str, ...]] = {
-    _carry_training: ("unit", "data_reader", "optimizer", "lr_scheduler", "max_gradient_norm", "seed", "root_gang",
-                      "dp_gang", "tp_gang", "gangs"),
-    _carry_precision: ("dtype", "amp", "fp16_loss_scale"),
-    _carry_length: ("max_num_steps", "max_num_data_epochs"),
-    _carry_validation: ("valid_units", "valid_data_readers", "validate_after_n_steps", "validate_every_n_steps",
-                        "validate_after_n_data_epochs", "validate_every_n_data_epochs"),
-    _carry_score: ("score_metric_name", "score_metric_descriptor", "lower_better", "early_stopper"),
-    _carry_checkpoints: ("checkpoint_manager", "checkpoint_after_n_steps", "checkpoint_every_n_steps",
-                         "checkpoint_after_n_data_epochs", "checkpoint_every_n_data_epochs",
-                         "keep_last_n_checkpoints", "keep_best_n_checkpoints", "keep_last_n_models",
-                         "keep_best_n_models"),
-    _carry_records: ("publish_metrics_after_n_steps", "publish_metrics_every_n_steps",
-                     "publish_metrics_after_n_data_epochs", "publish_metrics_every_n_data_epochs", "tb_dir",
-                     "metrics_dir"),
-    _carry_debugging: ("anomaly_detection", "profiler", "profile"),
-}  # fmt: skip
-CARRIED = {name: carry for carry, names in _CARRIERS.items() for name in names}
-"""The arguments that a function here carries."""

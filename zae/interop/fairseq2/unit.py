@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zae.addon import AddOnBase, replaces
 from zae.common.optim import total_targets
 from zae.errors import ConfigError, StepError, TaskError, kind_of
-from zae.interop.fairseq2.metric_bag import BagCounts, check_names, compute_over_ranks, metrics_of, reset, states_of
+from zae.interop.fairseq2.metric_bag import check_names, compute_over_ranks, metrics_of, reset, states_of
 from zae.loop.evaluation import Evaluation
 from zae.loop.history import split_prefix
 from zae.trainer import Trainer
@@ -87,19 +87,20 @@ class TrainUnitAddon(AddOnBase):
     """
 
     layer = "model"
-    rank_state_attributes = ("metric_bag_state", "published_state")
+    rank_state_attributes = ("metric_bag_state",)
 
     def __init__(self, *args: Any, train_unit: Any = None, valid_units: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if train_unit is None:
             raise ConfigError(f"the model is {kind_of(self.unwrap())}; give the unit in its place: task_of(unit)(unit)")
-        self.train_unit, self._counts = train_unit, BagCounts(train_unit)
+        self.train_unit = train_unit
         self.valid_units = {"": train_unit} if valid_units is None else _by_name(valid_units)
-        self._units = {id(each): each for each in (train_unit, *self.valid_units.values())}
+        units = {id(each): each for each in (train_unit, *self.valid_units.values())}
         for name, each in self.valid_units.items():
             if each.model is not train_unit.model:
-                raise ConfigError(f"the model of valid_units[{name!r}] is not unit.model; make both units of one model")
-        self._model_places = [place for each in self._units.values() for place in _places_of(each, train_unit.model)]
+                which = f"valid_units[{name!r}]" if name else "valid_units"
+                raise ConfigError(f"the model of {which} is not unit.model; make both units of one model")
+        self._model_places = [place for each in units.values() for place in _places_of(each, train_unit.model)]
 
     @classmethod
     def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,10 +179,9 @@ class TrainUnitAddon(AddOnBase):
 
     @contextmanager
     def epoch_context(self) -> Iterator[None]:
-        """Reset the metrics of the training unit, unless the epoch is continued."""
-        if not self.progress_checker.epoch_batch:
-            is_published = getattr(self, "publishes_metrics", False) and self.progress_checker.step > 0
-            self._counts.begin_epoch(is_published)
+        """Reset the metrics of the training unit, unless the epoch is continued, or they are published by steps."""
+        if not self.progress_checker.epoch_batch and not self._is_published:
+            reset(self.train_unit)
         with super().epoch_context():
             yield
 
@@ -208,27 +208,32 @@ class TrainUnitAddon(AddOnBase):
         return run.end_validation(metrics)
 
     def metric_on_epoch_end(self) -> Mapping[str, float]:
-        """Add the metrics of the unit, computed over all ranks."""
-        found, unit = super().metric_on_epoch_end(), self._valid_unit if self.mode == "test" else None
-        if unit is None:
-            return {**found, **self._counts.compute_epoch(self.gather_data)}
-        return {**found, **compute_over_ranks(unit, states_of(unit), self.gather_data)}
+        """Add the metrics of the unit, computed over all ranks, where an epoch has its own."""
+        found, unit = super().metric_on_epoch_end(), self._valid_unit if self.mode == "test" else self.train_unit
+        if self.mode == "train" and self._is_published:
+            return found
+        return {**found, **compute_over_ranks(unit, self.gather_data)}
+
+    @property
+    def _is_published(self) -> bool:
+        """Whether RegimeAddon records and resets the metrics of the training unit within epochs."""
+        return bool(getattr(self, "publishes_metrics", False))
 
     def publish_metrics(self) -> dict[str, float]:
-        """Return what the metrics of the training unit have counted since the last time; all ranks call it.
-
-        Those of an epoch, which are recorded at its end, stay what they are.
+        """Return what the metrics of the training unit have counted, and reset them; all ranks call it.
 
         Returns
         -------
         dict of str to float
             Numbers by name, computed over all ranks.
         """
-        return self._counts.publish(self.gather_data)
+        found = compute_over_ranks(self.train_unit, self.gather_data)
+        reset(self.train_unit)
+        return found
 
     @property
     def metric_bag_state(self) -> dict[str, Any]:
-        """What the metrics of the training unit have counted in the open epoch, since they were last published."""
+        """What the metrics of the training unit have counted since they were reset."""
         return states_of(self.train_unit)
 
     @metric_bag_state.setter
@@ -237,15 +242,6 @@ class TrainUnitAddon(AddOnBase):
         check_names(states, metrics)
         for name, each in metrics.items():
             each.load_state_dict(states[name])
-
-    @property
-    def published_state(self) -> dict[str, Any]:
-        """What they have counted before that."""
-        return self._counts.state_dict()
-
-    @published_state.setter
-    def published_state(self, state: Mapping[str, Any]) -> None:
-        self._counts.load_state_dict(state)
 
 
 def check_unit(name: str, unit: Any) -> None:
