@@ -32,6 +32,7 @@ from zae.data.position import LoaderPosition
 from zae.errors import ConfigError
 from zae.loop.bases import Attributes, Processes
 from zae.loop.epoch_log import plain
+from zae.loop.error_notes import add_notes
 from zae.loop.evaluation import Evaluation, evaluation_weights, switch_mode
 from zae.loop.first_step import FirstStep
 from zae.loop.history import History, Metrics, MetricsDict
@@ -302,7 +303,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
                 for _ in range(limits.n_epoch or 1):
                     run.run_test_epoch()
                 return self.metrics
-            run.check()
             run.begin()
             self.on_run_begin()
             run.resume_pending_validation()
@@ -795,7 +795,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         error : BaseException
             The exception, for instance KeyboardInterrupt.
         """
-        self.current_run.explain(error)
+        add_notes(error, self.current_run)
 
     @hook
     def checkpoint(self) -> None:

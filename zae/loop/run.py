@@ -7,25 +7,23 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from zae.common import argument_checks, optim
+from zae.common import optim
 from zae.common.optimizer_checks import Span
 from zae.composition.introspect import is_overridden, mentions_super
 from zae.data.loaders import describe, length_of
-from zae.data.workers import add_to_text, check_epoch_of_workers, dead_workers, ignore_dead_workers
+from zae.data.workers import check_epoch_of_workers, ignore_dead_workers
 from zae.display.notebook import choose_display
 from zae.display.terminal import Display
-from zae.errors import CheckpointMismatch, ConfigError, LoaderError, MonitorError, TaskError, ZaeError, kind_of
-from zae.loop.failed_call import describe_failed_call
+from zae.errors import CheckpointMismatch, ConfigError, LoaderError, MonitorError, TaskError, kind_of
+from zae.loop.error_notes import add_notes
 from zae.loop.first_step import moved, weights_of
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
-from zae.loop.step_output import add_hint
 from zae.metrics.reductions import means_of, merge_sums
 from zae.schedulers.lengths import is_plateau
 
@@ -59,8 +57,6 @@ class Run:
         Whether the next step of training is the first since the trainer was set up.
     has_begun_epoch : bool
         Whether the present call of ``run_epoch`` has begun an epoch.
-    decisions : tuple of str
-        Those of ``should_validate`` and ``should_checkpoint`` that are overridden: a step does not ask for the others.
     is_evaluating : bool
         Whether weights, modes and random streams are those of an evaluation.
     test_step : {"test_step", "predict_step"}
@@ -88,7 +84,6 @@ class Run:
         self, trainer: Trainer, loader: Any = None, valid_loader: Any = None, limits: RunLimits | None = None
     ) -> None:
         self._trainer = weakref.ref(trainer)
-        self.decisions: tuple[str, ...] = ()
         self.user_loader, self.loader, self.valid_loader = loader, loader, valid_loader
         self.is_call, self.limits = limits is not None, limits or RunLimits()
         self.is_ready, self.is_new = False, self.is_call
@@ -102,7 +97,6 @@ class Run:
         self.requests: set[str] = set()
         self._logged_at, self.computation, self.micro_index = -1, 1, 0
         self._progress: Any = None  # The counters of this call; another object is that of a state loaded since.
-        self._calls = 0  # How many calls of `run` this process has made, this one included.
         self._load: Callable[[], None] | None = None  # What `continue_with` was given.
         self.wrapped: Any = None  # What `wrap_model` returned.
         self.batch: Any = None
@@ -156,7 +150,7 @@ class Run:
             with ignore_dead_workers():
                 if "display" in vars(self):  # First: what is said of the error begins on its own line.
                     self.display.fail(RunView(self), error)
-                trainer.on_exception(error) if self.is_call else self.explain(error)
+                trainer.on_exception(error) if self.is_call else add_notes(error, self)
             raise
         finally:
             if trainer.current_run is self:  # Else a call of ``run`` in the block has torn down.
@@ -182,35 +176,27 @@ class Run:
 
     # --------------------------------------------------------------------------------------------- its beginning
 
-    def check(self) -> None:
-        """Find where this call ends, and refuse a loader or a schedule that does not fit."""
-        trainer, calls = self.trainer, self.trainer.progress_checker.run_calls
-        self.last_epoch, self.last_step = self.bounds()
-        self.find_decisions()
-        self.current_loader = wrapped = self._fit_loader()
-        leaves = calls.is_new and self.leaves_epoch(wrapped)
+    def begin(self) -> None:
+        """Find where this call ends, refuse a loader or a schedule that does not fit, and count the call."""
+        trainer, progress = self.trainer, self.trainer.progress_checker
+        calls = progress.run_calls
+        loader = self.current_loader = self._fit_loader()
         optim.check_closures(trainer.optimizers, type(trainer))
-        has_metric = self.valid_loader is not None or trainer.history.watches_training
-        in_epoch = self.in_epoch = self.steps_per_epoch(wrapped)
+        self.in_epoch = self.steps_per_epoch(loader)
         if not calls.is_over:
-            warned = trainer.optimization.check_run(*self.spans(in_epoch, leaves), has_metric)
-            for text in warned if trainer.is_main else ():
-                _log.warning("%s", text)
+            has_metric = self.valid_loader is not None or trainer.history.watches_training
+            for text in trainer.optimization.check_run(*self.spans(self.in_epoch), has_metric):
+                if trainer.is_main:
+                    _log.warning("%s", text)
         elif trainer.is_main:  # It was checked as it began.
             calls.warn_of_early_end(self.limits.n_epoch, self.limits.max_steps)
-
-    def begin(self) -> None:
-        """Count the call where it is new, and close an open epoch that its loader cannot continue."""
-        progress, calls = self.trainer.progress_checker, self.trainer.progress_checker.run_calls
         if calls.is_new:
-            if self._leave_epoch(self.current_loader):  # That epoch does not count among those of this call.
-                self.last_epoch = min(self.last_epoch + 1, NO_LIMIT)
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
         calls.index += 1
-        self._progress, self._calls = progress, calls.index
-        self.trainer.loader_position.view = (self.user_loader, self.limits.batches, self.loader)
-        self.trainer.loader_position.restore_random()
+        self._progress = progress
+        trainer.loader_position.view = (self.user_loader, self.limits.batches, self.loader)
+        trainer.loader_position.restore_random()
 
     # ------------------------------------------------------------------------------------- a state within the call
 
@@ -237,18 +223,20 @@ class Run:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another call of ``run`` than the one that is under way."""
-        starts = state["progress"]["run_starts"] if isinstance(state.get("progress"), Mapping) else None
-        if not isinstance(starts, (list, tuple)) or len(starts) != self._calls:
+        starts = state["progress"].get("run_starts") if isinstance(state.get("progress"), Mapping) else None
+        number = self._progress.run_calls.index
+        if not isinstance(starts, (list, tuple)) or len(starts) != number:
             found = len(starts) if isinstance(starts, (list, tuple)) else "no known"
             raise CheckpointMismatch(
-                f"the state is of {found} calls of run(), and this is call {self._calls}, which continues only from a "
+                f"the state is of {found} calls of run(), and this is call {number}, which continues only from a "
                 "state of its own; load that one between two calls: load_state_dict(state), or load_state(path)"
             )
 
     @property
     def is_left(self) -> bool:
         """Whether the call is to continue from another state than it has come to."""
-        return self._load is not None or (self._progress is not None and self._progress is not self._present())
+        was_loaded = self._progress is not None and self._progress is not self.trainer.progress_checker
+        return self._load is not None or was_loaded
 
     def takes_up_state(self) -> bool:
         """Continue from a state that was loaded within the call, as a script does that is started again in it."""
@@ -257,20 +245,17 @@ class Run:
         load, self._load = self._load, None
         if load is not None:
             load()
-        progress, planned = self._present(), self._progress.run_calls.planned_steps
+        progress = self.trainer.progress_checker
         self._check_repeatable()
-        self.check_state({"progress": {"run_starts": progress.run_starts}})
-        progress.run_calls.index, progress.run_calls.planned_steps = self._calls - 1, planned
+        self.check_state({"progress": progress.state_dict()})
+        calls = self._progress.run_calls
+        progress.run_calls.index, progress.run_calls.planned_steps = calls.index - 1, calls.planned_steps
         self.requests.clear()
         self._logged_at, self.epoch_steps = -1, self.limits.steps_per_epoch or 0
         self.trainer.nonfinite.forget()
-        self.check()
         self.begin()
         self.resume_pending_validation()
         return True
-
-    def _present(self) -> Any:
-        return self.trainer.progress_checker
 
     def _check_repeatable(self) -> None:
         """Refuse to go back in a loader that yields each batch once."""
@@ -293,32 +278,39 @@ class Run:
             trainer.checkpoint()
 
     def _fit_loader(self) -> Any:
-        """Wrap the loader, and refuse one that cannot continue the epoch of a loaded state."""
+        """Wrap the loader, find where the call ends, and refuse a loader that cannot continue a loaded state."""
         progress, position = self.trainer.progress_checker, self.trainer.loader_position
         calls, is_new = progress.run_calls, progress.run_calls.is_new
+        self.last_epoch, self.last_step = self.bounds()
         has_more = progress.epoch < self.last_epoch and progress.step < self.last_step
         if has_more and not is_new:
             if progress.epoch_batch:
                 position.check_order(self.loader)
             position.reshard(self.trainer, self.loader)
-        wrapped = self.trainer.wrap_loader(self.loader, True)
+        loader = self.trainer.wrap_loader(self.loader, True)
         if has_more:
-            position.check(wrapped, is_new)
-            if progress.epoch_batch and position.is_of(wrapped):
-                position.check_order(wrapped)
-            new_epochs = self.last_epoch - progress.epoch - bool(progress.epoch_batch)
-            check_epoch_of_workers(wrapped, new_epochs)
+            position.check(loader, is_new)
+            if progress.epoch_batch and position.is_of(loader):
+                position.check_order(loader)
+        if is_new:
+            self._leave_epoch(loader)
+            self.last_epoch, self.last_step = self.bounds()  # An epoch that is left is not one of this call.
+        if has_more:
+            check_epoch_of_workers(loader, self.last_epoch - progress.epoch - bool(progress.epoch_batch))
         if calls.is_behind and not calls.is_over:
-            position.note_loader(wrapped)
-        return wrapped
+            position.note_loader(loader)
+        return loader
 
-    def _leave_epoch(self, wrapped: Any) -> bool:
-        """Close the open epoch where this loader cannot continue it; return whether that was so."""
-        leaves, progress = self.leaves_epoch(wrapped), self.trainer.progress_checker
-        if leaves:
+    def leaves_epoch(self, wrapped: Any) -> bool:
+        """Return whether an epoch is open that this loader, after ``wrap_loader``, cannot continue."""
+        return self.trainer.progress_checker.epoch_batch > 0 and not self.trainer.loader_position.is_of(wrapped)
+
+    def _leave_epoch(self, wrapped: Any) -> None:
+        """Close an open epoch that this loader cannot continue."""
+        progress = self.trainer.progress_checker
+        if self.leaves_epoch(wrapped):
             _log.info("epoch %d was left open; another loader begins the next", progress.epoch + 1)
             progress.close_epoch()
-        return leaves
 
     # -------------------------------------------------------------------------------------------------- an epoch
 
@@ -347,7 +339,6 @@ class Run:
             trainer.log_test.clear()
         progress.pending_validation = ""
         trainer.optimization.begin_training()
-        self.find_decisions()
         trainer.zero_grad()  # An exception may have left the gradients of a step.
         self._weights = weights_of(trainer) if self.watches_next_step and not progress.epoch_batch else []
         if isinstance(trainer.model, nn.Module) and not trainer.model.training:
@@ -388,10 +379,10 @@ class Run:
             return True
         return step >= self.last_step or progress.epoch_step == self.epoch_steps or trainer.should_stop
 
-    def find_decisions(self) -> None:
-        """Find which decisions are overridden, by a class or by an attribute of this trainer."""
-        both = ("should_validate", "should_checkpoint")
-        self.decisions = tuple(name for name in both if is_overridden(self.trainer, name))
+    @cached_property
+    def decisions(self) -> list[str]:
+        """Which decisions a class, or an attribute of this trainer, overrides: a step does not ask for the others."""
+        return [name for name in ("should_validate", "should_checkpoint") if is_overridden(self.trainer, name)]
 
     def decide(self, name: str, is_due: bool) -> bool:
         """Ask a hook whether to do what is due, or not due; of several ranks, the answer of rank 0 counts."""
@@ -616,21 +607,13 @@ class Run:
         found: int | None = calls.planned_steps
         return found
 
-    def spans(self, in_epoch: int | None, leaves: bool = False) -> tuple[Span, Span]:
-        """Return the epochs and the optimizer steps that this call covers; it may leave an open epoch first."""
-        progress, (last_epoch, last_step) = self.trainer.progress_checker, self.bounds()
-        if leaves:
-            progress, last_epoch = replace(progress), min(last_epoch + 1, NO_LIMIT)
-            progress.close_epoch()
-        present, calls = (progress.epoch, progress.step), progress.run_calls
+    def spans(self, in_epoch: int | None) -> tuple[Span, Span]:
+        """Return the epochs and the optimizer steps that this call covers, of epochs with so many steps."""
+        progress, calls = self.trainer.progress_checker, self.trainer.progress_checker.run_calls
+        present = (progress.epoch, progress.step)
         start = present if calls.is_new else calls.starts[calls.index]
-        left = remaining(progress, last_epoch, last_step, in_epoch)
-        epochs, steps = map(Span, start, present, left)
+        epochs, steps = map(Span, start, present, remaining(progress, *self.bounds(), in_epoch))
         return epochs, steps
-
-    def leaves_epoch(self, wrapped: Any) -> bool:
-        """Return whether an epoch is open that this loader, after ``wrap_loader``, cannot continue."""
-        return self.trainer.progress_checker.epoch_batch > 0 and not self.trainer.loader_position.is_of(wrapped)
 
     def _is_full(self, wrapped: Any) -> bool:
         """Return whether the open epoch has all of its steps, or batches."""
@@ -638,45 +621,3 @@ class Run:
         return progress.epoch_batch > 0 and (
             progress.epoch_step == self.epoch_steps or progress.epoch_batch == length_of(wrapped)
         )
-
-    # --------------------------------------------------------------------------------------------------- errors
-
-    def explain(self, error: BaseException) -> None:
-        """Note on an exception the epoch, step and batch it was raised in, or the loader that raised it."""
-        if not isinstance(error, Exception):
-            return
-        add_hint(error, self.trainer)
-        progress = self.trainer.progress_checker
-        place = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
-        if self.loader_use == "evaluation":
-            place = f"in an evaluation after step {progress.step}"
-        place = f"{place}, on {self.trainer.device}"
-        call = ""
-        try:
-            note = self._note(error, place)
-            if self.batch is not None and not isinstance(error, ZaeError):
-                call = describe_failed_call(error, self.trainer.unwrap())
-        except Exception as other:  # Raised by an object of the user that is described here; the first error matters.
-            note = f"{place}; what is known of it could not be described ({type(other).__name__}: {other})"
-        if not note or f"zae: {note}" in getattr(error, "__notes__", ()) or note in str(error):
-            return
-        if call:
-            error.add_note(f"zae: {call}")
-        has_died = "DataLoader worker (pid" in str(error) or " is dead: " in note
-        if not (has_died and add_to_text(error, f"a worker of a loader has died {note}")):
-            error.add_note(f"zae: {note}")
-
-    def _note(self, error: Exception, place: str) -> str:
-        """Describe the batch, or the loader that was asked for one; return "" outside of steps and loaders."""
-        is_of_worker = "DataLoader worker" in str(error)  # torch raises it anywhere, in a step too.
-        failed_at = self.trainer.loader_position.failed_at if self.loader_use == "epoch" else None
-        if self.batch is not None and not is_of_worker and failed_at is None:
-            return f"{place}; the batch was {argument_checks.describe_batch(self.batch)}"
-        if not self.is_loading and not is_of_worker:
-            return ""
-        progress, workers = self.trainer.progress_checker, getattr(self.current_loader, "num_workers", 0)
-        asked = f"while batch {failed_at or progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
-        if self.loader_use == "evaluation":
-            asked = f"while a batch was asked for in an evaluation after step {progress.step}"
-        of_workers = f", num_workers={workers}" if workers else ""
-        return f"{asked}, from {describe(self.current_loader)}{of_workers}{dead_workers(error)}"

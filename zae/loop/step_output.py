@@ -13,9 +13,9 @@ from torch import Tensor
 from zae.common.argument_checks import describe_batch, describe_value
 from zae.common.walk import leading_dimension
 from zae.composition.introspect import hook
-from zae.errors import StepError, did_you_mean
+from zae.errors import StepError
 
-__all__ = ["StepOutput", "add_hint", "count_targets", "explain_failure", "loss_numbers", "read_output", "sample_weight"]
+__all__ = ["StepOutput", "count_targets", "explain_failure", "loss_numbers", "read_output", "sample_weight"]
 
 
 class StepOutput(tuple[Mapping[str, Any], Any]):
@@ -153,18 +153,6 @@ def explain_failure(error: Exception, out: Any, batch: Any, owner: type, optimiz
             f"zae: {owner.__name__}.train_step computes the loss, and backward(), optimizer.step() and "
             "zero_grad() are done for you; take them out of it"
         )
-
-
-def add_hint(error: Exception, trainer: Any) -> None:
-    """Add a note to an error of a step that takes the trainer for something else."""
-    if isinstance(error, TypeError) and ".log() got an unexpected keyword" in str(error):
-        error.add_note("zae: to record a number of a batch, return it from the step: return {'loss': loss, 'x': value}")
-    if isinstance(error, AttributeError) and error.obj is trainer and type(error) is AttributeError:
-        near = did_you_mean(str(error.name), [name for name in dir(trainer) if name[0] != "_"]).removeprefix("; ")
-        hint = f"set self.{error.name} in __init__, before it is used; the model is self.model"
-        error.add_note(f"zae: {near or hint}")
-    if isinstance(error, TypeError) and str(error) == f"{type(trainer).__name__!r} object is not callable":
-        error.add_note("zae: the trainer is not the model: call self.model(...)")
 
 
 def _check_output(out: Mapping[str, Any], where: str, keys: list[str]) -> None:

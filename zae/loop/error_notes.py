@@ -1,0 +1,130 @@
+"""Note on an error where in a run it was raised, with which batch, and in which call of a module or of torch.
+
+Nothing is done for it before there is an error: the frames of its traceback hold what was called, and with what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zae.common.argument_checks import describe_batch
+from zae.data.loaders import describe
+from zae.data.workers import add_to_text, dead_workers
+from zae.errors import ZaeError, did_you_mean
+
+if TYPE_CHECKING:
+    from zae.loop.run import Run
+
+__all__ = ["add_notes", "describe_failed_call"]
+
+_MODULE_CALLS = ("_call_impl", "_wrapped_call_impl")  # The methods of nn.Module behind ``module(...)``.
+_SHOWN = 8  # Parameters of a module.
+
+
+def add_notes(error: BaseException, run: Run) -> None:
+    """Note on an exception the epoch, step and batch it was raised in, or the loader that raised it."""
+    if not isinstance(error, Exception):
+        return
+    _add_hint(error, run.trainer)
+    progress = run.trainer.progress_checker
+    place = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
+    if run.loader_use == "evaluation":
+        place = f"in an evaluation after step {progress.step}"
+    place = f"{place}, on {run.trainer.device}"
+    call = ""
+    try:
+        note = _describe_place(error, place, run)
+        if run.batch is not None and not isinstance(error, ZaeError):
+            call = describe_failed_call(error, run.trainer.unwrap())
+    except Exception as other:  # Raised by an object of the user that is described here; the first error matters.
+        note = f"{place}; what is known of it could not be described ({type(other).__name__}: {other})"
+    if not note or f"zae: {note}" in getattr(error, "__notes__", ()) or note in str(error):
+        return
+    if call:
+        error.add_note(f"zae: {call}")
+    has_died = "DataLoader worker (pid" in str(error) or " is dead: " in note
+    if not (has_died and add_to_text(error, f"a worker of a loader has died {note}")):
+        error.add_note(f"zae: {note}")
+
+
+def _describe_place(error: Exception, place: str, run: Run) -> str:
+    """Describe the batch, or the loader that was asked for one; return "" outside of steps and loaders."""
+    is_of_worker = "DataLoader worker" in str(error)  # torch raises it anywhere, in a step too.
+    failed_at = run.trainer.loader_position.failed_at if run.loader_use == "epoch" else None
+    if run.batch is not None and not is_of_worker and failed_at is None:
+        return f"{place}; the batch was {describe_batch(run.batch)}"
+    if not run.is_loading and not is_of_worker:
+        return ""
+    progress, workers = run.trainer.progress_checker, getattr(run.current_loader, "num_workers", 0)
+    asked = f"while batch {failed_at or progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
+    if run.loader_use == "evaluation":
+        asked = f"while a batch was asked for in an evaluation after step {progress.step}"
+    of_workers = f", num_workers={workers}" if workers else ""
+    return f"{asked}, from {describe(run.current_loader)}{of_workers}{dead_workers(error)}"
+
+
+def _add_hint(error: Exception, trainer: Any) -> None:
+    """Add a note to an error of a step that takes the trainer for something else."""
+    if isinstance(error, TypeError) and ".log() got an unexpected keyword" in str(error):
+        error.add_note("zae: to record a number of a batch, return it from the step: return {'loss': loss, 'x': value}")
+    if isinstance(error, AttributeError) and error.obj is trainer and type(error) is AttributeError:
+        near = did_you_mean(str(error.name), [name for name in dir(trainer) if name[0] != "_"]).removeprefix("; ")
+        hint = f"set self.{error.name} in __init__, before it is used; the model is self.model"
+        error.add_note(f"zae: {near or hint}")
+    if isinstance(error, TypeError) and str(error) == f"{type(trainer).__name__!r} object is not callable":
+        error.add_note("zae: the trainer is not the model: call self.model(...)")
+
+
+def describe_failed_call(error: BaseException, model: nn.Module) -> str:
+    """Return what was called innermost, with the shapes of its parameters and of its input; "" for no such call."""
+    function: FrameType | None = None
+    for frame in reversed([*_frames_of(error)]):
+        called = frame.f_locals.get("self")
+        if frame.f_code.co_name in _MODULE_CALLS and isinstance(called, nn.Module):
+            return _describe_module(called, model, frame.f_locals)
+        if frame.f_globals.get("__name__") == "torch.nn.functional":
+            function = frame  # The outermost: losses call others of the same name.
+    return "" if function is None else _describe_function(function)
+
+
+def _frames_of(error: BaseException) -> Iterator[FrameType]:
+    """Yield the frames of a traceback, the innermost last."""
+    entry = error.__traceback__
+    while entry is not None:
+        yield entry.tb_frame
+        entry = entry.tb_next
+
+
+def _describe_module(module: nn.Module, model: nn.Module, given: Mapping[str, Any]) -> str:
+    """Describe a module by its name in the model and its parameters, and what it was called with."""
+    name = next((name for name, each in model.named_modules() if each is module), "")
+    what = f"{name} ({type(module).__name__})" if name else type(module).__name__
+    shapes = [f"{key} {list(each.shape)}" for key, each in module.named_parameters(recurse=False)]
+    shapes += ["..."] if len(shapes) > _SHOWN else []
+    own = f", with the parameters {', '.join(shapes[:_SHOWN])}" if shapes else ""
+    inputs = [_describe(each) for each in given.get("args", ())]
+    inputs += [f"{key}={_describe(each)}" for key, each in given.get("kwargs", {}).items()]
+    return f"the error is of {what}{own}; its input was {', '.join(inputs) or 'nothing'}"
+
+
+def _describe_function(frame: FrameType) -> str:
+    """Describe a function of `torch.nn.functional` by the tensors that it was called with."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = {name: frame.f_locals.get(name) for name in names}
+    tensors = [f"{name} {_describe(value)}" for name, value in given.items() if isinstance(value, Tensor)]
+    return f"the error is of {code.co_name}, called with {', '.join(tensors)}" if tensors else ""
+
+
+def _describe(value: Any) -> str:
+    """Describe an input by its shapes and types; indices and classes also by their range."""
+    text = describe_batch(value)
+    is_index = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+    if not is_index or value.dtype is torch.bool or value.device.type != "cpu" or not value.numel():
+        return text
+    return f"{text} from {int(value.min())} to {int(value.max())}"
