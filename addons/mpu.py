@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from zae.addons.distributed import DistributedAddon
 from zae.addons.replicated import ReplicatedAddon
 from zae.common.argument_checks import check_flags
+from zae.composition.introspect import slots_of
+from zae.errors import ConfigError
 from zae.launch.ddp import CommunicationHook
 
 __all__ = ["MultiGPUAddon"]
+
+_DIVIDED = {
+    "ACCELERATE_USE_FSDP": "FSDP: train with FSDPAddon",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed: train with DeepSpeedAddon",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM: train with FSDPAddon, TensorParallelAddon or both",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config: train with FSDPAddon, TensorParallelAddon or both",
+}
+"""What `accelerate launch` sets in the environment for a model in parts, with what was asked for, and the remedy."""
 
 
 class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
@@ -82,7 +93,25 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
         comm_hook: Any = None,
         **kwargs: Any,
     ) -> None:
+        _check_launched("precision" in slots_of(type(self)))
         super().__init__(*args, **kwargs)
         flags = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         self.find_unused_parameters, self.static_graph = check_flags(**flags)
         self.comm_hook = None if comm_hook is None else CommunicationHook.parse(comm_hook)
+
+
+def _check_launched(has_precision: bool) -> None:
+    """Refuse what `accelerate launch` was asked for and would not be done: the ranks hold whole models in float32."""
+    for name, asked in _DIVIDED.items():
+        if os.environ.get(name, "false").lower() in ("true", "1"):
+            raise ConfigError(
+                f"accelerate launch was asked for {asked}. For whole copies of the model on each rank, which is what "
+                f"MultiGPUAddon trains, leave it out of the launch and its configuration ({name} is set)"
+            )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision != "no" and not has_precision:
+        raise ConfigError(
+            f"accelerate launch was asked for mixed_precision={precision}, which AccelerateAddon alone takes from it, "
+            f"and this class would train in the types of the model: write .add_on(AMPAddon, MultiGPUAddon) and "
+            f"precision={precision!r}, or .add_on(AccelerateAddon), or --mixed_precision no"
+        )

@@ -19,6 +19,7 @@ from zae.composition.introspect import AddOnPart, replaces
 from zae.data import sharding
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
+from zae.launch.rank_process import has_lost_peer
 from zae.loop.addon_state import gather_tensors
 from zae.storage.encoding import name_of_key
 
@@ -253,6 +254,12 @@ class ShardingAddon(AddOnPart):
         try:
             return shards.whole(tensor)
         except RuntimeError as error:
+            if not has_lost_peer(error):
+                error.add_note(
+                    f"zae: rank {self._rank} of {self._world} was gathering a tensor of shape {tuple(tensor.shape)} "
+                    "from the parts that all ranks hold; checkpoints in shards gather nothing: save_format='sharded'"
+                )
+                raise
             raise DistributedError(
                 f"rank {self._rank} of {self._world} gathers a tensor that is sharded over all ranks, but the other "
                 "ranks did not take part. Call state_dict, save_model and evaluate on every rank, not under "

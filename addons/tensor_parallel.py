@@ -17,7 +17,7 @@ from zae.common.torch_private import is_compiled
 from zae.common.walk import is_sharded, tensors_in
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
-from zae.launch.blocks import check_divisible, divided_dimensions
+from zae.launch.blocks import check_divisible, check_even, divided_dimensions
 from zae.launch.collectives import gather_objects
 from zae.launch.ddp import BUCKET, broadcast
 from zae.sinks.fingerprint import fingerprint
@@ -159,6 +159,8 @@ class TensorParallelAddon(DistributedAddon):
             )
         modules = dict(model.named_modules())
         check_divisible({name: modules[name] for name in self.styles()})
+        for name, style in self.styles().items():
+            check_even(name, modules[name], style, size)
 
     def _divide(self, model: nn.Module) -> None:
         from torch.distributed.tensor.parallel import parallelize_module
@@ -269,6 +271,19 @@ class TensorParallelAddon(DistributedAddon):
                 "with it. Let the loader depend on data_rank and data_size of the trainer, not on the rank, and draw "
                 "from torch, numpy.random or random, whose streams these ranks share"
             )
+
+    def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
+        """Compare the losses of the first batch of an epoch: each rank may have taken its part for the whole."""
+        values, weight = super().micro_step(batch, count)
+        is_first = not self.progress_checker.epoch_batch and not self.current_run.micro_index
+        if self._world > 1 and is_first and not self._same_on_ranks(values["loss"]):
+            raise ConfigError(
+                f"rank {self._rank} of {self._world} has another loss than the ranks that compute the same layers with "
+                "it: a layer of tensor_plan leaves each rank its part, as ColwiseParallel without a RowwiseParallel "
+                "behind it, and the step takes the part for the whole. Write output_layouts=Replicate(), or "
+                "use_local_output=False, for that layer"
+            )
+        return values, weight
 
     def _same_on_ranks(self, values: Any) -> bool:
         """Return whether the ranks that divide layers among them have the same tensors."""

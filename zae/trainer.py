@@ -292,6 +292,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         limits = RunLimits(n_epoch, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches)
         limits.check(loader, valid_loader)
+        argument_checks.check_alone(type(self).__name__, slots_of(type(self)))
         return cast("MetricsDict", self.launch(self._run, loader, valid_loader, limits))
 
     def _run(self, loader: Any, valid_loader: Any, limits: RunLimits) -> MetricsDict:

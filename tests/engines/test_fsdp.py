@@ -15,6 +15,7 @@ import torch.distributed as dist
 from test_plan_memory import MMAP_THRESHOLD, resident
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from kit.engines import F64, Block, Net, Task, data, distance, net, sgd
 from kit.faults import wait_for
@@ -44,6 +45,20 @@ class Scaled(Task):
     def train_step(self, batch):
         (outside,) = self.optimizer.param_groups[1]["params"]
         return super().train_step(batch)["loss"] * outside.exp()
+
+
+@on_ranks(2)
+def test_out_of_memory_while_gathering_is_said_so(world):
+    """The other ranks are not blamed."""
+    trainer = trainer_of(net())
+    trainer.run(1, data(16))
+    row = torch.ones(1, dtype=F64).expand(2**46)  # 512 TiB, of one number.
+    huge = DTensor.from_local(row, trainer.build_mesh(), [Shard(0)], run_check=False)
+    with pytest.raises(RuntimeError, match="memory") as caught:
+        trainer.whole(huge)
+    assert type(caught.value) is not DistributedError
+    assert "was gathering a tensor of shape" in caught.value.__notes__[0]
+    assert trainer.world_size == world
 
 
 @on_ranks(2)

@@ -29,9 +29,9 @@ in_parts = functools.partial(on_engine, names=["tensor", "2-D"])
 class Dropping(nn.Module):
     """A layer in two parts, with a dropout between them or behind them."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, width: int = 8) -> None:
         super().__init__()
-        self.up, self.drop, self.down = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4)
+        self.up, self.drop, self.down = nn.Linear(4, width), nn.Dropout(0.5), nn.Linear(width, 4)
         self.place = place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -114,6 +114,11 @@ def test_what_ranks_refuse_in_a_run(engine: Engine) -> None:
     hooked = Dropping("none")
     hooked.up.bias.register_hook(lambda gradient: gradient)
     refused(r"up\.bias has a hook of its gradient", model=hooked)
+    narrow = Dropping("none", 9)
+    refused(r"up \(Linear\) computes 9 features, which 2 ranks .*Make it 10 wide", model=narrow)
+    refused("has another loss than the ranks", tensor_plan={"down": ColwiseParallel()})
+    kept = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    build(engine, task=Mean, model=narrow, tensor_plan=kept).run(1, rows())
     refused("precision='fp16' needs a loss scale", add_ons=(AMPAddon,), precision="fp16")
     tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
     tied[1].weight = tied[0].weight

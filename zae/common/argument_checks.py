@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zae.errors import ConfigError, StepError, did_you_mean, kind_of
 
 __all__ = [
+    "check_alone",
     "check_count",
     "check_devices",
     "check_file",
@@ -72,6 +74,22 @@ def check_devices(devices: list[Any], name: str, slots: Mapping[str, Any]) -> li
             ".add_on(MultiGPUAddon)"
         )
     return devices
+
+
+def check_alone(name: str, slots: Mapping[str, Any]) -> None:
+    """Refuse to run in one of several ranks of a launcher without a parallel add-on: each would train all by itself.
+
+    A script that has joined the ranks by itself may divide the work by hand, with its own DistributedDataParallel.
+    """
+    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    is_launched = rank is not None and world.isdecimal() and int(world) > 1
+    has_joined = dist.is_available() and dist.is_initialized()
+    if is_launched and not has_joined and "parallel" not in slots:
+        raise ConfigError(
+            f"a launcher has started {world} ranks (RANK={rank}, WORLD_SIZE={world}), and {name} does not join them: "
+            "each would train alone, on all of the data. Write .add_on(MultiGPUAddon); for runs that are meant to be "
+            "independent, unset RANK and WORLD_SIZE in each process: os.environ.pop('RANK')"
+        )
 
 
 def check_mode(mode: Any) -> str:

@@ -15,6 +15,7 @@ from zae.errors import ConfigError
 
 __all__ = [
     "check_divisible",
+    "check_even",
     "check_shapes",
     "check_shardable",
     "check_tables",
@@ -235,3 +236,22 @@ def divided_dimensions(style: Any, module: nn.Module) -> dict[str, int]:
     else:
         found = {"weight": int(not is_table)} if isinstance(style, RowwiseParallel) else {}
     return {key: dimension for key, dimension in found.items() if getattr(module, key, None) is not None}
+
+
+def check_even(name: str, module: nn.Module, style: Any, ranks: int) -> None:
+    """Refuse a layer that passes on parts of different sizes: torch takes each for a part like the own one."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    is_left_in_parts = isinstance(style, ColwiseParallel) and style.use_local_output
+    if not is_left_in_parts or not any(isinstance(each, Shard) for each in style.output_layouts):
+        return
+    for key, dimension in divided_dimensions(style, module).items():
+        count = getattr(module, key).shape[dimension]
+        if count % ranks:
+            raise ConfigError(
+                f"tensor_plan: {name} ({class_name(module)}) computes {count} features, which {ranks} ranks cannot "
+                "divide evenly, and the next layer would take the part of each rank for one of the same size. Make it "
+                f"{-(-count // ranks) * ranks} wide, write ColwiseParallel(use_local_output=False), which keeps track "
+                "of the sizes, or leave it out of the plan"
+            )

@@ -118,10 +118,11 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what a launcher would set for a task of srun; nothing where it is the only one, or no task.
 
     The script of a job is not a task: there SLURM_PROCID is 0 and SLURM_NTASKS is that of the job, but no variable of
-    a step is set.
+    a step is set. Nor is what is started by hand in a shell of `srun --pty`: the other tasks of that step have none.
     """
     rank, world = (environment.get(name, "") for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-    if not rank.isdecimal() or not world.isdecimal() or int(world) < 2:
+    is_shell = "SLURM_PTY_PORT" in environment
+    if is_shell or not rank.isdecimal() or not world.isdecimal() or int(world) < 2:
         return {}
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     first, job = _FIRST.match(nodes), environment.get("SLURM_JOB_ID", "")

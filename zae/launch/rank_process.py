@@ -43,7 +43,10 @@ __all__ = [
     "tell_failures_early",
 ]
 
-_LOST_PEER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout", re.IGNORECASE)
+_OF_AN_EXCHANGE = re.compile(r"gloo|nccl", re.IGNORECASE)
+_OF_A_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out|timeout", re.IGNORECASE)
+_OURS = tuple(str(Path(each).parent) for each in (torch.__file__, __file__))
+_LOADING = str(Path(torch.__file__).parent / "utils" / "data")
 _PR_SET_PDEATHSIG = 1
 
 WHERE: Any = getattr(signal, "SIGUSR2", None)
@@ -136,9 +139,17 @@ class Report:
 
 
 def has_lost_peer(error: BaseException) -> bool:
-    """Return whether an exchange with other ranks has failed."""
-    is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
-    return is_of_torch and bool(_LOST_PEER.search(str(error)))
+    """Return whether an exchange with other ranks has failed.
+
+    A loader, a database or a script of the user may time out too: what they raise is an error of this rank.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    if _OF_AN_EXCHANGE.search(str(error)):
+        return True
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_of_torch = bool(files) and files[-1].startswith(_OURS) and not any(each.startswith(_LOADING) for each in files)
+    return is_of_torch and bool(_OF_A_CONNECTION.search(str(error)))
 
 
 def summarize(error: BaseException) -> str:

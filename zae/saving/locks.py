@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -121,8 +122,9 @@ def _alive(holder: Mapping[str, Any], path: Path) -> bool:
     if (holder.get("host"), holder.get("place")) != (here["host"], here["place"]):
         if holder.get("host") == here["host"] and not here["place"]:
             return False
-        with contextlib.suppress(OSError):
-            return time.time() - path.stat().st_mtime < _SILENT
+        # A file that is made now tells the time of the disk: the clock of this host may differ from that of the other.
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=path.parent) as probe:
+            return os.fstat(probe.fileno()).st_mtime - path.stat().st_mtime < _SILENT
         return False
     pid = holder.get("pid")
     if not isinstance(pid, int) or pid <= 0 or _start_of(pid) != holder.get("started"):
