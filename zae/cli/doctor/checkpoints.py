@@ -54,20 +54,14 @@ def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str
     paths = [folder] if (folder / "manifest.json").exists() else list_checkpoints(folder)
     crashes = crashes_in(folder) if paths != [folder] else []
     checkpoints = [_examine_one(each, reads_all) for each in paths]
-    whole = [each for each in checkpoints if each["whole"]]
-    return {
-        "path": str(folder),
-        "healthy": bool(checkpoints) and checkpoints[0]["whole"],
-        "resume_from": whole[0]["name"] if whole else None,
-        "checkpoints": checkpoints,
-        "weights": [each.name for each in weight_files(folder)],
-        "crashes": [_examine_one(each, reads_all) for each in crashes],
-        "left_behind": _left_behind(folder) if paths != [folder] else [],
-        "holder": _holder(folder),
-        "advice": _advice(folder, checkpoints, whole)
-        if reads_all
-        else [f"python -m zae doctor {folder} verifies them"],
-    }
+    found = _report(str(folder), folder, checkpoints)
+    found["weights"] = [each.name for each in weight_files(folder)]
+    found["crashes"] = [_examine_one(each, reads_all) for each in crashes]
+    found["left_behind"] = _left_behind(folder) if paths != [folder] else []
+    found["holder"] = _holder(folder)
+    if not reads_all:
+        found["advice"] = [f"python -m zae doctor {folder} verifies them"]
+    return found
 
 
 def examine_url(url: str) -> dict[str, Any]:
@@ -82,18 +76,20 @@ def examine_url(url: str) -> dict[str, Any]:
         def examined(kind: str) -> list[dict[str, Any]]:
             return [_examine_stored(store, path) for path in store.list_saved(folder, kind)]
 
-        checkpoints, crashes, left_behind = examined("step"), examined("crash"), store.unfinished()
-        weights = [each.name for each in store.weights.storage.list_saved()]
+        found = _report(url, folder, examined("step"))
+        found["crashes"], found["left_behind"] = examined("crash"), store.unfinished()
+        found["weights"] = [each.name for each in store.weights.storage.list_saved()]
+    return {**found, "holder": None}
+
+
+def _report(path: str, folder: Path, checkpoints: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is known of the checkpoints, and what to do."""
     whole = [each for each in checkpoints if each["whole"]]
     return {
-        "path": url,
+        "path": path,
         "healthy": bool(checkpoints) and checkpoints[0]["whole"],
         "resume_from": whole[0]["name"] if whole else None,
         "checkpoints": checkpoints,
-        "weights": weights,
-        "crashes": crashes,
-        "left_behind": left_behind,
-        "holder": None,
         "advice": _advice(folder, checkpoints, whole),
     }
 
