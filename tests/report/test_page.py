@@ -14,7 +14,6 @@ import pytest
 from kit.pages import ABOUT, Page, curves, rows, unpacked
 from zae.report.page import render
 from zae.report.records import Records, Run
-from zae.report.tree import Branch
 
 
 def test_each_number_of_the_log_is_in_the_page_to_the_last_bit() -> None:
@@ -102,8 +101,7 @@ def test_hostile_names_are_only_text(name: str) -> None:
     def of(name: str, about: dict[str, Any], runs: int) -> Page:
         given = [{"step": 0, "run": about}, {"step": 1, name: 1.0, f"train/{name}": 2.0}, {"step": 2, "run": about}]
         records = Records.of([*given, {"step": 3, f"train/{name}": 2.0}])
-        tree = [Branch(depth, name, [name], [name], depth) for depth in range(runs)]
-        return Page(render([Run(name, records, [doctor], [name], name) for _ in range(runs)], tree))
+        return Page(render([Run(name, records, [doctor], [name], name) for _ in range(runs)]))
 
     for runs in (1, 2):
         page = of(name, about, runs)

@@ -36,7 +36,7 @@ COMMANDS = {
     "explain": "show the loop of a script's trainer, with the add-ons that override each line",
     "certify": "prove the promises of zae for the trainer of a script, by short runs",
     "replay": "run to a step of a run again, and show what happens in it",
-    "launch": "start the ranks of a script by torchrun, or write a job of SLURM that does",
+    "launch": "start the ranks of a script by torchrun, or print a job of SLURM that does",
     "plot": "draw curves of one run or several in the terminal",
     "report": "write a page with curves, options and checkpoints of one run or several",
     "consolidate": "write the weights of a checkpoint, sharded or not, as one file",

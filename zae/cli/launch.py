@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,11 +15,11 @@ __all__ = ["add_arguments", "run", "write_job"]
 
 _ABOUT = """
 On this machine the ranks replace this command, and the exit status is theirs.
-With --slurm a job for sbatch is printed, or written to a file, and not
-submitted, unless --submit is given. Before its time is over the ranks save and
+With --slurm a job for sbatch is printed: ... --slurm -n 4 | sbatch --time 8:00:00
+takes the other options of sbatch. Before its time is over the ranks save and
 end, and it is queued again: resume="auto" and a save_path that all nodes share
 let the script continue. In the script write device="cuda" (or "cpu")."""
-_ONLY_SLURM = ("nodes", "time", "cpus_per_task", "sbatch", "out", "submit")
+_ONLY_SLURM = ("nodes", "cpus_per_task")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,17 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-restarts", metavar="N", type=int, default=0, help="how often torchrun starts the ranks "
                         "again after one has failed (default: 0)")  # fmt: skip
     parser.add_argument("--cpu", action="store_true", help="the ranks need no GPU: with --slurm none is asked for")
-    parser.add_argument("--slurm", action="store_true", help="write a job for sbatch instead of starting the ranks")
+    parser.add_argument("--slurm", action="store_true", help="print a job for sbatch instead of starting the ranks")
     slurm = parser.add_argument_group("with --slurm")
     slurm.add_argument("--nodes", metavar="N", type=int, help="machines (default: 1)")
-    slurm.add_argument("--time", metavar="TIME", help="the time limit of the job, as sbatch takes it: 24:00:00")
     slurm.add_argument(
         "--cpus-per-task", metavar="N", type=int, help="processors on each machine, for all of its ranks"
     )
-    slurm.add_argument("--sbatch", metavar="OPTION", action="append", help="another option of sbatch, may be repeated: "
-                       "--sbatch=--partition=long")  # fmt: skip
-    slurm.add_argument("-o", "--out", metavar="FILE", help="write the job to this file, which must not exist")
-    slurm.add_argument("--submit", action="store_true", help="submit the job by sbatch")
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -57,7 +51,8 @@ def run(arguments: argparse.Namespace) -> Answer:
             raise ConfigError(f"--{name.replace('_', '-')} {value}; it must be 1 or more")
     ranks = arguments.ranks or _count_gpus(arguments)
     if arguments.slurm:
-        return _give_job(arguments, write_job(arguments, ranks))
+        text = write_job(arguments, ranks)
+        return Answer({"job": text}, text)
     for name in _ONLY_SLURM:
         if getattr(arguments, name):
             raise ConfigError(f"--{name.replace('_', '-')} is an option of --slurm; write --slurm too, or leave it out")
@@ -102,9 +97,8 @@ def write_job(arguments: argparse.Namespace, ranks: int) -> str:
     options = [f"--job-name={stem}", f"--nodes={arguments.nodes or 1}", "--ntasks-per-node=1"]
     options += [] if arguments.cpu else [f"--gpus-per-node={ranks}"]
     options += [f"--cpus-per-task={cpus}"] if cpus else []
-    options += [f"--time={arguments.time}"] if arguments.time else []
     options += ["--requeue", "--open-mode=append", f"--output={stem}-%j.out", "--signal=B:USR1@180"]
-    lines = "\n".join(f"#SBATCH {each}" for each in [*options, *(arguments.sbatch or ())])
+    lines = "\n".join(f"#SBATCH {each}" for each in options)
     srun = f"srun --cpus-per-task={cpus}" if cpus else "srun"
     return _JOB.format(
         options=lines,
@@ -137,23 +131,3 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 step=$!
 wait "$step"
 """
-
-
-def _give_job(arguments: argparse.Namespace, text: str) -> Answer:
-    """Write the job where that is asked for, submit it where that is, else return it."""
-    data, said = {"job": text}, text
-    if arguments.out:
-        out = Path(arguments.out).expanduser()
-        if out.exists():
-            raise ConfigError(f"{out} exists, and nothing is overwritten; give another name to -o")
-        out.write_text(text, encoding="utf-8")
-        data["file"], said = str(out), f"{out}: submit it with: sbatch {shlex.quote(str(out))}"
-    if arguments.submit:
-        try:
-            done = subprocess.run(["sbatch"], input=text, text=True, capture_output=True)
-        except FileNotFoundError:
-            raise ConfigError("there is no sbatch on this machine; call it on a login node of the cluster") from None
-        if done.returncode:
-            raise ConfigError(f"sbatch has refused the job: {done.stderr.strip()}")
-        data["submitted"] = said = done.stdout.strip()
-    return Answer(data, said)

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         nargs="+",
         type=Path,
-        help="the folder of a run, a folder of runs, or a log of JSONLLoggerAddon",
+        help="the folder of a run, or a log of JSONLLoggerAddon",
     )
     parser.add_argument(
         "-o", "--out", metavar="FILE", type=Path, default=Path("report.html"), help="the page (default: report.html)"
@@ -33,17 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Write the page of all runs together; ConfigError or CheckpointError where one cannot be read."""
-    from zae.cli.runs import branches_of
     from zae.report.page import write
 
     out: Path = arguments.out.expanduser()
     if out.suffix not in (".html", ".htm"):
         raise ConfigError(f"-o {out} would not be opened as a page; end it with .html")
-    given = [path.expanduser() for path in arguments.runs]
-    paths = list(dict.fromkeys(each for path in given for each in _runs_in(path)))
+    paths = list(dict.fromkeys(path.expanduser() for path in arguments.runs))
     runs = [load_run(path, name, paths) for path, name in zip(paths, names_of(paths))]
-    places = {Path(report["path"]).resolve(): at for at, each in enumerate(runs) for report in each.checkpoints}
-    size = write(out, runs, branches_of([path for path in given if path.is_dir()], places))
+    size = write(out, runs)
     counts = {each.name: sum(len(series.steps) for series in each.records.series.values()) for each in runs}
     points = ", ".join(f"{printable(name, kept='')}: {count:,} points" for name, count in counts.items())
     text = f"{printable(str(out), kept='')} ({format_size(size)}; {points})"
@@ -86,27 +83,6 @@ def load_run(path: Path, name: str, others: Sequence[Path] = ()) -> Run:
     if records is None:
         records = _records_in(newest)
     return Run(name, records, reports, newest[1]["composition"] if newest else [])
-
-
-def _runs_in(path: Path) -> list[Path]:
-    """Return the runs in a folder, at any depth, if it is not a run itself; else the path."""
-    from zae.report.records import find_log
-    from zae.storage.checkpoint import list_checkpoints
-
-    found, waiting = list[Path](), [path] if path.is_dir() else []
-    while waiting:
-        folder = waiting.pop()
-        if (folder / "manifest.json").exists():
-            continue
-        has_log = find_log(folder) is not None
-        if has_log or list_checkpoints(folder):
-            found.append(folder)
-            if folder == path:
-                return [path]
-        below = [each for each in folder.iterdir() if each.is_dir() and not each.is_symlink() and each.name[0] != "."]
-        # Checkpoints beside a log belong to its run.
-        waiting += [each for each in below if not (has_log and find_log(each) is None and list_checkpoints(each))]
-    return sorted(found) if len(found) > 1 else [path]
 
 
 def _only_run_in(folder: Path) -> Path:

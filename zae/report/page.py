@@ -17,7 +17,6 @@ from typing import Any
 import zae
 from zae.report.records import THROUGHPUT, Run, Series, metrics_of, split_key
 from zae.report.sections import SECTIONS, overview, subtitle, text_of
-from zae.report.tree import Branch, tree_section
 from zae.storage.filesystem import replace_file
 
 __all__ = ["render", "write"]
@@ -27,15 +26,13 @@ _MOST = 100  # Metrics with a curve: a person does not look at a thousand.
 _TITLES = {"lr": "learning rate", "grad_norm": "gradient norm", THROUGHPUT: "throughput (steps/s)"}
 
 
-def render(runs: Sequence[Run], tree: Sequence[Branch] = ()) -> str:
+def render(runs: Sequence[Run]) -> str:
     """Return the page of one run, or of several that are compared.
 
     Parameters
     ----------
     runs : sequence of Run
         Their order is that of their colours.
-    tree : sequence of Branch
-        Which run started from which; each stands after the one that it is under.
 
     Returns
     -------
@@ -60,7 +57,7 @@ def render(runs: Sequence[Run], tree: Sequence[Branch] = ()) -> str:
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "overview": overview(runs),
         "left_out": left_out,
-        "sections": "\n".join(filter(None, (tree_section(tree), *(each(runs) for each in SECTIONS)))),
+        "sections": "\n".join(filter(None, (each(runs) for each in SECTIONS))),
         "data": _embed(_payload(runs, metrics[:_MOST])),
         "css": css,
         "script": script,
@@ -70,12 +67,12 @@ def render(runs: Sequence[Run], tree: Sequence[Branch] = ()) -> str:
     return Template(_asset("report.html")).substitute(parts)
 
 
-def write(path: Path, runs: Sequence[Run], tree: Sequence[Branch] = ()) -> int:
+def write(path: Path, runs: Sequence[Run]) -> int:
     """Write the page of runs, in the place of one that is there, and return its size in bytes.
 
     CheckpointError says why it cannot be written.
     """
-    page = render(runs, tree).encode()
+    page = render(runs).encode()
     replace_file(path, lambda put: put(page), len(page))
     return len(page)
 

@@ -13,7 +13,7 @@ from zae.display.text import duration, format_size, number
 from zae.errors import printable
 from zae.report.records import THROUGHPUT, Run, Series, metrics_of, split_key
 
-__all__ = ["SECTIONS", "overview", "section_html", "subtitle", "swatch", "text_of"]
+__all__ = ["SECTIONS", "overview", "subtitle", "text_of"]
 
 _MOST = 500  # Rows of the table of metrics.
 
@@ -42,7 +42,7 @@ def overview(runs: Sequence[Run]) -> str:
     names = list(dict.fromkeys(name for each in facts for name in each))
     rows = [[_run(runs, at), *(_note(*each.get(name, ("-", ""))) for name in names)] for at, each in enumerate(facts)]
     table = _table(["run", *map(text_of, names)], rows, "The main numbers of each run")
-    return section_html("overview", "Overview", table)
+    return _section("overview", "Overview", table)
 
 
 def _facts(run: Run) -> dict[str, tuple[str, str]]:
@@ -87,7 +87,7 @@ def _metric_table(runs: Sequence[Run]) -> str:
     named = ["metric", *(["run"] if len(runs) > 1 else [])]
     headers = [*named, "last", "lowest", "highest", "points", "not finite"]
     table = _table(headers, rows[:_MOST], "The last, lowest and highest value of each series")
-    return section_html("metrics", "Metrics", table) if rows else ""
+    return _section("metrics", "Metrics", table) if rows else ""
 
 
 def _extremes(series: Series) -> list[str]:
@@ -100,7 +100,7 @@ def _extremes(series: Series) -> list[str]:
     return [*cells, f"{len(series.values):,}", f"{len(series.values) - len(finite) or '-'}"]
 
 
-def _section_of(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
+def _section_for(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
     """Return the section of a part of the description, where runs are compared: what differs comes first."""
 
     def section(runs: Sequence[Run]) -> str:
@@ -111,7 +111,7 @@ def _section_of(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
         rows = {name: [_value(each[name]) if name in each else "-" for each in found] for name in names}
         if len(runs) == 1:
             pairs = "".join(f"<div><dt>{text_of(name)}</dt><dd>{cell}</dd></div>" for name, (cell,) in rows.items())
-            return section_html(identifier, identifier.title(), f"<dl class='pairs'>{pairs}</dl>")
+            return _section(identifier, identifier.title(), f"<dl class='pairs'>{pairs}</dl>")
         headers = ["", *(_run(runs, at) for at in range(len(runs)))]
         same = [[text_of(name), *cells] for name, cells in rows.items() if len(set(cells)) == 1]
         differing = [[text_of(name), *cells] for name, cells in rows.items() if len(set(cells)) > 1]
@@ -119,7 +119,7 @@ def _section_of(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
         if same:
             rest = _table(headers, same, "What is the same")
             content += f"<details><summary>The same in all runs ({len(same)})</summary>{rest}</details>"
-        return section_html(identifier, identifier.title(), content)
+        return _section(identifier, identifier.title(), content)
 
     return section
 
@@ -138,7 +138,7 @@ def _composition(runs: Sequence[Run]) -> str:
             loop = f"<details{' open' if len(runs) == 1 else ''}><summary>The effective loop</summary>{shown}</details>"
         if names or text:
             parts.append(f"{_heading(runs, at)}<ul class='chips'>{chips}</ul>{loop}")
-    return section_html("composition", "Composition", "".join(parts)) if parts else ""
+    return _section("composition", "Composition", "".join(parts)) if parts else ""
 
 
 def _checkpoints(runs: Sequence[Run]) -> str:
@@ -152,7 +152,7 @@ def _checkpoints(runs: Sequence[Run]) -> str:
             advice = "".join(f"<li>{text_of(line)}</li>" for line in report["advice"])
             place = f"<p class='quiet place'>{text_of(report['path'])}</p>"
             parts.append(f"{_heading(runs, at)}{place}{table}<ul class='advice'>{advice}</ul>")
-    return section_html("checkpoints", "Checkpoints", "".join(parts)) if parts else ""
+    return _section("checkpoints", "Checkpoints", "".join(parts)) if parts else ""
 
 
 def _checkpoint(each: Mapping[str, Any]) -> list[str]:
@@ -180,15 +180,15 @@ def _processes(runs: Sequence[Run]) -> str:
             rows.append([*name, began, _when(each["unix_time"]), text_of(device)])
     headers = [*(["run"] if len(runs) > 1 else []), "process", "time", "device"]
     table = _table(headers, rows, "When a run was started and resumed")
-    return section_html("processes", "Processes", table) if len(rows) > len(runs) else ""
+    return _section("processes", "Processes", table) if len(rows) > len(runs) else ""
 
 
 SECTIONS: tuple[Callable[[Sequence[Run]], str], ...] = (
     _metric_table,
     _checkpoints,
     _composition,
-    _section_of("options", "config"),
-    _section_of("environment", "environment"),
+    _section_for("options", "config"),
+    _section_for("environment", "environment"),
     _processes,
 )
 """What comes below the curves; each returns an empty text where nothing is known."""
@@ -202,7 +202,7 @@ def text_of(value: object, kept: str = "") -> str:
     return html.escape(printable(str(value), kept=kept))
 
 
-def section_html(identifier: str, title: str, content: str) -> str:
+def _section(identifier: str, title: str, content: str) -> str:
     """Return a part of the page; the content is HTML already."""
     return f"<section id='{identifier}'><h2>{title}</h2>\n{content}\n</section>"
 
@@ -223,13 +223,8 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], caption: str) 
 
 
 def _run(runs: Sequence[Run], at: int) -> str:
-    """Return the name of a run, with its colour."""
-    return swatch(at) + text_of(runs[at].name)
-
-
-def swatch(at: int) -> str:
-    """Return a mark in the colour of a run."""
-    return f"<span class='swatch c{at % 8}'></span>"
+    """Return the name of a run, with a mark in its colour."""
+    return f"<span class='swatch c{at % 8}'></span>{text_of(runs[at].name)}"
 
 
 def _note(value: str, note: str) -> str:

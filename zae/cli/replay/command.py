@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import contextlib
 import logging
 import os
 import shutil
@@ -38,14 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="checkpoint", metavar="PATH", help="the checkpoint to begin with (default: the "
                         "nearest one in save_path; without any, the beginning of the run)")  # fmt: skip
     parser.add_argument("--ledger", metavar="FILE", help="the ledger to compare with (default: ledger_path)")
-    parser.add_argument("--with", dest="changes", metavar="NAME=VALUE", action="append", default=[],
-                        help="what if: an option of the trainer, from the checkpoint on, or a setting of the "
-                        "optimizers (lr=0.01), from --step on; may be repeated")  # fmt: skip
-    parser.add_argument("--with-addon", dest="add_ons", metavar="NAME", action="append", default=[],
-                        help="what if: an installed add-on beside those of the trainer, from the checkpoint on, with "
-                        "its options by --with; may be repeated")  # fmt: skip
-    parser.add_argument("--pdb", action="store_true", help="stop in the debugger in each of these steps, before the "
-                        "optimizer steps")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -57,26 +47,15 @@ def run(arguments: argparse.Namespace) -> Answer:
                           "before it")  # fmt: skip
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("a replay is one process; start it without torchrun")
-    changes = dict(map(_parse, arguments.changes))
     from zae.cli.replay.trainer import making
 
     folder = Path(tempfile.mkdtemp(prefix="zae-replay-"))
     try:
-        with making(arguments, changes, folder) as made, script.trainer_of(arguments) as found:
+        with making(arguments, folder) as made, script.trainer_of(arguments) as found:
             given = script.require_arguments(found, arguments.script)
             return _replay(arguments, found.trainer, given, made, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _parse(text: str) -> tuple[str, Any]:
-    """Return the name and the value of NAME=VALUE."""
-    name, sign, value = text.partition("=")
-    if not sign or not name.isidentifier():
-        raise ConfigError(f"--with {text}; write a name and a value: --with lr=0.01")
-    with contextlib.suppress(ValueError, SyntaxError):
-        return name, ast.literal_eval(value)
-    return name, value
 
 
 def _replay(arguments: argparse.Namespace, trainer: Any, given: Any, made: dict[str, Any], folder: Path) -> Answer:
@@ -120,27 +99,22 @@ def _check(arguments: argparse.Namespace, trainer: Any, made: dict[str, Any]) ->
 
 
 def _compare(arguments: argparse.Namespace, made: Mapping[str, Any], replayed: Mapping[int, Any]) -> dict[str, Any]:
-    """Compare with the ledger of the run; of the steps that a change reaches, list the losses beside each other."""
+    """Compare with the ledger of the run."""
     from zae.cli.diff import compare, describe, read_ledger
 
     path = arguments.ledger or made["ledger"]
     if path is None or (arguments.ledger is None and not Path(path).exists()):
-        return {"data": {"same": None, "compared": 0, "losses": {}}, "text": "the run has no ledger to compare with"}
-    known, plan = read_ledger(path), made["plan"]
-    changed_from = made["changed_from"]
+        return {"data": {"same": None, "compared": 0}, "text": "the run has no ledger to compare with"}
+    known = read_ledger(path)
     both = sorted(known.keys() & replayed.keys())
-    alike = {step: known[step] for step in both if step < changed_from}
-    losses = {step: [each[step]["stages"]["forward"]["loss"] for each in (known, replayed)]
-              for step in both if step >= max(changed_from, plan.first)}  # fmt: skip
-    difference = compare(alike, replayed)
+    difference = compare(known, replayed)
     if difference is not None:
-        text = describe(difference, sorted(alike)).replace("runA", "ledger").replace("runB", "replay")
-    elif alike:
-        text = f"equal to the ledger in all {len(alike)} steps that both have, up to step {max(alike)}"
+        text = describe(difference, both).replace("runA", "ledger").replace("runB", "replay")
+    elif both:
+        text = f"equal to the ledger in all {len(both)} steps that both have, up to step {max(both)}"
     else:
         text = "no step is compared with the ledger"
-    return {"data": {"same": difference is None if alike else None, "compared": len(alike), "losses": losses},
-            "text": text}  # fmt: skip
+    return {"data": {"same": difference is None if both else None, "compared": len(both)}, "text": text}
 
 
 # ------------------------------------------------------------------------------------------------------------- the text
@@ -154,9 +128,6 @@ def _text(data: Mapping[str, Any], compared: str) -> str:
              *(f"note      {note}" for note in data["notes"])]  # fmt: skip
     for row in data["steps"]:
         lines += ["", *_step(row)]
-    if data["losses"]:
-        lines += ["", "loss: step, in the ledger, in the replay"]
-        lines += [f"  {step:>6}  {_join(old)}  {_join(new)}" for step, (old, new) in data["losses"].items()]
     return "\n".join([*lines, *(["", "the run failed:", data["failed"]] if data["failed"] else [])])
 
 

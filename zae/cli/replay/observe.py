@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import bdb
 import contextlib
 import math
-import pdb
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,15 +28,10 @@ class Replay:
 
     first: int
     last: int
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the optimizers from the first step on."""
     gone: frozenset[str] = frozenset()
     """Names of the add-ons whose state is not loaded."""
-    debugs: bool = False
     raises: bool = False
     """Whether the run itself ends at a loss or a norm that is not finite."""
-    added: tuple[str, ...] = ()
-    """Names of the add-ons that the run did not have: they begin with their initial state."""
     began: int = 0
     """The step before the first one that was replayed."""
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -47,43 +39,29 @@ class Replay:
 
 
 class ReplayAddon(AddOnBase):
-    """Note what happens in some steps, and end the run after them; it changes nothing but the settings it is given."""
+    """Note what happens in some steps, and end the run after them."""
 
     layer = "observe"
     replay = Replay(0, 0)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Leave out the states of the loggers, which a replay does not have; add those of add-ons that are new."""
-        kept = {key: value for key, value in state.items() if key not in self.replay.gone}
-        new = [name for name in self.replay.added if name not in kept]
-        initial = self.state_dict() if new else {}
-        super().load_state_dict({**kept, **{name: initial[name] for name in new if name in initial}}, strict)
+        """Leave out the states of the loggers, which a replay does not have."""
+        super().load_state_dict({key: value for key, value in state.items() if key not in self.replay.gone}, strict)
 
     def on_run_begin(self) -> None:
-        """Note where the replay begins, and refuse a setting that no optimizer has."""
+        """Note where the replay begins."""
         super().on_run_begin()
         self.replay.began = self.progress_checker.step
         self._row: dict[str, Any] | None = None
         if self.replay.began >= self.replay.first:
             raise ConfigError(f"the checkpoint has step {self.replay.began}; give one before step {self.replay.first}")
-        known = {name for group in self._groups() for name in group if name != "params"}
-        for name in self.replay.settings:
-            if name not in known:
-                raise ConfigError(f"--with {name}=...; {name} is neither an option of the trainer nor a setting of its "
-                                  f"optimizers: {', '.join(sorted(known))}")  # fmt: skip
 
     def on_step_begin(self, batch: Any) -> None:
-        """Apply the settings, from the first step on, and let a step that is not finite come to its end."""
+        """Let a step that is not finite come to its end: it is in the ledger then."""
         super().on_step_begin(batch)
-        is_shown = self.progress_checker.step + 1 >= self.replay.first
         if self.replay.raises:
-            self.nonfinite.policy = "warn" if is_shown else "raise"  # A step that comes to its end is in the ledger.
-        if is_shown:
-            for group in self._groups():
-                group.update({name: value for name, value in self.replay.settings.items() if name in group})
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for each in self.optimizers.values() for group in each.param_groups]
+            is_shown = self.progress_checker.step + 1 >= self.replay.first
+            self.nonfinite.policy = "warn" if is_shown else "raise"
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Look at the outputs of all modules and at the gradients as they come, and note the losses."""
@@ -113,7 +91,7 @@ class ReplayAddon(AddOnBase):
         super().clip()
 
     def may_step(self, outputs: Sequence[StepOutput]) -> bool:
-        """Finish the row of the step, and stop in the debugger."""
+        """Finish the row of the step."""
         row = self._row
         if row is not None:
             row["norm"] = None if self.grad_norm is None else float(self.grad_norm)
@@ -126,8 +104,6 @@ class ReplayAddon(AddOnBase):
             if ends and self.replay.raises:
                 self.replay.notes.append(f"the run itself ends at step {row['step']}: on_nonfinite='raise'")
                 self.replay.last = row["step"]
-            if self.replay.debugs:
-                self._debug(row, outputs)
         return super().may_step(outputs)
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
@@ -135,23 +111,6 @@ class ReplayAddon(AddOnBase):
         super().on_step_end(outputs)
         if self.progress_checker.step >= self.replay.last:
             self.stop("the replay is over")
-
-    def _debug(self, row: dict[str, Any], outputs: Sequence[StepOutput]) -> None:
-        """Stop before the optimizer steps: the gradients are in .grad, and the losses in outputs."""
-        sys.stdout.write(
-            f"step {row['step']}, before the optimizer steps; see trainer, row, outputs; q ends the replay\n"
-        )
-        try:
-            _stop(self, row, outputs)
-        except bdb.BdbQuit:
-            self.replay.last = row["step"]
-        finally:
-            sys.settrace(None)
-
-
-def _stop(trainer: ReplayAddon, row: dict[str, Any], outputs: Sequence[StepOutput]) -> None:
-    pdb.Pdb(nosigint=True).set_trace()
-    return  # The debugger stops here, where the arguments are local variables.
 
 
 def _note_output(row: dict[str, Any], name: str, module: nn.Module, inputs: Any, output: Any) -> None:

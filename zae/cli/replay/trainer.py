@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from zae.cli import script
 from zae.cli.replay.observe import Replay, ReplayAddon
 from zae.composition.introspect import add_ons_of
-from zae.composition.metaclass import compose, load_installed
+from zae.composition.metaclass import load_installed
 from zae.composition.options import options_of
 from zae.errors import CheckpointDamaged, ConfigError
 from zae.loop.progress import Every
@@ -27,19 +26,14 @@ _ENGINES = ("DeepSpeedAddon", "PipelineAddon")  # Their steps have other parts.
 
 
 @contextlib.contextmanager
-def making(arguments: argparse.Namespace, changes: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+def making(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Let the script make its trainer as the replay needs it; what was found out is in the dict that is yielded."""
     made = dict[str, Any]()
-    added = [load_installed(name) for name in arguments.add_ons]
-    for each in added:
-        if _is_left_out(each):
-            raise ConfigError(f"--with-addon {each.__name__}: it only writes down what a run does, and changes nothing")
 
     def make(original: Any, cls: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        cls = _with_add_ons(cls, added)
         given = cls.expand_options(named)
         made.clear()
-        made.update(_plan(cls, given, arguments, changes, added))
+        made.update(_plan(cls, given, arguments))
         variant = _variant(cls, made["plan"])
         made["trainer"] = original(variant, *args, **_options(cls, variant, given, made, folder))
         return made["trainer"]
@@ -48,30 +42,15 @@ def making(arguments: argparse.Namespace, changes: dict[str, Any], folder: Path)
         yield made
 
 
-def _with_add_ons(cls: Any, added: Sequence[Any]) -> Any:
-    """Return the class with add-ons that the run did not have."""
-    for each in added:
-        if each in add_ons_of(cls):
-            raise ConfigError(f"--with-addon {each.__name__}: the trainer has it already; change its options: --with")
-    return compose(cls, added) if added else cls
-
-
-def _plan(
-    cls: Any, given: Mapping[str, Any], arguments: argparse.Namespace, changes: Mapping[str, Any], added: Sequence[Any]
-) -> Any:
-    """Return what to look at, where to begin, and which changes are options of the trainer."""
+def _plan(cls: Any, given: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what to look at, and where to begin."""
     gone = frozenset(kind.__name__ for each in add_ons_of(cls) if _is_left_out(each) for kind in each.__mro__)
-    options = {name: value for name, value in changes.items() if name in options_of(cls)}
-    settings = {name: value for name, value in changes.items() if name not in options}
-    plan = Replay(arguments.step, arguments.to, settings, gone, arguments.pdb)
-    plan.raises = {**given, **options}.get("on_nonfinite", "raise") == "raise"
+    plan = Replay(arguments.step, arguments.to, gone, raises=given.get("on_nonfinite", "raise") == "raise")
     checkpoint, notes = _checkpoint(arguments, given)
     if checkpoint is None and given.get("seed") is None:
         notes.append("the trainer has no seed: from its beginning, the replay is another run")
-    plan.added = tuple(each.__name__ for each in added)
-    changed_from = 0 if options or plan.added else arguments.step if settings else sys.maxsize
-    return {"plan": plan, "checkpoint": None if checkpoint is None else str(checkpoint), "notes": notes,
-            "options": options, "changed_from": changed_from, "ledger": given.get("ledger_path")}  # fmt: skip
+    where = None if checkpoint is None else str(checkpoint)
+    return {"plan": plan, "checkpoint": where, "notes": notes, "ledger": given.get("ledger_path")}
 
 
 def _checkpoint(arguments: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Path | None, list[str]]:
@@ -116,7 +95,7 @@ def _variant(cls: Any, plan: Replay) -> Any:
 
 def _options(cls: Any, variant: Any, given: Mapping[str, Any], made: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the options of the trainer: what it writes lies in a folder of the replay."""
-    known, found = options_of(variant), script.options_for(variant, cls, given) | made["options"]
+    known, found = options_of(variant), script.options_for(variant, cls, given)
     script.redirect(found, lambda option, file: folder / option / file)
     found |= {"ledger_path": folder / "replay.jsonl", "ledger_every": 1}
     if "save_path" in known:

@@ -1,5 +1,5 @@
 """`python -m zae runs FOLDER`: draw the tree of the runs in a folder."""
 
-from zae.cli.runs.command import add_arguments, branches_of, run
+from zae.cli.runs.command import add_arguments, run
 
-__all__ = ["add_arguments", "branches_of", "run"]
+__all__ = ["add_arguments", "run"]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zae.cli import Answer
 from zae.cli.runs.scan import Found, Run, find_runs
 from zae.cli.runs.tree import Node, connect, differences
 from zae.errors import ConfigError, printable
 
-if TYPE_CHECKING:
-    from zae.report.tree import Branch
-
-__all__ = ["add_arguments", "branches_of", "run"]
+__all__ = ["add_arguments", "run"]
 
 _FORK, _LAST = "├─ ", "└─ "
 _MOST = 12  # Differences, damaged checkpoints and the like that are shown; --json has all of them.
@@ -44,24 +41,6 @@ def run(arguments: argparse.Namespace) -> Answer:
         "foreign": found.foreign,
     }
     return Answer(data, _draw(folders, nodes, found), 1 if found.damaged else 0)
-
-
-def branches_of(folders: Sequence[Path], places: Mapping[Path, int]) -> list[Branch]:
-    """Return the tree of the runs below the folders for a report; none for a single run that started from no other.
-
-    ``places`` has the folders of checkpoints that are on the page, with the place of their run on it.
-    """
-    from zae.report.tree import Branch
-
-    nodes = _in_order(connect(find_runs(folders).runs))
-    if len(nodes) < 2 and all(node.relation == "new" for node, _ in nodes):
-        return []
-    found = []
-    for node, prefix in nodes:
-        folder, *facts = _headline(node.run, shows_top=len(folders) > 1)
-        at = places.get(node.run.folder.resolve())
-        found.append(Branch(len(prefix) // len(_FORK), folder, facts, _details(node), at))
-    return found
 
 
 def _in_order(nodes: Sequence[Node]) -> list[tuple[Node, str]]:
