@@ -773,7 +773,10 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     @hook
     def on_validation_begin(self) -> None:
-        """Called before each validation of a run; in mode "test", before each evaluation of its loader."""
+        """Called before each validation of a run; in mode "test", before each evaluation of its loader.
+
+        A call of ``evaluate``, ``predict`` or ``inference`` is no validation, and calls neither this nor its end.
+        """
 
     @hook
     def on_validation_end(self, metrics: Mapping[str, float]) -> None:
@@ -902,6 +905,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     def evaluate(self, loader: Any) -> dict[str, float]:
         """Return the means of what ``test_step`` gives over a loader; training is left exactly as it is.
+
+        Nothing is recorded, and ``on_validation_begin`` and ``on_validation_end``, which are of ``run``, are not called.
 
         Parameters
         ----------

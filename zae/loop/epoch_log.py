@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zae.errors import MonitorError, StepError, did_you_mean, printable
+from zae.loop.step_remarks import NotNumber, not_number
 from zae.metrics.reductions import KIND_OF, Partial, is_typed, means_of
 
 __all__ = ["EpochLog", "in_turn", "merge_logs", "plain", "to_host"]
@@ -106,6 +107,11 @@ class EpochLog(Mapping[str, list[Any]]):
     keeps : bool
         Whether it keeps what is not a number.
 
+    Attributes
+    ----------
+    not_numbers : dict of str to NotNumber
+        The entries that were not numbers when they were recorded first.
+
     Examples
     --------
     >>> log = EpochLog()
@@ -120,6 +126,7 @@ class EpochLog(Mapping[str, list[Any]]):
         self._series: dict[str, _Series] = {}
         self._kept: dict[str, list[Any]] = {}
         self._dropped: dict[str, bool] = {}  # Entries that are not kept, and whether their values are tensors.
+        self.not_numbers: dict[str, NotNumber] = {}
         # For the means since the last record: how many values it has seen, and the sums of those of an earlier epoch.
         self._seen: dict[str, int] = {}
         self._carried: dict[str, Partial] = {}
@@ -193,6 +200,8 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def _keep(self, key: str, value: Any) -> None:
         """Keep a value, or only note that there was one."""
+        if key not in self.not_numbers:
+            self.not_numbers[key] = not_number(key, value)
         if self.keeps and key not in self._dropped:
             self._kept.setdefault(key, []).append(to_host(value))
         else:
@@ -217,7 +226,7 @@ class EpochLog(Mapping[str, list[Any]]):
     def __setitem__(self, key: str, values: Iterable[Any]) -> None:
         """Replace the values of an entry; of numbers, each has the weight 1 in the mean."""
         values = list(values)
-        for part in (self._series, self._kept, self._dropped, self._seen, self._carried):
+        for part in (self._series, self._kept, self._dropped, self._seen, self._carried, self.not_numbers):
             part.pop(key, None)
         for value in values:
             self.record({key: value})
@@ -455,6 +464,7 @@ def merge_logs(parts: list[EpochLog]) -> EpochLog:
         merged._kept[key] = in_turn([part._kept.get(key, []) for part in parts])
     for part in parts:
         merged._dropped.update(part._dropped)
+        merged.not_numbers |= part.not_numbers
     return merged
 
 

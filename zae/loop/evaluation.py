@@ -150,6 +150,7 @@ class Evaluation:
                 count = None if flag.signals else count
             if count is not None:
                 further = trainer.metric_on_epoch_end
+                trainer.current_run.say_not_numbers(trainer.log_test, "test_step")
                 metrics = trainer.history.summarize("test", trainer.gather_data, trainer.data_size, further)
         if count is None:  # Raised here, where every context has been left as after any evaluation.
             trainer.log_test.clear()
@@ -199,7 +200,8 @@ class Evaluation:
 
         is_default = getattr(trainer.predict_step, "__qualname__", "") == "Trainer.predict_step"
         with self._testing(loader, "test_step" if is_default else "predict_step"):  # As errors name it.
-            self._test_batches(loader, hold_each(trainer.evaluation_batches(trainer.wrap_loader(loader, False))), hold)
+            batches = hold_each(trainer.evaluation_batches(trainer.wrap_loader(loader, False)))
+            self._test_batches(loader, batches, hold, weighs=False)
             while not pass_on(True):
                 continue
 
@@ -209,8 +211,12 @@ class Evaluation:
         batches: Iterator[Any],
         take: Callable[[Mapping[str, Any], Any], None],
         signals: Sequence[int] | None = None,
+        weighs: bool = True,
     ) -> int | None:
-        """Test each batch, and call ``take`` with values and weight; return how many, or None if a signal ended it."""
+        """Test each batch, and call ``take`` with values and weight; return how many, or None if a signal ended it.
+
+        ``weighs`` says whether the weights matter, as they do in means.
+        """
         trainer, run, count = self.trainer, self.trainer.current_run, 0
         to_device, step, forward_context = trainer.to_device, getattr(trainer, run.test_step), trainer.forward_context
         sample_weight, mode = trainer.sample_weight, run.test_step.removesuffix("_step")
@@ -224,7 +230,10 @@ class Evaluation:
                 batch = to_device(batch)
                 with forward_context():
                     out = step(batch)
-                take(*read_output(out, batch, sample_weight, type(trainer), mode))
+                values, weight = read_output(out, batch, sample_weight, type(trainer), mode)
+                if not count and weighs:
+                    run.say_uncounted(batch, values)
+                take(values, weight)
                 run.batch = None
                 count += 1
         return count

@@ -57,6 +57,8 @@ class FirstStep:
         with self._watching():
             type(self._trainer).run_batch(self._trainer, batch)
             self._check_reached()
+        run = self._trainer.current_run
+        run.say_not_numbers(self._trainer.log_train, "train_step")
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -85,6 +87,8 @@ class FirstStep:
         result = hook(*args, **kwargs)
         if result is None and name in _WITH_VALUE and (name != "to_device" or args[0] is not None):
             self._refuse_none(name)
+        if name == "micro_step":
+            self._trainer.current_run.say_uncounted(args[0], result[0])
         self._called.append(name)
         return result
 

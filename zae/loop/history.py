@@ -210,6 +210,7 @@ class History:
         self.train_metrics, self.test_metrics, self.best = Metrics(), Metrics(), Metrics()
         self.train, self.valid = list[Metrics](), list[Metrics]()
         self.log = list[dict[str, Any]]()
+        self._remarked: set[str] = set()
 
     # ------------------------------------------------------------------------------------------------ recording
 
@@ -258,6 +259,12 @@ class History:
                 raise
             return {}
 
+    def is_first_remark(self, about: str) -> bool:
+        """Return whether nothing was said about this entry of the steps before."""
+        is_first = about not in self._remarked
+        self._remarked.add(about)
+        return is_first
+
     # ------------------------------------------------------------------------------------------------- the best
 
     @property
@@ -277,6 +284,9 @@ class History:
                 return float(source[name])
         if self.monitor == "loss":
             return None
+        not_numbers = self.log_train.not_numbers | self.log_test.not_numbers
+        if bare in not_numbers:
+            raise MonitorError(f"monitor={self.monitor!r}: a step returned {not_numbers[bare].text(bare)}")
         hint = did_you_mean(bare, source)
         raise MonitorError(
             f"unknown metric {self.monitor!r} in monitor{f'{hint} A' if hint else '; a'}vailable: "

@@ -24,10 +24,12 @@ from zae.loop.error_notes import add_notes
 from zae.loop.first_step import moved, weights_of
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
+from zae.loop.step_remarks import why_uncounted
 from zae.metrics.reductions import means_of, merge_sums
 from zae.schedulers.lengths import is_plateau
 
 if TYPE_CHECKING:
+    from zae.loop.epoch_log import EpochLog
     from zae.trainer import Trainer
 
 __all__ = ["Run"]
@@ -119,6 +121,29 @@ class Run:
         """Show a sentence about the run beside its progress, on the main rank; with ``log_bar=False``, log it."""
         if self.trainer.is_main:
             self.display.say(RunView(self), text, level)
+
+    def say_not_numbers(self, log: EpochLog, step: str) -> None:
+        """Name, once each, the entries of a step that are no numbers and look like metrics."""
+        trainer = self.trainer
+        if not log.not_numbers or log.keeps or is_overridden(trainer, "metric_on_epoch_end"):  # It may read them.
+            return
+        for key, found in log.not_numbers.items():
+            if found.may_be_metric and trainer.history.is_first_remark(key):
+                self.say(f"{type(trainer).__name__}.{step} returned {found.text(key)}", logging.WARNING)
+
+    def say_uncounted(self, batch: Any, values: Mapping[str, Any]) -> None:
+        """Say, once, that the means of an epoch cannot weigh the batches by their samples."""
+        trainer = self.trainer
+        if values.get("num_targets") is not None or is_overridden(trainer, "sample_weight"):
+            return
+        why = why_uncounted(batch)
+        if why and trainer.history.is_first_remark("the weight of a batch"):
+            self.say(
+                f"how many samples a batch has is not known: {why}. The means of an epoch weigh each sample alike only "
+                "if all batches have as many samples; else return 'num_targets' from the step, or override "
+                "sample_weight(batch, num_targets)",
+                logging.WARNING,
+            )
 
     @property
     def place(self) -> str:
@@ -468,6 +493,7 @@ class Run:
         progress.close_epoch()
         self.epoch_steps = self.limits.steps_per_epoch or 0
         trainer.loader_position.forget()
+        self.say_not_numbers(trainer.log_train, "train_step")
         made: Metrics = history.train_metrics
         return made
 
