@@ -906,7 +906,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     def evaluate(self, loader: Any) -> dict[str, float]:
         """Return the means of what ``test_step`` gives over a loader; training is left exactly as it is.
 
-        Nothing is recorded, and ``on_validation_begin`` and ``on_validation_end``, which are of ``run``, are not called.
+        Nothing is recorded; ``on_validation_begin`` and ``on_validation_end``, which are of ``run``, are not called.
 
         Parameters
         ----------

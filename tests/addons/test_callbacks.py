@@ -330,6 +330,44 @@ def test_evaluate_and_predict_have_their_events():
     assert trainer.run(1, loader)["step"] == 2
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_evaluate_and_predict_call_no_event_of_a_run(within):
+    events = []
+
+    class Tells(Task):
+        def on_validation_begin(self):
+            events.append("begin")
+
+        def on_validation_end(self, metrics):
+            events.append("end")
+
+    class Asks:
+        def on_step_end(self, trainer, outputs):
+            if within:
+                look(trainer)
+
+    def look(trainer):
+        trainer.evaluate(loader)
+        trainer.evaluate({"a": loader, "b": loader})
+        trainer.predict(loader)
+        trainer.inference(loader)
+
+    loader, recorder, model = DataLoader(data(), 6), PlainRecorder(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    trainer = Tells.add_on(CallbackAddon)(
+        model, "cpu", optimizer=optimizer, log_bar=False, callbacks=[recorder, Asks()]
+    )
+    trainer.run(1, loader)
+    before = [event for event, *_ in recorder.rows]
+    assert before.count("on_step_end") == 2
+    assert not any("validation" in event for event in before)
+    look(trainer)
+    assert [event for event, *_ in recorder.rows] == before
+    assert not events
+    trainer.run(1, loader, loader)
+    assert events == ["begin", "end"]
+
+
 def test_callbacks_that_only_look_change_nothing(tmp_path):
     """With mixed precision, windows, an average and checkpoints: weights and average are bitwise those without them."""
     model_and_average = []
