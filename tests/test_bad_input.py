@@ -621,7 +621,9 @@ def test_a_parameter_that_no_optimizer_holds_is_named_once(caplog):
     missing.run(2, loader())
     missing.run(1, loader())
     [text] = warned()
-    assert text.startswith("no optimizer holds head.weight, head.bias (2 parameters with requires_grad=True)")
+    assert text.startswith(
+        "no optimizer of the trainer holds head.weight, head.bias (2 parameters with requires_grad=True)"
+    )
     assert "add_param_group" in text
     assert "requires_grad_(False)" in text
     build("body", frozen=["head"]).run(1, loader())

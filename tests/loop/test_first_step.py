@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
+from kit.ranks import on_ranks
 from zae import StepError, TaskError, Trainer
-from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
+from zae.addons import AMPAddon, EMAAddon, FSDPAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 
 BATCHES = list(torch.randn(8, 4, 3, generator=torch.Generator().manual_seed(0)))
 
@@ -59,10 +63,46 @@ class Steps(Task):
         return super().train_step(batch)
 
 
+class BackwardOfANumber(Task):
+    def train_step(self, batch: Any) -> Any:
+        loss = super().train_step(batch)["loss"]
+        loss.backward()
+        return {"loss": loss.item()}
+
+
+class WholeLoop(Task):
+    """Returns nothing."""
+
+    def train_step(self, batch: Any) -> Any:
+        super().train_step(batch)["loss"].backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+
+class Clips(Task):
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        return super().train_step(batch)
+
+
+class StepsScheduler(Task):
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        self.scheduler.step()
+        return super().train_step(batch)
+
+
+class StepsPlateau(Task):
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        out = super().train_step(batch)
+        self.scheduler.step(out["loss"].item())
+        return out
+
+
 def make(cls: Any, *add_ons: Any, optimizer: Any = torch.optim.SGD, **options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     own = optimizer(model.parameters(), lr=0.1)
+    if options.get("scheduler") is StepLR:
+        options["scheduler"] = StepLR(own, 1)
     return cls.add_on(*add_ons)(model, "cpu", optimizer=own, log_bar=False, **options)
 
 
@@ -76,6 +116,24 @@ IDIOMS = [
     (Backward, (AMPAddon,), {"precision": "bf16"}, "has changed gradients itself"),
     (ZeroGrad, (GradientAccumulationAddon,), IN_A_WINDOW, "has removed the gradients of the batches before"),
     (ZeroGradInPlace, (GradientAccumulationAddon,), IN_A_WINDOW, "has changed gradients itself"),
+    (
+        Clips,
+        (GradientAccumulationAddon,),
+        IN_A_WINDOW,
+        r"has changed gradients itself \(to clip them, write gradient_cl",
+    ),
+    (BackwardOfANumber, (), {}, "has changed gradients itself"),
+    (BackwardOfANumber, (AMPAddon, EMAAddon), {"precision": "bf16", "decay": 0.9}, "has changed gradients itself"),
+    (WholeLoop, (), {}, "has changed gradients itself"),
+    (StepsScheduler, (), {"scheduler": StepLR}, "steps a scheduler, as the trainer does"),
+    (StepsScheduler, (GradientAccumulationAddon,), {**IN_A_WINDOW, "scheduler": StepLR}, "steps a scheduler, as the"),
+    (StepsScheduler, (), {"scheduler": StepLR, "scheduler_step_on_batch": True}, "steps a scheduler, as the trainer"),
+    (
+        StepsPlateau,
+        (),
+        {"scheduler": ReduceLROnPlateau, "monitor": "train/loss"},
+        "steps a scheduler, as the trainer does",
+    ),
 ]
 
 
@@ -127,6 +185,23 @@ class TwoLosses(Task):
         return super().train_step(batch)
 
 
+class OwnSchedule(Task):
+    """Steps the scheduler itself, instead of the trainer."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        if self.mode == "train":
+            self.scheduler.step()
+        return super().train_step(batch)
+
+    def scheduler_step(self, when: str) -> None: ...
+
+
+class OwnRate(Task):
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + self.progress_checker.step)
+        return super().train_step(batch)
+
+
 class Evaluating(Task):
     def train_step(self, batch: Any) -> dict[str, Any]:
         self.evaluate(BATCHES[:2])
@@ -134,9 +209,10 @@ class Evaluating(Task):
 
 
 @pytest.mark.parametrize("add_ons", [(), (GradientAccumulationAddon, AMPAddon, EMAAddon, MultiGPUAddon)], ids=len)
-@pytest.mark.parametrize("cls", [Penalty, TwoLosses, Evaluating])
+@pytest.mark.parametrize("cls", [Penalty, TwoLosses, OwnSchedule, OwnRate, Evaluating])
 def test_what_is_right_is_not_refused(cls: Any, add_ons: Any) -> None:
     options = {"gradient_accumulation_steps": 4, "precision": "bf16", "decay": 0.9} if add_ons else {}
+    options["scheduler"] = StepLR
     assert make(cls, *add_ons, **options).run(1, BATCHES)["step"] == len(BATCHES) // (4 if add_ons else 1)
 
 
@@ -183,6 +259,91 @@ def test_a_setup_without_super_is_named() -> None:
         make(Forgetful).run(1, BATCHES)
 
 
+class WithoutGraph(Task):
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        with torch.no_grad():
+            loss = self.model(batch).square().mean()
+        return {"loss": loss.requires_grad_()}
+
+
+class LeftInEvaluation(Task):
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        out = super().train_step(batch)
+        self.model.eval()
+        return out
+
+
+@pytest.mark.parametrize(
+    ("cls", "said"),
+    [
+        (WithoutGraph, "WithoutGraph.train_step returned a loss that no parameter takes part in"),
+        (LeftInEvaluation, "LeftInEvaluation.train_step leaves the model in evaluation mode"),
+    ],
+)
+def test_what_may_be_meant_is_warned_of_in_the_first_step(
+    cls: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(cls).run(2, BATCHES)
+    assert sum(said in each for each in caplog.messages) == 1
+
+
+class LeftInTraining(Task):
+    def test_step(self, batch: Any) -> dict[str, Any]:
+        out = self.train_step(batch)
+        self.model.train()
+        return out
+
+
+def test_a_test_step_that_leaves_the_model_in_training_mode_unfreezes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Not a part of the model that the script has put into evaluation mode."""
+    trainer = make(LeftInTraining)
+    trainer.model[0].eval()
+    trainer.run(2, BATCHES, BATCHES)
+    assert [each.training for each in trainer.model.modules()] == [True, False, True, True]
+    assert sum("test_step leaves the model in training mode" in each for each in caplog.messages) == 1
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {key: module(batch) for key, module in self.named_children()}
+
+
+class TwoHeads(Trainer):
+    """Which losses it returns decides which of two optimizers train."""
+
+    keys: Any = ("a", "b")
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        losses = {key: output.square().mean() for key, output in self.model(batch).items()}
+        if self.keys == "a alone":
+            return {"loss": losses["a"]}
+        return {"loss": {key: losses[key] for key in self.keys}}
+
+    test_step = train_step
+
+
+def make_two(*add_ons: Any, cls: Any = TwoHeads) -> Any:
+    model = Heads()
+    optimizers = {key: torch.optim.SGD(module.parameters(), lr=0.1) for key, module in model.named_children()}
+    return cls.add_on(*add_ons)(model, "cpu", optimizer=optimizers, log_bar=False)
+
+
+@pytest.mark.parametrize(("keys", "idle"), [(("a", "b"), None), (("a",), "b"), (("b",), "a"), ("a alone", "b")])
+def test_an_optimizer_that_no_loss_reaches_is_named_once(
+    keys: Any, idle: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_two()
+    trainer.keys = keys
+    trainer.run(2, BATCHES)
+    said = [each for each in caplog.messages if "has changed no weight" in each]
+    assert len(said) == bool(idle)
+    assert all(f"epoch 1 has changed no weight of optimizer {idle!r} in 8 steps" in each for each in said)
+
+
 def test_an_epoch_that_moves_no_weight_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     make(Stopped).run(3, BATCHES)
     said = [each for each in caplog.messages if "has changed no weight" in each]
@@ -191,3 +352,28 @@ def test_an_epoch_that_moves_no_weight_is_warned_of_once(caplog: pytest.LogCaptu
     caplog.clear()
     make(Task).run(3, BATCHES)
     assert not [each for each in caplog.messages if "has changed no weight" in each]
+
+
+class OfOne(TwoHeads):
+    keys = "a alone"
+
+
+def said_by(trainer: Any) -> list[str]:
+    """Return what a run of two epochs warns of weights that have not changed."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zae").addHandler(handler)
+    try:
+        trainer.run(2, BATCHES)
+    finally:
+        logging.getLogger("zae").removeHandler(handler)
+    return [each for each in said if "has changed no weight" in each]
+
+
+@on_ranks(2)
+def test_an_idle_optimizer_is_named_where_its_weights_lie_in_parts(world: int) -> None:
+    idle = said_by(make_two(FSDPAddon, cls=OfOne))
+    assert len(idle) == (dist.get_rank() == 0)
+    assert all("of optimizer 'b'" in each for each in idle)
+    assert not said_by(make(Task, FSDPAddon))

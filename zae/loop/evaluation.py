@@ -245,7 +245,7 @@ class Evaluation:
         """Enclose an evaluation by this step, and put back what it changes."""
         trainer, position, run = self.trainer, self.trainer.loader_position, self.trainer.current_run
         root = trainer.model if isinstance(trainer.model, nn.Module) else trainer.unwrap()
-        training = _modules_in_training(root)
+        modes = {module: module.training for module in root.modules()}
         before = trainer.mode, position.pinned, run.is_evaluating, run.test_step, run.loader_place, run.valid_name
         try:
             # Whether batches are pinned is asked of this loader, not of the epoch's.
@@ -255,9 +255,11 @@ class Evaluation:
             isolated = random_state.isolated(*random_state.generators_of(loader))
             with torch.no_grad(), isolated, preserve_streams(loader), trainer.evaluation_context():
                 yield
+            if root.training and step == "test_step":
+                run.warn_of_training_mode()
         finally:
-            for module in training:
-                module.training = True
+            for module, is_training in modes.items():  # A step may have called model.train().
+                module.training = is_training
             trainer.mode, position.pinned, run.is_evaluating, run.test_step, run.loader_place, run.valid_name = before
 
     @contextmanager

@@ -7,8 +7,9 @@ is returned; and the gradients are looked at before and after ``train_step``, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,17 @@ from torch.nn.parameter import is_lazy
 
 from zae.common.optim import parameters_of
 from zae.common.torch_private import version_of
+from zae.common.walk import local_part
 from zae.composition.introspect import is_add_on, is_base, is_marked, mentions_super
 from zae.errors import AddOnError, StepError, TaskError
+from zae.schedulers.lengths import steps_taken
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["FirstStep", "moved", "weights_of"]
+__all__ = ["FirstStep", "unmoved", "weights_of"]
 
+_log = logging.getLogger("zae")
 _SHOWN = 16  # Numbers of each parameter that are kept for an epoch.
 _WITHOUT_VALUE = ("on_step_begin", "backward", "normalize", "unscale", "clip", "zero_grad", "logging", "on_step_end")
 _WITH_VALUE = (
@@ -48,9 +52,6 @@ class FirstStep:
         self._trainer = trainer
         self._called: list[str] = []
         self._reached: set[str] = set()
-        self._before: dict[int, tuple[int, int]] = {}  # The gradients before a forward, by their parameters.
-        self._is_in_forward = False
-        self._hooks: list[Any] = []  # Of the optimizers, within a forward.
 
     def run_batch(self, batch: Any) -> None:
         """Make the step, with each of its hooks watched."""
@@ -69,7 +70,6 @@ class FirstStep:
         try:
             yield
         finally:
-            self._leave_forward()
             for name in ("_reach", *watched):
                 attributes.pop(name, None)
 
@@ -78,19 +78,16 @@ class FirstStep:
         if self._trainer.mode != "train":  # An evaluation within the step.
             return hook(*args, **kwargs)
         if name == "optimizer_step":
-            self._leave_forward()  # A compiled step has no call of backward().
             self._check_reached()
-        elif name == "forward_context":
-            self._begin_forward()
         elif name == "backward":
-            self._end_forward()
+            self._warn_of_cut_loss(*args)
         result = hook(*args, **kwargs)
         if result is None and name in _WITH_VALUE and (name != "to_device" or args[0] is not None):
             self._refuse_none(name)
         if name == "micro_step":
             self._trainer.current_run.say_uncounted(args[0], result[0])
         self._called.append(name)
-        return result
+        return self._forward(result) if name == "forward_context" else result
 
     # ------------------------------------------------------------------------------------------------------ hooks
 
@@ -130,35 +127,59 @@ class FirstStep:
             f"super().{name}(...), or store it and return it at the end"
         )
 
-    # -------------------------------------------------------------------------------------------------- gradients
+    # ------------------------------------------------------------------------------------------------- train_step
+
+    @contextmanager
+    def _forward(self, context: AbstractContextManager[None]) -> Iterator[None]:
+        """Enclose ``train_step``, and refuse one that does what is done for it."""
+        trainer = self._trainer
+        gradients, taken, is_training = self._gradients(), self._scheduler_steps(), self._is_model_training()
+        watched = [each for each in trainer.optimizers.values() if hasattr(each, "_optimizer_step_pre_hooks")]
+        hooks = [each.register_step_pre_hook(self._refuse_step) for each in watched]
+        try:
+            with context:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        after = self._gradients()
+        if gradients and not after:
+            raise self._of_a_loop_by_hand("has removed the gradients of the batches before it in the window")
+        if after != gradients:
+            raise self._of_a_loop_by_hand("has changed gradients itself (to clip them, write gradient_clip=...)")
+        if self._scheduler_steps() != taken:
+            raise self._of_a_loop_by_hand("steps a scheduler, as the trainer does (scheduler_step_on_batch=...)")
+        if is_training and not self._is_model_training() and trainer.is_main:
+            _log.warning(
+                "%s.train_step leaves the model in evaluation mode: the next step has no dropout, and uses running "
+                "statistics, unless it begins with self.model.train(); leave model.eval() out of train_step",
+                type(trainer).__name__,
+            )
 
     def _gradients(self) -> dict[int, tuple[int, int]]:
         """Return which parameters of the optimizers have a gradient, and how often it was changed in place."""
         held: list[Tensor] = [p for each in self._trainer.optimizers.values() for p in parameters_of(each)]
         return {id(p): (id(p.grad), version_of(p.grad)) for p in held if p.grad is not None}
 
-    def _begin_forward(self) -> None:
-        self._leave_forward()
-        self._before, self._is_in_forward = self._gradients(), True
-        optimizers = [each for each in self._trainer.optimizers.values() if hasattr(each, "_optimizer_step_pre_hooks")]
-        self._hooks = [each.register_step_pre_hook(self._refuse_step) for each in optimizers]
+    def _scheduler_steps(self) -> list[int]:
+        """Return the steps that the schedulers have taken, unless the class steps them itself."""
+        owners = [c for c in type(self._trainer).__mro__ if "scheduler_step" in vars(c)]
+        if not all(is_add_on(c) for c in owners[:-1]):
+            return []
+        return [steps_taken(each) for each in self._trainer.schedulers.values()]
 
-    def _leave_forward(self) -> None:
-        self._is_in_forward = False
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    def _is_model_training(self) -> bool:
+        return bool(getattr(self._trainer.model, "training", False))
 
-    def _end_forward(self) -> None:
-        """Refuse a step that has computed or removed gradients; what it returns is differentiated for it."""
-        if not self._is_in_forward:
-            return  # A further backward of the same forward.
-        self._leave_forward()
-        after = self._gradients()
-        if self._before and not after:
-            raise self._of_a_loop_by_hand("has removed the gradients of the batches before it in the window")
-        if after != self._before:
-            raise self._of_a_loop_by_hand("has changed gradients itself")
+    def _warn_of_cut_loss(self, loss: Any, **_: Any) -> None:
+        """Warn of a loss that requires a gradient and was computed from nothing, as that of ``requires_grad_()``."""
+        losses = loss.values() if isinstance(loss, Mapping) else (loss,)
+        if any(isinstance(each, Tensor) and each.requires_grad and each.grad_fn is None for each in losses):
+            _log.warning(
+                "%s.train_step returned a loss that no parameter takes part in, and so it trains nothing: compute it "
+                "from self.model(...), without .detach(), torch.no_grad(), torch.tensor(...) or requires_grad_()",
+                type(self._trainer).__name__,
+            )
 
     def _refuse_step(self, *_: Any) -> None:
         raise self._of_a_loop_by_hand("steps an optimizer itself")
@@ -170,18 +191,29 @@ class FirstStep:
         )
 
 
-def weights_of(trainer: Trainer) -> list[Any]:
-    """Return the first numbers of each parameter that the optimizers of one process hold, to compare them later."""
-    if trainer.world_size > 1:  # They may lie in parts on the ranks.
-        return []
-    held = [p for each in trainer.optimizers.values() for p in parameters_of(each) if p.requires_grad]
-    plain = [p for p in held if not is_lazy(p) and not p.is_meta and type(p.data) is Tensor]
-    return [(p, version_of(p), p.detach().reshape(-1)[:_SHOWN].clone()) for p in plain]
+def weights_of(trainer: Trainer) -> dict[str, list[Any]]:
+    """Return the first numbers of what each optimizer trains on this rank, to compare them later."""
+    return {name: [*map(_weight_of, _trained_by(each))] for name, each in trainer.optimizers.items()}
 
 
-def moved(before: list[Any]) -> bool:
-    """Return whether any of these parameters has changed since then."""
-    return any(version_of(p) != version or not p.detach().reshape(-1)[:_SHOWN].equal(few) for p, version, few in before)
+def unmoved(before: Mapping[str, list[Any]]) -> list[str]:
+    """Return the optimizers that have changed none of these parameters since then."""
+    return [name for name, weights in before.items() if weights and not any(map(_has_moved, weights))]
+
+
+def _trained_by(optimizer: Any) -> list[Tensor]:
+    """Return the parameters that an optimizer trains and of which this rank has plain numbers."""
+    held = [p for p in parameters_of(optimizer) if p.requires_grad and not is_lazy(p) and not p.is_meta]
+    return [p for p in held if type(local_part(p.data)) is Tensor and local_part(p.data).numel()]
+
+
+def _weight_of(parameter: Tensor) -> Any:
+    return parameter, version_of(parameter), local_part(parameter.data).reshape(-1)[:_SHOWN].clone()
+
+
+def _has_moved(before: Any) -> bool:
+    parameter, version, few = before
+    return version_of(parameter) != version or not local_part(parameter.data).reshape(-1)[:_SHOWN].equal(few)
 
 
 def _error(klass: type) -> type[TaskError]:

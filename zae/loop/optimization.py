@@ -160,8 +160,9 @@ class Optimization:
         if names and is_main:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             _log.warning(
-                "no optimizer holds %s%s (%d parameters with requires_grad=True): training does not change them; give "
-                "them to one, optimizer.add_param_group({'params': [...]}), or freeze them: requires_grad_(False)",
+                "no optimizer of the trainer holds %s%s (%d parameters with requires_grad=True), and until one "
+                "does, the trainer leaves them as they are; give them to one, "
+                "optimizer.add_param_group({'params': [...]}), or freeze them: requires_grad_(False)",
                 ", ".join(names[:_SHOWN]), more, len(names),
             )  # fmt: skip
 

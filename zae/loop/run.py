@@ -21,7 +21,7 @@ from zae.display.notebook import choose_display
 from zae.display.terminal import Display
 from zae.errors import CheckpointMismatch, ConfigError, LoaderError, MonitorError, TaskError, kind_of
 from zae.loop.error_notes import add_notes
-from zae.loop.first_step import moved, weights_of
+from zae.loop.first_step import unmoved, weights_of
 from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
 from zae.loop.step_remarks import why_uncounted
@@ -90,7 +90,8 @@ class Run:
         self.is_call, self.limits = limits is not None, limits or RunLimits()
         self.is_ready, self.is_new = False, self.is_call
         self.watches_next_step = self.has_begun_epoch = False
-        self._weights: list[Any] = []  # Of the first epoch, as it began.
+        self._warns_of_mode = True
+        self._weights: dict[str, list[Any]] = {}  # Of each optimizer, as the first epoch began.
         self.last_epoch = self.last_step = NO_LIMIT
         self.epoch_steps = self.limits.steps_per_epoch or 0
         self.in_epoch: int | None = None
@@ -365,7 +366,7 @@ class Run:
         progress.pending_validation = ""
         trainer.optimization.begin_training()
         trainer.zero_grad()  # An exception may have left the gradients of a step.
-        self._weights = weights_of(trainer) if self.watches_next_step and not progress.epoch_batch else []
+        self._weights = weights_of(trainer) if self.watches_next_step and not progress.epoch_batch else {}
         if isinstance(trainer.model, nn.Module) and not trainer.model.training:
             trainer.model.train()
         self.display.open(RunView(self, wrapped))
@@ -476,12 +477,9 @@ class Run:
                 + (used_up if progress.epoch else "; give it data")
             )
         trainer.nonfinite.sync_counts(progress, trainer)
-        begun, self._weights = self._weights, []
-        if begun and not moved(begun):
-            _log.warning(
-                "epoch %d has changed no weight in %d steps: let optimizer_step() step the optimizers, and a learning "
-                "rate be above 0", progress.epoch + 1, progress.epoch_step,
-            )  # fmt: skip
+        if still := unmoved(self._weights):
+            self._warn_of_unmoved(still)
+        self._weights = {}
         if not is_complete:
             return Metrics(means_of(merge_sums(trainer.gather_data(trainer.log_train.sums()))))
         trainer.log_test.clear()
@@ -496,6 +494,19 @@ class Run:
         self.say_not_numbers(trainer.log_train, "train_step")
         made: Metrics = history.train_metrics
         return made
+
+    def _warn_of_unmoved(self, names: list[str]) -> None:
+        """Warn of optimizers that have changed no weight in the epoch that ends."""
+        trainer, progress = self.trainer, self.trainer.progress_checker
+        if not trainer.is_main:
+            return
+        several = f" of optimizer {', '.join(map(repr, names))}" if len(trainer.optimizers) > 1 else ""
+        own = ", and return a loss for each: {'loss': {name: loss, ...}}" if several else ""
+        _log.warning(
+            "epoch %d has changed no weight%s in %d steps: compute the loss from self.model(...), let optimizer_step() "
+            "step the optimizers, and a learning rate be above 0%s",
+            progress.epoch + 1, several, progress.epoch_step, own,
+        )  # fmt: skip
 
     def end_epoch(self) -> None:
         """Validate the epoch that was just closed, update the best, show it, call ``on_epoch_end``, and save."""
@@ -538,6 +549,16 @@ class Run:
                 if moment == "step":  # Else it is in the line of the epoch.
                     self.display.validation(RunView(self))
                 trainer.on_validation_end(metrics)
+
+    def warn_of_training_mode(self) -> None:
+        """Warn once of a ``test_step`` that leaves the model in training mode."""
+        if self._warns_of_mode and self.trainer.is_main:
+            self._warns_of_mode = False
+            _log.warning(
+                "%s.test_step leaves the model in training mode, and the next batch is evaluated in it unless the step "
+                "begins with self.model.eval(); leave model.train() out of test_step: training continues as it was",
+                type(self.trainer).__name__,
+            )
 
     def run_test_epoch(self) -> None:
         """Evaluate the loader of a call in mode "test", and record the metrics."""
