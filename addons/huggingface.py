@@ -33,6 +33,9 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
     which a class of yours may override as it does in Transformers. Options have the names of ``transformers.Trainer``
     and ``TrainingArguments``. Where your class has a ``train_step`` or ``test_step``, that one is called.
 
+    A ``scheduler`` is stepped after each optimizer step, as Transformers steps it: for one that counts epochs, give
+    ``scheduler_step_on_batch=False``.
+
     Batches weigh by their targets: with gradient accumulation and on several ranks, each label that is not -100 has
     the same weight, as with ``num_items_in_batch`` of Transformers.
 
@@ -77,7 +80,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
     warmup_steps : float
         Steps of warm-up; below 1, the share of the run.
     max_grad_norm : float
-        The ``gradient_clip`` where no ``optimizer`` is given; 0 does not clip.
+        The ``gradient_clip`` where that is not given; 0 does not clip.
 
     Raises
     ------
@@ -159,14 +162,15 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
             given.setdefault("processing_class", tokenizer)
         if given.pop("group_by_length", False):
             given["train_sampling_strategy"] = "group_by_length"
-        if given.get("optimizer") is None and given.get("mode", "train") == "train":
-            return {**given, **_recipe(given)}
-        if beside := [name for name in (*OPTIMIZER_ARGUMENTS, "max_grad_norm") if name in given]:
+        if given.get("mode", "train") != "train":
+            return given
+        beside = [name for name in OPTIMIZER_ARGUMENTS if name in given]
+        if given.get("optimizer") is not None and beside:
             raise OptionError(
                 f"{beside[0]}={given[beside[0]]!r} is given beside optimizer, which has its own settings; leave one "
-                "of them out (gradient_clip clips, and scheduler may be given beside both)"
+                "of them out"
             )
-        return given
+        return {**given, **_recipe(given)}
 
     def on_step_end(self, outputs: Sequence[Any]) -> None:
         """Add the loss of the step to the sum of which ``train()`` returns the mean; evaluate a cut epoch."""
@@ -255,12 +259,10 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
 
 
 def _recipe(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer, the schedule and the clipping that Transformers would have."""
-    optimizer = {name: given[name] for name in OPTIMIZER_ARGUMENTS if name in given}
-    schedule = {name: given[name] for name in SCHEDULE_ARGUMENTS if name in given}
-    made: dict[str, Any] = {
-        "optimizer": optimizers.optimizer(**optimizer),
-        "scheduler": optimizers.schedule(**schedule),
-    }
-    made["gradient_clip"] = given.get("max_grad_norm", 1.0)
+    """Return what is not given of the optimizer, the schedule and the clipping, as Transformers would have it."""
+    made: dict[str, Any] = {"gradient_clip": given.get("max_grad_norm", 1.0), "scheduler_step_on_batch": True}
+    if given.get("optimizer") is None:
+        optimizer = {name: given[name] for name in OPTIMIZER_ARGUMENTS if name in given}
+        schedule = {name: given[name] for name in SCHEDULE_ARGUMENTS if name in given}
+        made |= {"optimizer": optimizers.optimizer(**optimizer), "scheduler": optimizers.schedule(**schedule)}
     return {name: given.get(name, value) for name, value in made.items()}

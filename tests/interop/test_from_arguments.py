@@ -146,7 +146,8 @@ def test_the_defaults_have_an_empty_report(tmp_path):
     assert carried.add_ons == [StateManagerAddon]
     assert carried.options == {
         "optimizer": carried.options["optimizer"], "scheduler": carried.options["scheduler"], "device": "cpu",
-        "gradient_clip": 1.0, "seed": 42, "log_every": carried.options["log_every"], "log_bar": True,
+        "scheduler_step_on_batch": True, "gradient_clip": 1.0, "seed": 42, "log_bar": True,
+        "log_every": carried.options["log_every"],
         "save_path": str(tmp_path), "save_every": Every(steps=500), "keep_last": None, "keep_best": 0,
     }  # fmt: skip
     assert carried.run["n_epoch"] == 3

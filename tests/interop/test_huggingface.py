@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from transformers import TrainingArguments
 
 from kit import hf
 from zae import Every, Trainer
-from zae.addons import GradientAccumulationAddon, HuggingFaceAddon, StateManagerAddon
+from zae.addons import CallbackAddon, GradientAccumulationAddon, HuggingFaceAddon, StateManagerAddon
 from zae.errors import ConfigError, ZaeError
+from zae.interop.transformers import from_arguments
 
+Task = Trainer.add_on(HuggingFaceAddon)
 _SGD = {"optim": "sgd", "learning_rate": 0.1}
 _ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3}
 
@@ -154,3 +157,99 @@ def test_a_mistake_is_told_with_what_to_write(given: dict[str, Any], told: str) 
     said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert re.search(told, said, re.S)
     assert len(str(caught.value)) < 400
+
+
+# -------------------------------------------------------------- an optimizer and a scheduler of one's own
+
+
+SCHEDULERS: dict[str, Any] = {
+    "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7),
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=9),
+    "warm-up": lambda optimizer: transformers.get_linear_schedule_with_warmup(optimizer, 2, 9),
+    "plateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+}
+
+
+class Rates(transformers.TrainerCallback):
+    """The rate after each optimizer step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+class OwnSteps(Trainer):
+    """The task of a user who takes the arguments alone."""
+
+    def train_step(self, batch: Any) -> Any:
+        return {"loss": self.model(**batch).loss}
+
+    test_step = train_step
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_of_ones_own_is_stepped_as_transformers_does(kind: str, tmp_path: Path) -> None:
+    """After each optimizer step, with the default clip; however the trainer is made, and from a factory too."""
+    data, schedule = hf.dataset(count=24), SCHEDULERS[kind]
+    given = {"num_train_epochs": 3, "per_device_train_batch_size": 8}
+    args = hf.arguments(tmp_path, eval_strategy="epoch", metric_for_best_model="loss", **given)
+    model, rates = hf.make_model(), Rates()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    pair = optimizer, schedule(optimizer)
+    transformers.Trainer(model, args, train_dataset=data, eval_dataset=data, optimizers=pair, callbacks=[rates]).train()
+    assert len(rates.rates) == 9
+
+    def ours(make: Any) -> None:
+        other, found = hf.make_model(), Rates()
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+        make(other, optimizer, found)
+        assert found.rates == rates.rates
+        assert all(torch.equal(each, other.state_dict()[name]) for name, each in model.state_dict().items())
+
+    def by_options(other: Any, optimizer: Any, found: Any, scheduler: Any = None) -> None:
+        Task.add_on(CallbackAddon)(
+            other, "cpu", train_dataset=data, eval_dataset=data, eval_strategy="epoch", callbacks=[found],
+            optimizer=optimizer, scheduler=scheduler or schedule(optimizer), **given,
+        ).train()  # fmt: skip
+
+    def by_arguments(other: Any, optimizer: Any, found: Any) -> None:
+        carried = from_arguments(args)
+        more = {"optimizer": optimizer, "scheduler": schedule(optimizer), "callbacks": [found]}
+        trainer = carried.trainer(Task.add_on(CallbackAddon), other, train_dataset=data, eval_dataset=data, **more)
+        carried.train(trainer)
+
+    ours(by_options)
+    ours(lambda *parts: by_options(*parts, scheduler=schedule))
+    ours(by_arguments)
+
+
+def test_arguments_alone_step_a_given_scheduler_after_each_step(tmp_path: Path) -> None:
+    carried = from_arguments(hf.arguments(tmp_path, num_train_epochs=2))
+    model = hf.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    trainer = carried.trainer(OwnSteps, model, optimizer=optimizer, scheduler=scheduler)
+    carried.train(trainer, [transformers.default_data_collator(hf.rows(count=2))] * 3)
+    assert optimizer.param_groups[0]["lr"] == 0.5**6
+
+
+def test_a_scheduler_that_counts_epochs_is_stepped_so_on_request() -> None:
+    model = hf.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    options = {"optimizer": optimizer, "scheduler": scheduler, "scheduler_step_on_batch": False}
+    Task(model, "cpu", train_dataset=hf.rows(count=24), num_train_epochs=2, **options).train()
+    assert optimizer.param_groups[0]["lr"] == 0.5**2
+
+
+@pytest.mark.parametrize(
+    ("options", "clip"),
+    [({}, 1.0), ({"max_grad_norm": 0.5}, 0.5), ({"max_grad_norm": 0}, 0.0), ({"gradient_clip": 2.0}, 2.0)],
+)
+def test_the_default_clip_holds_beside_an_optimizer(options: Any, clip: float) -> None:
+    for optimizer in ({}, {"optimizer": torch.optim.SGD}):
+        assert Task(hf.make_model(), "cpu", **optimizer, **options).gradient_clip == clip

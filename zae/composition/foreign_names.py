@@ -94,7 +94,7 @@ OPTIONS = _by_name(
         "gradient_clip (the largest norm)": "gradient_clip_val max_grad_norm max_gradient_norm clip_grad_norm",
         "clip(), a method to override": "gradient_clip_algorithm",
         "scheduler": "lr_scheduler lr_schedulers",
-        "scheduler=lambda optimizer: ...": "lr_scheduler_factory",
+        "scheduler=lambda optimizer: ..., with scheduler_step_on_batch=True": "lr_scheduler_factory",
         "scheduler, for instance zae.schedulers.cosine(warmup=0.05)": "lr_scheduler_type "
         "lr_scheduler_kwargs warmup_steps warmup_ratio",
         "scheduler_step_on_batch": "step_scheduler_with_optimizer",
