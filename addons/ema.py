@@ -20,7 +20,7 @@ from zae.common.optim import has_lazy
 from zae.common.strides import has_own_elements
 from zae.common.walk import is_sharded, local_part
 from zae.errors import CheckpointMismatch, ConfigError
-from zae.preview.checkpoint_size import tensor_bytes
+from zae.preview.memory import bytes_in
 from zae.storage.encoding import name_of_key
 from zae.storage.share import Group, save_weights
 
@@ -281,7 +281,7 @@ class EMAAddon(AddOnBase):
         if plan.bytes_per_checkpoint and not self.average:  # Else unknown, or counted already.
             state = plain_state(self.unwrap(), keep_vars=True)
             held = shapes_of_average({key: state[key] for key in self._names_to_average(state)})
-            plan.bytes_per_checkpoint += tensor_bytes(held, reference=True)
+            plan.bytes_per_checkpoint += bytes_in(held)
         notes = super().plan_lines(plan)
         if self.averaging == "uniform" and any(isinstance(each, _NORMS) for each in self.unwrap().modules()):
             notes.append("the uniform average needs BatchNorm statistics: trainer.update_batch_norm(loader) afterwards")

@@ -43,7 +43,7 @@ def fields_of(plan: Any) -> dict[str, Any]:
     """Return the fields of a plan as JSON takes them; the memory is that of a step, by what takes it."""
     from zae.common.walk import json_safe
 
-    names = [each.name for each in dataclasses.fields(plan) if not each.name.startswith("_")]
+    names = [each.name for each in dataclasses.fields(plan)]
     fields = {name: getattr(plan, name) for name in [*names, "steps", "effective_batch_size"]}
     memory = plan.memory and {**plan.memory.entries(), "total": plan.memory.total}
     found: dict[str, Any] = json_safe({**fields, "memory": memory})

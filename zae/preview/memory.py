@@ -21,7 +21,7 @@ from zae.common.walk import tensors_in
 from zae.display.text import format_size
 from zae.optimizers.quantized import bytes_of
 
-__all__ = ["Memory", "Part", "shard_memory", "state_after_a_step"]
+__all__ = ["Memory", "Part", "bytes_in", "shard_memory", "state_after_a_step"]
 
 
 _STEP = "the optimizer's step"
@@ -120,7 +120,7 @@ class Memory:
             own = {id(each): each for each in trained_by}
             trained = own if own.keys() & names.keys() else dict.fromkeys(parts)
             parts |= {key: _part(each) for key, each in own.items() if trained is own and key not in parts}
-            slots = _bytes(tensors_in(state)) / max(1, _bytes(own.values()))
+            slots = bytes_in(state) / max(1, _bytes(own.values()))
             held = [parts[key] for key in trained if parts[key].is_trained]
             for each in held:
                 each.slots += slots
@@ -255,6 +255,11 @@ def _list(sizes: Mapping[str, int]) -> str:
 
 def _part(parameter: Tensor) -> Part:
     return Part(list(parameter.shape), parameter.element_size(), parameter.requires_grad)
+
+
+def bytes_in(value: Any) -> int:
+    """Return the bytes of the tensors in a value, at any depth."""
+    return _bytes(tensors_in(value))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

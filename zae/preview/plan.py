@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from bisect import bisect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +43,7 @@ class RunPreview:
     validates_at, logs_at, saves_at : list of int
         The steps after which each happens; ``saves_at`` has the certain ones.
     bytes_per_checkpoint, disk : int
-        The size of the largest checkpoint, and of all that are kept at once; 0 without a state manager.
+        The size of the tensors of a checkpoint, and of all that are kept at once; 0 without a state manager.
     monitor : str
         The metric that decides which epoch is the best.
     memory : Memory or None
@@ -74,8 +73,6 @@ class RunPreview:
     disk: int = 0
     memory: Memory | None = None
     notes: list[str] = field(default_factory=list)
-    # The bytes that a checkpoint has more within an epoch: so many, and so many for each step of it.
-    _within_epoch: list[int] = field(default_factory=lambda: [0, 0], repr=False)
 
     @property
     def steps(self) -> int | None:
@@ -107,10 +104,6 @@ class RunPreview:
         end = [] if self.last_step is None else [self.last_step]
         self.saves_at = sorted({*self.due(every), *end})
         possible = len({*self.saves_at, *(self.validates_at if keep_best else [])})
-        ends = [self.first_step - 1, *(step for _, step in self.epoch_ends)]
-        steps = max((step - ends[bisect(ends, step) - 1] for step in self.saves_at), default=0)
-        if steps:
-            self.bytes_per_checkpoint += self._within_epoch[0] + steps * self._within_epoch[1]
         kept = possible if keep_last is None else min(possible, keep_last + keep_best)
         self.disk = self.bytes_per_checkpoint * (kept + 1)
         best = "; and where a validation is the best so far" if keep_best and self.validates_at else ""
@@ -134,9 +127,8 @@ class RunPreview:
             rows.append(("memory", f"{'each process ' if self.world_size > 1 else ''}{self.memory}"))
         if self.bytes_per_checkpoint:
             rows.append(("saves", _steps(self.saves_at)))
-            rows.append(
-                ("disk", f"{format_size(self.disk)} at most, {format_size(self.bytes_per_checkpoint)} a checkpoint")
-            )
+            size = format_size(self.bytes_per_checkpoint)
+            rows.append(("disk", f"about {format_size(self.disk)} at most; the tensors of a checkpoint are {size}"))
         if self.monitor:
             rows.append(("monitor", self.monitor))
         return rows + [("note", note) for note in self.notes]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zae.common import optim, random_state
 from zae.common.optimizer_checks import check_schedules
-from zae.common.torch_private import is_compiled_by_hand
-from zae.composition.introspect import add_ons_of, hook, is_overridden, slots_of
+from zae.composition.introspect import hook, is_overridden, slots_of
 from zae.data import sharding
 from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
@@ -23,8 +22,7 @@ from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.reshard import own_batch_sampler
 from zae.loop import addon_state
 from zae.loop.progress import NO_LIMIT, Every, RunLimits
-from zae.preview.checkpoint_size import checkpoint_bytes
-from zae.preview.memory import Memory, state_after_a_step
+from zae.preview.memory import Memory, bytes_in, state_after_a_step
 from zae.preview.plan import RunPreview
 from zae.schedulers.lengths import is_per_step, is_plateau
 
@@ -62,31 +60,12 @@ class Preview:
                 found.notes.append(f"{name} is overridden: it decides, and what follows from {what} may differ")
         self.measure_memory()
         found.notes += trainer.plan_lines(found)  # What add-ons know, an engine for instance.
-        found.notes += self._describe_compiled()
         if not found.disk:
             found.bytes_per_checkpoint = 0
         reason = why_not(run.loader) if trainer.fast_data else "fast_data=False"
         if reason is not None and hasattr(run.loader, "dataset"):
             found.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
         return found
-
-    def _describe_compiled(self) -> list[str]:
-        """Say what follows where the script has compiled the model itself: nothing is wrong, and more is compiled."""
-        trainer = self.trainer
-        parts = {name: each for name, each in trainer.unwrap().named_modules() if name and is_compiled_by_hand(each)}
-        is_whole = any(map(is_compiled_by_hand, (trainer.model, trainer.unwrap())))
-        if not parts and not is_whole:
-            return []
-        what = "the model is compiled by the script" if is_whole else f"{', '.join(parts)} is compiled by the script"
-        if "compile" in slots_of(type(trainer)):
-            return [
-                f"{what} as well as by CompileAddon: an evaluation, which CompileAddon leaves eager, is compiled by it "
-                "too, which takes time for each shape; give the module itself"
-            ]
-        return [
-            f"{what}: each shape is compiled, also that of a short last batch and of an evaluation; CompileAddon "
-            "compiles training alone. Checkpoints have the names of the module itself"
-        ]
 
     # ------------------------------------------------------------------------------------------- steps and epochs
 
@@ -195,20 +174,10 @@ class Preview:
             trainer.optimization.settings = settings
 
     def _measure_checkpoint(self, stepped: Mapping[str, Any]) -> None:
-        """Find the size of a checkpoint with these states of the optimizers."""
-        trainer, found = self.trainer, self.found
-        try:
-            with addon_state.state_mode(trainer, addon_state.ALONE):
-                state = trainer.state_dict()
-            add_ons = [each.__name__ for each in add_ons_of(type(trainer))]
-            archived = getattr(getattr(trainer, "checkpointer", None), "model_format", "") == "ckpt"
-            norms = ["grad_norm", *(f"grad_norm/{name}" for name in stepped if len(stepped) > 1)]
-            norms = norms if trainer.gradient_clip else []
-            sizes = checkpoint_bytes(state, stepped, found, add_ons, norms, archived)
-        except Exception as error:  # A state that cannot be saved is refused by the first save, which says more.
-            found.notes.append(f"the size of a checkpoint is not known: {type(error).__name__}: {error}")
-            return
-        found.bytes_per_checkpoint, *found._within_epoch = sizes
+        """Count the tensors of a checkpoint with these states of the optimizers."""
+        with addon_state.state_mode(self.trainer, addon_state.ALONE):
+            state = self.trainer.state_dict()
+        self.found.bytes_per_checkpoint = bytes_in({**state, "optimizer": stepped})
 
 
 # ------------------------------------------------------------------------------------- the methods of the Trainer
@@ -247,7 +216,7 @@ def plan(
 
     No batch is loaded, and no step is made: whether ``train_step`` and ``test_step`` work, and which metrics they
     return, is not looked at. ``run(1, loader, valid_loader, limit_batches=1)`` of another trainer tries a batch of
-    each. The size of a checkpoint is counted with one metric.
+    each. The size of a checkpoint is that of its tensors.
 
     Parameters
     ----------
