@@ -1182,7 +1182,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     explain, plan = explain.explain, preview.plan
     plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its hooks.
 
-    __repr__, _repr_html_ = describe.trainer_text, describe.trainer_html
+    __repr__ = describe.trainer_text
 
     # ------------------------------------------------------------------------------------------------ the rest
 

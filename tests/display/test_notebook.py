@@ -159,11 +159,10 @@ def test_a_run_that_ends_early_leaves_its_table_and_the_error(shown: Any) -> Non
     assert [line.split()[:2] for line in rest] == [["1", "4"], ["2", "8"]], "it ended in epoch 2, which run(1) finishes"
 
 
-def test_a_trainer_shows_its_parts_and_its_state(shown: Any) -> None:
-    page = of(shown, "t")[0].data["text/html"]
-    for said in ("<b>Task</b>", "epoch 1, step 6, on cpu", "Linear, 3 parameters", "SGD(lr=0.01)", "train_loss"):
-        assert said in page
-    assert of(shown, "t")[0].data["text/plain"].startswith("Task(model=Linear")
+def test_a_trainer_shows_where_it_stands(shown: Any) -> None:
+    text = of(shown, "t")[0].data["text/plain"]
+    assert text.startswith("Task(model=Linear")
+    assert "epoch=1, step=6" in text
 
 
 def test_the_notebooks_of_the_examples_run(shown: Any) -> None:
@@ -177,9 +176,8 @@ def test_the_notebooks_of_the_examples_run(shown: Any) -> None:
     assert len(live) == 3
     values = [each.data["text/plain"] for cell in outputs for each in cell if each.output_type == "execute_result"]
     assert float(values[0]) >= 0.85
-    page = outputs[-1][0].data["text/html"]
-    assert "<b>Digits</b> + <code>EarlyStoppingAddon</code>" in page
-    assert "monitor=&#x27;accuracy&#x27;, seed=0</div>" in page, "only the options that are not the default"
+    names = "EarlyStoppingAddon, EMAAddon, GradientAccumulationAddon"
+    assert outputs[-1][0].data["text/plain"].startswith(f"Digits[{names}](model=Sequential, ")
 
 
 def test_frames_need_pandas(monkeypatch: Any) -> None:

@@ -266,7 +266,7 @@ def test_token_is_nowhere(hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFix
     )
     with caplog.at_level(logging.DEBUG):
         trainer.train()
-    shown = f"{trainer!r}{trainer._repr_html_()}{trainer.explain()}{vars(trainer)}{caplog.text}"
+    shown = f"{trainer!r}{trainer.explain()}{vars(trainer)}{caplog.text}"
     assert token not in shown
     assert token not in texts(tmp_path)
     assert hub.tokens == {f"Bearer {token}"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zae.display.text import cell, columns_of, number
@@ -15,7 +15,6 @@ __all__ = [
     "chart",
     "curves",
     "escape",
-    "facts_html",
     "is_shown_above",
     "metrics_html",
     "note_shown",
@@ -82,18 +81,13 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"<div style='display:flex;flex-wrap:wrap;gap:8px 20px'>{''.join(drawn)}</div>" if drawn else ""
 
 
-def chart(
-    name: str,
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    ends: tuple[str, str] | None = None,
-    mark: float | None = None,
-) -> str:
-    """Return curves as an SVG element; ``ends`` are the labels below, by default the steps, ``mark`` is a step."""
+def chart(name: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Return curves over the steps as an SVG element."""
     series = {label: points for label, points in series.items() if points}
     colors = {label: _COLORS[_SPLITS.index(label) if label in _SPLITS else at] for at, label in enumerate(series)}
     steps, values = ([pair[at] for points in series.values() for pair in points] for at in (0, 1))
     across, down = (min(steps), max(steps)), (min(values), max(values))
-    ends = ends or (f"{across[0]:,}" if across[0] < across[1] else "", f"step {across[1]:,}")
+    ends = (f"{across[0]:,}" if across[0] < across[1] else "", f"step {across[1]:,}")
     said = "; ".join(f"{label} {number(points[-1][1])}" for label, points in series.items())
     title = escape(f"{name}, {' to '.join(filter(None, ends))}; last: {said}")
     parts = [f"<text x='0' y='12' font-weight='600' fill='currentColor'>{escape(name)}</text>"]
@@ -108,12 +102,6 @@ def chart(
     for at, anchor, text in zip((_LEFT, _WIDTH - _RIGHT), ("start", "end"), ends):
         parts.append(
             f"<text x='{at}' y='{_HEIGHT - 5}' text-anchor='{anchor}' fill='currentColor'>{escape(text)}</text>"
-        )
-    if mark is not None:
-        x = _place(mark, 0, across, down)[0]
-        parts.append(
-            f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP}' y2='{_HEIGHT - _BOTTOM}' stroke='currentColor' "
-            "stroke-dasharray='4 3'/>"
         )
     parts += [_curve(points, across, down, colors[label]) for label, points in series.items()]
     return (
@@ -150,12 +138,6 @@ def _place(step: float, value: float, across: tuple[float, float], down: tuple[f
     x = (step - across[0]) / (across[1] - across[0]) if across[1] > across[0] else 0.5
     y = (down[1] - value) / (down[1] - down[0]) if down[1] > down[0] else 0.5
     return _LEFT + x * (_WIDTH - _LEFT - _RIGHT), _TOP + y * (_HEIGHT - _TOP - _BOTTOM)
-
-
-def facts_html(facts: Iterable[tuple[str, str]]) -> str:
-    """Return pairs of a name and HTML as lines."""
-    lines = (f"<div><span style='{_QUIET}'>{html.escape(name)}:</span> {value}</div>" for name, value in facts if value)
-    return "".join(lines)
 
 
 # -------------------------------------------------------------------------------------------- what a cell shows

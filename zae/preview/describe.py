@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,14 +14,11 @@ import torch
 import zae
 from zae.common.optim import has_lazy
 from zae.common.walk import flatten
-from zae.composition.introspect import add_ons_of, is_add_on
-from zae.composition.options import option_values, options_of, own_options
-from zae.display.html import block, escape, facts_html, rows_html
-from zae.display.text import number
+from zae.composition.introspect import add_ons_of
+from zae.composition.options import option_values, options_of
 from zae.loop.progress import Every
-from zae.preview.explain import shown_option
 
-__all__ = ["describe", "describe_options", "trainer_html", "trainer_text"]
+__all__ = ["describe", "describe_options", "trainer_text"]
 
 _OBJECTS = ("model", "optimizer", "scheduler", "web_logger")  # Options that the config describes in another form.
 _INFERRED = ("device", "mode", "monitor_mode")  # Options that are shown elsewhere, or follow from others.
@@ -94,44 +91,11 @@ def trainer_text(instance: Any) -> str:
     return f"{whose}, device={instance.device}, mode={instance.mode}, epoch={at.epoch}, step={at.step})"
 
 
-def trainer_html(instance: Any) -> str:
-    """Return what a trainer is made of, and where it stands, for a notebook."""
-    cls, at, module = type(instance), instance.progress_checker, instance.unwrap()
-    add_ons = add_ons_of(cls)
-    owned = {add_on: [n for c in add_on.__mro__ if is_add_on(c) for n in own_options(c)] for add_on in add_ons}
-    values = {name: value for name, value in option_values(instance).items() if name not in _OBJECTS}
-    own = {name for names in owned.values() for name in names}
-    changed = {name for name, value in values.items() if name not in own and _differs(cls, name, value)}
-    parts = [
-        f"<b>{escape(cls.__name__.partition('[')[0])}</b>",
-        *(f"<code>{escape(each.__name__)}</code>" for each in add_ons),
-    ]
-    sizes = "" if has_lazy(module.parameters()) else f", {sum(p.numel() for p in module.parameters()):,} parameters"
-    made = [f"{type(each).__name__}(lr={number(each.param_groups[0]['lr'])})" for each in instance.optimizers.values()]
-    facts = [
-        ("state", escape(f"epoch {at.epoch:,}, step {at.step:,}, on {instance.device}, mode {instance.mode}")),
-        ("model", escape(type(module).__name__ + sizes)),
-        ("optimizer", escape(", ".join(made) or getattr(instance.optimizer, "__name__", "made by the first run"))),
-        ("options", _options_html(values, sorted(changed))),
-        *((add_on.__name__, _options_html(values, names)) for add_on, names in owned.items()),
-    ]
-    metrics = instance.metrics
-    last = {name: value for row in metrics.rows()[-1:] for name, value in row.items() if value is not None}
-    best = {name: value for name, value in instance.best.items() if value is not None}
-    tables = [f"<div>{title}</div>{rows_html([row])}" for title, row in (("last:", last), ("best:", best)) if row]
-    return block(f"<div>{' + '.join(parts)}</div>", facts_html(facts), *tables)
-
-
 def _differs(cls: Any, name: str, value: Any) -> bool:
     """Return whether an option has another value than its default, or than what None as the default means."""
     default = options_of(cls)[name][0].default
     is_default = name in _INFERRED or value is default or (type(value) is type(default) and value == default)
     return not is_default and not (default is None and (value is False or value == Every(epochs=1)))
-
-
-def _options_html(values: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Return options with their values; what may be secret is not shown."""
-    return escape(", ".join(f"{name}={shown_option(name, values[name])}" for name in names if name in values))
 
 
 def _plain(value: Any) -> Any:

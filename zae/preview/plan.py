@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ __all__ = ["RunPreview"]
 
 @dataclass
 class RunPreview:
-    """A preview of a run; it prints as a page, and shows as a table in a notebook.
+    """A preview of a run; it prints as a page.
 
     Attributes
     ----------
@@ -139,10 +138,6 @@ class RunPreview:
         return "\n".join([f"Plan of {self.name}", *(f"  {title:<{width}}  {text}" for title, text in rows)])
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        cells = "".join(f"<tr><th>{html.escape(t)}</th><td>{html.escape(x)}</td></tr>" for t, x in self.rows())
-        return f"<table><caption>Plan of {html.escape(self.name)}</caption>{cells}</table>"
 
 
 # ---------------------------------------------------------------------------------------------------- in words

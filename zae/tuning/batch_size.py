@@ -55,7 +55,7 @@ def find_batch_size(trainer: Trainer, loader: DataLoader[Any], *, effective_batc
     """Find the largest micro-batch that fits in memory; the samples in an optimizer step stay the same.
 
     Two steps of a copy of the trainer are made with each size that is tried: a divisor of the samples in a step, at
-    most as many as the dataset has. The trainer, its loader, files and random streams are not changed. Batches are
+    most as many as the dataset has. The trainer, files and random streams are not changed. Batches are
     taken from the beginning of the dataset: where samples differ in length, put the longest ones there, or leave room.
     The copy lies beside the model of the trainer: call it before the first run, with the model still on the CPU.
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import check_count
 from zae.common.optim import as_dict
-from zae.display.html import block, chart, escape
 from zae.display.text import number
 from zae.errors import ConfigError
 from zae.report.records import Series
@@ -26,9 +25,9 @@ _SMOOTHING = 0.98
 _SHORTEST = 5  # Losses in a row of falling ones, for a suggestion.
 
 
-@dataclass
+@dataclass(repr=False)
 class RangeTest:
-    """The losses of a learning-rate range test; it prints as a plot, and shows as a picture in a notebook.
+    """The losses of a learning-rate range test; it prints as a plot.
 
     Attributes
     ----------
@@ -76,6 +75,8 @@ class RangeTest:
         plot = draw(curves, 78, 12, ends=self._ends()).splitlines()[: -len(curves)]  # The legend has cut off values.
         return "\n".join([*plot, self._conclusion()])
 
+    __repr__ = __str__
+
     def _curves(self) -> dict[str, list[float]]:
         """Return the losses and their average, cut off where they are so high that nothing else could be seen."""
         low, first = min(self.losses), self.smoothed[0]
@@ -91,13 +92,6 @@ class RangeTest:
         text = "no suggestion: the loss does not fall" if found is None else f"suggestion: lr={number(found, 3)}"
         return f"{text}; {self.stopped}"
 
-    def _repr_html_(self) -> str:
-        if not self.losses:
-            return block(escape(str(self)))
-        curves = {name: [*enumerate(values)] for name, values in self._curves().items()}
-        mark = None if self.suggestion is None else self.learning_rates.index(self.suggestion)
-        return block(chart("loss", curves, self._ends(), mark), f"<div>{escape(self._conclusion())}</div>")
-
 
 def find_lr(
     trainer: Trainer, loader: Any, *, min_lr: float = 1e-7, max_lr: float = 10.0, steps: int = 100
@@ -107,8 +101,8 @@ def find_lr(
     The range test of Smith, "Cyclical Learning Rates for Training Neural Networks" (2017), section 3.3, with the
     smoothing, the end and the suggestion of fastai's ``lr_find``. Accumulation, mixed precision, clipping and other
     add-ons that take part in a step are as in a run; those that save, log or report are left out. A schedule is left
-    out. Of several param groups each keeps its part of the highest rate. The trainer, its loader, files and random
-    streams are not changed.
+    out. Of several param groups each keeps its part of the highest rate. The trainer, files and random streams are not
+    changed; a dataset that counts or keeps what is read of it notices.
 
     Parameters
     ----------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import html
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -42,7 +41,7 @@ class Layer:
 
 @dataclass
 class ModelSummary:
-    """The layers of a model; it prints as a table, and shows as one in a notebook.
+    """The layers of a model; it prints as a table.
 
     Attributes
     ----------
@@ -109,16 +108,6 @@ class ModelSummary:
         return "\n".join([*lines, "", *(f"{title:<{width}}  {text}" for title, text in self.totals())])
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str) -> str:
-            style = ' style="text-align:left;white-space:pre"'
-            return "<tr>" + "".join(f"<{tag}{style}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        head = row(("layer", "class", "output", "parameters", ""), "th")
-        body = "".join(row(cells, "td") for cells in self.rows())
-        totals = "<br>".join(html.escape(f"{title}: {text}") for title, text in self.totals())
-        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table><p>{totals}</p>"
 
 
 def summary(model: nn.Module | Trainer, batch: Any = None) -> ModelSummary:
