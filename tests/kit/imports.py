@@ -48,7 +48,6 @@ LAST = frozenset({"addons", "cli", "interop", "search", "testing", "tuning"})
 """What no other package may import."""
 
 KNOWN: dict[tuple[str, str], str] = {
-    ("zae.preview.checkpoint_size", "zae.storage.encoding"): "The size of a checkpoint is that of its encoded state.",
     ("zae.tuning.batch_size", "zae.addons.accumulation"): "find_batch_size returns the option of this add-on.",
 }
 """The edges that break the rules today, by the names of their modules, each with the reason."""
