@@ -25,7 +25,6 @@ from zae.interop.accelerate.accelerator import (
     check_plain,
     make,
 )
-from zae.launch.ddp import CommunicationHook
 from zae.launch.spawn import launched_world
 from zae.storage.share import Group
 
@@ -116,18 +115,10 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
             if given.pop("broadcast_buffers", True) is False:
                 raise ConfigError("DistributedDataParallelKwargs has broadcast_buffers=False, and the buffers of rank "
                                   "0 are those of a checkpoint; leave it out")  # fmt: skip
-            if type(hook := handler.comm_hook) is str:
-                raise ConfigError(f"DistributedDataParallelKwargs has comm_hook={hook!r}, a text, which Accelerate "
-                                  f"passes over; write DDPCommunicationHookType.{hook.upper()}")  # fmt: skip
-            hooks: list[Any] = []
-            handler.register_comm_hook(_Recorder(hooks))
-            for name in ("find_unused_parameters", "static_graph"):
-                setattr(self, name, getattr(self, name) or given.pop(name, False))
-            if hooks:
-                if self.comm_hook is not None:
-                    raise ConfigError(f"comm_hook={self.comm_hook} is given, and DistributedDataParallelKwargs has a "
-                                      "comm_hook too; leave one of them out")  # fmt: skip
-                self.comm_hook = CommunicationHook.parse(hooks[0])
+            if getattr(handler.comm_hook, "value", handler.comm_hook) != "no" or given.pop("static_graph", False):
+                raise ConfigError("DistributedDataParallelKwargs has a comm_hook or static_graph=True, which a step of "
+                                  "zae does not use; leave it out")  # fmt: skip
+            self.find_unused_parameters = self.find_unused_parameters or given.pop("find_unused_parameters", False)
             self._ddp_options = {
                 key: given[key] for key in ("bucket_cap_mb", "gradient_as_bucket_view") if key in given
             }
@@ -259,13 +250,3 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
             each.load_state_dict(saved)
         if all(streams is not None for streams in several):  # Else another number of processes has saved them.
             folders.restore_streams(several[self.rank])
-
-
-class _Recorder:
-    """Takes the communication hook that a handler registers."""
-
-    def __init__(self, found: list[Any]) -> None:
-        self._found = found
-
-    def register_comm_hook(self, state: Any, hook: Any) -> None:
-        self._found.append((state, hook))

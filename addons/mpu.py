@@ -10,7 +10,6 @@ from zae.addons.replicated import ReplicatedAddon
 from zae.common.argument_checks import check_flags
 from zae.composition.introspect import slots_of
 from zae.errors import ConfigError
-from zae.launch.ddp import CommunicationHook
 
 __all__ = ["MultiGPUAddon"]
 
@@ -49,13 +48,6 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
         Seconds after which a rank that does not answer has failed.
     find_unused_parameters : bool
         Whether steps may leave parameters without gradients; searching for them takes time in every step.
-    static_graph : bool
-        Whether every step uses the same parameters in the same way; DistributedDataParallel is then faster.
-    comm_hook : callable, or tuple of an object and a callable, optional
-        The communication hook that brings the gradients of a bucket together instead of an all_reduce, with its state
-        before it: ``default_hooks.fp16_compress_hook``, or ``(PowerSGDState(None), powerSGD_hook)``. A step in which a
-        rank has no samples averages without it, and so do parameters outside of the model. What the state holds is
-        not in checkpoints, unless you save it yourself.
 
     Raises
     ------
@@ -89,15 +81,11 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
         self,
         *args: Any,
         find_unused_parameters: bool = False,
-        static_graph: bool = False,
-        comm_hook: Any = None,
         **kwargs: Any,
     ) -> None:
         _check_launched("precision" in slots_of(type(self)))
         super().__init__(*args, **kwargs)
-        flags = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
-        self.find_unused_parameters, self.static_graph = check_flags(**flags)
-        self.comm_hook = None if comm_hook is None else CommunicationHook.parse(comm_hook)
+        (self.find_unused_parameters,) = check_flags(find_unused_parameters=find_unused_parameters)
 
 
 def _check_launched(has_precision: bool) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from zae.common.optimizer_state import like_parameter_layout
 from zae.common.torch_private import check_reducer
-from zae.errors import ConfigError, DistributedError
+from zae.errors import DistributedError
 from zae.launch.blocks import check_tables
-from zae.launch.ddp import CommunicationHook, Replica, broadcast, group_alike, sparse_in
+from zae.launch.ddp import Replica, broadcast, group_alike, sparse_in
 from zae.optimizers.quantized import check_replicated
 
 if TYPE_CHECKING:
@@ -35,10 +35,8 @@ class ReplicatedAddon(AddOnPart):
 
     Attributes
     ----------
-    find_unused_parameters, static_graph : bool
+    find_unused_parameters : bool
         As for DistributedDataParallel.
-    comm_hook : CommunicationHook, optional
-        What brings the gradients of a bucket together instead of an all_reduce.
     """
 
     layer = "parallel"
@@ -47,8 +45,7 @@ class ReplicatedAddon(AddOnPart):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.find_unused_parameters = self.static_graph = False
-        self.comm_hook: CommunicationHook | None = None
+        self.find_unused_parameters = False
         self._inner: Any = None  # The model inside of the wrapper.
         self._engine: Replica | None = None
         self._sparse: set[int] = set()  # The parameters with sparse gradients.
@@ -96,21 +93,16 @@ class ReplicatedAddon(AddOnPart):
         return self._inner if self._world == 1 or self.mode == "test" else self._wrap()
 
     def _check_model(self, model: nn.Module) -> None:
-        """Refuse a communication hook that would not be called."""
+        """Refuse tables whose forward changes weights, and note what has sparse gradients."""
         super()._check_model(model)
         check_tables(model)
         self._sparse = sparse_in(model)
-        if self.comm_hook is not None:
-            is_trained = any(parameter.requires_grad for parameter in model.parameters())
-            self._check_hook("" if is_trained else "no parameter of the model is trained; let one require a gradient")
 
     def _wrap(self) -> Any:
         self._check_model(self._inner)
         self._engine, self._marks_used = None, False
         if any(parameter.requires_grad for parameter in self._inner.parameters()):
             self._engine = Replica(self._inner, **self._replica_options())
-            if self.comm_hook is not None:
-                self._engine.register_comm_hook(*self.comm_hook)
         return self._engine or self._inner
 
     def _replica_options(self) -> dict[str, Any]:
@@ -118,7 +110,6 @@ class ReplicatedAddon(AddOnPart):
         return {
             "device_ids": None if self.device.type == "cpu" else [self.device],
             "find_unused_parameters": self.find_unused_parameters,
-            "static_graph": self.static_graph,
         }
 
     def plan_memory(self, plan: Any) -> None:
@@ -126,23 +117,6 @@ class ReplicatedAddon(AddOnPart):
         super().plan_memory(plan)
         if plan.world_size > 1:
             plan.memory.held["buckets"] = plan.memory.gradients
-
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Refuse a communication hook that the steps would not call."""
-        if plan.world_size > 1:
-            self._must_unwrap(plan.batches_per_step)
-        return super().plan_lines(plan)
-
-    def _check_hook(self, why: str = "") -> None:
-        """Refuse a communication hook that would not be called, because the wrapper does not average gradients."""
-        if self._sparse:
-            why = "gradients of the model are sparse; write sparse=False on its embeddings"
-        elif self.averages_late:
-            why = "AutoBatchAddon averages gradients after the backward; leave it out"
-        elif self._takes_turns():
-            why = "find_unused_parameters=True lets several optimizers take turns; write find_unused_parameters=False"
-        if why and self.comm_hook is not None:
-            raise ConfigError(f"comm_hook={self.comm_hook} would not be called: {why}. Or leave comm_hook out")
 
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank until the last micro-batch."""
@@ -187,17 +161,8 @@ class ReplicatedAddon(AddOnPart):
     def micro_batches(self, batch: Any) -> Any:
         """Do not use the wrapper in a step in which a rank has no samples: it would wait for that rank."""
         found = super().micro_batches(batch)
-        if self._world > 1 and self._must_unwrap(len(found)):
-            self._engine = None
         if self._leaves_out or self._engine is None:
             self.model = self._inner or self.model
-        return found
-
-    def _must_unwrap(self, batches: int) -> bool:
-        """Return whether a step has several backwards, of which a static graph allows one; refuse a hook there."""
-        found = self.static_graph and max(batches, len(self.optimizers)) > 1
-        if found:
-            self._check_hook("a step has several backwards, and static_graph=True allows one; write static_graph=False")
         return found
 
     def normalize(self, num_targets: list[Any]) -> None:
@@ -207,7 +172,6 @@ class ReplicatedAddon(AddOnPart):
             if self._leaves_out:
                 num_targets = self._finish_short(num_targets)
             elif engine is None or not engine._used or self._takes_turns():  # It misses calls of submodules.
-                self._check_hook("train_step called parts of the model; call all of it, self.model(...)")
                 self._average(self.parameters, True)
             else:
                 self._check_used(engine)
@@ -251,7 +215,7 @@ class ReplicatedAddon(AddOnPart):
         except RuntimeError as error:
             held, named = engine._held, self.unwrap().named_parameters()
             names = [name for name, each in named if each.grad is None and id(each) in held]
-            if names and not (self.find_unused_parameters or self.static_graph):
+            if names and not self.find_unused_parameters:
                 raise self._left_out(names) from error
             raise
 

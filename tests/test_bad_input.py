@@ -337,7 +337,7 @@ def test_swapped_arguments():
         (StateManagerAddon, {"save_path": "a", "reshard": "no"}, "reshard='no'"),
         (StateManagerAddon, {"save_path": "a", "save_async": 2}, "save_async=2"),
         (StateManagerAddon, {"save_path": "a", "save_on_signal": "SIGTERM"}, "save_on_signal='SIGTERM'"),
-        (MultiGPUAddon, {"static_graph": "no"}, "static_graph='no'"),
+        (MultiGPUAddon, {"find_unused_parameters": "no"}, "find_unused_parameters='no'"),
         (MultiGPUAddon, {"find_unused_parameters": []}, r"find_unused_parameters=\[\]"),
         (CompileAddon, {"compile_dynamic": "yes"}, "compile_dynamic='yes'"),
     ],

@@ -11,9 +11,6 @@ import schedulefree
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from kit.rank_tasks import (
@@ -358,18 +355,17 @@ def test_any_kind_of_gradient(world):
         def forward(self, inputs):
             return self.table((inputs[:, 0] * 9).long() % 8) * self.phase.abs()
 
-    def run(add_ons, batch_size, **options):
+    def run(add_ons, batch_size):
         model = Net()
         optimizers = [torch.optim.SparseAdam([model.table.weight], 0.1), torch.optim.SGD([model.phase], 0.01)]
-        trainer = Task.add_on(*add_ons)(model, "cpu", optimizer=optimizers, log_bar=False, **options)
+        trainer = Task.add_on(*add_ons)(model, "cpu", optimizer=optimizers, log_bar=False)
         return trainer, trainer.run(2, loader(4 * world + 1, batch_size))
 
-    for options in ({}, {"static_graph": True}):
-        (trainer, here), (single, there) = run((MultiGPUAddon,), 2, **options), run((), 2 * world)
-        assert trainer.world_size == world
-        assert agree(trainer)
-        assert here["step"] == there["step"] == 6
-        assert distance(trainer, single) < 1e-5
+    (trainer, here), (single, there) = run((MultiGPUAddon,), 2), run((), 2 * world)
+    assert trainer.world_size == world
+    assert agree(trainer)
+    assert here["step"] == there["step"] == 6
+    assert distance(trainer, single) < 1e-5
 
 
 @on_ranks(2, 3)
@@ -390,14 +386,14 @@ def test_a_gradient_lies_in_memory_as_its_weight(world):
 
 
 @on_ranks(2, 3)
-def test_a_static_graph_resumes_bitwise(world, tmp_path):
+def test_buckets_are_arranged_as_in_the_run_that_is_resumed(world, tmp_path):
     """The order of a sum over three ranks hangs on how gradients are put together; windows of two."""
 
     def run(resume):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 33), nn.Tanh(), nn.Linear(33, 170), nn.Tanh(), nn.Linear(170, 1))
         trainer = build(
-            Task, (MultiGPUAddon, StateManagerAddon), model=model, static_graph=True, seed=1, save_every=1,
+            Task, (MultiGPUAddon, StateManagerAddon), model=model, seed=1, save_every=1,
             keep_last=None, save_path=tmp_path / str(bool(resume)), resume=resume,
         )  # fmt: skip
         trainer.run(1, loader(4 * world, 2, 3))
@@ -407,7 +403,7 @@ def test_a_static_graph_resumes_bitwise(world, tmp_path):
     assert first.world_size == world
     assert same(weights(first), weights(again))
     options = {"gradient_accumulation_steps": 2, "model": network(dtype=F64)}
-    trainer = build(Task, (GradientAccumulationAddon, MultiGPUAddon), static_graph=True, **options)
+    trainer = build(Task, (GradientAccumulationAddon, MultiGPUAddon), **options)
     single = build(Task, (GradientAccumulationAddon,), **{**options, "model": network(dtype=F64)})
     trainer.run(1, loader(10 * world, 2, dtype=F64))
     single.run(1, loader(10 * world, 2 * world, dtype=F64))
@@ -432,67 +428,3 @@ def test_a_parameter_left_out_of_the_last_batch_is_refused(world):
         trainer.run(1, loader(4 * world, 2))
     assert trainer.progress_checker.step == 0
     dist.barrier()
-
-
-def by_hand(model, batches, hook):
-    """Train with the wrapper of torch and a hook, as one writes it."""
-    wrapper, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
-    wrapper.register_comm_hook(*hook)
-    for batch in batches:
-        Task.train_step(types.SimpleNamespace(model=wrapper), batch)["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def power(rank=1):
-    return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=0.5)
-
-
-@on_ranks(2)
-def test_a_communication_hook_is_called_as_by_hand(world):
-    """Bitwise the loop by hand with the same hook, with and without a state; a second run uses it again."""
-    batches = [*loader(16 * world, 2, dtype=torch.float32)]
-    for hook in (lambda: (None, fp16_compress_hook), lambda: (power(), powerSGD_hook)):
-        model, (state, function) = network(), hook()
-        by_hand(model, batches[dist.get_rank() :: world], hook())
-        given = function if state is None else (state, function)
-        trainer = build(Task, (MultiGPUAddon,), comm_hook=given)
-        plain = build(Task, (MultiGPUAddon,))
-        for each in (trainer, plain):
-            each.run(1, batches)
-        assert trainer.world_size == world
-        assert same(weights(trainer), list(model.state_dict().values()))
-        assert not same(weights(trainer), weights(plain))
-        trainer.run(1, batches)
-        assert agree(trainer)
-
-
-def parts(self, batch):
-    return {"loss": self.model[3](self.model[1](self.model[0](batch[0]))).mean()}
-
-
-@on_ranks(2)
-def test_a_communication_hook_that_would_not_be_called_is_refused(world):
-    """Before the first step, or in it before the optimizer steps, with the remedy."""
-    hook, windows = {"comm_hook": fp16_compress_hook}, (MultiGPUAddon, GradientAccumulationAddon)
-    sparse = nn.Embedding(8, 1, sparse=True)
-    cases = (
-        (Task, windows, {"static_graph": True, "gradient_accumulation_steps": 2}, "write static_graph=False"),
-        (type("Parts", (Task,), {"train_step": parts}), (MultiGPUAddon,), {}, r"call all of it, self.model\(...\)"),
-        (Task, (MultiGPUAddon,), {"model": sparse}, "write sparse=False on its embeddings"),
-    )
-    for cls, add_ons, options, message in cases:
-        trainer = build(cls, add_ons, **{**hook, **options})
-        with pytest.raises(ConfigError, match=message):
-            trainer.run(1, loader(8 * world, 2))
-        assert trainer.progress_checker.step == 0
-    model = network()
-    both = {"optimizer": [torch.optim.SGD(model[at].parameters(), 0.1) for at in (0, 3)], "log_bar": False}
-    with pytest.raises(ConfigError, match="write find_unused_parameters=False"):
-        Task.add_on(MultiGPUAddon)(model, "cpu", find_unused_parameters=True, **both, **hook).run(1, loader(8, 2))
-    for wrong in (3, PowerSGDState, (fp16_compress_hook,), (None, None)):
-        with pytest.raises(ConfigError, match="it must be a function"):
-            build(Task, (MultiGPUAddon,), comm_hook=wrong)
-    for wrong in (bf16_compress_hook, lambda state, other: None):
-        with pytest.raises(ConfigError, match=r"refused by torch: .*state and bucket.*fp16_compress_hook"):
-            build(Task, (MultiGPUAddon,), comm_hook=wrong)

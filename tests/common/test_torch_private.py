@@ -21,7 +21,7 @@ from zae.common import torch_private
 ELSEWHERE = {
     *("_backward_hooks", "_post_accumulate_grad_hooks", "_indices", "_values", "_dynamo"),
     *("_rebuild_buckets", "_push_all_rebuilt_params", "_check_reducer_finalized", "_get_default_store"),
-    *("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_check_comm_hook"),
+    *("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
     # What a function of torch reads, which is only compared.
     *("_profile_name", "_sampler_iter", "_reset", "_num_yielded", "_dataset_kind", "_DatasetKind", "_dataset"),
     *("_IterableDataset_len_called", "_num_workers"),

@@ -143,19 +143,14 @@ def test_two_ranks_are_those_of_a_loop_by_hand(crews: Any) -> None:
 
 
 def with_handlers() -> None:
-    """Small buckets whose views are the gradients change no bit on two ranks; a hook that compresses is called."""
+    """Small buckets whose views are the gradients change no bit on two ranks."""
     small = DistributedDataParallelKwargs(bucket_cap_mb=1, gradient_as_bucket_view=True, find_unused_parameters=True)
     plain = make(DDP, optimizer=sgd)
     trainer = make(ACCELERATE, optimizer=sgd, accelerator_args={"kwargs_handlers": [small]})
-    halved = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
-    other = make(ACCELERATE, optimizer=sgd, model=net(F32), accelerator_args={"kwargs_handlers": [halved]})
-    for each in (plain, trainer, other):
+    for each in (plain, trainer):
         each.run(1, data(16))
     assert trainer.find_unused_parameters
     assert bitwise(plain, trainer)
-    exact = make(DDP, optimizer=sgd, model=net(F32))
-    exact.run(1, data(16))
-    assert 1e-7 < distance(other, exact) < 1e-2
     given = make(ACCELERATE, optimizer=sgd, accelerator=trainer.accelerator, device="cpu")
     given.run(1, data(16))
     assert bitwise(given, plain)
@@ -549,8 +544,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("train with DeepSpeedAddon", **args(deepspeed_plugin=object()))
     refused("train with FSDPAddon", **args(fsdp_plugin=object()))
     refused("mesh={'shard': 2, 'tensor': 2}", **args(parallelism_config=object()))
-    named = DistributedDataParallelKwargs(comm_hook="fp16")
-    refused("which Accelerate passes over; write DDPCommunicationHookType.FP16", **args(kwargs_handlers=[named]))
+    for given in ({"comm_hook": DDPCommunicationHookType.FP16}, {"comm_hook": "fp16"}, {"static_graph": True}):
+        refused("does not use; leave it out", **args(kwargs_handlers=[DistributedDataParallelKwargs(**given)]))
     kept = DistributedDataParallelKwargs(broadcast_buffers=False)
     refused("broadcast_buffers=False", **args(kwargs_handlers=[kept]))
     own = accelerate.Accelerator(cpu=True)

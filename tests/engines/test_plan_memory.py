@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from test_engines import engines
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -227,11 +226,8 @@ def test_the_steps_are_those_of_the_ranks(name: str) -> None:
         assert [of_rank[index] for of_rank in found] == [(counts, plan.steps, plan.epoch_ends)] * engine.world
 
 
-HOOK = {"comm_hook": fp16_compress_hook}
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "lazy copy": ("ddp", {"model": lambda: nn.LazyLinear(2)}, "the model is lazy"),
-    "sparse": ("ddp", {"model": lambda: nn.Embedding(9, 2, sparse=True), **HOOK}, "would not be called"),
-    "backwards": ("ddp", {**WINDOW, **HOOK, "static_graph": True}, "write static_graph=False"),
     "table": ("ddp", {"model": lambda: nn.Embedding(9, 2, max_norm=1.0)}, "Embedding has max_norm"),
     "lazy": ("fsdp", {"model": lambda: nn.LazyLinear(2)}, "the model is lazy"),
     "compiled": ("fsdp", {"model": lambda: torch.compile(Net(SMALL), backend="eager")}, "write compile_blocks=True"),

@@ -86,7 +86,7 @@ def train(num_workers: int = 1, wrapped: bool = True) -> str:
     if not wrapped:
         return digest(trainer.model)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    replica = Replica(trainer.model, find_unused_parameters=False, static_graph=False)
+    replica = Replica(trainer.model, find_unused_parameters=False)
     for inputs, _ in loader(shuffle=False):
         replica(inputs).square().mean().backward()
     del replica  # Before its group.

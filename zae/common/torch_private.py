@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ __all__ = [
     "call_instead",
     "call_of",
     "can_arrange_buckets",
-    "check_comm_hook",
     "check_reducer",
     "compiled_graphs",
     "compiler",
@@ -43,7 +41,6 @@ __all__ = [
     "is_compiled",
     "is_profiling",
     "last_metric_value",
-    "outside_worker",
     "overflow_flags",
     "shut_down_workers",
     "sparse_parts",
@@ -264,16 +261,6 @@ def arrange_buckets(reducer: Any) -> None:
         reducer._rebuild_buckets()
 
 
-def check_comm_hook(hook: Callable[..., Any]) -> None:
-    """Raise the error of torch for a communication hook that DistributedDataParallel would refuse."""
-
-    def throw(kind: type[Exception], text: str) -> None:
-        raise kind(text)
-
-    check: Any = getattr(nn.parallel.DistributedDataParallel, "_check_comm_hook", lambda *_: None)
-    check(SimpleNamespace(_log_and_throw=throw), hook)
-
-
 def check_reducer(wrapper: nn.parallel.DistributedDataParallel) -> None:
     """Raise the error of torch for a step with gradients that were not averaged; its next forward raises it too."""
     getattr(wrapper, "_check_reducer_finalized", lambda: None)()
@@ -295,22 +282,6 @@ def end_by_kill(worker: Any) -> None:
     started = getattr(worker, "_popen", None)
     if started is not None:
         started.terminate = started.kill
-
-
-def outside_worker(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that is not to see that it is in the worker of a loader, and divide its data itself."""
-    module: Any = find("torch.utils.data._utils", "worker")
-    info = getattr(module, "_worker_info", None)
-    if info is None:
-        worker = torch.utils.data.get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise RuntimeError("this release of torch does not hide the workers of a loader; write num_workers=1")
-        return function(*args)
-    module._worker_info = None
-    try:
-        return function(*args)
-    finally:
-        module._worker_info = info
 
 
 def last_metric_value(metric: Any) -> Any:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check_comm_hook
-from zae.errors import ConfigError
+from zae.common.torch_private import arrange_buckets, can_arrange_buckets
 
-__all__ = ["BUCKET", "CommunicationHook", "Replica", "broadcast", "group_alike", "sparse_in"]
+__all__ = ["BUCKET", "Replica", "broadcast", "group_alike", "sparse_in"]
 
 BUCKET = 25 * 2**20
 """Bytes of small tensors that are sent at once, as many as DistributedDataParallel averages at once."""
@@ -32,9 +31,9 @@ class Replica(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         if not can_arrange_buckets():  # torch would arrange them after the first step, unless it looks for unused ones.
-            options |= {"find_unused_parameters": True, "static_graph": False}
+            options["find_unused_parameters"] = True
         # The last parameters come first, where buckets are arranged at once: their gradients are there first.
-        vars(self)["_step"] = 1 if options["find_unused_parameters"] and not options["static_graph"] else -1
+        vars(self)["_step"] = 1 if options["find_unused_parameters"] else -1
         options[_SYNC_BUFFERS] = False
         super().__init__(module, **options)
         if hasattr(module, "dim"):
@@ -96,35 +95,6 @@ class Replica(DistributedDataParallel):
 
     def __bool__(self) -> bool:
         return True
-
-
-class CommunicationHook(NamedTuple):
-    """A function that brings the gradients of a bucket together, and its state."""
-
-    state: Any
-    hook: Callable[..., Any]
-
-    @classmethod
-    def parse(cls, given: Any) -> CommunicationHook:
-        """Accept a hook, or a tuple of a state and a hook."""
-        found = cls(*given) if isinstance(given, tuple) and len(given) == 2 else cls(None, cast(Any, given))
-        if not callable(found.hook) or isinstance(found.hook, type):
-            raise ConfigError(
-                f"comm_hook={given!r}; it must be a function (state, bucket) such as "
-                "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook, or a tuple of a state "
-                "and such a function"
-            )
-        try:
-            check_comm_hook(found.hook)
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"comm_hook={found} was refused by torch: {error}. It takes a function with the parameters state and "
-                "bucket and without annotations; bf16_compress_hook needs NCCL: write fp16_compress_hook on a CPU"
-            ) from error
-        return found
-
-    def __str__(self) -> str:
-        return getattr(self.hook, "__name__", repr(self.hook))
 
 
 def group_alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

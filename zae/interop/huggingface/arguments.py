@@ -369,14 +369,16 @@ def carry_device(args: Any, to: Any) -> None:
     if args.fsdp:
         _carry_fsdp(args, to)
     elif several:
-        flags = {"find_unused_parameters": args.ddp_find_unused_parameters, "static_graph": args.ddp_static_graph}
-        to.add_on("MultiGPUAddon", **{name: value for name, value in flags.items() if value is not None})
+        unused = args.ddp_find_unused_parameters
+        to.add_on("MultiGPUAddon", **({} if unused is None else {"find_unused_parameters": unused}))
     for name in ("ddp_find_unused_parameters", "ddp_static_graph", "ddp_backend", "ddp_timeout"):
         field = next(each for each in dataclasses.fields(args) if each.name == name)
         if not (is_default(args, field) or several):
             to.tell(name, "there is one process")
-        elif not is_default(args, field) and args.fsdp and name in ("ddp_find_unused_parameters", "ddp_static_graph"):
+        elif not is_default(args, field) and args.fsdp and name == "ddp_find_unused_parameters":
             to.tell(name, "FSDPAddon has no such option")
+        elif not is_default(args, field) and name == "ddp_static_graph":
+            to.tell(name, "the engines have no such option: steps may use different parameters")
 
 
 _FSDP = ("reshard_after_forward", "cpu_offload")  # Named alike here.
