@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from test_mixture import Source
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from kit import faults, hand
@@ -20,7 +18,7 @@ from kit.rank_tasks import Seen, build, dataset, same, weights
 from kit.ranks import on_ranks
 from zae import CheckpointMismatch, ConfigError, LoaderError
 from zae.addons import MultiGPUAddon, StateManagerAddon
-from zae.data import LengthGroupedBatchSampler, make_loaders
+from zae.data import LengthGroupedBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 100, 200).tolist()
 
@@ -137,65 +135,3 @@ def test_ranks_take_batches_in_turn(world, tmp_path):
     assert same(weights(first), weights(again))
     for epoch in (0, 1):
         assert sorted(itertools.chain(*first.gather(first.seen[epoch]))) == list(map(float, range(40)))
-
-
-# -------------------------------------------------------------------------------------------------------- make_loaders
-
-
-def test_loaders_have_the_options_of_a_data_loader() -> None:
-    """Training is shuffled by a seed, evaluation is in order and whole; a run takes both."""
-    data = TensorDataset(torch.arange(10.0))
-    loader, valid = make_loaders(
-        data, {"a": data, "b": range(5)}, batch_size=4, valid_batch_size=5, seed=3, drop_last=True, num_workers=1,
-        prefetch_factor=3, persistent_workers=True,
-    )  # fmt: skip
-    assert (loader.batch_size, loader.drop_last, loader.num_workers, loader.prefetch_factor) == (4, True, 1, 3)
-    assert (valid["a"].batch_size, valid["a"].drop_last, valid["a"].num_workers) == (5, False, 1)
-    assert valid["b"] == range(5), "a sequence is a list of batches, as everywhere"
-    assert torch.cat([batch[0] for batch in valid["a"]]).tolist() == list(range(10))
-    again, none = make_loaders(data, batch_size=4, seed=3)
-    assert none is None
-    third, _ = make_loaders(data, batch_size=4, seed=3)
-    assert [batch[0].tolist() for batch in again] == [batch[0].tolist() for batch in third]
-    trainer = faults.build(faults.Task)
-    metrics = trainer.run(2, *make_loaders(hand.data(22), hand.data(6), batch_size=4))
-    assert (metrics["step"], len(metrics["valid_metrics_history"])) == (12, 2)
-
-
-def test_the_loaders_are_those_written_by_hand() -> None:
-    """Bitwise the weights of a run with DataLoader(data, batch_size=4, shuffle=True)."""
-    one, other = faults.build(faults.Task), faults.build(faults.Task)
-    faults.ambient(1)
-    one.run(2, DataLoader(hand.data(22), batch_size=4, shuffle=True))
-    faults.ambient(1)
-    other.run(2, *make_loaders(hand.data(22), batch_size=4))
-    assert hand.digest(one.unwrap()) == hand.digest(other.unwrap())
-
-
-def test_a_stream_and_a_loader_pass_through() -> None:
-    ready = hand.loader()
-    loader, valid = make_loaders(Source(hand.data(8)), ready, batch_size=4)
-    assert len([*loader]) == 2
-    assert valid is ready
-    batches = [torch.ones(2)]
-    assert make_loaders(batches, ready) == (batches, ready)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: make_loaders(hand.loader(), batch_size=4), "batch_size would have no effect beside a DataLoader"),
-        (lambda: make_loaders(hand.loader(), num_workers=2, pin_memory=True), "num_workers, pin_memory would have no"),
-        (lambda: make_loaders(hand.loader(), hand.data(), batch_size=4, seed=1), "seed would have no effect beside"),
-        (lambda: make_loaders(hand.data(), hand.loader(), batch_size=4, valid_batch_size=2), "valid_batch_size would"),
-        (lambda: make_loaders(hand.data()), r"batch_size is missing: make_loaders\(train, valid, batch_size=32\)"),
-        (lambda: make_loaders(hand.data(), batch_size=0), "batch_size=0; it must be a whole number"),
-        (lambda: make_loaders(hand.data(), batch_size=2, num_worker=1), "no option 'num_worker'; did you mean 'num_w"),
-        (lambda: make_loaders(hand.data(), batchsize=2), "no option 'batchsize'; did you mean 'batch_size'"),
-        (lambda: make_loaders(hand.data(), batch_size=2, seed=1, generator=torch.Generator()), "seed and generator"),
-        (lambda: make_loaders(hand.data(), batch_size=2, sampler=[1]), "make that loader with DataLoader"),
-    ],
-)  # fmt: skip
-def test_options_without_an_effect_are_refused(make: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        make()

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import signal
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from kit import faults, hand
 from kit.faults import KillAddon, everything, forked
 from kit.rank_tasks import Counted, Seen, build, distance, same, weights
 from kit.ranks import on_ranks
-from zae import CheckpointMismatch, ConfigError, LoaderError
+from zae import CheckpointMismatch, ConfigError
 from zae.addons import MultiGPUAddon, StateManagerAddon
-from zae.data import Mixture, MixtureStream
+from zae.data import Mixture
 
 
 def mixture(**options: Any) -> Mixture:
@@ -177,9 +176,6 @@ def test_a_dataset_that_takes_many_rows_is_asked_for_them_at_once() -> None:
         (lambda: Mixture([], []), "without entries|not list"),
         (lambda: Mixture([iter([])], [1]), "dataset '0' of the mixture, a list_iterator, has no samples to index"),
         (lambda: mixture().batch_sampler(7, drop_last=True), "6 samples of dataset 'large', which make no batch of 7"),
-        (lambda: MixtureStream([iter([])], [1]), "a list_iterator, cannot be iterated from its beginning in each"),
-        (lambda: MixtureStream([numbers(4)], [1]), "a class with __iter__; for datasets that are read by index write"),
-        (lambda: MixtureStream([Sharded(4), [1]], [1, 1]), "the sources 0 of the mixture have is_sharded = True"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(make: Callable[[], Any], text: str) -> None:
@@ -203,52 +199,17 @@ def classes(**options: Any) -> Mixture:
     return Mixture({"a": hand.data(22), "b": hand.data(10, 5)}, {"a": 1, "b": 1}, **options)
 
 
-class Source(IterableDataset[Any]):
-    """A stream that is shuffled in each epoch; divides itself by worker, and with a state says how far it is."""
-
-    def __init__(self, data: Any, divides: bool = True) -> None:
-        self.data, self.epoch, self.divides = data, 0, divides
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info() if self.divides else None
-        order = np.random.default_rng(self.epoch).permutation(len(self.data))
-        for index in order[worker.id :: worker.num_workers] if worker else order:
-            yield self.data[int(index)]
+def stream() -> Any:
+    """The streams of Hugging Face's datasets are mixed by that library, which knows their state."""
+    rows = [{"x": each[0].tolist(), "y": each[1].tolist()} for each in hand.data(22)]
+    both = [datasets.Dataset.from_list(part).to_iterable_dataset() for part in (rows[:16], rows[16:])]
+    mixed = datasets.interleave_datasets(both, probabilities=[0.7, 0.3], seed=1, stopping_strategy="all_exhausted")
+    return mixed.with_format("torch")
 
 
-class Placed(Source):
-    """The same with a state."""
-
-    at, begin, read = 0, 0, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        order = np.random.default_rng(self.epoch).permutation(len(self.data))
-        self.at, self.begin = self.begin, 0
-        while self.at < len(order):
-            self.at += 1
-            self.read += 1
-            yield self.data[int(order[self.at - 1])]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "epoch": self.epoch}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begin, self.epoch = state["at"], state["epoch"]
-
-
-class Sharded(Source):
-    is_sharded = True
-
-    def __init__(self, size: int) -> None:
-        super().__init__(range(size))
-
-
-def stream(kind: type = Source, strategy: str = "all_exhausted") -> MixtureStream:
-    sources = {"a": kind(hand.data(16)), "b": kind(hand.data(6, 5))}
-    return MixtureStream(sources, {"a": 2, "b": 1}, stopping_strategy=strategy)
+def pairs(samples: list[dict[str, Any]]) -> list[Any]:
+    kinds = [each.dtype for each in hand.data(1)[0]]
+    return [torch.stack([each[name] for each in samples]).to(kind) for name, kind in zip("xy", kinds)]
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
@@ -259,11 +220,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "stateful, workers": lambda: (
         lambda made: StatefulDataLoader(made, 4, sampler=made.sampler(), num_workers=2)
     )(classes(stopping_strategy="all_exhausted_without_replacement")),
-    "stream": lambda: DataLoader(stream(), 4, drop_last=True),
-    "stream with places": lambda: DataLoader(stream(Placed), 4, drop_last=True),
-    "stream, stateful": lambda: StatefulDataLoader(stream(), 4, drop_last=True),
-    "stream, stateful, workers": lambda: StatefulDataLoader(stream(Placed), 4, num_workers=2, drop_last=True),
-    "stream, once each": lambda: StatefulDataLoader(stream(strategy="all_exhausted_without_replacement"), 4),
+    "stream, stateful": lambda: StatefulDataLoader(stream(), 4, drop_last=True, collate_fn=pairs),
 }  # fmt: skip
 
 
@@ -382,126 +339,3 @@ def test_a_mixture_is_resharded(world, tmp_path):
     rest = list(itertools.chain(*trainer.gather(trainer.seen[0])))
     if torch.distributed.get_rank() == 0:
         assert sorted(begun + rest) == sorted(map(float, itertools.chain(*targets(mixed(mixture())))))
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
-@on_ranks(2, 3)
-def test_ranks_share_a_stream(world, workers, tmp_path):
-    """Each rank yields its part without being told so, with workers as well; resumed bitwise in mid-epoch."""
-
-    def loader():
-        sources = {"a": Source(numbers(24)), "b": Source(numbers(36, 100))}
-        made = MixtureStream(sources, [2, 3], stopping_strategy="all_exhausted_without_replacement")
-        return StatefulDataLoader(made, 2, num_workers=workers)
-
-    def run(part, resume):
-        trainer = build(
-            Seen, (MultiGPUAddon, StateManagerAddon), seed=1, save_every=3, keep_last=None, resume=resume,
-            save_path=tmp_path / part,
-        )  # fmt: skip
-        trainer.run(2, loader())
-        return trainer
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # StatefulDataLoader calls what torch 2.13 deprecates.
-        first = run("first", False)
-        again = run("again", str(tmp_path / "first" / "step-00000003"))
-    assert first.world_size == world
-    assert same(weights(first), weights(again))
-    everybody = sorted(map(float, [*range(24), *range(100, 136)]))
-    for epoch in (0, 1):
-        assert sorted(itertools.chain(*first.gather(first.seen[epoch]))) == everybody
-
-
-# ------------------------------------------------------------------------------------------------------------- streams
-
-
-def names(made: MixtureStream, count: int | None = None) -> list[Any]:
-    return list(itertools.islice(made, count))
-
-
-@pytest.mark.parametrize("kind", [Source, Placed])
-def test_what_a_stream_does_when_a_source_ends(kind: type) -> None:
-    """It ends, begins the source again in another order until all have ended, or continues with the others."""
-
-    def made(strategy: str) -> MixtureStream:
-        sources = {"a": kind(range(10)), "b": kind(range(100, 140))}
-        return MixtureStream(sources, [1, 1], stopping_strategy=strategy, seed=3)
-
-    first, every, once = map(
-        names, map(made, ("first_exhausted", "all_exhausted", "all_exhausted_without_replacement"))
-    )
-    assert every[: len(first)] == first
-    assert Counter(first).most_common(1)[0][1] == 1
-    assert sorted(each for each in first if each < 100) == list(range(10))
-    assert sorted(each for each in every if each >= 100) == list(range(100, 140))
-    assert sorted(once) == [*range(10), *range(100, 140)]
-    small = [each for each in every if each < 100]
-    assert small[:10] != small[10:20]
-    assert sorted(small[:10]) == sorted(small[10:20]) == list(range(10))
-    for strategy in ("first_exhausted", "all_exhausted", "all_exhausted_without_replacement"):
-        with pytest.raises(LoaderError, match="source 'a' of the mixture yields no samples"):
-            names(MixtureStream({"a": [], "b": range(9)}, [1, 1], stopping_strategy=strategy))
-
-
-@pytest.mark.parametrize("kind", [Source, Placed, lambda data: data])
-def test_a_stream_continues_from_each_of_its_places(kind: Any) -> None:
-    """Also the source with a state, which is not read again; a state of the end yields nothing, and then an epoch."""
-
-    def made() -> MixtureStream:
-        sources = {"a": kind(range(5)), "b": kind(range(100, 108))}
-        return MixtureStream(sources, [1, 1], stopping_strategy="all_exhausted")
-
-    whole = names(made())
-    for count in range(len(whole) + 1):
-        first = made()
-        begun = iter(first)
-        list(itertools.islice(begun, count))
-        if count == len(whole):
-            assert next(begun, None) is None
-        again = made()
-        again.load_state_dict(first.state_dict())
-        assert again.state_dict() == first.state_dict()
-        again.set_epoch(1)
-        assert names(copy.deepcopy(again)) == names(again) == whole[count:] if count else True
-        if kind is Placed and count:
-            assert sum(each.read for each in again.sources.values()) == len(whole) - count
-        if count:
-            other = made()
-            other.set_epoch(1)
-            assert names(again) == names(other) != whole
-    with pytest.raises(ValueError, match=r"it is that of a mixture with seed 0, a of weight 1, .* this one has seed 1"):
-        MixtureStream([range(5), range(100, 108)], [1, 1], seed=1).load_state_dict(
-            {"place": {**state_of(), "signature": "seed 0, a of weight 1"}}
-        )
-
-
-def state_of() -> dict[str, Any]:
-    made = MixtureStream([range(5), range(100, 108)], [1, 1])
-    next(iter(made))
-    return made.state_dict()["place"]
-
-
-def test_workers_share_a_stream_and_persist() -> None:
-    """A source does not divide itself in a worker; workers that persist see the next epoch."""
-    made = MixtureStream([Source(range(20)), Source(range(100, 120))], [1, 1],
-                         stopping_strategy="all_exhausted_without_replacement")  # fmt: skip
-    loader = DataLoader(made, 2, num_workers=2, persistent_workers=True)
-    orders = []
-    for epoch in (0, 1):
-        made.set_epoch(epoch)
-        orders.append([*itertools.chain(*(batch.tolist() for batch in loader))])
-        assert sorted(orders[-1]) == [*range(20), *range(100, 120)]
-    assert orders[0] != orders[1]
-    own = MixtureStream([Sharded(20)], [1])
-    assert sorted(itertools.chain(*(batch.tolist() for batch in DataLoader(own, 2, num_workers=2)))) == [*range(20)]
-
-
-def test_a_stream_of_another_number_of_workers_is_refused() -> None:
-    made = MixtureStream([range(20)], [1])
-    next(iter(made))
-    state = made.state_dict()
-    made.set_ranks(0, 2)
-    made.load_state_dict(state)
-    with pytest.raises(LoaderError, match="process 0 of 1, and this is 0 of 2"):
-        next(iter(made))

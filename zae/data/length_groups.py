@@ -1,21 +1,17 @@
-"""Batches of samples of similar length, and the loaders of a run from its datasets."""
+"""Batches of samples of similar length."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import Sampler
 
 from zae.common.argument_checks import check_count, check_flags
-from zae.data.loaders import length_of
-from zae.errors import ConfigError, did_you_mean
+from zae.errors import ConfigError
 
-__all__ = ["LengthGroupedBatchSampler", "make_loaders"]
+__all__ = ["LengthGroupedBatchSampler"]
 
 
 class LengthGroupedBatchSampler(Sampler[list[int]]):
@@ -140,105 +136,3 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         return (list(batch) for batch in self._batches())
-
-
-def make_loaders(
-    train: Any,
-    valid: Any = None,
-    *,
-    batch_size: int | None = None,
-    valid_batch_size: int | None = None,
-    seed: int | None = None,
-    **options: Any,
-) -> tuple[Any, Any]:
-    """Return the loaders of a run from its datasets: ``trainer.run(5, *make_loaders(train, valid, batch_size=32))``.
-
-    Training data is shuffled, unless it is a stream; validation data is not, and its last batch is not left out.
-
-    Parameters
-    ----------
-    train : Dataset
-        What is trained on. A DataLoader, or another loader, is returned as it is.
-    valid : Dataset, or dict of them, optional
-        What is evaluated; a loader is returned as it is.
-    batch_size : int
-        Samples of a batch of each rank; needed unless all are loaders.
-    valid_batch_size : int, optional
-        Samples of a batch of an evaluation; by default ``batch_size``.
-    seed : int, optional
-        Seeds the order of the training data by itself; without it the order is drawn from torch's random state, which
-        ``Trainer(seed=...)`` seeds.
-    **options : object
-        Further arguments of ``torch.utils.data.DataLoader`` by its names, for both: ``num_workers``, ``pin_memory``,
-        ``drop_last``, ``prefetch_factor``, ``collate_fn``, ``persistent_workers`` ...
-
-    Returns
-    -------
-    (loader, valid_loader)
-        The second is None, one loader or a dict of them, as ``valid`` is.
-
-    Raises
-    ------
-    ConfigError
-        If an option has no effect, since what it is for is a loader already.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch.utils.data import TensorDataset
-    >>> from zae.data import make_loaders
-    >>> data = TensorDataset(torch.arange(10.0))
-    >>> train, valid = make_loaders(data, {"a": data}, batch_size=4, valid_batch_size=8, drop_last=True)
-    >>> len(train), len(valid["a"])
-    (2, 2)
-    """
-    several = list(valid.values()) if isinstance(valid, Mapping) else [each for each in (valid,) if each is not None]
-    known = inspect.signature(DataLoader).parameters
-    if unknown := next((name for name in options if name not in known), None):
-        raise ConfigError(f"DataLoader has no option {unknown!r}{did_you_mean(unknown, [*known, 'seed'])}")
-    if seed is not None and options.get("generator") is not None:
-        raise ConfigError("seed and generator both decide the order of the training data; give one of them")
-    _check_options({"batch_size": batch_size, "seed": seed, **options}, train, several, valid_batch_size)
-    own = {"batch_size": batch_size, **options}
-    is_random = options.keys() & {"shuffle", "sampler", "batch_sampler"} or isinstance(train, IterableDataset)
-    generator = {} if seed is None else {"generator": torch.Generator().manual_seed(check_count("seed", seed, least=0))}
-    loader = _loader_of(train, {**generator, **({} if is_random else {"shuffle": True}), **own})
-    ordered = {name: value for name, value in own.items() if name not in ("shuffle", "generator", "drop_last")}
-    ordered["batch_size"] = valid_batch_size or batch_size
-    if isinstance(valid, Mapping):
-        return loader, {name: _loader_of(each, ordered) for name, each in valid.items()}
-    return loader, None if valid is None else _loader_of(valid, ordered)
-
-
-def _is_dataset(value: Any) -> bool:
-    """Return whether a loader is to be made of it: torch's datasets, and what has samples as they do, but a list."""
-    if isinstance(value, torch.utils.data.Dataset):
-        return True
-    is_indexed = hasattr(value, "__getitem__") and length_of(value) is not None
-    return is_indexed and not isinstance(value, (DataLoader, Sequence, Mapping))
-
-
-def _loader_of(data: Any, options: Mapping[str, Any]) -> Any:
-    return DataLoader(data, **options) if _is_dataset(data) else data
-
-
-def _check_options(options: Mapping[str, Any], train: Any, several: list[Any], valid_batch_size: Any) -> None:
-    """Refuse options without an effect, and datasets without a batch size."""
-    given = {name for name, value in options.items() if value is not None}
-    made = [each for each in (train, *several) if _is_dataset(each)]
-    idle = given if not made else given & {"seed", "shuffle", "drop_last"} if not _is_dataset(train) else set()
-    if valid_batch_size is not None and not any(map(_is_dataset, several)):
-        idle = idle | {"valid_batch_size"}
-    if idle:
-        kind = type(train).__name__ if not _is_dataset(train) else "None" if not several else type(several[0]).__name__
-        raise ConfigError(
-            f"{', '.join(sorted(idle))} would have no effect beside a {kind}, which is no dataset of which a loader is "
-            "made; give the dataset, or leave the options out and set them where you make the loader"
-        )
-    for name in ("sampler", "batch_sampler"):
-        if options.get(name) is not None:
-            raise ConfigError(f"{name} belongs to one dataset; make that loader with DataLoader(..., {name}=...)")
-    if made and options["batch_size"] is None:
-        raise ConfigError("batch_size is missing: make_loaders(train, valid, batch_size=32)")
-    check_count("batch_size", options["batch_size"], optional=True)
-    check_count("valid_batch_size", valid_batch_size, optional=True)

@@ -1,4 +1,4 @@
-"""Mix datasets by weights; the samplers of a mixture decide the order."""
+"""Mix datasets by weights; their order is a function of seed, epoch and position."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
-from zae.common.argument_checks import check_count, check_flags
+from zae.common.argument_checks import check_count, check_flags, check_number
 from zae.data.loaders import length_of
-from zae.data.mixture.sources import FIRST, ONCE, check_sources, check_strategy
 from zae.errors import ConfigError
 
 __all__ = ["Mixture", "MixtureBatchSampler", "MixtureSampler"]
 
 _Entry = TypeVar("_Entry")
 _ORDER, _ROWS, _BATCHES = range(3)  # What the generators of a mixture are for.
+_STRATEGIES = FIRST, _ALL, ONCE = "first_exhausted", "all_exhausted", "all_exhausted_without_replacement"
 
 
 class Mixture(Dataset[Any]):
@@ -80,16 +80,20 @@ class Mixture(Dataset[Any]):
         seed: int = 0,
         with_names: bool = False,
     ) -> None:
-        self.datasets, self.weights = check_sources(datasets, weights)
+        self.datasets, self.weights = _check_datasets(datasets, weights)
         for name, dataset in self.datasets.items():
             if not length_of(dataset) or not hasattr(dataset, "__getitem__"):
                 raise ConfigError(
                     f"dataset {name!r} of the mixture, a {type(dataset).__name__}, has no samples to index: it needs "
-                    "__getitem__, and a length of at least 1; for streams write MixtureStream"
+                    "__getitem__, and a length of at least 1"
                 )
         if stopping_strategy is not None and samples_per_epoch is not None:
             raise ConfigError("stopping_strategy and samples_per_epoch both say what an epoch is; give one of them")
-        self.stopping_strategy = check_strategy(stopping_strategy or FIRST)
+        self.stopping_strategy = stopping_strategy or FIRST
+        if self.stopping_strategy not in _STRATEGIES:
+            raise ConfigError(
+                f"stopping_strategy={stopping_strategy!r}; it must be one of {', '.join(map(repr, _STRATEGIES))}"
+            )
         self.samples_per_epoch = check_count("samples_per_epoch", samples_per_epoch, optional=True)
         self.seed = check_count("seed", seed, least=0)
         (self.with_names,) = check_flags(with_names=with_names)
@@ -252,3 +256,25 @@ class MixtureBatchSampler(_MixtureOrder[list[tuple[int, int]]]):
         rows, draw = self._rows(), self.mixture._generator(_BATCHES, self.epoch)
         for source in self.mixture._arranged(self._counts, draw).tolist():
             yield [(source, row) for row in islice(rows[source], self.batch_size)]
+
+
+def _check_datasets(datasets: Any, weights: Any) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return datasets and weights by name, or refuse what does not fit."""
+    if isinstance(datasets, (list, tuple)):
+        datasets = {str(index): each for index, each in enumerate(datasets)}
+    if not isinstance(datasets, Mapping) or not datasets:
+        raise ConfigError(
+            f"a mixture takes a dict of datasets by name, or a list of them, not {type(datasets).__name__}"
+            + (" without entries" if isinstance(datasets, Mapping) else "")
+        )
+    if hasattr(weights, "tolist"):  # An array or a tensor.
+        weights = weights.tolist()
+    if isinstance(weights, (list, tuple)) and len(weights) == len(datasets):
+        weights = dict(zip(datasets, weights, strict=True))
+    if not isinstance(weights, Mapping) or {*weights} != {*datasets}:
+        found = list(weights) if isinstance(weights, (Mapping, list, tuple)) else weights
+        raise ConfigError(f"weights must have one number for each of {', '.join(map(str, datasets))}; it has {found}")
+    for name, weight in weights.items():
+        if not check_number(f"weights[{name!r}]", weight):
+            raise ConfigError(f"weights[{name!r}]={weight!r}; leave a dataset of weight 0 out")
+    return {str(name): each for name, each in datasets.items()}, {str(name): float(weights[name]) for name in datasets}

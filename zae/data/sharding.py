@@ -343,10 +343,8 @@ def _shard_other(loader: Any, training: bool, ranks: Ranks) -> Any:
 
 
 def _shard_stream(loader: Any, dataset: Any, training: bool, ranks: Ranks) -> Any:
-    """Accept a stream with ``set_ranks`` or ``is_sharded``; all ranks end together."""
-    if callable(getattr(dataset, "set_ranks", None)):  # It divides itself by what it is told.
-        dataset.set_ranks(ranks.rank, ranks.size)
-    elif not getattr(dataset, "is_sharded", False):
+    """Accept a stream with ``is_sharded``; all ranks end together."""
+    if not getattr(dataset, "is_sharded", False):
         raise LoaderError(
             f"the dataset of the loader, {type(dataset).__name__}, is an IterableDataset, so each of {ranks.size} "
             "ranks would get every sample. If its __iter__ already yields different samples on each rank, set "
