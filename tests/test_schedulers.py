@@ -15,7 +15,7 @@ import torch
 from torch.optim import lr_scheduler as torch_schedulers
 from torch.optim.lr_scheduler import LRScheduler
 
-from zae.errors import CheckpointMismatch, ConfigError
+from zae.errors import ConfigError
 from zae.schedulers import (
     CosineAnnealingScheduler,
     SchedulerChain,
@@ -183,13 +183,9 @@ def test_a_rate_held_in_a_tensor_is_filled_in_place() -> None:
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == 0.125
     assert [type(value) for value in scheduler.lr_at(1) + scheduler.lr_at(9)] == [float, float]
-    state = json.loads(json.dumps(scheduler.state_dict()))
-    assert state["_last_lr"] == [0.125]
-    scheduler.load_state_dict(state)
-    last = scheduler.get_last_lr()[0]
-    assert isinstance(last, torch.Tensor)
-    assert last.dtype == rate.dtype
-    assert last is not rate
+    other = make_warm_up(sgd(0.5))
+    other.load_state_dict(scheduler.state_dict())
+    assert other.get_last_lr() == [0.125]
 
 
 # --- torch's own ground rules -----------------------------------------------------------------------------------------
@@ -239,7 +235,7 @@ def plain(value: Any) -> bool:
         return all(type(key) is str and plain(item) for key, item in value.items())
     if type(value) is list:
         return all(plain(item) for item in value)
-    return type(value) in (int, float, str)
+    return value is None or type(value) in (bool, int, float, str)
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
@@ -309,52 +305,9 @@ def test_loading_does_not_change_or_keep_the_state_given() -> None:
     assert state == kept
 
 
-@pytest.mark.parametrize(
-    ("saved", "here", "message"),
-    [
-        (make_cosine, make_warm_up, "kind='CosineAnnealingScheduler', this WarmUpScheduler has kind='WarmUpScheduler'"),
-        (make_cosine, lambda o: CosineAnnealingScheduler(o, 8, 0.01), "total_iters=7, this .* has total_iters=8"),
-        (make_cosine, lambda o: CosineAnnealingScheduler(o, 7, 0.02), "eta_min=0.01, this .* has eta_min=0.02"),
-        (make_cosine, make_chain, "not one of SchedulerChain"),
-        (make_chain, make_cosine, "not one of CosineAnnealingScheduler"),
-        (make_chain, make_nested, "total_iters=9, this SchedulerChain has total_iters=16"),
-        (make_chain, lambda o: SchedulerChain(WarmUpScheduler(o, 9)), "length=3, this .* has length=1"),
-        (
-            make_chain,
-            lambda o: SchedulerChain(WarmUpScheduler(o, 3, 0.01), WarmUpScheduler(o, 4, 0.02), WarmUpScheduler(o, 2)),
-            "kind='CosineAnnealingScheduler', this WarmUpScheduler",
-        ),
-    ],
-)
-def test_state_of_another_schedule_is_refused_and_changes_nothing(saved: Factory, here: Factory, message: str) -> None:
-    state = saved(sgd(0.7)).state_dict()
-    scheduler = here(sgd(0.7))
-    rates_over(scheduler, 2)
-    before = scheduler.state_dict()
-    with pytest.raises(CheckpointMismatch, match=message):
-        scheduler.load_state_dict(state)
-    assert scheduler.state_dict() == before
-
-
-def test_state_with_other_param_groups_is_refused() -> None:
-    state = make_cosine(sgd(0.7, 0.1)).state_dict()
-    with pytest.raises(CheckpointMismatch, match="has 2 rates in 'base_lrs', the optimizer has 1 param groups"):
-        make_cosine(sgd(0.7)).load_state_dict(state)
-
-
-@pytest.mark.parametrize("state", [{}, [], {"last_epoch": 3}, None])
-def test_what_is_no_state_is_refused(state: Any) -> None:
-    for factory in FACTORIES:
-        with pytest.raises(CheckpointMismatch, match="the state is not one of"):
-            factory(sgd(0.7)).load_state_dict(state)
-
-
-def test_chain_state_without_its_parts_is_refused() -> None:
-    chain = make_chain(sgd(0.7))
-    state = chain.state_dict()
-    for broken in ({**state, "schedulers": []}, {key: state[key] for key in state if key != "schedulers"}):
-        with pytest.raises(CheckpointMismatch, match="list of 3 states under 'schedulers'"):
-            chain.load_state_dict(broken)
+def test_a_chain_refuses_the_state_of_another_number_of_parts() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        make_chain(sgd(0.7)).load_state_dict(SchedulerChain(WarmUpScheduler(sgd(0.7), 9)).state_dict())
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -392,15 +345,15 @@ class TestArguments:
 def test_chain_arguments() -> None:
     optimizer = sgd(0.4)
     warm_up = WarmUpScheduler(optimizer, 2)
-    with pytest.raises(ConfigError, match=r"SchedulerChain\(\) has no schedulers; write SchedulerChain\(WarmUp"):
-        SchedulerChain()
-    with pytest.raises(ConfigError, match=r"found a list at position 0; write SchedulerChain\(\*schedulers\)"):
-        SchedulerChain([warm_up])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"cannot hold StepLR \(position 1\).*SequentialLR"):
-        SchedulerChain(warm_up, torch_schedulers.StepLR(optimizer, 3))
-    with pytest.raises(ConfigError, match="cannot hold int"):
-        SchedulerChain(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="two optimizers: CosineAnnealingScheduler at position 1"):
+    for parts, found in (
+        ((), "nothing"),
+        (([warm_up],), "list"),
+        ((warm_up, torch_schedulers.StepLR(optimizer, 3)), "WarmUpScheduler, StepLR"),
+        ((3,), "int"),
+    ):
+        with pytest.raises(ConfigError, match=rf"one by one, and got {found}; write SchedulerChain\(W.*SequentialLR"):
+            SchedulerChain(*parts)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="two optimizers; build every one on the same optimizer"):
         SchedulerChain(warm_up, CosineAnnealingScheduler(sgd(0.4), 3))
 
 

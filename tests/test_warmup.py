@@ -104,10 +104,6 @@ def test_a_schedule_resumes_bitwise_and_can_be_pickled_and_copied(name: str) -> 
     optimizer.load_state_dict(first.optimizer.state_dict())
     for scheduler in (resumed, copy.deepcopy(first)):
         assert (rates_of(scheduler, T - 13) == whole[13:]).all()
-    with pytest.raises(zae.CheckpointMismatch, match=r"warmup=8.*this WarmUpSchedule has warmup=7"):
-        zae.schedulers.inverse_sqrt(warmup=7)(two_groups()).load_state_dict(
-            zae.schedulers.inverse_sqrt(warmup=8)(two_groups()).state_dict()
-        )
 
 
 @pytest.mark.parametrize(

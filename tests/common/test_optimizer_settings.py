@@ -16,7 +16,7 @@ from kit import faults, hand
 from kit.faults import everything
 from zae.addons import StateManagerAddon
 from zae.errors import CheckpointMismatch
-from zae.schedulers import CosineAnnealingScheduler, SchedulerChain, WarmUpScheduler
+from zae.schedulers import CosineAnnealingScheduler, SchedulerChain, WarmUpScheduler, linear
 
 Make = Callable[[Any], Any]
 
@@ -157,6 +157,11 @@ def decayed(value: float) -> Make:
         ({"scheduler": lambda o: torchs.OneCycleLR(o, 0.1, total_steps=40)},
          {"scheduler": lambda o: torchs.OneCycleLR(o, 0.2, total_steps=50)},
          ["lr=0.008 in the script and 0.004", "max_lr=0.2", "min_lr=8e-07", "total_steps=50"]),
+        ({"scheduler": lambda o: CosineAnnealingScheduler(o, 40)},
+         {"scheduler": lambda o: CosineAnnealingScheduler(o, 50, 0.001)},
+         ["total_iters=50 in the script and 40", "eta_min=0.001"]),
+        ({"scheduler": linear(warmup=2, total_steps=40)}, {"scheduler": linear(warmup=3, final=0.5, total_steps=50)},
+         ["warmup=3 in the script and 2", "final=0.5", "total_iters=50"]),
     ],
 )  # fmt: skip
 def test_what_the_checkpoint_overrides_is_named_once(

@@ -290,6 +290,7 @@ ATTRIBUTES = _by_name(
         "scheduler=lambda optimizer, total_steps: ...": "estimated_stepping_batches",
         "steps_in(loader)": "num_training_batches is_last_batch",
         "the length of the loader": "num_val_batches num_test_batches",
+        "the loader's own batch_size": "valid_batch_size",
         # Gradients, optimizers and schedulers.
         "what train_step returns as 'loss', which is differentiated for you": "manual_backward",
         "clip()": "clip_gradients clip_grad_norm_ clip_grad_value_",

@@ -5,20 +5,15 @@ from __future__ import annotations
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zae.errors import CheckpointMismatch, ConfigError
+from zae.errors import ConfigError
 
 __all__ = ["CosineAnnealingScheduler", "SchedulerBase", "SchedulerChain", "StepSchedule", "WarmUpScheduler"]
-
-_COUNTERS = ("last_epoch", "_step_count")
-_RATES = ("base_lrs", "_last_lr")
 
 
 class StepSchedule(LRScheduler):
@@ -40,57 +35,6 @@ class StepSchedule(LRScheduler):
         """Return the rate of every param group at the current step, ``last_epoch``."""
         return self.lr_at(self.last_epoch)
 
-    def _settings(self) -> dict[str, Any]:
-        """Return the settings that a saved state must share with this schedule."""
-        return {"total_iters": self.total_iters}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return kind, settings, steps taken and the rate of each param group, ready for JSON."""
-        rates = {name: [float(lr) for lr in getattr(self, name)] for name in _RATES}
-        counters = {name: int(getattr(self, name)) for name in _COUNTERS}
-        return {"kind": type(self).__name__, **self._settings(), **counters, **rates}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state from :meth:`state_dict`; the current rates are in the optimizer's state.
-
-        CheckpointMismatch is raised for the state of another schedule, before anything changes.
-        """
-        self._check_state(state_dict)
-        self._apply_state(state_dict)
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of another schedule."""
-        wanted = {"kind": type(self).__name__, **self._settings()}
-        known = {*wanted, *_COUNTERS, *_RATES}
-        if not isinstance(state, Mapping) or set(state) != known:
-            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise CheckpointMismatch(
-                f"the state is not one of {type(self).__name__}: it has {found}, expected {sorted(known)}; "
-                f"build the scheduler that the checkpoint was saved with"
-            )
-        for name, here in wanted.items():
-            if state[name] != here:
-                raise CheckpointMismatch(
-                    f"the saved scheduler has {name}={state[name]!r}, this {type(self).__name__} has {name}={here!r}; "
-                    f"build it with {name}={state[name]!r}, or begin a new run without its state: "
-                    "start_from=PATH, start_with=('model', 'optimizer'), options of StateManagerAddon"
-                )
-        groups = len(self.optimizer.param_groups)
-        for name in _RATES:
-            if len(state[name]) != groups:
-                raise CheckpointMismatch(
-                    f"the saved {type(self).__name__} has {len(state[name])} rates in {name!r}, the optimizer has "
-                    f"{groups} param groups; build the optimizer with {len(state[name])} groups"
-                )
-
-    def _apply_state(self, state: Mapping[str, Any]) -> None:
-        """Load a state that has been checked."""
-        for name in _COUNTERS:
-            setattr(self, name, int(state[name]))
-        self.base_lrs = [float(lr) for lr in state["base_lrs"]]
-        groups = self.optimizer.param_groups
-        self._last_lr = [_like(group["lr"], lr) for group, lr in zip(groups, state["_last_lr"], strict=True)]
-
 
 class SchedulerBase(StepSchedule, ABC):
     """The base of schedules between ``eta_min`` and the base rate: a subclass defines ``lr_at(step)``.
@@ -111,8 +55,7 @@ class SchedulerBase(StepSchedule, ABC):
 
     Examples
     --------
-    >>> import torch
-    >>> class LinearScheduler(SchedulerBase):
+    >>>     >>> class LinearScheduler(SchedulerBase):
     ...     def lr_at(self, step):
     ...         left = max(0.0, 1 - step / self.total_iters)
     ...         return [self.eta_min + (base - self.eta_min) * left for base in self.base_lrs]
@@ -138,10 +81,6 @@ class SchedulerBase(StepSchedule, ABC):
     def lr_at(self, step: int) -> list[float]:
         """Return the rate of every param group after ``step`` scheduler steps."""
 
-    def _settings(self) -> dict[str, Any]:
-        """Return the length and the lowest rate."""
-        return {**super()._settings(), "eta_min": self.eta_min}
-
 
 class WarmUpScheduler(SchedulerBase):
     """Raise the rate linearly from ``eta_min`` to the base rate, then keep it.
@@ -165,8 +104,7 @@ class WarmUpScheduler(SchedulerBase):
 
     Examples
     --------
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.8)
+    >>>     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.8)
     >>> warm_up = WarmUpScheduler(optimizer, total_iters=4)
     >>> rates = []
     >>> for _ in range(6):
@@ -193,8 +131,7 @@ class CosineAnnealingScheduler(SchedulerBase):
 
     Examples
     --------
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>>     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> cosine = CosineAnnealingScheduler(optimizer, total_iters=4, eta_min=0.5)
     >>> [round(cosine.lr_at(step)[0], 4) for step in range(6)]
     [1.0, 0.9268, 0.75, 0.5732, 0.5, 0.5]
@@ -239,8 +176,7 @@ class SchedulerChain(StepSchedule):
 
     Examples
     --------
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>>     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> chain = SchedulerChain(
     ...     WarmUpScheduler(optimizer, total_iters=2), CosineAnnealingScheduler(optimizer, total_iters=4)
     ... )
@@ -265,41 +201,15 @@ class SchedulerChain(StepSchedule):
         index = max((i for i, start in enumerate(self._starts) if start <= step), default=0)
         return self.schedulers[index].lr_at(step - self._starts[index])
 
-    def _settings(self) -> dict[str, Any]:
-        """Return the length; the parts' own settings are compared by the parts."""
-        return {**super()._settings(), "length": len(self.schedulers)}
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the chain, and under ``"schedulers"`` that of each part, ready for JSON."""
+        """Return the state of the chain, and under ``"schedulers"`` that of each part."""
         return {**super().state_dict(), "schedulers": [part.state_dict() for part in self.schedulers]}
 
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of another chain, before any part is changed."""
-        own = (
-            {key: value for key, value in state.items() if key != "schedulers"} if isinstance(state, Mapping) else state
-        )
-        super()._check_state(own)
-        parts = state.get("schedulers")
-        if not isinstance(parts, list) or len(parts) != len(self.schedulers):
-            raise CheckpointMismatch(
-                f"the saved SchedulerChain has no list of {len(self.schedulers)} states under 'schedulers', "
-                f"found {type(parts).__name__}; build the chain that the checkpoint was saved with"
-            )
-        for part, saved in zip(self.schedulers, parts, strict=True):
-            part._check_state(saved)
-
-    def _apply_state(self, state: Mapping[str, Any]) -> None:
-        """Load a state that has been checked, with the base rates of the parts."""
-        super()._apply_state(state)
-        for part, saved in zip(self.schedulers, state["schedulers"], strict=True):
-            part._apply_state(saved)
-
-
-def _like(present: object, lr: float) -> float | torch.Tensor:
-    """Return a rate as a float or a tensor, as the param group has it."""
-    if isinstance(present, torch.Tensor):
-        return torch.tensor(lr, dtype=present.dtype, device=present.device)
-    return float(lr)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of a chain of as many parts."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "schedulers"})
+        for part, saved in zip(self.schedulers, state_dict["schedulers"], strict=True):
+            part.load_state_dict(saved)
 
 
 def _positive_int(value: object, where: str) -> int:
@@ -332,28 +242,17 @@ def _floor(value: object, optimizer: Optimizer, name: str) -> float:
 
 def _chainable(schedulers: tuple[object, ...]) -> tuple[StepSchedule, ...]:
     """Return the parts of a chain, all of them schedules of one optimizer."""
-    if not schedulers:
+    parts = [each for each in schedulers if isinstance(each, StepSchedule) and each.total_iters]
+    if not parts or len(parts) < len(schedulers):
+        found = ", ".join(type(each).__name__ for each in schedulers) or "nothing"
         raise ConfigError(
-            "SchedulerChain() has no schedulers; "
-            "write SchedulerChain(WarmUpScheduler(optimizer, 10), CosineAnnealingScheduler(optimizer, 90))"
+            f"SchedulerChain holds WarmUpScheduler, CosineAnnealingScheduler and SchedulerChain, one by one, and got "
+            f"{found}; write SchedulerChain(WarmUpScheduler(optimizer, 10), CosineAnnealingScheduler(optimizer, 90)), "
+            "or torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones)"
         )
-    parts: list[StepSchedule] = []
-    for index, part in enumerate(schedulers):
-        if isinstance(part, (list, tuple)):
-            raise ConfigError(
-                f"SchedulerChain takes the schedulers one by one, found a {type(part).__name__} at position {index}; "
-                f"write SchedulerChain(*schedulers)"
-            )
-        if not isinstance(part, StepSchedule) or not part.total_iters:
-            raise ConfigError(
-                f"SchedulerChain cannot hold {type(part).__name__} (position {index}), only WarmUpScheduler, "
-                f"CosineAnnealingScheduler and SchedulerChain; "
-                f"write torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones)"
-            )
-        if part.optimizer is not schedulers[0].optimizer:  # type: ignore[attr-defined]
-            raise ConfigError(
-                f"SchedulerChain has schedulers of two optimizers: {type(part).__name__} at position {index} is not "
-                f"on the optimizer of position 0; build every one on the same optimizer, or a chain for each"
-            )
-        parts.append(part)
+    if any(each.optimizer is not parts[0].optimizer for each in parts):
+        raise ConfigError(
+            "SchedulerChain has schedulers of two optimizers; build every one on the same optimizer, or a chain for "
+            "each"
+        )
     return tuple(parts)

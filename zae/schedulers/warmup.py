@@ -68,9 +68,6 @@ class WarmUpSchedule(StepSchedule):
         factor = self.factor_at(step)
         return [float(base) * factor for base in self.base_lrs]
 
-    def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("total_iters", "shape", "warmup", "decay", "final")}
-
 
 @dataclass(frozen=True)
 class Factory:
