@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_count
-from zae.common.optimizer_modes import NOTHING
+from zae.common.null_context import NULL_CONTEXT
 from zae.common.torch_private import is_compiled_by_hand
 from zae.common.walk import dense_part, local_part, tensors_in
 from zae.errors import ConfigError, NonFiniteError
@@ -143,7 +143,7 @@ class AnomalyAddon(AddOnBase):
 
     def _naming_operations(self) -> AbstractContextManager[Any]:
         """Let torch raise an error at a derivative that is NaN, where that ends the run."""
-        return torch.autograd.set_detect_anomaly(True) if self._ends_run else NOTHING
+        return torch.autograd.set_detect_anomaly(True) if self._ends_run else NULL_CONTEXT
 
     def _error(self, what: str) -> NonFiniteError:
         progress = self.progress_checker

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.common import random_state
-from zae.common.optimizer_modes import NOTHING
+from zae.common.null_context import NULL_CONTEXT
 from zae.common.walk import is_sharded
 from zae.composition.introspect import AddOnPart, replaces
 from zae.data import sharding
@@ -100,7 +100,7 @@ class ShardingAddon(AddOnPart):
         return self._undrawn(inner) if last and self._is_padded else inner
 
     @contextmanager
-    def _undrawn(self, inner: AbstractContextManager[None] = NOTHING) -> Iterator[None]:
+    def _undrawn(self, inner: AbstractContextManager[None] = NULL_CONTEXT) -> Iterator[None]:
         """Put the random streams back where they were."""
         before = self._generators.state_dict()
         try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.addons.distributed import DistributedAddon
-from zae.common.optimizer_modes import NOTHING
+from zae.common.null_context import NULL_CONTEXT
 from zae.common.torch_private import is_compiled
 from zae.common.walk import is_sharded, tensors_in
 from zae.errors import ConfigError, DistributedError
@@ -305,7 +305,7 @@ class TensorParallelAddon(DistributedAddon):
 
     def _divided_loss(self) -> AbstractContextManager[None]:
         if self._world == 1 or self._leaves_logits is False:
-            return NOTHING
+            return NULL_CONTEXT
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor.parallel import loss_parallel
 
@@ -313,7 +313,7 @@ class TensorParallelAddon(DistributedAddon):
             left = [each for each in self.styles().values() if not getattr(each, "use_local_output", True)]
             layouts = [getattr(each, "output_layouts", ()) for each in left]  # SequenceParallel has none.
             self._leaves_logits = any(Shard(-1) in places for places in layouts)
-        return loss_parallel() if self._leaves_logits else NOTHING
+        return loss_parallel() if self._leaves_logits else NULL_CONTEXT
 
     def forward_context(self) -> AbstractContextManager[None]:
         """In the first forward of training, look for random numbers that are drawn for a part of an activation."""

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zae.common import argument_checks, optim, optimizer_checks, random_state
 from zae.common.device import can_copy_async, parse_device, to_device
 from zae.common.model_weights import without_wrappers
-from zae.common.optimizer_modes import NOTHING
+from zae.common.null_context import NULL_CONTEXT
 from zae.composition.calls import run_call
 from zae.composition.foreign_names import missing_attribute
 from zae.composition.metaclass import TrainerMeta, compose, hook, slots_of
@@ -451,7 +451,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     def batch_context(self) -> AbstractContextManager[None]:
         """Enclose an optimizer step, from its first forward to ``zero_grad``."""
         self._reach("batch_context")
-        return NOTHING
+        return NULL_CONTEXT
 
     @hook
     def micro_batches(self, batch: Any) -> Sequence[Any]:
@@ -474,7 +474,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Enclose the forward and backward of a micro-batch; ranks need to agree on gradients in the last one only."""
         self._reach("sync_context")
-        return NOTHING
+        return NULL_CONTEXT
 
     @hook
     def to_device(self, batch: Any) -> Any:
@@ -531,7 +531,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             A new one for each call: it is entered once for each batch.
         """
         self._reach("forward_context")
-        return NOTHING
+        return NULL_CONTEXT
 
     sample_weight, count_targets = sample_weight, count_targets  # Hooks that `read_output` calls, in step_output.py.
 
@@ -748,7 +748,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @hook
     def epoch_context(self) -> AbstractContextManager[None]:
         """Enclose the batches of an epoch of training."""
-        return NOTHING
+        return NULL_CONTEXT
 
     @hook
     def evaluation_context(self) -> AbstractContextManager[None]:

@@ -11,14 +11,15 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae.common.null_context import NULL_CONTEXT
+
 __all__ = [
-    "NOTHING",
     "begin_training",
     "both_weights",
     "evaluation_weights",
@@ -26,19 +27,6 @@ __all__ = [
     "treat_as_evaluation",
     "treat_as_training",
 ]
-
-
-class _NoContext:
-    """A context that does nothing, and calls no Python function: it is entered several times in each step.
-
-    ``"".format`` accepts any arguments, and returns an empty string, which lets exceptions pass.
-    """
-
-    __enter__ = __exit__ = staticmethod("".format)
-
-
-NOTHING = cast("AbstractContextManager[None]", _NoContext())
-"""The return value of the hooks for contexts where no add-on overrides them."""
 
 
 def has_modes(optimizer: Any) -> bool:
@@ -84,7 +72,7 @@ def evaluation_weights(optimizers: Mapping[str, Any]) -> AbstractContextManager[
     The optimizers may be in either mode; the mode is restored as well.
     """
     with_modes = _with_modes(optimizers)
-    return _evaluation_weights(with_modes) if with_modes else NOTHING
+    return _evaluation_weights(with_modes) if with_modes else NULL_CONTEXT
 
 
 @contextmanager

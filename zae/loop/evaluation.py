@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zae.common import random_state
-from zae.common.optimizer_modes import NOTHING
+from zae.common.null_context import NULL_CONTEXT
 from zae.common.walk import leading_dimension
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_loader, describe, has_pinned_batches
@@ -167,7 +167,7 @@ class Evaluation:
 
     def record_batch(self, batch: Any) -> None:
         """Evaluate and record one batch, in an evaluation or outside of one."""
-        with NOTHING if self.trainer.current_run.is_evaluating else self._testing(None):
+        with NULL_CONTEXT if self.trainer.current_run.is_evaluating else self._testing(None):
             self._test_batches(None, iter([batch]), self.trainer.logging)
 
     def outputs(self, loader: Any, take: Callable[[int | None, Any], None]) -> None:
