@@ -283,15 +283,7 @@ def test_super_is_found_in_the_functions_that_a_method_mentions():
     assert make(Task.add_on(DerivedAddon)).run(1, batches(1))["step"] == 1
 
 
-def test_repeats_and_replaces_exclude_each_other():
-    with pytest.raises(AddOnError, match=r"OddAddon.clip is marked @replaces, .* and @repeats, .*; keep one of them"):
-
-        class OddAddon(AddOnBase):
-            @repeats
-            @replaces
-            def clip(self):
-                super().clip()
-
+def test_what_repeats_a_hook_calls_super():
     class LossyAddon(AddOnBase):
         @repeats
         def gradients(self, batch):
@@ -578,9 +570,7 @@ def test_an_attribute_set_by_init_that_hides_a_method_is_refused():
 
     with pytest.raises(TaskError, match=r"Logged.__init__ sets self.log = list, which hides the method log\(\); give"):
         make(Logged)
-    with pytest.raises(
-        TaskError, match=r"Measured.__init__ sets self.metrics, which is a property of the trainer; give"
-    ):
+    with pytest.raises(AttributeError, match=r"property 'metrics' of '.*Measured' object has no setter"):
         make(Measured)
 
 

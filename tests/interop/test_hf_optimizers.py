@@ -91,7 +91,7 @@ def test_an_optimizer_is_that_of_transformers(name, tmp_path, model):
     factory = optimizers.optimizer(name, learning_rate=0.1, weight_decay=0.01, **more)
     made = [
         transformers.Trainer(theirs, args).create_optimizer(),
-        optimizers.create_optimizer(args, ours),
+        optimizers.OptimizerFactory(args)(ours),
         pickle.loads(pickle.dumps(factory))(by_name),
     ]
     expected = groups(made[0], theirs)
@@ -123,7 +123,7 @@ def test_a_schedule_is_that_of_transformers(name, warmup, tmp_path, model):
     )
     trainer = transformers.Trainer(copy.deepcopy(model), args, eval_dataset=[0])
     theirs = trainer.create_optimizer(), trainer.create_scheduler(20)
-    optimizer = optimizers.create_optimizer(args, copy.deepcopy(model))
+    optimizer = optimizers.OptimizerFactory(args)(copy.deepcopy(model))
     ours = optimizer, optimizers.schedule(name, warmup_steps=warmup, lr_scheduler_kwargs=kwargs)(optimizer, 20)
     rates = []
     for optimizer, scheduler in (theirs, ours):
@@ -182,7 +182,7 @@ def test_a_trainer_takes_both(tmp_path, model):
     inputs = [torch.randn(8, 3, generator=torch.Generator().manual_seed(index)) for index in range(5)]
     theirs, ours = copy.deepcopy(model), copy.deepcopy(model)
     args = arguments(tmp_path, optim="sgd", lr_scheduler_type="cosine", warmup_steps=2)
-    optimizer = optimizers.create_optimizer(args, theirs)
+    optimizer = optimizers.OptimizerFactory(args)(theirs)
     scheduler = transformers.get_scheduler("cosine", optimizer, 2, 10)
     for batch in inputs * 2:
         step(theirs, optimizer, batch)

@@ -119,14 +119,18 @@ def _check_parameters(where: str, optimizer: Optimizer, model: nn.Module) -> Non
 
 def _check_kinds(what: str, given: Any, kinds: tuple[type, ...]) -> None:
     """Refuse what is neither an object of these kinds nor a factory of one."""
-    if _is_pair(given):
-        _refuse_pair(what, what, *given)
-    for name, each in as_dict(given).items():
-        where = label(what, given, name)
+    is_pair = _is_pair(given)
+    for name, each in {what: given}.items() if is_pair else as_dict(given).items():
+        where = what if is_pair else label(what, given, name)
         if isinstance(each, kinds):
             continue
         if _is_pair(each):
-            _refuse_pair(what, where, *each)
+            cls, options = each
+            arguments = [_ARGUMENT[what], *(f"{key}={value!r}" for key, value in options.items())]
+            raise ConfigError(
+                f"{where} is a class and a dict of its arguments; give a function that makes it: "
+                + _lambda(what, f"{_path(what, cls)}({', '.join(arguments)})")
+            )
         if not callable(each):
             raise ConfigError(
                 f"{where} is {kind_of(each)}; give a {kinds[0].__module__.removesuffix('.optimizer')}."
@@ -136,17 +140,9 @@ def _check_kinds(what: str, given: Any, kinds: tuple[type, ...]) -> None:
 
 
 def _is_pair(value: Any) -> bool:
+    """Return whether a value is like ``(AdamW, {"lr": 1e-3})``."""
     is_two = isinstance(value, (list, tuple)) and len(value) == 2
     return is_two and isinstance(value[0], type) and isinstance(value[1], Mapping)
-
-
-def _refuse_pair(what: str, where: str, cls: type, options: Mapping[Any, Any]) -> None:
-    """Refuse ``(AdamW, {"lr": 1e-3})``."""
-    arguments = [_ARGUMENT[what], *(f"{key}={value!r}" for key, value in options.items())]
-    raise ConfigError(
-        f"{where} is a class and a dict of its arguments; give a function that makes it: "
-        + _lambda(what, f"{_path(what, cls)}({', '.join(arguments)})")
-    )
 
 
 def _check_factory(what: str, where: str, factory: Any) -> None:

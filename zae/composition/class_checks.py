@@ -51,7 +51,7 @@ def check_class(cls: Any) -> None:
     for klass in (cls, *_plain_mixins(cls)):
         _check_methods(cls, klass)
     _warn_of_names(cls)
-    _check_marks(cls)
+    _check_steps(cls)
 
 
 # ------------------------------------------------------------------------------------------ an add-on's own
@@ -261,15 +261,8 @@ def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
         ) from None
 
 
-def _check_marks(cls: Any) -> None:
-    """Refuse two marks that exclude each other, and an add-on that takes the task's own step away."""
-    for klass in cls.__mro__[: _root_index(cls)]:
-        for name, value in klass.__dict__.items():
-            if is_marked(value, "__replaces__") and is_marked(value, "__repeats__"):
-                raise _error(klass)(
-                    f"{klass.__name__}.{name} is marked @replaces, which does not call super(), and @repeats, which "
-                    "calls it several times; keep one of them"
-                )
+def _check_steps(cls: Any) -> None:
+    """Refuse an add-on that takes the task's own step away."""
     for name in set(_STEPS) & cls.__dict__.keys() if is_add_on(cls) else ():
         value = cls.__dict__[name]
         if not is_marked(value, "__replaces__") and not mentions_super(value):

@@ -32,7 +32,7 @@ from zae.composition.introspect import (
     slots_of,
 )
 from zae.composition.options import check_call, check_owners, check_received, expand_call, options_of
-from zae.errors import AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, TaskError, did_you_mean
+from zae.errors import AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, did_you_mean
 
 __all__ = [
     "LAYERS",
@@ -105,11 +105,7 @@ class TrainerMeta(ABCMeta):
         check_complete(cls)
         args, kwargs = expand_call(cls, args, kwargs)
         check_call(cls, args, kwargs)
-        try:
-            trainer = super().__call__(*args, **kwargs)
-        except AttributeError as error:
-            _explain_property(cls, error)
-            raise
+        trainer = super().__call__(*args, **kwargs)
         check_instance(trainer)
         check_received(trainer, kwargs)
         return trainer
@@ -370,14 +366,3 @@ def _explain_bases(name: str, parents: Sequence[TrainerMeta], error: TypeError) 
         f"{name}({', '.join(p.__name__ for p in parents)}) has no consistent order; add-ons come first: "
         f"class {name}({right})"
     ) from None
-
-
-def _explain_property(cls: TrainerMeta, error: AttributeError) -> None:
-    """Raise with the name of the property that an ``__init__`` tried to set."""
-    values = [item for klass in cls.__mro__ for item in klass.__dict__.items()]
-    for name in (name for name, value in values if isinstance(value, property)):
-        if f"property {name!r} of" in str(error):
-            raise TaskError(
-                f"{cls.__name__}.__init__ sets self.{name}, which is a property of the trainer; give the attribute "
-                "another name"
-            ) from error

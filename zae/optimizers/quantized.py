@@ -105,18 +105,14 @@ def _join(value: Any) -> Any:
         raise CheckpointMismatch(f"the state of an optimizer contains a {kind!r:.40}, which is not a class of torchao")
     try:
         made = getattr(importlib.import_module(_KINDS[kind]), kind)
-    except (ImportError, AttributeError) as error:
-        raise CheckpointMismatch(
-            f"the state of an optimizer contains a {kind} of torchao, which cannot be imported ({error}); "
-            "pip install torchao, or load only the weights: apply_weights(path)"
-        ) from error
-    try:
         parts = {name: value[name] for name in made.tensor_attrs}
         found = made.__tensor_unflatten__(parts, list(value["context"]), None, None)
         found.dequantize()  # What does not fit together raises here.
     except Exception as error:
+        why = "cannot be imported" if isinstance(error, ImportError) else "has parts that do not fit together"
         raise CheckpointMismatch(
-            f"the state of an optimizer contains a {kind} whose parts do not fit together "
-            f"({type(error).__name__}: {error}); load another checkpoint"
+            f"the state of an optimizer contains a {kind} of torchao, which {why} ({type(error).__name__}: {error}); "
+            "pip install torchao of the version that saved it, load another checkpoint, or load only the weights: "
+            "apply_weights(path)"
         ) from error
     return found

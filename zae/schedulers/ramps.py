@@ -224,20 +224,14 @@ def _positive_int(value: object, where: str) -> int:
 
 def _floor(value: object, optimizer: Optimizer, name: str) -> float:
     """Return ``eta_min`` as a float that is not above any base rate."""
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not math.isfinite(float(value)) or float(value) < 0:  # type: ignore[arg-type]
+    least = min((float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups), default=math.inf)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= float(value) <= least or math.isinf(value):  # type: ignore[arg-type]
         raise ConfigError(
-            f"{name}(eta_min=...) must be a finite number of at least 0, found {value!r}; write eta_min=0.0"
+            f"{name}(eta_min=...) must be a finite number from 0 to the least learning rate of the param groups, "
+            f"{least!r}, found {value!r}; write eta_min=0.0"
         )
-    low = float(value)  # type: ignore[arg-type]
-    for index, group in enumerate(optimizer.param_groups):
-        base = float(group.get("initial_lr", group["lr"]))
-        if low > base:
-            raise ConfigError(
-                f"{name}(eta_min={low!r}) is above the learning rate {base!r} of param group {index}; "
-                f"write an eta_min of at most {base!r}"
-            )
-    return low
+    return float(value)  # type: ignore[arg-type]
 
 
 def _chainable(schedulers: tuple[object, ...]) -> tuple[StepSchedule, ...]:

@@ -21,8 +21,6 @@ from zae.interop.huggingface.arguments import library
 __all__ = [
     "OptimizerFactory",
     "ScheduleFactory",
-    "create_optimizer",
-    "create_schedule",
     "factories",
     "optimizer",
     "schedule",
@@ -139,8 +137,21 @@ class OptimizerFactory:
     args: Any
 
     def __call__(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer of a model."""
-        return create_optimizer(self.args, model)
+        """Return the optimizer that ``transformers.Trainer(model, args)`` would create."""
+        transformers = library()
+
+        args = self.args
+        _check_optimizer(args)
+        for text in unused_optim_args(args):
+            _log.warning("%s", text)
+        # A trainer without its constructor, which would want data and move the model.
+        trainer: Any = object.__new__(transformers.Trainer)
+        vars(trainer).update(model=model, args=args, optimizer=None, optimizer_cls_and_kwargs=None)
+        try:
+            made: Optimizer = trainer.create_optimizer()
+        except (ImportError, TypeError, ValueError) as error:
+            raise ConfigError(f"optim={_name(args.optim)!r} cannot be made: {error}") from error
+        return made
 
     def __repr__(self) -> str:
         return _written("optimizer", self.args, _OPTIMIZER_ARGUMENTS)
@@ -154,88 +165,29 @@ class ScheduleFactory:
     steps_on_batch: ClassVar[bool] = True
 
     def __call__(self, optimizer: Optimizer, total_steps: int | None) -> Any:
-        """Return the schedule of a run with so many optimizer steps."""
-        return create_schedule(self.args, optimizer, total_steps)
+        """Return the schedule that Transformers would create for a run of so many steps; None is unknown."""
+        transformers = library()
+
+        args = self.args
+        _check_schedule(args)
+        name, warmup = _name(args.lr_scheduler_type), args.warmup_steps
+        if total_steps is None and name != "reduce_lr_on_plateau" and (name not in _ENDLESS or 0 < warmup < 1):
+            raise ConfigError(
+                f"lr_scheduler_type={name!r} needs the number of optimizer steps of the run, which is not known: the "
+                "loader has no length; write run(..., max_steps=1000) or run(..., steps_per_epoch=100)"
+            )
+        total, kwargs = total_steps or 0, args.lr_scheduler_kwargs
+        given = {"num_warmup_steps": _warmup_steps(args, total), "num_training_steps": total}
+        try:
+            made = transformers.get_scheduler(name, optimizer, scheduler_specific_kwargs=kwargs, **given)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={kwargs!r} cannot be made: {error}"
+            ) from error
+        return Schedule(made, total, ends=name not in _ENDLESS) if isinstance(made, LambdaLR) else made
 
     def __repr__(self) -> str:
         return _written("schedule", self.args, _SCHEDULE_ARGUMENTS)
-
-
-def create_optimizer(args: Any, model: nn.Module) -> Optimizer:
-    """Return the optimizer that ``transformers.Trainer(model, args)`` would create.
-
-    Parameters
-    ----------
-    args : transformers.TrainingArguments
-        Or an object with those of its attributes that optimizers read.
-    model : Module
-        Parameters that require no gradient are left out.
-
-    Returns
-    -------
-    Optimizer
-        With one group that decays and one that does not.
-
-    Raises
-    ------
-    ConfigError, ImportError
-        As `optimizer` does; or Transformers cannot make it, and says which package is missing.
-    """
-    transformers = library()
-
-    _check_optimizer(args)
-    for text in unused_optim_args(args):
-        _log.warning("%s", text)
-    # A trainer without its constructor, which would want data and move the model.
-    trainer: Any = object.__new__(transformers.Trainer)
-    vars(trainer).update(model=model, args=args, optimizer=None, optimizer_cls_and_kwargs=None)
-    try:
-        made = trainer.create_optimizer()
-    except (ImportError, TypeError, ValueError) as error:
-        raise ConfigError(f"optim={_name(args.optim)!r} cannot be made: {error}") from error
-    return made
-
-
-def create_schedule(args: Any, optimizer: Optimizer, total_steps: int | None) -> Any:
-    """Return the schedule that ``transformers.Trainer`` would create for a run of so many optimizer steps.
-
-    Parameters
-    ----------
-    args : transformers.TrainingArguments
-        Or an object with those of its attributes that schedules read.
-    optimizer : Optimizer
-        Its rates are the highest ones.
-    total_steps : int or None
-        None where it is not known; most schedules need it.
-
-    Returns
-    -------
-    LRScheduler or ReduceLROnPlateau
-        To be stepped after each optimizer step; ReduceLROnPlateau after each validation.
-
-    Raises
-    ------
-    ConfigError
-        The steps are not known, or an argument is unknown.
-    """
-    transformers = library()
-
-    _check_schedule(args)
-    name, warmup = _name(args.lr_scheduler_type), args.warmup_steps
-    if total_steps is None and name != "reduce_lr_on_plateau" and (name not in _ENDLESS or 0 < warmup < 1):
-        raise ConfigError(
-            f"lr_scheduler_type={name!r} needs the number of optimizer steps of the run, which is not known: the "
-            "loader has no length; write run(..., max_steps=1000) or run(..., steps_per_epoch=100)"
-        )
-    total = total_steps or 0
-    given = {"num_warmup_steps": _warmup_steps(args, total), "num_training_steps": total}
-    try:
-        made = transformers.get_scheduler(name, optimizer, scheduler_specific_kwargs=args.lr_scheduler_kwargs, **given)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} cannot be made: {error}"
-        ) from error
-    return Schedule(made, total, ends=name not in _ENDLESS) if isinstance(made, LambdaLR) else made
 
 
 class Schedule(LambdaLR):
