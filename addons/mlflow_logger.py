@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import time
@@ -16,8 +17,18 @@ __all__ = ["MLflowLoggerAddon", "MLflowSink"]
 
 _KNOWN = ("experiment_name", "tracking_uri", "run_id", "run_name", "tags")
 _REFUSED = re.compile(r"[^\w\-. /]")  # What MLflow does not take in the name of a metric or a parameter.
-_LONGEST = 500
+_LONGEST_NAME, _LONGEST = 250, 500
 _TAG = "zae.run_id"
+
+
+def _name_for(key: str) -> str:
+    """Return a name that MLflow takes: it may be a path, and must then be the only name of that path."""
+    parts = _REFUSED.sub("_", key).split("/")
+    name = "/".join("_" * max(1, len(part)) if part in ("", ".", "..") else part for part in parts)
+    if len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(key.encode()).hexdigest()[:8]  # Two long names may begin alike.
+    return f"{name[: _LONGEST_NAME - len(digest) - 1]}-{digest}"
 
 
 class MLflowSink(ClientSink):
@@ -25,6 +36,7 @@ class MLflowSink(ClientSink):
 
     name = "mlflow"
     remedy: ClassVar[str] = (
+        "mend what this says; if it says that no answer came, "
         "check the network and MLFLOW_TRACKING_URI, raise logger_timeout, or log to a database: "
         'web_logger={"mlflow": {"tracking_uri": "sqlite:///mlflow.db", ...}}'
     )
@@ -62,7 +74,7 @@ class MLflowSink(ClientSink):
         self.client = (client, run_id)
         from mlflow.entities import Param
 
-        options = [Param(_REFUSED.sub("_", key), str(value)[:_LONGEST]) for key, value in info.flat_config.items()]
+        options = [Param(_name_for(key), str(value)[:_LONGEST]) for key, value in info.flat_config.items()]
         for start in range(0, len(options), 100):  # The most that a server takes at once.
             client.log_batch(run_id, params=options[start : start + 100])
 
@@ -86,7 +98,7 @@ class MLflowSink(ClientSink):
 
         client, run_id = self.client
         at = round((self.logged_at or time.time()) * 1000)
-        names = {key: _REFUSED.sub("_", key) for key in metrics}
+        names = {key: _name_for(key) for key in metrics}
         texts = [RunTag(names[key], value) for key, value in metrics.items() if isinstance(value, str)]
         numbers = [
             Metric(names[key], float(value), at, step) for key, value in metrics.items() if not isinstance(value, str)
@@ -97,7 +109,7 @@ class MLflowSink(ClientSink):
         """Log an image among the artifacts of the run."""
         client, run_id = self.client
         pixels = pixels[..., 0] if pixels.shape[2] == 1 else pixels
-        client.log_image(run_id, pixels, key=name, step=step, synchronous=True)
+        client.log_image(run_id, pixels, key=_name_for(name), step=step, synchronous=True)
 
     def close(self, failed: bool) -> None:
         """End the run, which may be continued later."""

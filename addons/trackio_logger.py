@@ -18,7 +18,10 @@ class TrackioSink(ClientSink):
     """A run of Trackio."""
 
     name = "trackio"
-    remedy = "check the network and space_id, raise logger_timeout, or leave space_id out, which logs to this machine"
+    remedy = (
+        "mend what this says; if it says that no answer came, "
+        "check the network and space_id, raise logger_timeout, or leave space_id out, which logs to this machine"
+    )
     function = "trackio.init"
     needed = ("project",)
     shown = ("config", "name")

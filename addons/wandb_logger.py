@@ -21,6 +21,7 @@ from zae.sinks.redact import redact
 __all__ = ["WandBLoggerAddon", "WandBSink"]
 
 _HOST = "https://api.wandb.ai"
+_FOLDERS = ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")
 _INTERVAL, _SECONDS = "x_transaction_log_flush_interval", 0.05
 """The interval in which the client writes its file; at its default of 15 s, a kill loses the records since."""
 
@@ -30,6 +31,7 @@ class WandBSink(ClientSink):
 
     name = "wandb"
     remedy = (
+        "mend what this says; if it says that no answer came, "
         "check the network and WANDB_BASE_URL, raise logger_timeout, or log to files with "
         'web_logger={"wandb": {"mode": "offline"}} and send them with `wandb sync` later'
     )
@@ -43,6 +45,11 @@ class WandBSink(ClientSink):
     def check(cls, entries: Mapping[str, Any]) -> None:
         """Refuse an online run without an API key, for which the client would prompt."""
         mode, host = _mode_and_host(entries)
+        if mode != "disabled" and not _home().is_absolute() and not all(map(os.environ.get, _FOLDERS)):
+            raise AddOnRequirement(
+                "wandb keeps files in the home folder, and there is none: HOME is not set, and the system knows none "
+                f"for the user of this process; set HOME to a folder that can be written, or {', '.join(_FOLDERS)}"
+            )
         if mode in ("online", "shared") and not _has_key(entries, host):
             raise AddOnRequirement(
                 f"WandBLoggerAddon has no API key for {redact(host)}; log in with: wandb login (or set WANDB_API_KEY); "

@@ -55,10 +55,17 @@ def test_every_record_is_read_back():
 def test_names_that_mlflow_refuses_and_values_that_are_not_finite():
     class Odd(Task):
         def test_step(self, batch):
-            return {"acc@1": 0.5, "nan": math.nan}
+            names = ("a//b", "x/", "/y", "./z", "../up", "w/..", "k" * 300, "k" * 299 + "l", "f1[micro]", "ü:")
+            return {"acc@1": 0.5, "nan": math.nan, **dict.fromkeys(names, 1.0)}
 
-    logger(task=Odd, mode="test").run(1, loader(1))
+    logger(task=Odd, mode="test", hyperparameters={"optimizer/": 1, "k" * 300: 2, "..": 3}).run(1, loader(1))
     client, (run,) = runs()
+    assert run.info.status == "FINISHED"
+    assert {each.partition("/")[2][:20] for each in run.data.metrics if each.startswith("valid/")} == {
+        "acc_1", "nan", "a/_/b", "x/_", "_/y", "_/z", "__/up", "w/__", "k" * 20, "f1_micro_", "ü_"
+    }  # fmt: skip
+    assert sum(each.startswith("valid/kk") for each in run.data.metrics) == 2
+    assert run.data.params["hyperparameters/optimizer/_"] == "1"
     assert history(client, run, "valid/acc_1") == [(0, 0.5)]
     assert math.isnan(history(client, run, "valid/nan")[0][1])
 

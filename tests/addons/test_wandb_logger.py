@@ -301,6 +301,12 @@ def test_no_home_folder(monkeypatch):
     """A container may have a user without a home."""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    for mode in ("online", "offline"):
+        with pytest.raises(AddOnRequirement, match=r"HOME is not set.*; set HOME to a folder that can be written"):
+            logger(web_logger={"wandb": {"mode": mode}})
+    logger(web_logger={"wandb": {"mode": "disabled"}})
+    for name in ("CONFIG", "CACHE", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(Path.cwd() / name))
     with pytest.raises(AddOnRequirement, match="log in with: wandb login"):
         logger(web_logger={"wandb": {}})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import pickle
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zae.errors import ConfigError
+from zae.errors import ConfigError, DistributedError
 
 __all__ = ["find_unpicklable", "main_is_a_file", "pack", "unpack"]
 
 _DEPTH = 12
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 _ELSE = ", or begin the whole script with torchrun: nothing is sent then"  # It need not be the user's own to mend.
 
 
@@ -29,9 +31,17 @@ def pack(value: Any, path: Path, name: str = "") -> None:
     module = ModuleType("zae_pickle")
     vars(module).update({**vars(pickle), "Pickler": _recording_pickler(from_main)})
     try:
-        torch.save(value, path, pickle_module=module)
+        with open(path, "wb") as file:  # Given a path, torch raises an error that does not say why.
+            torch.save(value, file, pickle_module=module)
     except Exception as error:
-        raise ConfigError(_refusal(value, name, error)) from error
+        failed = _failure_of_the_disk(error)
+        if failed is None:
+            raise ConfigError(_refusal(value, name, error)) from error
+        raise DistributedError(
+            f"{name or 'the trainer'} could not be written to {path.parent}, through which run() and the ranks that it "
+            f"starts exchange it: {failed.strerror}. Free space there, or set TMPDIR to a folder on a larger disk; "
+            "a script that is begun with torchrun sends nothing"
+        ) from failed
     if from_main and not main_is_a_file():
         names = sorted({each.__qualname__ for each in from_main})
         raise ConfigError(
@@ -39,6 +49,15 @@ def pack(value: Any, path: Path, name: str = "") -> None:
             "(but a notebook, standard input or python -c). Put it into a file, for instance task.py, and write from "
             f"task import {', '.join(names)}"
         )
+
+
+def _failure_of_the_disk(error: BaseException | None) -> OSError | None:
+    """Return the error of the disk that has led to this one: as it closes the file, torch raises another."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def unpack(path: Path, devices: Mapping[str, str] | None = None) -> Any:
