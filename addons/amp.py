@@ -170,12 +170,22 @@ class AMPAddon(AddOnBase):
         if self.precision == "bf16" and not _is_native("bf16", self.device) and self.is_main:
             _warn_of_slow_bf16(self.device.type, "precision" if self.dtype is None else "dtype")
         if self.precision == "fp16":
+            self._check_closures()
             scaler = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale[0])
             if self._scaler_state:
                 scaler.load_state_dict(self._scaler_state)
             self.scaler = scaler
             self.nonfinite.scaled = True  # The scale handles overflows.
             self._hooks = [o.register_step_post_hook(self._note_step) for o in self.optimizers.values()]
+
+    def _check_closures(self) -> None:
+        """Refuse a loss scale for an optimizer that evaluates the loss itself, which the scaler cannot step."""
+        for name, optimizer in self.optimizers.items():
+            if optim.needs_closure(optimizer):
+                raise ConfigError(
+                    f"precision='fp16' scales the loss, and optimizer {name} ({type(optimizer).__name__}) evaluates it "
+                    "itself, several times in a step; write precision='bf16' or 'fp32'"
+                )
 
     def _choose(self) -> str:
         """Return the precision for the device."""

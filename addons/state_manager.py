@@ -479,12 +479,13 @@ class StateManagerAddon(AddOnBase):
         Raises
         ------
         CheckpointNotFound
-            Nothing that was validated has been saved, or not by the run that this trainer continues.
+            Nothing that was validated has been saved, or not by the run that this trainer continues; or the best was
+            not saved, or is not kept.
         """
         if self.best_path is None and self._resumption.resume is not False:
             with self.ready():  # It resumes as it is set up.
                 pass
-        path = self.checkpointer.require_best(self.monitor)
+        path = self.checkpointer.require_best(self.monitor, self.history.best)
         _, model, state = self.checkpointer.read(path)
         self.load_evaluation_state({"model": model, **state})
         return path

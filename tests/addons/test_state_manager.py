@@ -149,6 +149,26 @@ def test_resume_the_best_of_a_run_in_another_process(resume: Any, more: Any, tmp
         build(tmp_path / "none", scores, *more, resume="auto", **options).restore_best()
 
 
+@pytest.mark.parametrize(("direction", "scores"), [("min", (3.0, 1.0, 2.0)), ("max", (1.0, 3.0, 2.0))])
+def test_restore_best_without_the_best_says_so(direction: str, scores: Any, tmp_path: Path, caplog: Any) -> None:
+    """With keep_best=0 it loads nothing worse, in another process either; where it was deleted, it says what comes."""
+    options: dict[str, Any] = {"monitor_mode": direction, "keep_best": 0, "keep_last": 1}
+    trainer = build(tmp_path / "none", scores, **options)
+    trainer.run(3, loader(4), loader(4))
+    before, says = digest(trainer.model), r"best has loss=[13], in step 2.*step-00000003, .*has 2\. Write keep_best=1"
+    for each in (trainer, build(tmp_path / "none", scores, resume=True, **options)):
+        with pytest.raises(CheckpointNotFound, match=says):
+            each.restore_best()
+    assert digest(trainer.model) == before
+    trainer = build(tmp_path / "all", scores, monitor_mode=direction, keep_last=None)
+    trainer.run(3, loader(4), loader(4))
+    assert trainer.restore_best().name == "step-00000002"
+    assert not caplog.records
+    shutil.rmtree(tmp_path / "all" / "step-00000002")
+    assert trainer.restore_best().name == "step-00000003"
+    assert "in step 2, and no checkpoint of it is there; step-00000003" in caplog.text
+
+
 class Both(Scored):
     """What is told is its accuracy, and half of it its loss: the best by one is the worst by the other."""
 

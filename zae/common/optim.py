@@ -28,6 +28,7 @@ __all__ = [
     "make",
     "mark_copied",
     "mark_stepped",
+    "needs_closure",
     "normalize",
     "optimizer_for",
     "parameters_of",
@@ -280,7 +281,17 @@ def total_targets(counts: list[Any], reduce: Callable[[Tensor], Tensor], world_s
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the norm of the gradients of parameters, as ``clip_grad_norm_`` computes it."""
-    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    try:
+        return nn.utils.get_total_norm(gradients)
+    except NotImplementedError as error:
+        sparse = next((each for each in gradients if each.layout is not torch.strided), None)
+        if sparse is None:
+            raise
+        raise ConfigError(
+            f"gradient_clip computes the norm of the gradients, and torch has none for a sparse one (of shape "
+            f"{tuple(sparse.shape)}); write sparse=False where the embedding is made, or gradient_clip=0"
+        ) from error
 
 
 def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
@@ -297,17 +308,23 @@ def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
     return rates
 
 
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer evaluates the loss itself, so that its ``step`` cannot do without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:
     """Refuse an optimizer whose ``step`` needs a closure, unless the user's class overrides the step."""
     own = [c for c in cls.__mro__ if not c.__module__.startswith("zae.")]
     if any(name in vars(c) for c in own for name in ("step_one", "optimizer_step")):
         return
     for name, optimizer in optimizers.items():
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        if needs_closure(optimizer):
             raise ConfigError(
                 f"optimizer {name} ({type(optimizer).__name__}) evaluates the loss itself, through a closure; override "
-                "the step in your class: def step_one(self, optimizer): optimizer.step(closure); return True"
+                "def step_one(self, optimizer) in your class, with a closure that calls self.gradients(batch), "
+                "self.unscale() and self.clip(): docs/howto/optimizers.md has it in full"
             )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from zae.common.optim import parameters_of
+from zae.common.optim import needs_closure, parameters_of
 from zae.common.torch_private import version_of
 from zae.common.walk import local_part
 from zae.composition.introspect import is_add_on, is_base, is_marked, mentions_super
@@ -42,6 +42,16 @@ _WITH_VALUE = (
     "may_step",
     "step_one",
     "optimizer_step",
+)
+_OF_GRADIENTS = (
+    "gradients",
+    "micro_batches",
+    "sync_context",
+    "micro_step",
+    "forward_context",
+    "scale_loss",
+    "backward",
+    "normalize",
 )
 
 
@@ -81,7 +91,10 @@ class FirstStep:
             self._check_reached()
         elif name == "backward":
             self._warn_of_cut_loss(*args)
+        called_before = len(self._called)
         result = hook(*args, **kwargs)
+        if name == "optimizer_step":
+            self._check_closure(self._called[called_before:])
         if result is None and name in _WITH_VALUE and (name != "to_device" or args[0] is not None):
             self._refuse_none(name)
         if name == "micro_step":
@@ -115,6 +128,24 @@ class FirstStep:
             raise _error(klass)(
                 f"{klass.__name__}.{name} overrides a hook without calling super(), and so skips {inside}; call "
                 f"super().{name}(...), or mark the method with @zae.replaces if it replaces them on purpose"
+            )
+
+    def _check_closure(self, called: list[str]) -> None:
+        """Refuse the closure of an optimizer that computes gradients without what the trainer does to them."""
+        trainer = self._trainer
+        if not any(needs_closure(each) for each in trainer.optimizers.values()):
+            return
+        without = ["gradient_clip"] if trainer.gradient_clip and "clip" not in called else []
+        if "forward_context" not in called:
+            classes = [c for c in type(trainer).__mro__ if is_add_on(c) and not is_base(c)]
+            without += [c.__name__ for c in classes if any(name in vars(c) for name in _OF_GRADIENTS)]
+        if without:
+            steppers = [c for c in type(trainer).__mro__ if "step_one" in vars(c) or "optimizer_step" in vars(c)]
+            owner = next(c for c in steppers if not is_add_on(c))
+            raise TaskError(
+                f"the closure that {owner.__name__} gives its optimizer computes gradients without "
+                f"{', '.join(without)}; let it call self.gradients(batch), self.unscale() and self.clip(): "
+                "docs/howto/optimizers.md has it in full"
             )
 
     def _refuse_none(self, name: str) -> None:

@@ -545,10 +545,25 @@ class Checkpointer:
         self.run_id, self.parent, self.retention.scores = saved.get("run_id", ""), saved.get("parent"), scores
         self.weights.rule.scores = of_weights
 
-    def require_best(self, monitor: str) -> Path:
-        """Return the checkpoint with the best score; raise CheckpointNotFound if no checkpoint of the run has one."""
+    def require_best(self, monitor: str, best: Mapping[str, Any]) -> Path:
+        """Return the checkpoint with the best score; raise CheckpointNotFound if none has it.
+
+        ``best`` is the best row of the history of this run.
+        """
         path = self.best
         if path is not None:
+            found, wanted, sign = self.retention.scores[path.name], best.get("score"), self.retention.sign
+            if found is not None and wanted is not None and sign * found > sign * wanted:
+                text = (
+                    f"the best has {monitor}={wanted:g}, in step {best['step']}, and no checkpoint of it is there; "
+                    f"{path.name}, which is the best of those that are, has {found:g}"
+                )
+                if self.retention.best == 0:
+                    raise CheckpointNotFound(
+                        f"{text}. Write keep_best=1 (an option of StateManagerAddon) for another run; here "
+                        f"load_state({str(path)!r}) loads this one"
+                    )
+                _log.warning("%s and is loaded", text)
             return path
         if self.last is None and (older := self.list_saved(self.folder)):
             raise CheckpointNotFound(
