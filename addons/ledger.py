@@ -152,8 +152,6 @@ class LedgerAddon(AddOnBase):
             try:
                 yield
                 entry = {"step": progress.step + 1, "epoch": progress.epoch + 1, "stages": self._stages}
-                faults = [each for each in getattr(self, "faults", ()) if each["step"] == entry["step"]]
-                entry |= {"faults": faults} if faults else {}  # Of SilentFaultGuardAddon.
                 self._write({**entry, "rank": self.rank} if self._is_of_each_rank else entry)
             finally:
                 self._stages = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -12,19 +11,11 @@ from torch import Tensor
 
 from zae.addon import AddOnBase, repeats
 from zae.common import optim
-from zae.errors import ConfigError, SilentFaultError, did_you_mean
+from zae.errors import ConfigError, SilentFaultError
 from zae.loop.progress import Every
 from zae.loop.repeating.same_gradients import Computed, Start, compare
 
 __all__ = ["SilentFaultGuardAddon"]
-
-_log = logging.getLogger("zae")
-_ACTIONS = ("raise", "repeat")
-_CAUSE = "A processor, its memory or a connection may be faulty"
-_NOT_REPEATABLE = (
-    "Or the step does not compute the same twice: write torch.use_deterministic_algorithms(True), and draw random "
-    "numbers from torch, numpy.random and random, or from a generator that is an attribute of the task"
-)
 
 
 class SilentFaultGuardAddon(AddOnBase):
@@ -45,18 +36,13 @@ class SilentFaultGuardAddon(AddOnBase):
     ----------
     fault_check_every : Every or int
         Which steps are checked: the default is each 100th.
-    on_fault : {"raise", "repeat"}
-        "raise" ends the run with a `SilentFaultError` before the optimizer steps. "repeat" computes the gradients twice
-        again: if these two agree, the step is made with them, and the third computation tells which of the first two
-        was wrong. If they differ as well, the run ends: the step is not deterministic, or the fault stays.
 
     Attributes
     ----------
     faults : list of dict
         ``step``; ``rank``, None where only the averages differ; ``where`` ("gradient", "loss", "buffer" or "averaged
         gradient"), ``name`` of the parameter
-        or buffer that differs most, ``difference``, ``elements`` of it that differ, ``names`` (how many others differ),
-        and ``wrong``: the computation that was wrong, 1 or 2, or None.
+        or buffer that differs most, ``difference``, ``elements`` of it that differ, and ``names`` (how many differ).
     fault_checks : int
         How many steps were checked.
 
@@ -97,15 +83,9 @@ class SilentFaultGuardAddon(AddOnBase):
         self,
         *args: Any,
         fault_check_every: Every | int = Every(steps=100),  # noqa: B008  (it is frozen)
-        on_fault: str = "raise",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if on_fault not in _ACTIONS:
-            raise ConfigError(
-                f"on_fault={on_fault!r}; it must be 'raise' or 'repeat'{did_you_mean(str(on_fault), _ACTIONS)}"
-            )
-        self.on_fault = on_fault
         self.fault_check_every = Every.parse(fault_check_every, "fault_check_every", Every(steps=100))
         if self.fault_check_every.steps is None:
             raise ConfigError(f"fault_check_every={fault_check_every!r}; steps are checked: write a number of them")
@@ -135,7 +115,7 @@ class SilentFaultGuardAddon(AddOnBase):
             second, outputs = self._compute(batch, 2)
             self.fault_checks += 1
             if found := self._differences(first, second):
-                outputs = self._answer(batch, found, first)
+                self._refuse(found)
             return outputs
         finally:
             self._begin = None
@@ -178,36 +158,19 @@ class SilentFaultGuardAddon(AddOnBase):
         # A rank with a fault is the cause of other averages on all of them.
         return local or [{**each, "rank": None} for each in sorted(everywhere, key=_by_size)[-1:]]
 
-    def _answer(self, batch: Any, found: list[dict[str, Any]], first: Computed) -> Any:
-        """Record the faults, and raise or compute the gradients again."""
-        text = f"step {found[0]['step']}: two computations of its gradients differ {_describe(found, self.world_size)}"
-        if self.on_fault == "raise":
-            self._record(found, None)
-            raise SilentFaultError(
-                f"{text}. The optimizer has not stepped. {_CAUSE}: test this machine, or leave it out, and resume from "
-                f"the last checkpoint; on_fault='repeat' computes such a step again. {_NOT_REPEATABLE}"
-            )
-        third, _ = self._compute(batch, 3)
-        wrong = 1 if self._differences(first, third) else 2
-        fourth, outputs = self._compute(batch, 4)
-        if again := self._differences(third, fourth):
-            self._record(found, None)
-            raise SilentFaultError(
-                f"{text}, and two further ones differ {_describe(again, self.world_size)}. The optimizer has not "
-                f"stepped. {_CAUSE}, not only once. {_NOT_REPEATABLE}"
-            )
-        self._record(found, wrong)
-        if self.is_main:
-            _log.warning("%s. %s. Two further computations agree, and the step is made with them; the %s was wrong",
-                         text, _CAUSE, "first" if wrong == 1 else "second")  # fmt: skip
-        return outputs
-
-    def _record(self, found: list[dict[str, Any]], wrong: int | None) -> None:
-        """Note faults in the state, and in every logger."""
-        self.faults = [*self.faults, *({**each, "wrong": wrong} for each in found)]
+    def _refuse(self, found: list[dict[str, Any]]) -> None:
+        """Note faults in the state and in every logger, and end the run."""
+        self.faults = [*self.faults, *found]
         worst = max(found, key=_by_size)
         rank = {} if worst["rank"] is None else {"fault/rank": worst["rank"]}
         self.log({**rank, "fault/difference": worst["difference"], "fault/count": len(self.faults)}, worst["step"])
+        raise SilentFaultError(
+            f"step {found[0]['step']}: two computations of its gradients differ {_describe(found, self.world_size)}. "
+            "The optimizer has not stepped. A processor, its memory or a connection may be faulty: test this machine, "
+            "or leave it out, and resume from the last checkpoint. Or the step does not compute the same twice: write "
+            "torch.use_deterministic_algorithms(True), and draw random numbers from torch, numpy.random and random, or "
+            "from a generator that is an attribute of the task"
+        )
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Note which steps are computed twice."""

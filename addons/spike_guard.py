@@ -1,4 +1,4 @@
-"""Skip steps whose loss or gradient norm is far above the recent ones, or return to a checkpoint."""
+"""Skip steps whose loss or gradient norm is far above the recent ones."""
 
 from __future__ import annotations
 
@@ -6,49 +6,37 @@ import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_count, check_number
-from zae.composition.introspect import slots_of
 from zae.errors import ConfigError, did_you_mean
-from zae.loop.progress import SIGNALED, TIME_IS_UP
 from zae.loop.step_output import StepOutput
-from zae.saving.rank_states import load_from_file
 
 __all__ = ["SpikeGuardAddon"]
 
 _log = logging.getLogger("zae")
-_ACTIONS, _WATCHED = ("skip", "rollback"), ("loss", "grad_norm")
+_WATCHED = ("loss", "grad_norm")
 _SIGMA = 1.4826  # The standard deviation of a normal distribution, in median absolute deviations.
 _LEAST = 0.01  # Of the median: the smallest deviation that is taken for one.
 
 
 class SpikeGuardAddon(AddOnBase):
-    """Skip a step whose loss or gradient norm is far above the recent ones, or return to a checkpoint.
+    """Skip a step whose loss or gradient norm is far above the recent ones.
 
     Before the optimizer steps, the loss of the step (the mean over its batches and ranks) and the norm of its gradients
     before clipping are compared with those of the last steps that were taken. The score is ``(value - median) / (1.4826
     * MAD)``, where MAD is the median absolute deviation, and the denominator is at least 1 % of the median. All ranks
     decide alike.
 
-    With ``on_spike="skip"`` the optimizer does not step: the step counts as skipped. With ``"rollback"`` the state of
-    the newest checkpoint is loaded as well: weights, optimizers, schedulers, averages, history and random streams.
-    Training continues with the next batch, and is bitwise that of a run that never saw the batches since the
-    checkpoint. The counters of steps and batches continue; those steps count as skipped. A run that is killed and
-    resumed repeats the decision. A checkpoint that was saved for a signal or ``max_time`` is not returned to, so that
-    interrupted and uninterrupted runs are the same; it must not replace the one before it, as it would with
-    ``keep_last=1``.
+    The optimizer does not step: the step counts as skipped. A run that is killed and resumed repeats the decision.
 
     Each spike is in ``spikes``, in the log (``spike/loss``, ``spike/grad_norm``, ``spike/score``), and a warning.
 
     Parameters
     ----------
-    on_spike : {"skip", "rollback"}
-        What is done. "rollback" needs StateManagerAddon.
     spike_threshold : float, or dict of str to float
         The score above which a value is a spike; ``{"loss": 8.0}`` watches the loss alone, ``{"loss": 8.0, "grad_norm":
         20.0}`` both.
@@ -62,8 +50,7 @@ class SpikeGuardAddon(AddOnBase):
     Attributes
     ----------
     spikes : list of dict
-        ``step``, ``batch`` (the last one of the step), ``loss``, ``grad_norm``, ``score``, ``of`` (which of both), and
-        ``rolled_back_to``, the step of the checkpoint, or None.
+        ``step``, ``batch`` (the last one of the step), ``loss``, ``grad_norm``, ``score`` and ``of`` (which of both).
 
     Raises
     ------
@@ -86,14 +73,11 @@ class SpikeGuardAddon(AddOnBase):
     """
 
     layer = "control"
-    checkpointer: Any  # Of StateManagerAddon.
-    save_path: Any
-    state_attributes = ("spikes", "_losses", "_norms", "_in_a_row", "_anchor")
+    state_attributes = ("spikes", "_losses", "_norms", "_in_a_row")
 
     def __init__(
         self,
         *args: Any,
-        on_spike: str = "skip",
         spike_threshold: float | Mapping[str, float] = 10.0,
         spike_window: int = 128,
         spike_warmup: int = 32,
@@ -101,14 +85,7 @@ class SpikeGuardAddon(AddOnBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if on_spike not in _ACTIONS:
-            raise ConfigError(
-                f"on_spike={on_spike!r}; it must be 'skip' or 'rollback'{did_you_mean(str(on_spike), _ACTIONS)}"
-            )
-        if on_spike == "rollback" and "state" not in slots_of(type(self)):
-            raise ConfigError("on_spike='rollback' returns to a checkpoint, and nothing saves one; add "
-                              "StateManagerAddon, or write on_spike='skip'")  # fmt: skip
-        self.on_spike, self.spike_threshold = on_spike, _check_thresholds(spike_threshold)
+        self.spike_threshold = _check_thresholds(spike_threshold)
         self.spike_window = check_count("spike_window", spike_window, least=4)
         self.spike_warmup = check_count("spike_warmup", spike_warmup, least=3)
         if self.spike_warmup > self.spike_window:
@@ -119,7 +96,6 @@ class SpikeGuardAddon(AddOnBase):
         self._losses: list[float] = []
         self._norms: list[float] = []
         self._in_a_row = 0
-        self._anchor: int | None = None  # The step of the checkpoint to return to.
         self._found: dict[str, Any] | None = None  # The spike of the present step.
 
     # -------------------------------------------------------------------------------------------------- the decision
@@ -170,79 +146,33 @@ class SpikeGuardAddon(AddOnBase):
     # ------------------------------------------------------------------------------------------------ what follows
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
-        """Return to the checkpoint, and note the spike."""
+        """Note the spike, and stop where there are many."""
         super().on_step_end(outputs)
         found, self._found = self._found, None
         if found is None:
             return
-        progress, count, spikes = self.progress_checker, self._in_a_row + 1, self.spikes
-        back = self._roll_back() if self.on_spike == "rollback" else None
-        found = {"step": progress.step, "batch": progress.batch, **found, "rolled_back_to": back}
-        self.spikes, self._in_a_row = [*spikes, found], count
-        values = {f"spike/{name}": found[name] for name in (*_WATCHED, "score")}
-        self.log(values if back is None else {**values, "spike/rolled_back_to": back}, progress.step)
+        progress, count = self.progress_checker, self._in_a_row + 1
+        found = {"step": progress.step, "batch": progress.batch, **found}
+        self.spikes, self._in_a_row = [*self.spikes, found], count
+        self.log({f"spike/{name}": found[name] for name in (*_WATCHED, "score")}, progress.step)
         if self.is_main:
-            done = "The step was skipped" if back is None else f"Training continues from the state of step {back}"
-            _log.warning("step %d: the %s of %g is a spike, with a score of %.3g (threshold %g). %s; %d so far",
-                         progress.step, "gradient norm" if found["of"] == "grad_norm" else "loss", found[found["of"]],
-                         found["score"], self.spike_threshold[found["of"]], done, len(self.spikes))  # fmt: skip
+            _log.warning(
+                "step %d: the %s of %g is a spike, with a score of %.3g (threshold %g). "
+                "The step was skipped; %d so far",
+                progress.step,
+                "gradient norm" if found["of"] == "grad_norm" else "loss",
+                found[found["of"]],
+                found["score"],
+                self.spike_threshold[found["of"]],
+                len(self.spikes),
+            )
         if count >= self.max_spikes:
             self.stop(f"{count} spikes one after the other (max_spikes={self.max_spikes})")
-
-    def _roll_back(self) -> int | None:
-        """Load the checkpoint, but neither the counters nor the position in the data; return its step."""
-        path = self._checkpoint()
-        if path is None:
-            if self.is_main:
-                _log.warning("there is no checkpoint to return to: the step is skipped; save_every saves one earlier")
-            return None
-        progress, position = self.progress_checker, dict(vars(self.loader_position))
-        _, model, state = self.checkpointer.read(path, (), self.held_parts())
-        load_from_file(self, {"model": model or self.model_state(), **state}, True)
-        self.loader_position.restore_random()
-        vars(self.loader_position).update(position)
-        saved, self.progress_checker = self.progress_checker, progress
-        progress.skipped_steps = saved.skipped_steps + progress.step - saved.step
-        if (saved.epoch, bool(saved.epoch_batch)) != (progress.epoch, True):
-            self.log_train.begin_epoch()
-        self._anchor = saved.step
-        return saved.step
-
-    def _checkpoint(self) -> Path | None:
-        """Return the checkpoint to return to, None where there is none; all ranks call it."""
-        self.checkpointer.settle()
-        found: str | None = None
-        if self.is_main and self._anchor is not None:
-            path = self.checkpointer.path_at(self._anchor)
-            saved = self.checkpointer.list_saved(self.save_path)
-            found = str(path) if path in saved else str(max(saved)) if saved else None
-            if found is not None and path not in saved:
-                _log.warning("%s is gone; %s is returned to instead", path.name, Path(found).name)
-        found = self.gather(found)[0]
-        return None if found is None else Path(found)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Note that a run which resumes from this state returns to it, unless an interruption has saved it."""
-        state = super().state_dict()
-        if "SpikeGuardAddon" in state:
-            state["SpikeGuardAddon"] = {**state["SpikeGuardAddon"], "anchor": self._next_anchor()}
-        return state
-
-    def on_save(self, path: Path) -> None:
-        """Note the checkpoint to return to."""
-        super().on_save(path)
-        if path == self.checkpointer.path_at(self.progress_checker.step):
-            self._anchor = self._next_anchor()
-
-    def _next_anchor(self) -> int | None:
-        is_interrupted = self.progress_checker.stop_reason in (SIGNALED, TIME_IS_UP)
-        return self._anchor if is_interrupted or self.on_spike == "skip" else self.progress_checker.step
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Note what may be left out."""
         limits = ", ".join(f"{name} {limit:g}" for name, limit in self.spike_threshold.items())
-        done = "skipped" if self.on_spike == "skip" else "answered by a return to the newest checkpoint"
-        return [*super().plan_lines(plan), f"spikes (scores above {limits}) are {done}"]
+        return [*super().plan_lines(plan), f"spikes (scores above {limits}) are skipped"]
 
 
 def _check_thresholds(given: Any) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""SpikeGuardAddon: what is a spike, that a skipped step changes nothing, and that a return to a checkpoint is exact."""
+"""SpikeGuardAddon: what is a spike, that a skipped step changes nothing, and that a resumed run decides alike."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,8 @@ from kit.regression import Float32Regression as Task
 from kit.regression import NoisyNet as Net
 from zae import ConfigError
 from zae.addons import (
-    AMPAddon,
     EMAAddon,
     FSDPAddon,
-    GradientAccumulationAddon,
     JSONLLoggerAddon,
     MultiGPUAddon,
     SpikeGuardAddon,
@@ -95,7 +92,7 @@ def test_a_skipped_step_changes_nothing(caplog: pytest.LogCaptureFixture) -> Non
     assert difference(guarded.state_dict()["EMAAddon"], other.state_dict()["EMAAddon"]) is None
     assert (guarded.progress_checker.step, guarded.progress_checker.skipped_steps) == (24, 1)
     (spike,) = guarded.spikes
-    assert (spike["step"], spike["batch"], spike["rolled_back_to"]) == (14, 14, None)
+    assert (spike["step"], spike["batch"]) == (14, 14)
     assert spike["loss"] > 1e7
     assert spike["score"] > 1e3
     assert "step 14: the loss of " in caplog.text or "step 14: the gradient norm of " in caplog.text
@@ -120,55 +117,10 @@ def test_steps_without_a_spike_are_those_without_the_guard() -> None:
         assert difference(plain.state_dict()["model"], guarded.state_dict()["model"]) is None
 
 
-@pytest.mark.parametrize("kind", ["plain", "ema", "amp", "accumulation", "async", "sharded"])
-def test_after_a_return_the_run_never_saw_those_batches(kind: str) -> None:
-    """Weights, optimizer, schedule, averages, loss scale, means of the epoch, random streams: bitwise."""
-    options: dict[str, Any] = {
-        "plain": {}, "ema": {"decay": 0.9}, "amp": {"precision": "fp16", "gradient_clip": 1.0},
-        "accumulation": {"gradient_accumulation_steps": 2}, "async": {"save_async": True},
-        "sharded": {"save_format": "sharded"},
-    }[kind]  # fmt: skip
-    add_ons = {"ema": [EMAAddon], "amp": [AMPAddon], "accumulation": [GradientAccumulationAddon]}.get(kind, [])
-    guarded = train(
-        build(StateManagerAddon, *add_ons, save_path="runs", save_every=5, on_spike="rollback", **options),
-        batches(48 if kind == "accumulation" else 24, 2 * BAD if kind == "accumulation" else BAD),
-    )
-    data = batches(48, None) if kind == "accumulation" else batches(bad=None)
-    gone = range(20, 28) if kind == "accumulation" else range(10, 14)
-    other = train(
-        build(StateManagerAddon, *add_ons, save_path="other", **options),
-        [each for index, each in enumerate(data) if index not in gone],
-    )
-    assert [each["rolled_back_to"] for each in guarded.spikes] == [10]
-    assert (guarded.progress_checker.step, other.progress_checker.step) == (24, 20)
-    assert guarded.progress_checker.skipped_steps == other.progress_checker.skipped_steps + 4
-    assert difference(left(other), left(guarded)) is None
-
-
-class Epochs:
-    """Other batches in each epoch."""
-
-    def __init__(self, *epochs: list[Any]) -> None:
-        self.epochs = list(epochs)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.epochs.pop(0))
-
-
-def test_a_return_into_an_earlier_epoch() -> None:
-    """With a checkpoint at the end of each epoch: the epoch has the rest of its batches alone."""
-    whole, last = batches(8, None), batches(8, 4)
-    guarded = train(build(StateManagerAddon, save_path="runs", on_spike="rollback"), Epochs(whole, whole, last), 3)
-    other = train(build(StateManagerAddon, save_path="other"), Epochs(whole, whole, last[5:]), 3)
-    assert [(each["step"], each["rolled_back_to"]) for each in guarded.spikes] == [(21, 16)]
-    assert (guarded.progress_checker.epoch, other.progress_checker.epoch) == (3, 3)
-    assert difference(left(other), left(guarded)) is None
-
-
 @pytest.mark.parametrize("kill", [12, 14, 15, 17, 21])
 def test_a_run_that_is_interrupted_makes_the_same_decision(kill: int) -> None:
-    """By SIGTERM before, in and after the step with the spike; the checkpoint of the signal is not returned to."""
-    options: dict[str, Any] = {"save_every": 5, "on_spike": "rollback", "keep_last": 3, "resume": "auto"}
+    """By SIGTERM before, in and after the step with the spike."""
+    options: dict[str, Any] = {"save_every": 5, "keep_last": 3, "resume": "auto"}
     whole = train(build(StateManagerAddon, save_path="whole", **options), batches())
     Killed.kill = (kill, signal.SIGTERM)
     with pytest.raises(SystemExit):
@@ -177,13 +129,13 @@ def test_a_run_that_is_interrupted_makes_the_same_decision(kill: int) -> None:
     resumed.run(1, batches())
     assert difference(left(whole), left(resumed)) is None
     assert resumed.spikes == whole.spikes
-    assert resumed.progress_checker.skipped_steps == 4
+    assert resumed.progress_checker.skipped_steps == 1
 
 
 @pytest.mark.parametrize("kill", [13, 16, pytest.param(19, marks=pytest.mark.exhaustive)])
 def test_a_run_that_is_killed_makes_the_same_decision(kill: int) -> None:
-    """SIGKILL, before and after the return, and between it and the next checkpoint."""
-    options: dict[str, Any] = {"save_every": 5, "on_spike": "rollback", "resume": "auto"}
+    """SIGKILL, before and after the spike."""
+    options: dict[str, Any] = {"save_every": 5, "resume": "auto"}
     whole = train(build(StateManagerAddon, save_path="whole", **options), batches())
     child = os.fork()
     if not child:
@@ -199,8 +151,7 @@ def test_a_run_that_is_killed_makes_the_same_decision(kill: int) -> None:
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("engine", [MultiGPUAddon, FSDPAddon])
-@pytest.mark.parametrize("action", ["skip", "rollback"])
-def test_all_ranks_decide_alike(world: int, engine: Any, action: str, tmp_path: Path) -> None:
+def test_all_ranks_decide_alike(world: int, engine: Any, tmp_path: Path) -> None:
     """The spike is in the samples of one rank; the weights are those of one process, which decides the same."""
     rows = 4 * world
     x, y = (torch.cat([each[part] for each in batches(16, None, rows)]) for part in (0, 1))
@@ -209,10 +160,10 @@ def test_all_ranks_decide_alike(world: int, engine: Any, action: str, tmp_path: 
     def run(add_ons: list[Any], size: int, folder: str) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-        trainer = build(*add_ons, model=model, save_path=tmp_path / folder, save_every=5, on_spike=action)
+        trainer = build(*add_ons, model=model, save_path=tmp_path / folder, save_every=5)
         trainer.run(1, DataLoader(TensorDataset(x.double(), y.double()), size))
         assert [each["step"] for each in trainer.spikes] == [13]
-        assert trainer.progress_checker.skipped_steps == (1 if action == "skip" else 3)
+        assert trainer.progress_checker.skipped_steps == 1
         return trainer
 
     ranks = run([StateManagerAddon, engine], 4, "ranks")
@@ -235,26 +186,15 @@ def test_the_level_that_changes_ends_the_run() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_a_spike() -> None:
-    """Where it does not raise: the batch is passed over, and the state before it returns."""
+    """Where it does not raise: the batch is passed over."""
     data = batches(bad=None)
     data[BAD] = (data[BAD][0] * float("nan"), data[BAD][1])
-    options: dict[str, Any] = {"on_nonfinite": "skip", "save_path": "runs", "save_every": 5}
-    guarded = train(build(StateManagerAddon, on_spike="rollback", **options), data)
-    assert [each["rolled_back_to"] for each in guarded.spikes] == [10]
+    guarded = train(build(on_nonfinite="skip"), data)
+    assert [each["step"] for each in guarded.spikes] == [BAD + 1]
     assert all(each.isfinite().all() for each in guarded.unwrap().state_dict().values() if each.is_floating_point())
 
 
-def test_without_a_checkpoint_the_step_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    """And that is said; so is a checkpoint that is gone."""
-    with caplog.at_level(logging.WARNING, "zae"):
-        trainer = train(build(StateManagerAddon, on_spike="rollback", save_path="runs"), batches())
-    assert trainer.spikes[0]["rolled_back_to"] is None
-    assert "there is no checkpoint to return to: the step is skipped" in caplog.text
-
-
 WRONG: dict[str, dict[str, Any]] = {
-    r"on_spike='skp'; it must be 'skip' or 'rollback'; did you mean 'skip'\?": {"on_spike": "skp"},
-    "add StateManagerAddon, or write on_spike='skip'": {"on_spike": "rollback"},
     r"spike_threshold has 'los'; it may have 'loss' and 'grad_norm'; did you mean 'loss'\?": {
         "spike_threshold": {"los": 3}
     },

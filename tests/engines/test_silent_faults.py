@@ -49,21 +49,12 @@ def is_neutral(name: str) -> None:
     assert torch.equal(ends[0][2], ends[1][2])
 
 
-def is_found(name: str, action: str) -> None:
+def is_found(name: str) -> None:
     engine = ENGINES[name]
-    options = {"fault_check_every": 2, "on_fault": action}
-    trainer = made(name, SilentFaultGuardAddon, task=Faulty, **options)
-    if action == "raise":
-        with pytest.raises(SilentFaultError, match=r"step 2: two computations of its gradients differ in the"):
-            trainer.run(1, data(16 * engine.shares))
-        assert trainer.progress_checker.step == 1
-    else:
+    trainer = made(name, SilentFaultGuardAddon, task=Faulty, fault_check_every=2)
+    with pytest.raises(SilentFaultError, match=r"step 2: two computations of its gradients differ in the"):
         trainer.run(1, data(16 * engine.shares))
-        assert [each["wrong"] for each in trainer.faults] == [2] * len(trainer.faults)
-        plain = made(name)
-        plain.run(1, data(16 * engine.shares))
-        own, others = weights(trainer), weights(plain)
-        assert all(torch.equal(value, others[key]) for key, value in own.items())
+    assert trainer.progress_checker.step == 1
     found = trainer.gather([(each["step"], each["where"], each["rank"]) for each in trainer.faults])
     assert all(each == found[0] for each in found)
     if name in TOGETHER:
@@ -85,7 +76,6 @@ def test_a_run_that_is_checked_is_the_run_that_is_not(name: str, crews: Any) -> 
 
 
 @pytest.mark.parametrize("name", marked(ENGINES))
-@pytest.mark.parametrize("action", ["raise", pytest.param("repeat", marks=pytest.mark.exhaustive)])
-def test_a_fault_on_one_rank_is_found_on_all(name: str, action: str, crews: Any) -> None:
+def test_a_fault_on_one_rank_is_found_on_all(name: str, crews: Any) -> None:
     """And named where gradients are on a rank alone before they are summed."""
-    crews(ENGINES[name].world).call(is_found, name, action)
+    crews(ENGINES[name].world).call(is_found, name)

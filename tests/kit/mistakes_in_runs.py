@@ -594,11 +594,6 @@ def search_for_what_fits_with_parts():
     find_batch_size(trainer_of(Task.add_on(AutoBatchAddon)), loader())
 
 
-@mistake(zae.ConfigError, "on_fault='again'", "it must be 'raise' or 'repeat'")
-def unknown_answer_to_a_fault():
-    trainer_of(Task.add_on(SilentFaultGuardAddon), on_fault="again")
-
-
 @mistake(
     zae.SilentFaultError,
     "step 1: two computations of its gradients differ in the gradient of weight",
@@ -613,15 +608,6 @@ def step_that_computes_something_else_each_time():
             return {"loss": super().train_step(batch)["loss"] * self.calls}
 
     trainer_of(Counting.add_on(SilentFaultGuardAddon), fault_check_every=1).run(1, loader())
-
-
-@mistake(
-    zae.ConfigError,
-    "on_spike='rollback' returns to a checkpoint, and nothing saves one",
-    "add StateManagerAddon, or write on_spike='skip'",
-)
-def rollback_without_checkpoints():
-    trainer_of(Task.add_on(SpikeGuardAddon), on_spike="rollback")
 
 
 @mistake(zae.ConfigError, "spike_threshold has 'norm'; it may have 'loss' and 'grad_norm'", "did you mean 'grad_norm'?")

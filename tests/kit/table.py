@@ -180,7 +180,7 @@ TABLE = [
         stateful=True,
     ),
     Entry(
-        SilentFaultGuardAddon, fixed(fault_check_every=10**6), fixed(fault_check_every=2, on_fault="repeat"),
+        SilentFaultGuardAddon, fixed(fault_check_every=10**6), fixed(fault_check_every=2),
         stateful=True, transient=("_begin",),
     ),
     Entry(
