@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from zae.interop.huggingface.data import DatasetsPart
 from zae.interop.huggingface.training import LossPart, train_output
 from zae.search.huggingface import ModelInit
 
+_log = logging.getLogger("zae")
 OPTIMIZER_ARGUMENTS = (
     "optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args",
 )  # fmt: skip
@@ -32,6 +34,9 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
     ``Trainer.add_on(HuggingFaceAddon)`` is a whole trainer: the loss is that of the model, or of ``compute_loss``,
     which a class of yours may override as it does in Transformers. Options have the names of ``transformers.Trainer``
     and ``TrainingArguments``. Where your class has a ``train_step`` or ``test_step``, that one is called.
+
+    ``args=TrainingArguments(...)`` is taken too, or a dict of them: the class gets the add-ons that they ask for, and a
+    warning names those without effect.
 
     A ``scheduler`` is stepped after each optimizer step, as Transformers steps it: for one that counts epochs, give
     ``scheduler_step_on_batch=False``.
@@ -145,14 +150,33 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
             )
 
     @classmethod
+    def make_from(cls, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Make a trainer of ``args=TrainingArguments(...)``, with the add-ons that these need.
+
+        They may be the second argument, as in Transformers, a dict, or a file. What has no effect here is a warning.
+        """
+        given, positional = dict(options), list(args)
+        second = positional[1] if len(positional) > 1 else None
+        if isinstance(second, Mapping) or hasattr(second, "per_device_train_batch_size"):
+            given["args"] = positional.pop(1)
+        arguments = given.pop("args", None)
+        if arguments is None:
+            return super().make_from(args, options)
+        if len(positional) > 1:
+            raise OptionError("name what is given beside args: model, args=..., device=..., train_dataset=...")
+        from zae.interop.transformers import from_arguments
+
+        carried = from_arguments(arguments)
+        trainer = carried.trainer(cls, *(positional or (given.pop("model", None),)), **given)
+        trainer.args = carried.args
+        if carried.report:
+            _log.warning("%s", carried.report)
+        return trainer
+
+    @classmethod
     def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """Replace the options that stand for others: ``model_init``, ``tokenizer`` and ``group_by_length``."""
         given = dict(super().expand_options(options))
-        if hasattr(given.get("device"), "per_device_train_batch_size"):  # The second argument in Transformers.
-            raise OptionError(
-                "the second argument is the device, and TrainingArguments were given; write from_arguments(args)"
-                f".trainer({cls.__name__}, model, train_dataset=...) of zae.interop.transformers"
-            )
         if (model_init := given.get("model_init")) is not None:
             if given.get("model") is not None:
                 raise OptionError("model and model_init are both given; keep one of them")

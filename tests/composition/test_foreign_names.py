@@ -214,6 +214,8 @@ def test_every_answer_is_given_and_leads_to_names_that_exist():
         "AdamW",
         "lr",
         "warmup",
+        "args",
+        "after",
     }
     answers = {*foreign_names.OPTIONS.values(), *foreign_names.HOOKS.values(), *foreign_names.ATTRIBUTES.values()}
     words = re.compile(r"(?<![.\w])[a-z]\w+(?==|\()|\b\w+Addon\b|^\w+(?= \(\w+Addon\)|$)")
@@ -223,3 +225,71 @@ def test_every_answer_is_given_and_leads_to_names_that_exist():
         with pytest.raises(zae.MissingError) as caught:
             getattr(trainer, name)
         assert str(caught.value) == f"Task has no attribute {name!r}; here it is {here}"
+
+
+# ------------------------------------------------------------------------------------- the options of the class itself
+
+
+OF_HUGGINGFACE = {
+    "epochs": "num_train_epochs, or run(n_epoch, loader)",
+    "max_epochs": "num_train_epochs, or",
+    "batch_size": "per_device_train_batch_size or per_device_eval_batch_size, or",
+    "train_batch_size": "per_device_train_batch_size, or",
+    "lr": "learning_rate, or the optimizer's own lr",
+    "max_gradient_norm": "max_grad_norm, or gradient_clip",
+    "gradient_clip_val": "gradient_clip (the largest norm)",
+    "collate_fn": "data_collator or processing_class",
+    "num_workers": "dataloader_num_workers, or",
+    "evaluation_strategy": "eval_strategy, or",
+    "warmup_ratio": "warmup_steps, or",
+    "loss_fn": "compute_loss_func, or",
+    "save_dir": "output_dir, or save_path (StateManagerAddon)",
+    "training_args": "an option of Trainer.add_on(HuggingFaceAddon)(model, args=...)",
+    "train_dataloader": "the loader of run(n_epoch, loader)",
+    "shuffle": "a DataLoader with its own shuffle",
+}
+
+
+def test_an_option_of_the_class_itself_comes_first():
+    """All unknown ones at once: the class has `num_train_epochs`, and `epochs` is not sent elsewhere."""
+    task = zae.Trainer.add_on("HuggingFaceAddon")
+    with pytest.raises(zae.OptionError) as caught:
+        task(torch.nn.Linear(2, 1), **dict.fromkeys(OF_HUGGINGFACE, 1))
+    first, *lines = str(caught.value).splitlines()
+    assert first == "unknown arguments for Trainer[HuggingFaceAddon]:"
+    for line, (name, here) in zip(lines, OF_HUGGINGFACE.items(), strict=True):
+        assert line.startswith(f"  '{name}'; here it is {here}"), line
+    saving = task.add_on("StateManagerAddon")
+    with pytest.raises(zae.OptionError, match=r"'save_folder' .*; here it is save_path \(StateManagerAddon\)"):
+        saving(torch.nn.Linear(2, 1), save_folder="runs", save_path="runs")
+
+
+@pytest.mark.parametrize("name", ["checkpoint_sequential", "gradient_checkpointing"])
+def test_an_add_on_that_the_class_refuses_is_not_named_without_the_reason(name):
+    task = Task.add_on("PipelineAddon")
+    with pytest.raises(zae.OptionError, match=r"GradientCheckpointingAddon and PipelineAddon do not go together: .*"):
+        trainer_of(task, **{name: True}, split=2)
+    with pytest.raises(zae.OptionError, match=rf"'{name}' for Task; here it is GradientCheckpointingAddon$"):
+        trainer_of(**{name: True})
+
+
+def test_options_of_a_class_with_steps_name_it_where_there_are_none():
+    """Three of five documents begin with ``Trainer(model, train_dataset=...)``."""
+    model = torch.nn.Linear(2, 1)
+    given = {"train_dataset": [1], "eval_dataset": [2], "epochs": 10, "batch_size": 32, "autocast": "fp16"}
+    with pytest.raises(zae.TaskError) as caught:
+        zae.Trainer(model=model, **given, device="cpu")
+    said = str(caught.value)
+    assert "trainer = Trainer.add_on(HuggingFaceAddon)(model, ...)" in said
+    for name, here in {"epochs": "num_train_epochs", "batch_size": "per_device_train_batch_size"}.items():
+        assert f"'{name}'; here it is {here}" in said
+    assert "'autocast'; here it is precision=" in said
+    with pytest.raises(zae.TaskError, match=r"Trainer.add_on\(HuggingFaceAddon, CallbackAddon\)\(model, ...\)"):
+        zae.Trainer(model=model, args=None, train_dataset=[1], callbacks=[])
+    with pytest.raises(zae.TaskError, match=r"Trainer.add_on\(StateManagerAddon, HuggingFaceAddon\)\(model, ...\)"):
+        zae.Trainer.add_on("StateManagerAddon")(model, save_path="runs", compute_metrics=len)
+    with pytest.raises(zae.TaskError, match=r"'unit'; here it is task_of\(unit\)"):
+        zae.Trainer(unit=model, data_reader=[1])
+    with pytest.raises(zae.TaskError) as caught:
+        zae.Trainer(model, optimizer=torch.optim.SGD)
+    assert "HuggingFaceAddon" not in str(caught.value)

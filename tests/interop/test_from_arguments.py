@@ -481,9 +481,22 @@ def test_the_arguments_of_forgather(samples, tmp_path):
     assert carried.report == {}
     trainer = carried.trainer(Task, Net, log_bar=False)
     assert carried.train(trainer, DataLoader(samples, **carried.loader))["step"] == 2
-    for name in ("save_optimizer_state", "restore_scheduler_state", "accelerator_args", "split_spec"):
-        with pytest.raises(ConfigError, match=f"args has '{name}', which is not an argument of TrainingArguments"):
+    own = {
+        "save_optimizer_state": "here it is StateManagerAddon",
+        "save_scheduler_state": "here it is StateManagerAddon",
+        "restore_optimizer_state": r"here it is start_from=path, with the parts in start_with",
+        "restore_scheduler_state": r"here it is start_from=path, with the parts in start_with",
+        "accelerator_args": r"here it is accelerator_args \(AccelerateAddon\)",
+        "split_spec": r"here it is split \(PipelineAddon\)",
+        "checkpoint_sequential": "here it is GradientCheckpointingAddon",
+    }
+    for name, cure in own.items():
+        said = f"args has '{name}', which is not an argument of TrainingArguments; {cure}"
+        with pytest.raises(ConfigError, match=said):
             from_arguments({**given, name: True})
+    with pytest.raises(ConfigError) as caught:
+        from_arguments({**given, **dict.fromkeys(own, True)})
+    assert all(repr(name) in str(caught.value) for name in own)
 
 
 @pytest.mark.filterwarnings("ignore:.*older Transformers:FutureWarning", "ignore:.*no effect:FutureWarning")

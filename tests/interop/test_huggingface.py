@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from kit import hf
 from zae import Every, Trainer
 from zae.addons import CallbackAddon, GradientAccumulationAddon, HuggingFaceAddon, StateManagerAddon
-from zae.errors import ConfigError, ZaeError
+from zae.errors import ConfigError, OptionError, ZaeError
 from zae.interop.transformers import from_arguments
 
 Task = Trainer.add_on(HuggingFaceAddon)
@@ -143,8 +143,7 @@ MISTAKES = [
     ({"train_dataset": hf.dataset(count=3), "dataloader_drop_last": True}, "0 batches .*drop_last=False"),
     ({"train_dataset": hf.dataset().remove_columns("labels")}, "the model returned no loss .*a column 'labels'"),
     ({"train_dataset": [{"input_ids": [1] * (i + 2), "labels": 0} for i in range(4)]}, "processing_class=tokenizer"),
-    ({"device": TrainingArguments(use_cpu=True, report_to="none")}, r"from_arguments\(args\)\.trainer\("),
-    ({"args": TrainingArguments(use_cpu=True, report_to="none")}, r"here it is .*from_arguments\(args\)"),
+    ({"args": {"output_dir": "x", "num_train_epoch": 2}}, "'num_train_epoch'.*did you mean 'num_train_epochs'"),
     ({"push_to_hub": True}, "push_to_hub=True uploads output_dir; write output_dir='folder'"),
 ]
 
@@ -253,3 +252,54 @@ def test_a_scheduler_that_counts_epochs_is_stepped_so_on_request() -> None:
 def test_the_default_clip_holds_beside_an_optimizer(options: Any, clip: float) -> None:
     for optimizer in ({}, {"optimizer": torch.optim.SGD}):
         assert Task(hf.make_model(), "cpu", **optimizer, **options).gradient_clip == clip
+
+
+# ------------------------------------------------------------------------------------------ args=TrainingArguments
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder), "num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+        "gradient_accumulation_steps": 2, "eval_strategy": "epoch", "save_strategy": "epoch", "use_cpu": True,
+        "load_best_model_at_end": True, "report_to": "none", "seed": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["object", "second", "dict", "model_init"])
+def test_arguments_are_an_option(given: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The class gets their add-ons, and trains as `from_arguments` does."""
+    data = {"train_dataset": hf.dataset(count=16), "eval_dataset": hf.dataset(count=6)}
+    carried = from_arguments(settings(tmp_path / "expected"))
+    expected = carried.trainer(Task, hf.make_model(), **data)
+    carried.train(expected)
+    entries = settings(tmp_path / "found")
+    args = TrainingArguments(**entries)
+    made = {
+        "object": lambda: Task(model=hf.make_model(), args=args, **data),
+        "second": lambda: Task(hf.make_model(), args, **data),
+        "dict": lambda: Task(hf.make_model(), {**entries, "torch_empty_cache_steps": 4}, **data),
+        "model_init": lambda: Task(model_init=hf.make_model, args=args, **data),
+    }
+    trainer = made[given]()
+    assert trainer.train().global_step == 4
+    assert difference(expected.model_state(), trainer.model_state()) == 0
+    assert len([*(tmp_path / "found").glob("step-*")]) == 2
+    assert ("torch_empty_cache_steps=4: call" in caplog.text) == (given == "dict")
+    assert (trainer.save_model(tmp_path / "final") / "training_args.json").is_file()
+
+
+def test_arguments_of_a_derived_class_and_options_beside_them(tmp_path: Path) -> None:
+    class Own(Task):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+            outputs = model(**inputs)
+            return (outputs.loss * 0, outputs) if return_outputs else outputs.loss * 0
+
+    args = TrainingArguments(**settings(tmp_path))
+    options = {"train_dataset": hf.rows(count=8), "eval_dataset": hf.rows(count=4), "num_train_epochs": 1}
+    trainer = Own(hf.make_model(), args=args, **options, gradient_clip=0.5, weight_decay=0.0)
+    assert isinstance(trainer, Own)
+    assert (trainer.num_train_epochs, trainer.gradient_clip, trainer.gradient_accumulation_steps) == (1, 0.5, 2)
+    trainer.train()
+    assert difference(trainer.model_state(), hf.make_model().state_dict()) == 0
+    with pytest.raises(OptionError, match="name what is given beside args"):
+        Own(hf.make_model(), "cpu", args=args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -22,6 +22,7 @@ from zae.composition.introspect import (
     mentions_super,
     recipe_of,
 )
+from zae.composition.options import meant_class
 from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean, is_one_letter_off
 
 __all__ = ["check_class", "check_complete", "check_instance"]
@@ -275,8 +276,8 @@ def _check_steps(cls: Any) -> None:
 # ------------------------------------------------------------------------------------------------ an instance
 
 
-def check_complete(cls: Any) -> None:
-    """Refuse a class without train_step or test_step, with the lines to write."""
+def check_complete(cls: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a class without train_step or test_step, with the lines to write for what it was called with."""
     missing = sorted(cls.__abstractmethods__, key=lambda name: (name not in _STEPS, name != "train_step", name))
     if not missing:
         return
@@ -296,6 +297,7 @@ def check_complete(cls: Any) -> None:
         f"{cls.__name__} cannot be instantiated: it has no {' and no '.join(missing)}. Write:\n\n"
         + "\n".join(lines)
         + f"\n\ntrainer = {made}(model, optimizer=optimizer, ...)"
+        + meant_class(cls, kwargs)
     )
 
 

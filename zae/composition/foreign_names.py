@@ -24,6 +24,7 @@ __all__ = [
     "foreign_hook",
     "foreign_option",
     "missing_attribute",
+    "synonyms",
 ]
 
 
@@ -39,8 +40,8 @@ OPTIONS = _by_name(
     {
         # The model and what computes its loss.
         "model, which may be a function that returns one": "model_init",
-        "train_step(batch), which returns {'loss': ...}": "compute_loss_func loss_fn "
-        "label_smoothing_factor label_names",
+        "train_step(batch), which returns {'loss': ...}": "compute_loss_func loss_fn",
+        "train_step(batch), which computes the loss": "label_smoothing_factor label_names",
         "task_of(unit)(unit, ...), or from_arguments(unit=unit, ...), of zae.interop.fairseq2": "unit valid_units",
         "test_step(batch)": "preprocess_logits_for_metrics prediction_loss_only",
         "metric_on_epoch_end()": "compute_metrics batch_eval_metrics include_for_metrics",
@@ -54,8 +55,9 @@ OPTIONS = _by_name(
         # Loaders.
         "run(n_epoch, loader), with a loader over that dataset": "train_dataset task_datasets",
         "run(n_epoch, loader, valid_loader)": "eval_dataset eval_dataloader val_dataloaders valid_data_readers",
-        "run(n_epoch, loader)": "max_epochs num_train_epochs epochs num_epochs n_epochs train_dataloader "
-        "train_dataloaders data_reader do_train",
+        "run(n_epoch, loader)": "max_epochs num_train_epochs epochs num_epochs n_epochs",
+        "the loader of run(n_epoch, loader)": "train_dataloader train_dataloaders data_reader",
+        "run(n_epoch, loader), which trains": "do_train",
         f"{_LOADER} batch_size": "batch_size train_batch_size per_device_train_batch_size per_device_eval_batch_size",
         f"{_LOADER} num_workers": "num_workers dataloader_num_workers",
         f"{_LOADER} pin_memory": "pin_memory dataloader_pin_memory",
@@ -63,7 +65,8 @@ OPTIONS = _by_name(
         f"{_LOADER} prefetch_factor": "prefetch_factor dataloader_prefetch_factor",
         f"{_LOADER} persistent_workers": "persistent_workers dataloader_persistent_workers",
         f"{_LOADER} collate_fn": "data_collator collate_fn processing_class tokenizer",
-        f"{_LOADER} shuffle and generator": "shuffle data_seed",
+        f"{_LOADER} shuffle": "shuffle",
+        f"{_LOADER} generator": "data_seed",
         f"{_LOADER} sampler": "train_sampling_strategy group_by_length length_column_name",
         "train_step(batch), which weighs the losses of its tasks": "task_weights",
         "train_step(batch), which gets every column": "remove_unused_columns",
@@ -79,7 +82,8 @@ OPTIONS = _by_name(
         "run(None, loader, max_steps=...)": "max_num_steps",
         "run(n_epoch, loader, max_steps=...)": "max_num_data_epochs",
         "run(..., valid_every=Every(steps=...) or Every(epochs=...))": "eval_steps eval_strategy evaluation_strategy "
-        "val_check_interval check_val_every_n_epoch validate_every_n_steps eval_interval eval_delay",
+        "val_check_interval check_val_every_n_epoch validate_every_n_steps eval_interval",
+        "run(..., valid_every=Every(epochs=1, after=...))": "eval_delay",
         "evaluate(loader) before run(n_epoch, loader)": "eval_on_start num_sanity_val_steps",
         # Precision.
         "precision='bf16', 'fp16' or 'fp32' (AMPAddon)": "amp use_amp autocast mixed_precision fp16_opt_level "
@@ -142,7 +146,8 @@ OPTIONS = _by_name(
         "device='cpu'": "use_cpu cpu no_cuda",
         "device, one or a list (a list needs MultiGPUAddon)": "devices gpus",
         "device; the model and the batches are moved there": "device_placement",
-        "an add-on, for instance MultiGPUAddon": "strategy use_distributed_sampler split_batches distributed_env",
+        "an add-on, for instance MultiGPUAddon": "strategy use_distributed_sampler split_batches",
+        "device, a list with one entry for each rank, or torchrun, which says who the ranks are": "distributed_env",
         "MultiGPUAddon, and torchrun on each machine": "num_nodes local_rank",
         "find_unused_parameters (MultiGPUAddon)": "ddp_find_unused_parameters",
         "backend (MultiGPUAddon)": "ddp_backend",
@@ -163,7 +168,8 @@ OPTIONS = _by_name(
         "ProfilerAddon(profile_dir=...)": "profiler",
         # Extensions.
         "add-ons: Task.add_on(...)": "plugins",
-        "zae.interop.transformers.from_arguments(args), or one keyword argument for each option": "args training_args",
+        "an option of Trainer.add_on(HuggingFaceAddon)(model, args=...), or from_arguments(args).trainer(Task, model) "
+        "of zae.interop.transformers": "args training_args",
     }
 )
 """Option names of other trainers."""
@@ -350,6 +356,11 @@ def foreign_argument(name: str) -> str:
 def foreign_option(name: str) -> str:
     """Explain the option of another trainer; empty if the name is unknown."""
     return f"here it is {OPTIONS[name]}" if name in OPTIONS else ""
+
+
+def synonyms(name: str) -> list[str]:
+    """Return the other options of trainers that stand for the same here."""
+    return [each for each, here in OPTIONS.items() if here == OPTIONS.get(name) and each != name]
 
 
 def foreign_hook(name: str) -> str:

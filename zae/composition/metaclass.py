@@ -78,6 +78,7 @@ class TrainerMeta(ABCMeta):
     excludes: Mapping[str, str]
     apply: Callable[[Any], Any]
     expand_options: Callable[[Mapping[str, Any]], dict[str, Any]]
+    make_from: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> TrainerMeta:
         parents = [base for base in bases if isinstance(base, TrainerMeta)]
@@ -102,7 +103,9 @@ class TrainerMeta(ABCMeta):
                 f"{cls.__name__} is an add-on and does not run alone; "
                 f"write Task.add_on({cls.__name__})(...), or class MyTrainer({cls.__name__}, Task), with your own Task"
             )
-        check_complete(cls)
+        check_complete(cls, kwargs)
+        if (made := cls.make_from(args, kwargs)) is not None:
+            return made
         args, kwargs = expand_call(cls, args, kwargs)
         check_call(cls, args, kwargs)
         trainer = super().__call__(*args, **kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -11,8 +13,8 @@ from operator import attrgetter
 from types import FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
-from zae.composition.foreign_names import foreign_option
-from zae.composition.introspect import is_add_on, is_base, is_trainer
+from zae.composition.foreign_names import foreign_option, synonyms
+from zae.composition.introspect import is_add_on, is_base, is_trainer, recipe_of
 from zae.errors import AddOnConflict, OptionError, TaskError, did_you_mean
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "check_received",
     "expand_call",
     "join",
+    "meant_class",
     "option_values",
     "options_of",
     "own_options",
@@ -184,11 +187,10 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
                 f": {klass.__name__}.__init__ does not pass it on to {owner.__name__}.__init__, which declares it; "
                 "write def __init__(self, ..., **kwargs) there, and super().__init__(..., **kwargs)"
             )
-    # The last owner wins, so that a derived class of a user does not.
-    parts = ((a, c) for a in _known_add_ons(cls) for c in a.__mro__ if is_add_on(c) or not is_trainer(c))
-    owners = {o: a for a, c in parts for o in own_options(c)}
+    owners = _owners(cls)
     foreign, owner = foreign_option(name), owners[name].__name__ if name in owners else ""
     if foreign:
+        foreign = _own_option_first(name, foreign, options) + _refusal(cls, foreign, owners.values())
         return f"; {foreign}{f', or the same option of {owner}' if owner else ''}"
     if owner:
         return f": it is an option of {owner}; add it with .add_on({owner})"
@@ -211,6 +213,72 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
         f"{there}; if {own.__name__}.__init__ takes it out of its **kwargs, write "
         f"def __init__(self, *args, {name}=..., **kwargs) there"
     )
+
+
+def _owners(cls: Any) -> dict[str, Any]:
+    """Return the options of the add-ons that are known, with their owners."""
+    # The last owner wins, so that a derived class of a user does not.
+    parts = ((a, c) for a in _known_add_ons(cls) for c in a.__mro__ if is_add_on(c) or not is_trainer(c))
+    return {o: a for a, c in parts for o in own_options(c)}
+
+
+def _own_option_first(name: str, foreign: str, options: Iterable[str]) -> str:
+    """Name an option that the class has itself, where one stands for the same as the name of another trainer."""
+    known, here = set(options), foreign.removeprefix("here it is ")
+    alike = [each for each in synonyms(name) if each in known]
+    near = difflib.get_close_matches(name, alike, n=1)
+    if not alike or (not near and here.split()[0].rstrip(",;") in known):
+        return foreign
+    return f"here it is {' or '.join(near or alike)}, or {here}"
+
+
+def _refusal(cls: Any, text: str, add_ons: Iterable[Any]) -> str:
+    """Say why the class refuses every add-on that a remedy names; empty where it takes, or has, one of them."""
+    reasons = []
+    for add_on in dict.fromkeys(add_ons):
+        if re.search(rf"\b{add_on.__name__}\b", text):
+            try:
+                cls.add_on(add_on)
+            except AddOnConflict as error:
+                reasons.append(str(error))
+            else:
+                return ""
+    return f"; but {'; '.join(reasons)}" if reasons else ""
+
+
+def meant_class(cls: Any, kwargs: Mapping[str, Any]) -> str:
+    """Describe the class that the arguments of an abstract one belong to, and the names that it has for others.
+
+    It is empty where no add-on that owns one of the arguments brings the steps that the class lacks, and no argument is
+    one of another trainer.
+    """
+    unknown, owners = [name for name in kwargs if name not in options_of(cls)], _owners(cls)
+    wanted = list(dict.fromkeys(owners[name] for name in unknown if name in owners))
+    text, found, bringing = "", cls, [each for each in wanted if _brings_steps(cls, each)]
+    if bringing:
+        with suppress(AddOnConflict):
+            found = cls.add_on(*wanted)
+        of = ", ".join(name for name in unknown if owners.get(name) in bringing)
+        root, present = recipe_of(cls)
+        names = ", ".join(each.__name__ for each in (*present, *wanted))
+        text = (
+            f"\n\nOr take the steps of {bringing[0].__name__}, which has the options that were given ({of}):\n\n"
+            f"trainer = {root.__name__}.add_on({names})(model, ...)"
+        )
+    options = {name: entry for name, entry in options_of(found).items() if name != "*"}
+    others = [name for name in unknown if name not in options and (foreign_option(name) or name in owners)]
+    if others:
+        text += "\n\nArguments of other trainers:"
+        text += "".join(f"\n  {name!r}{_cure(found, name, options)}" for name in others)
+    return text
+
+
+def _brings_steps(cls: Any, add_on: Any) -> bool:
+    """Return whether an abstract class can train with an add-on, which then has its steps."""
+    try:
+        return not cls.add_on(add_on).__abstractmethods__
+    except AddOnConflict:
+        return False
 
 
 def check_received(trainer: Any, kwargs: Mapping[str, Any]) -> None:

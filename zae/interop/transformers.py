@@ -126,15 +126,17 @@ class Carried(CarriedArguments):
         options = self.options_for(cls)
         for name in options.keys() & self.huggingface.keys():
             self.report.pop(name, None)  # It was without HuggingFaceAddon.
-        if model is not None or more.get("model_init") is None:
+        has_factory = model is None and more.get("model_init") is not None
+        replaces_some = any(CARRIED.get(name) is _carry_optimizer for name in more)
+        if (has_factory or replaces_some) and "optimizer" not in more and "optim" in options_of(cls):
+            options = self._optimizer_by_name(options)
+        if not has_factory:
             return cls(self.prepare(model), **{**options, **more})  # A class may have another name for it.
         more["model_init"] = self.prepare(more["model_init"])
-        if "optimizer" not in more and "optim" in options_of(cls):
-            options = self._optimizer_by_name(options)
         return cls(**{**options, **more})
 
     def _optimizer_by_name(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options of HuggingFaceAddon for the optimizer, which a search for parameters replaces one by one."""
+        """Return options of HuggingFaceAddon for the optimizer, which may be replaced one by one."""
         if self.args.optim_target_modules is not None:  # There is no such option.
             return dict(options)
         made = {name: value for name, value in options.items() if name not in ("optimizer", "scheduler")}

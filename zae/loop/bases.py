@@ -67,6 +67,26 @@ class Attributes:
     )
 
     @classmethod
+    def make_from(cls, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Return a trainer that an add-on makes of what the constructor was given; None makes it as usual.
+
+        An add-on overrides it where an argument asks for further add-ons, which the class does not have.
+
+        Parameters
+        ----------
+        args : tuple
+            What was given by position.
+        options : mapping
+            What was given by name.
+
+        Returns
+        -------
+        Trainer or None
+            A trainer of a class composed of this one and of further add-ons.
+        """
+        return None
+
+    @classmethod
     def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of the constructor, with those replaced that stand for others.
 

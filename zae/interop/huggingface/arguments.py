@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from zae.composition.foreign_names import foreign_option
 from zae.composition.metaclass import load_installed
 from zae.composition.options import options_of
 from zae.errors import AddOnError, ConfigError, did_you_mean, kind_of
@@ -197,6 +198,7 @@ def _present(
     values: dict[str, Any] = {}
     entries: dict[str, Any] = {}
     told: list[str] = []
+    unknown: list[str] = []
     for name, value in given.items():
         if name == "optim" and str(value) in OLD_OPTIMIZERS:
             values[name] = OLD_OPTIMIZERS[str(value)]
@@ -217,7 +219,9 @@ def _present(
         elif name in GONE:
             told.append(f"{name}={value!r} has no effect: {GONE[name]}")
         else:
-            raise ConfigError(_unknown(name, fields, where))
+            unknown.append(_unknown(str(name), fields))
+    if unknown:
+        raise ConfigError(f"{where} has {'; and '.join(unknown)}")
     return values, entries, told
 
 
@@ -226,15 +230,15 @@ def _merge(before: Any, value: Any) -> Any:
     return {**before, **value} if isinstance(before, Mapping) and isinstance(value, Mapping) else value
 
 
-def _unknown(name: Any, fields: tuple[str, ...], where: str) -> str:
+def _unknown(name: str, fields: tuple[str, ...]) -> str:
     """Return the text about a name that is not an argument."""
-    near = did_you_mean(str(name), [*fields, *OLD_NAMES, *HERE])
-    cure = near or (
+    foreign, near = foreign_option(name), did_you_mean(name, [*fields, *OLD_NAMES, *HERE])
+    cure = (f"; {foreign}; leave it out of the arguments" if foreign else near) or (
         "; arguments of your own classes are read by "
         "transformers.HfArgumentParser((MyArguments, TrainingArguments)).parse_dict(...), which returns the "
         "TrainingArguments to give"
     )
-    return f"{where} has {name!r}, which is not an argument of TrainingArguments{cure}"
+    return f"{name!r}, which is not an argument of TrainingArguments{cure}"
 
 
 def _as_type(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
