@@ -109,10 +109,10 @@ def _join(value: Any) -> Any:
         found = made.__tensor_unflatten__(parts, list(value["context"]), None, None)
         found.dequantize()  # What does not fit together raises here.
     except Exception as error:
-        why = "cannot be imported" if isinstance(error, ImportError) else "has parts that do not fit together"
+        is_absent = isinstance(error, ImportError)
+        why = "of torchao, which cannot be imported" if is_absent else "whose parts do not fit together"
         raise CheckpointMismatch(
-            f"the state of an optimizer contains a {kind} of torchao, which {why} ({type(error).__name__}: {error}); "
-            "pip install torchao of the version that saved it, load another checkpoint, or load only the weights: "
-            "apply_weights(path)"
+            f"the state of an optimizer contains a {kind} {why} ({type(error).__name__}: {error}); pip install torchao "
+            "of the version that saved it, load another checkpoint, or load only the weights: apply_weights(path)"
         ) from error
     return found
