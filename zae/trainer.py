@@ -405,7 +405,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         list of (mapping, float)
             For each micro-batch, what ``train_step`` returned and its weight in the epoch's means.
         """
-        self._reach("gradients")
         micro_batches = self.micro_batches(batch)
         run, count = self.current_run, len(micro_batches)
         outputs: list[tuple[Mapping[str, Any], float]] = []
@@ -445,12 +444,10 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @hook
     def on_step_begin(self, batch: Any) -> None:
         """Called by ``run_batch`` before an optimizer step, with the batch, or the window, as the loader gave it."""
-        self._reach("on_step_begin")
 
     @hook
     def batch_context(self) -> AbstractContextManager[None]:
         """Enclose an optimizer step, from its first forward to ``zero_grad``."""
-        self._reach("batch_context")
         return NULL_CONTEXT
 
     @hook
@@ -467,13 +464,11 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         sequence
             The batches; each gets its own forward and backward.
         """
-        self._reach("micro_batches")
         return (batch,)
 
     @hook
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Enclose the forward and backward of a micro-batch; ranks need to agree on gradients in the last one only."""
-        self._reach("sync_context")
         return NULL_CONTEXT
 
     @hook
@@ -490,7 +485,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         object
             What ``train_step`` gets.
         """
-        self._reach("to_device")
         return to_device(batch, self.device, self.loader_position.pinned and can_copy_async(self.device))
 
     @hook
@@ -509,7 +503,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         (mapping, float)
             What ``train_step`` returned, and its weight in the epoch's means.
         """
-        self._reach("micro_step")
         with self.forward_context():
             out = self.train_step(batch)
         try:
@@ -530,7 +523,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         context manager
             A new one for each call: it is entered once for each batch.
         """
-        self._reach("forward_context")
         return NULL_CONTEXT
 
     sample_weight, count_targets = sample_weight, count_targets  # Hooks that `read_output` calls, in step_output.py.
@@ -559,13 +551,11 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             Arguments of ``Tensor.backward``: ``retain_graph``, ``create_graph``, ``inputs``. An override passes them
             on to ``super()``.
         """
-        self._reach("backward")
         self.optimization.backward(loss, **kwargs)
 
     @hook
     def normalize(self, num_targets: list[Any]) -> None:
         """Divide the gradients by the targets of the window over all ranks, when the steps counted them."""
-        self._reach("normalize")
         if num_targets != [None]:  # Most steps count none.
             ranks = self.world_size if self.data_size > 1 else 1  # Those of one share count the same targets.
             optim.normalize(num_targets, self.optimization.parameters, self.reduce, ranks)
@@ -573,12 +563,10 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @hook
     def unscale(self) -> None:
         """Remove a loss scale from the gradients, which are the true ones from here on."""
-        self._reach("unscale")
 
     @hook
     def clip(self) -> None:
         """Compute ``grad_norm``, and clip the gradients to ``gradient_clip``."""
-        self._reach("clip")
         self.optimization.clip(self.gradient_norm)
 
     @hook
@@ -597,7 +585,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         bool
             False leaves the step out: it counts as skipped.
         """
-        self._reach("may_step")
         return self.nonfinite.may_step(outputs, self.progress_checker, self)
 
     @hook
@@ -609,7 +596,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         bool
             False when one was skipped, as after an overflow in float16: schedulers and averages then wait.
         """
-        self._reach("optimizer_step")
         stepped = True
         for optimizer in self.optimization.optimizers.values():
             stepped = self.step_one(optimizer) and stepped
@@ -618,7 +604,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @hook
     def step_one(self, optimizer: Optimizer) -> bool:
         """Step one optimizer; return whether that took place."""
-        self._reach("step_one")
         return self.optimization.step_one(optimizer)
 
     @hook
@@ -635,13 +620,11 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @hook
     def zero_grad(self) -> None:
         """Drop every gradient. An optimizer that overrides ``zero_grad`` is called as well."""
-        self._reach("zero_grad")
         self.optimization.zero_grad()
 
     @hook
     def logging(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
         """Record what a step returned in the log of the present mode; its numbers weigh ``weight`` in the means."""
-        self._reach("logging")
         history = self.history
         (history.log_train if self.mode == "train" else history.log_test).record(step_dict, weight)
 
@@ -654,7 +637,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         outputs : sequence of StepOutput
             One for each micro-batch; tensors among the values are freed afterwards.
         """
-        self._reach("on_step_end")
 
     # ---------------------------------------------------------------------------------- the hooks around the step
 
@@ -1174,10 +1156,6 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             With the remedy.
         """
         return cast("type[Composed]", compose(cls, add_ons))
-
-    @staticmethod
-    def _reach(name: str) -> None:
-        """Note that the default of a hook was reached, in the first step of a run: `FirstStep` sets it there."""
 
     explain, plan = explain.explain, preview.plan
     plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its hooks.

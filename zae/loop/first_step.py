@@ -1,17 +1,17 @@
 """Look, in the first step of a run, for what would train to other weights in silence: before the optimizer moves.
 
-The hooks of the loop are called through this object for one step. Each default in `zae.trainer` notes that it was
-reached, so that an override without ``super()`` is found; a value that the loop needs and did not get is found where it
-is returned; and the gradients are looked at before and after ``train_step``, for the idioms of a loop by hand.
+The hooks of the loop are called through this object for one step. Where an override may lack its ``super()``, the
+method inside of it notes whether it was reached; a value that the loop needs and did not get is found where it is
+returned; and the gradients are looked at before and after ``train_step``, for the idioms of a loop by hand.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -55,6 +55,15 @@ _OF_GRADIENTS = (
 )
 
 
+class _Suspect(NamedTuple):
+    """An override of a hook that cannot have called ``super()`` itself, and what is inside of it."""
+
+    name: str
+    klass: Any
+    inner: Any  # The class whose method ``super()`` would call.
+    skipped: str
+
+
 class FirstStep:
     """The first step of a run."""
 
@@ -62,6 +71,7 @@ class FirstStep:
         self._trainer = trainer
         self._called: list[str] = []
         self._reached: set[str] = set()
+        self._suspects = [*_suspects(type(trainer))]
 
     def run_batch(self, batch: Any) -> None:
         """Make the step, with each of its hooks watched."""
@@ -75,13 +85,30 @@ class FirstStep:
     def _watching(self) -> Iterator[None]:
         attributes = vars(self._trainer)
         watched = [name for name in (*_WITHOUT_VALUE, *_WITH_VALUE) if name not in attributes]
-        attributes["_reach"] = self._reached.add
-        attributes |= {name: partial(self._call, name, getattr(self._trainer, name)) for name in watched}
+        with ExitStack() as stack:
+            for each in self._suspects:
+                stack.enter_context(self._noting(each))
+            attributes |= {name: partial(self._call, name, getattr(self._trainer, name)) for name in watched}
+            try:
+                yield
+            finally:
+                for name in watched:
+                    attributes.pop(name, None)
+
+    @contextmanager
+    def _noting(self, suspect: _Suspect) -> Iterator[None]:
+        """Let the method inside of an override note that it was called."""
+        name, method = suspect.name, vars(suspect.inner)[suspect.name]
+
+        def noting(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+            self._reached.add(name)
+            return method.__get__(trainer, type(trainer))(*args, **kwargs)
+
+        setattr(suspect.inner, name, noting)
         try:
             yield
         finally:
-            for name in ("_reach", *watched):
-                attributes.pop(name, None)
+            setattr(suspect.inner, name, method)
 
     def _call(self, name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a hook, and look at what it needs and returns."""
@@ -105,30 +132,13 @@ class FirstStep:
     # ------------------------------------------------------------------------------------------------------ hooks
 
     def _check_reached(self) -> None:
-        """Refuse an override that was called and is why an add-on inside of it, or the default, was not."""
-        for name in dict.fromkeys(self._called):
-            if name not in self._reached:
-                self._refuse_without_super(name)
-
-    def _refuse_without_super(self, name: str) -> None:
-        """Refuse the outermost override of a hook that cannot have called ``super()``.
-
-        One that mentions ``super()`` may have had a reason not to call it in this step.
-        """
-        cls: Any = type(self._trainer)
-        holders = [c for c in cls.__mro__ if name in c.__dict__ and not is_base(c)][:-1]
-        for index, klass in enumerate(holders):
-            value = klass.__dict__[name]
-            if is_marked(value, "__replaces__"):
-                return
-            below = [c for c in holders[index + 1 :] if is_add_on(c)]
-            if mentions_super(value) or not (below or is_add_on(klass)):
-                continue
-            inside = f"what {below[0].__name__} does there" if below else "the add-ons inside it and the default"
-            raise _error(klass)(
-                f"{klass.__name__}.{name} overrides a hook without calling super(), and so skips {inside}; call "
-                f"super().{name}(...), or mark the method with @zae.replaces if it replaces them on purpose"
-            )
+        """Refuse an override that was called, and that has called nothing of what is inside of it."""
+        for name, klass, _, skipped in self._suspects:
+            if name in self._called and name not in self._reached:
+                raise _error(klass)(
+                    f"{klass.__name__}.{name} overrides a hook without calling super(), and so skips {skipped}; call "
+                    f"super().{name}(...), or mark the method with @zae.replaces if it replaces them on purpose"
+                )
 
     def _check_closure(self, called: list[str]) -> None:
         """Refuse the closure of an optimizer that computes gradients without what the trainer does to them."""
@@ -220,6 +230,24 @@ class FirstStep:
             f"{type(self._trainer).__name__}.train_step computes the loss, and backward(), optimizer.step() and "
             f"zero_grad() are done for you: it {what}; take them out of it"
         )
+
+
+def _suspects(cls: Any) -> Iterator[_Suspect]:
+    """Yield the outermost override of each hook that mentions no ``super()``; a helper may still call it.
+
+    One that mentions it may have a reason not to call it in this step.
+    """
+    for name in (*_WITHOUT_VALUE, *_WITH_VALUE):
+        holders = [c for c in cls.__mro__ if name in c.__dict__ and not is_base(c)]
+        for index, klass in enumerate(holders[:-1]):
+            value = klass.__dict__[name]
+            if is_marked(value, "__replaces__"):
+                break
+            below = [c for c in holders[index + 1 :] if is_add_on(c)]
+            if not mentions_super(value) and (below or is_add_on(klass)):
+                skipped = f"what {below[0].__name__} does there" if below else "the add-ons inside it and the default"
+                yield _Suspect(name, klass, holders[index + 1], skipped)
+                break
 
 
 def weights_of(trainer: Trainer) -> dict[str, list[Any]]:
