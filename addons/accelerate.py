@@ -99,7 +99,6 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         check_plain(as_dict(self.optimizer).values(), as_dict(self.scheduler).values())
         self.accelerator = accelerator
         self._prepared_parts: Prepared | None = None
-        self._ddp_options: dict[str, Any] = {}
         if accelerator is not None:
             check_given(accelerator, names, len(self.devices), launched_world() is not None)
             self._take_handlers([accelerator.ddp_handler])
@@ -107,21 +106,20 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
             self._take_handlers(self._accelerator_args.get("kwargs_handlers") or ())
 
     def _take_handlers(self, handlers: Sequence[Any]) -> None:
-        """Use the options of DistributedDataParallel that the Accelerator has; refuse two that differ."""
+        """Use the options of DistributedDataParallel that the Accelerator has; refuse the rest."""
         for handler in handlers:
+            if type(handler).__name__ == "InitProcessGroupKwargs":
+                raise ConfigError("accelerator_args has InitProcessGroupKwargs, and zae makes the process group; write "
+                                  "timeout=... and backend=... as options of the trainer")  # fmt: skip
             if type(handler).__name__ != "DistributedDataParallelKwargs":
                 continue
-            given = handler.to_kwargs()
-            if given.pop("broadcast_buffers", True) is False:
-                raise ConfigError("DistributedDataParallelKwargs has broadcast_buffers=False, and the buffers of rank "
-                                  "0 are those of a checkpoint; leave it out")  # fmt: skip
-            if getattr(handler.comm_hook, "value", handler.comm_hook) != "no" or given.pop("static_graph", False):
-                raise ConfigError("DistributedDataParallelKwargs has a comm_hook or static_graph=True, which a step of "
-                                  "zae does not use; leave it out")  # fmt: skip
+            defaults = vars(type(handler)())
+            given = {name: value for name, value in vars(handler).items() if value != defaults[name]}
             self.find_unused_parameters = self.find_unused_parameters or given.pop("find_unused_parameters", False)
-            self._ddp_options = {
-                key: given[key] for key in ("bucket_cap_mb", "gradient_as_bucket_view") if key in given
-            }
+            if given:
+                name, value = next(iter(given.items()))
+                raise ConfigError(f"DistributedDataParallelKwargs has {name}={value!r}, which AccelerateAddon does not "
+                                  "use; leave it out")  # fmt: skip
 
     # ----------------------------------------------------------------------------------------- model and optimizers
 
@@ -136,10 +134,6 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
             self._prepared_parts.release()
         self._prepared_parts = Prepared(self.accelerator, self.unwrap())
         return super().wrap_model(model)
-
-    def _replica_options(self) -> dict[str, Any]:
-        """Add the options of DistributedDataParallel that the Accelerator has."""
-        return {**super()._replica_options(), **self._ddp_options}
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Let the Accelerator prepare the optimizers."""
@@ -159,12 +153,6 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         if prepared is not None:
             prepared.release()
         super().teardown()
-
-    def plan_memory(self, plan: Any) -> None:
-        """Count no buckets where the gradients are views of them."""
-        super().plan_memory(plan)
-        if plan.world_size > 1 and self._ddp_options.get("gradient_as_bucket_view"):
-            plan.memory.held["buckets"] = 0
 
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Refuse a loader that the Accelerator has prepared."""

@@ -16,7 +16,6 @@ from zae.common.optim import as_dict
 from zae.composition.introspect import add_ons_of
 from zae.errors import ConfigError
 from zae.interop.deepspeed import config as settings
-from zae.interop.deepspeed.memory import zero_memory
 from zae.interop.deepspeed.zero import Zero, load_library
 from zae.launch.blocks import check_divisible
 from zae.launch.ddp import broadcast
@@ -47,8 +46,6 @@ class DeepSpeedAddon(DistributedAddon):
     deepspeed_config : dict, str or Path, optional
         A configuration of DeepSpeed, or its JSON file. "auto" is filled in from the trainer; where an entry differs
         from the trainer's option, it is refused. Without ``optimizer`` the trainer takes that of its section.
-    deepspeed_compile : bool
-        Let DeepSpeed compile its own kernel for communication on a CPU, which takes minutes at the first run.
 
     Raises
     ------
@@ -89,7 +86,6 @@ class DeepSpeedAddon(DistributedAddon):
         zero_stage: int | None = None,
         deepspeed_bf16: bool | None = None,
         deepspeed_config: Any = None,
-        deepspeed_compile: bool = False,
         **kwargs: Any,
     ) -> None:
         self._config = settings.read(deepspeed_config)
@@ -105,8 +101,7 @@ class DeepSpeedAddon(DistributedAddon):
         if check_count("zero_stage", self.zero_stage, least=0) > 3:
             raise ConfigError(f"zero_stage={self.zero_stage}; the stages are 0, 1, 2 and 3: write one of them")
         bf16 = self._option("deepspeed_bf16", deepspeed_bf16, "bf16", "enabled", False)
-        flags = {"deepspeed_bf16": bf16, "deepspeed_compile": deepspeed_compile}
-        self.deepspeed_bf16, self.deepspeed_compile = check_flags(**flags)
+        (self.deepspeed_bf16,) = check_flags(deepspeed_bf16=bf16)
         self._check_options()
 
     def _option(self, name: str, given: Any, section: str, key: str, default: Any) -> Any:
@@ -179,12 +174,19 @@ class DeepSpeedAddon(DistributedAddon):
         return lines if plan.world_size == 1 else [*lines, f"DeepSpeed, ZeRO stage {self.zero_stage}"]
 
     def plan_memory(self, plan: Any) -> None:
-        """Divide what the stage divides, and add the buffers of DeepSpeed."""
+        """Divide what the stage divides; the buckets of DeepSpeed are not counted."""
         super().plan_memory(plan)
-        if plan.world_size > 1:
-            tuning = self._config.get("zero_optimization", {})
-            is_cpu = all(each.type == "cpu" for each in self.devices)
-            zero_memory(plan.memory, self.zero_stage, plan.world_size, tuning, self.deepspeed_bf16, is_cpu)
+        memory, ranks = plan.memory, plan.world_size
+        if ranks == 1 or self.zero_stage == 0:
+            return
+        part = -(-sum(each.count for each in memory.parts.values() if each.is_trained) // ranks)
+        gradients, optimizer = memory.gradients, memory.optimizer
+        memory.held["float32 weights and optimizer"] = 4 * part + optimizer // ranks
+        memory.held["gradients"] = 4 * part if self.zero_stage > 1 else gradients
+        for each in memory.parts.values():
+            each.itemsize, each.is_trained, each.slots = 2 if self.deepspeed_bf16 else 4, False, 0.0
+            if self.zero_stage == 3:
+                each.divide(0, ranks)
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model whose weights DeepSpeed would keep in another precision, or not divide rightly."""
@@ -228,7 +230,7 @@ class DeepSpeedAddon(DistributedAddon):
             self._section.check_same(optimizer)
         broadcast(each for each in model.buffers() if each.numel())
         filled = self._fill(self._world)
-        self._zero = Zero(load_library(self.device, self.deepspeed_compile), model, optimizer, filled)
+        self._zero = Zero(load_library(self.device), model, optimizer, filled)
 
     def _fill(self, world: int, batch: int | None = None) -> Any:
         windows, clip = getattr(self, "gradient_accumulation_steps", 1), self.optimization.gradient_clip

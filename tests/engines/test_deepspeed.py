@@ -73,7 +73,7 @@ def make(stage: int | None, *add_ons: Any, **options: Any) -> Any:
 
 def import_library() -> None:
     """Import DeepSpeed here, once: the ranks are forks, and each would take 10 s of the processor for it."""
-    load_library(torch.device("cpu"), False)
+    load_library(torch.device("cpu"))
 
 
 def on_ranks(*stages: int, world: int = 2) -> Any:
@@ -635,8 +635,6 @@ def test_options_that_cannot_be_meant(tmp_path: Path) -> None:
     refused(r"cannot be read as a JSON file", deepspeed_config=str(tmp_path / "broken.json"))
     (tmp_path / "list.json").write_text("[1]")
     refused(r"deepspeed_config is \[1\]; give a dict, or the path", deepspeed_config=tmp_path / "list.json")
-    (tmp_path / "twice.json").write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
-    refused(r"cannot be read .*it has 'stage' twice in one object", deepspeed_config=tmp_path / "twice.json")
     refused(r"give a dict, or the path", deepspeed_config=3)
     refused(r"one with several groups", optimizer=[adamw, adamw])
     refused(r"write zero_stage=2 without deepspeed_bf16", EMAAddon, zero_stage=3)
@@ -656,13 +654,6 @@ def test_entries_of_a_configuration_that_are_not_used() -> None:
         ({"optimizer": {"type": "Lamb", "params": {}}}, r"optimizer\.type='Lamb'; available: SGD"),
         ({"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}, r"is 'auto', and the trainer has no optimizer"),
         ({"optimizer": "AdamW"}, r"write \{'type': 'AdamW'"),
-        (
-            {"optimizer": {"type": "SGD", "params": {"lrr": 0.1}}},
-            r"has 'lrr', which SGD does not .* mean 'lr'",
-        ),
-        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, r"size is '5e8'; write a number without quotes"),
-        ({"zero_optimization": {"reduce_bucket_size": True}}, r"write a number without quotes, or 'auto'"),
-        ({"zero_optimization": {"overlap_comm": "yes"}}, r"overlap_comm is 'yes'; write true or false, or 'auto'"),
         ({"zero_optimization": {"stage": 5}}, r"zero_stage=5; the stages are 0, 1, 2 and 3"),
     ):
         refused(match, deepspeed_config=config, **({"optimizer": None} if "optimizer" in config else {}))

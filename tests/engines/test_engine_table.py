@@ -131,7 +131,7 @@ def on_rank(name: str, feature: str, folder: Path) -> None:
 def test_a_cell(name: str, feature: str, tmp_path: Path, crews: Any) -> None:
     row = TABLE[name]
     if row.marker == "deepspeed":  # Imported here, once, and not in each of the ranks, which are forks.
-        load_library(torch.device("cpu"), False)
+        load_library(torch.device("cpu"))
     crews(row.engine.world).call(on_rank, name, feature, tmp_path)
     if feature == "other ranks":  # Which one process reads.
         options = {"model": net(row.kind), "optimizer": row.optimizer, "gradient_clip": 0.05}

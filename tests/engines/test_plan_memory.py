@@ -6,7 +6,6 @@ import ctypes
 import functools
 import gc
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from kit.engines import ENGINES, Engine, Task, build
+from kit.engines import ENGINES, Task, build
 from kit.ranks import each_rank
 from zae import ConfigError
-from zae.addons import DeepSpeedAddon, EMAAddon, GradientAccumulationAddon, GradientCheckpointingAddon
-from zae.interop.deepspeed.zero import load_library
+from zae.addons import EMAAddon, GradientAccumulationAddon, GradientCheckpointingAddon
 
 ROWS, WIDTH, VOCABULARY = 8, 256, 1000
 OF_RANK = 4  # Rows that make two windows: in the first one the optimizer has no state yet.
@@ -80,7 +78,6 @@ OPTIMIZERS: dict[str, Any] = {
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WINDOW = {"gradient_accumulation_steps": 2}
-ZERO = {f"zero-{stage}": Engine((DeepSpeedAddon,), options={"zero_stage": stage}) for stage in range(4)}
 Case = tuple[str | None, tuple[Any, ...], dict[str, Any], dict[str, int]]
 CASES: dict[int, list[Case]] = {  # By the number of ranks.
     1: [
@@ -156,7 +153,7 @@ def make(case: Any, devices: Any = "cpu", **sizes: int) -> Any:
     options = {**options, "optimizer": OPTIMIZERS[options.get("optimizer", "adamw")]}
     make_model = functools.partial(Net, **{**own, **sizes})
     options.setdefault("model", make_model if options.get("meta_init") else make_model())
-    engine = (ENGINES | ZERO)[name] if name else None
+    engine = ENGINES[name] if name else None
     return build(engine, *add_ons, task=Task, device=devices, **options)
 
 
@@ -294,42 +291,3 @@ def test_the_plan_of_windows_has_whole_gradients() -> None:
 def test_what_changes_the_memory_is_in_the_plan(world: int, start: int) -> None:
     """Optimizers, accumulation, precision, blocks that stay gathered, frozen and tied parameters, HSDP and 2-D."""
     check(world, MORE[world][start : start + 8])
-
-
-def tuned(**sizes: int) -> dict[str, Any]:
-    return {"deepspeed_config": {"zero_optimization": sizes}}
-
-
-SMALL_BUCKETS = {"reduce_bucket_size": 200_000, "allgather_bucket_size": 200_000}
-FEW_LIVE = {"reduce_bucket_size": 200_000, "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": 200_000, "stage3_max_live_parameters": 200_000}  # fmt: skip
-OF_ZERO: dict[int, list[Case]] = {
-    2: [
-        *((f"zero-{stage}", (), {"optimizer": each}, {}) for stage in (0, 2, 3) for each in ("adamw", "sgd")),
-        ("zero-1", (), {"optimizer": "momentum"}, {}),
-        ("zero-2", (), tuned(**SMALL_BUCKETS), {}),
-        ("zero-3", (), {**tuned(**SMALL_BUCKETS), "optimizer": "sgd"}, {}),
-        ("zero-3", (), tuned(**FEW_LIVE), {}),
-        *((f"zero-{stage}", (), {"deepspeed_bf16": True}, {}) for stage in (1, 3)),
-        ("zero-1", (), {}, {"blocks": 2, "vocabulary": 3000}),
-    ],
-    4: [
-        ("zero-1", (), {}, {}),
-        ("zero-3", (), {}, {}),
-        ("zero-3", (), tuned(**SMALL_BUCKETS), {}),
-        *((f"zero-{stage}", (), {"deepspeed_bf16": True}, {}) for stage in (2, 3)),
-    ],
-}
-
-
-def measure_zero(cases: list[Case]) -> list[int]:
-    warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated", FutureWarning)
-    return measure(cases)
-
-
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("world", OF_ZERO)
-def test_the_memory_of_a_rank_with_zero_is_that_of_the_plan(world: int) -> None:
-    """Each stage, with buckets as large as the model and small ones, and in bfloat16."""
-    load_library(torch.device("cpu"), False)  # The ranks are forks.
-    check(world, OF_ZERO[world], measure_zero)

@@ -5,38 +5,33 @@ All names of Accelerate are used in this package, and nowhere else; its private 
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from zae.errors import ConfigError, did_you_mean
+from zae.errors import ConfigError
 
 __all__ = [
-    "Prepared",
-    "Settings",
-    "check_arguments",
-    "check_given",
-    "check_loader",
-    "check_made",
-    "check_plain",
-    "load_library",
-    "make",
-]
+    "Prepared", "check_arguments", "check_given", "check_loader", "check_made", "check_plain", "load_library", "make",
+]  # fmt: skip
 
-_PLUGINS = {
-    "deepspeed_plugin": "train with DeepSpeedAddon: deepspeed_config={...}",
-    "deepspeed_plugins": "train with DeepSpeedAddon: deepspeed_config={...}",
+_INSTEAD = {
+    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), "train with DeepSpeedAddon: deepspeed_config={{...}}"),
     "fsdp_plugin": "train with FSDPAddon",
-    "megatron_lm_plugin": "train with FSDPAddon, TensorParallelAddon or both",
-    "torch_tp_plugin": "train with TensorParallelAddon: tensor_plan={...}",
-    "parallelism_config": "train with FSDPAddon, TensorParallelAddon or both: mesh={'shard': 2, 'tensor': 2}",
-}
-"""Arguments that divide a model, and what to write instead."""
+    **dict.fromkeys(("megatron_lm_plugin", "parallelism_config"), "train with FSDPAddon, TensorParallelAddon or both: "
+                    "mesh={{'shard': 2, 'tensor': 2}}"),
+    "torch_tp_plugin": "train with TensorParallelAddon: tensor_plan={{...}}",
+    "gradient_accumulation_steps": "write Task.add_on(AccelerateAddon, GradientAccumulationAddon), "
+    "gradient_accumulation_steps={value}",
+    "dynamo_backend": "write Task.add_on(AccelerateAddon, CompileAddon)",
+    "split_batches": "batch_size of the loader is that of each rank: divide it by their number",
+    "dispatch_batches": "each rank reads its own share",
+}  # fmt: skip
+"""What zae does itself, or another engine does, and what to write instead."""
 
 _SWITCHES = {
     "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
@@ -46,31 +41,9 @@ _SWITCHES = {
 }
 """What `accelerate launch`, and an Accelerator with a plugin, set in the environment; on a CPU nothing else tells."""
 
-_UNUSED = {
-    "device_placement": (True, "the model and the batches go to the device of the trainer"),
-    "rng_types": (None, "each rank has random streams of its own, from seed=... of the trainer"),
-    "data_seed": (None, "write seed=... of the trainer, from which the order of the data follows"),
-    "non_blocking": (False, "write Task.add_on(AccelerateAddon, PrefetchAddon), which copies batches ahead of a step"),
-}
-"""Arguments, also of DataLoaderConfiguration, that have no effect here: the default, and a reason to leave them out."""
-
-_LOADER_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "data_seed",
-                   "non_blocking", "use_stateful_dataloader")  # fmt: skip
-"""The fields of DataLoaderConfiguration, which were arguments of an Accelerator before 1.0."""
-
 _MARK = "_is_accelerate_prepared"
 
-_KINDS = (
-    "NO",
-    "MULTI_CPU",
-    "MULTI_GPU",
-    "MULTI_XPU",
-    "MULTI_NPU",
-    "MULTI_MLU",
-    "MULTI_MUSA",
-    "MULTI_SDAA",
-    "MULTI_HPU",
-)
+_KINDS = ("NO", *(f"MULTI_{each}" for each in ("CPU", "GPU", "XPU", "NPU", "MLU", "MUSA", "SDAA", "HPU")))
 """The values of DistributedType in which each process has the whole model."""
 
 
@@ -84,136 +57,51 @@ def load_library() -> Any:
     return accelerate
 
 
-class Settings(NamedTuple):
-    """What an Accelerator, or the arguments of one, say that a trainer has to know."""
-
-    steps: int = 1
-    precision: str = "no"
-    plugins: tuple[str, ...] = ()
-    compiles: bool = False
-    splits: bool = False
-    dispatches: bool = False
-    kind: str = "NO"
-    unused: tuple[str, ...] = ()
-
-    @classmethod
-    def of_arguments(cls, given: Mapping[str, Any]) -> Settings:
-        """Read arguments."""
-        plugin, loaders = given.get("gradient_accumulation_plugin"), given.get("dataloader_config")
-        steps = given.get("gradient_accumulation_steps", 1) if plugin is None else plugin.num_steps
-        dynamo = getattr(given.get("dynamo_plugin"), "backend", None) or given.get("dynamo_backend") or "no"
-        splits, dispatches = (
-            given.get(name, getattr(loaders, name, None)) for name in ("split_batches", "dispatch_batches")
-        )
-        plugins = tuple(name for name in _PLUGINS if given.get(name) is not None)
-        precision = str(given.get("mixed_precision") or "no")
-        unused = _unused(lambda name, default: given.get(name, getattr(loaders, name, default)))
-        return cls(steps, precision, plugins, _name(dynamo) != "NO", bool(splits), bool(dispatches), unused=unused)
-
-    @classmethod
-    def of(cls, accelerator: Any) -> Settings:
-        """Read an Accelerator, and its settings from the environment."""
-        plugins = set(_launched_plugins())
-        kind = _name(accelerator.distributed_type)
-        own = {"DEEPSPEED": "deepspeed_plugin", "FSDP": "fsdp_plugin", "MEGATRON_LM": "megatron_lm_plugin"}
-        plugins |= {own[kind]} if kind in own else set()
-        plugins |= {"parallelism_config"} if accelerator.parallelism_config else set()
-        return cls(
-            accelerator.gradient_accumulation_steps,
-            str(accelerator.mixed_precision),
-            tuple(sorted(plugins)),
-            _name(accelerator.state.dynamo_plugin.backend) != "NO",
-            bool(accelerator.split_batches),
-            bool(accelerator.dispatch_batches),
-            kind,
-            _unused(lambda name, default: _setting(accelerator, name, default)),
-        )
-
-    def check(self, names: Iterable[str]) -> None:
-        """Refuse what zae does itself, or in another way, beside the add-ons with these names."""
-        if self.plugins:
-            name = self.plugins[0]
-            raise ConfigError(f"the Accelerator has a {name}, which AccelerateAddon does not use; leave it out, also "
-                              f"of the configuration of accelerate launch, and {_PLUGINS[name]}")  # fmt: skip
-        if self.steps > 1:
+def _check(found: Mapping[str, Any], names: Collection[str]) -> None:
+    """Refuse settings by name that ask for what zae does in another way, beside the add-ons with these names."""
+    for name, remedy in _INSTEAD.items():
+        value = found.get(name)
+        if value not in (None, False, "no", "NO", "DynamoBackend.NO") and (name[:8] != "gradient" or value > 1):
             raise ConfigError(
-                f"the Accelerator has gradient_accumulation_steps={self.steps}, and zae makes the windows of a step; "
-                "leave it out there, and in the configuration of accelerate launch, and write "
-                f"Task.add_on(AccelerateAddon, GradientAccumulationAddon), gradient_accumulation_steps={self.steps}"
+                f"the Accelerator has {name}={value!r:.60}, which AccelerateAddon does not use; leave it out, also of "
+                f"the configuration of accelerate launch: {remedy.format(value=value)}"
             )
-        if self.precision not in ("no", "bf16"):
-            other = "'fp16'" if self.precision == "fp16" else "'bf16'"
-            raise ConfigError(
-                f"the Accelerator has mixed_precision={self.precision!r}, and AccelerateAddon uses 'no' and 'bf16'; "
-                f"write mixed_precision='no' there, and Task.add_on(AccelerateAddon, AMPAddon), precision={other}"
-            )
-        if self.precision != "no" and "AMPAddon" in names:
-            raise ConfigError(
-                f"the Accelerator has mixed_precision={self.precision!r}, and AMPAddon has a precision too; write "
-                "mixed_precision='no' there, or leave AMPAddon out"
-            )
-        if self.compiles:
-            raise ConfigError("the Accelerator compiles the model (dynamo_backend); leave that out, and write "
-                              "Task.add_on(AccelerateAddon, CompileAddon)")  # fmt: skip
-        if self.splits or self.dispatches:
-            name, why = ("split_batches", "batch_size of the loader is that of each rank: divide it by their number")
-            if not self.splits:
-                name, why = "dispatch_batches", "each rank reads its own share"
-            raise ConfigError(f"the Accelerator has {name}=True, and zae gives the ranks their batches; leave it out: "
-                              f"{why}")  # fmt: skip
-        for name in self.unused:
-            raise ConfigError(f"the Accelerator has another {name}, which has no effect on a trainer; leave it out: "
-                              f"{_UNUSED[name][1]}")  # fmt: skip
-        if self.kind not in _KINDS:
-            raise ConfigError(f"the Accelerator has the distributed type {self.kind}; AccelerateAddon trains with "
-                              f"{', '.join(_KINDS)}")  # fmt: skip
-
-
-def _launched_plugins() -> tuple[str, ...]:
-    """Return the plugins that the environment asks for."""
-    return tuple(name for switch, name in _SWITCHES.items() if os.environ.get(switch, "").lower() == "true")
-
-
-def _unused(setting: Callable[[str, Any], Any]) -> tuple[str, ...]:
-    """Return the names of the settings that were changed, and have no effect."""
-    return tuple(name for name, (default, _) in _UNUSED.items() if setting(name, default) != default)
-
-
-def _setting(accelerator: Any, name: str, default: Any) -> Any:
-    """Return a setting of an Accelerator, of which ["generator"] is its own default of rng_types."""
-    found = getattr(accelerator.dataloader_config, name, getattr(accelerator, name, default))
-    return default if name == "rng_types" and found == ["generator"] else found
-
-
-def _name(value: Any) -> str:
-    """Return the name of a member of an enumeration, or of its text."""
-    return str(getattr(value, "name", value)).rpartition(".")[2].upper()
-
-
-def check_arguments(given: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of the arguments of an Accelerator; refuse those that it, or zae, would not take."""
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"accelerator_args is {given!r:.80}; give a dict of arguments of Accelerator by name")
-    found, known = dict(given), list(inspect.signature(load_library().Accelerator).parameters)
-    if moved := [name for name in found if name in _LOADER_OPTIONS and name not in known]:
-        Settings.of_arguments(found).check(names)
-        raise ConfigError(f"accelerator_args has {moved[0]!r}, which zae does itself, and Accelerator takes in "
-                          "dataloader_config alone; leave it out")  # fmt: skip
-    if unknown := [name for name in found if name not in known]:
+    precision = str(found.get("mixed_precision") or "no")
+    if precision not in ("no", "bf16") or (precision != "no" and "AMPAddon" in names):
+        other = "fp16" if precision == "fp16" else "bf16"
         raise ConfigError(
-            f"accelerator_args has {unknown[0]!r}, which Accelerator does not take{did_you_mean(unknown[0], known)}"
+            f"the Accelerator has mixed_precision={precision!r}; AccelerateAddon uses 'no', and without AMPAddon "
+            f"'bf16'. Write mixed_precision='no' there, and Task.add_on(AccelerateAddon, AMPAddon), precision={other!r}"
         )
-    group = [each for each in found.get("kwargs_handlers") or () if type(each).__name__ == "InitProcessGroupKwargs"]
-    if group:
-        raise ConfigError("accelerator_args has InitProcessGroupKwargs, and zae makes the process group; write "
-                          "timeout=... and backend=... as options of the trainer")  # fmt: skip
-    Settings.of_arguments(found).check(names)
-    return found
 
 
-def check_given(accelerator: Any, names: Iterable[str], devices: int, launched: bool) -> None:
+def _settings_of(accelerator: Any) -> dict[str, Any]:
+    """Return the settings of an Accelerator by name."""
+    names = (
+        "gradient_accumulation_steps",
+        "split_batches",
+        "dispatch_batches",
+        "mixed_precision",
+        "parallelism_config",
+    )
+    backend = str(accelerator.state.dynamo_plugin.backend).rpartition(".")[2]
+    return {name: getattr(accelerator, name) for name in names} | {"dynamo_backend": backend}
+
+
+def _launched_plugins() -> dict[str, Any]:
+    """Return the plugins that the environment asks for."""
+    return {name: True for switch, name in _SWITCHES.items() if os.environ.get(switch, "").lower() == "true"}
+
+
+def check_arguments(given: Any, names: Collection[str]) -> dict[str, Any]:
+    """Return a copy of the arguments of an Accelerator; refuse what zae does in another way."""
+    if not isinstance(given, Mapping | None):
+        raise ConfigError(f"accelerator_args is {given!r:.80}; give a dict of arguments of Accelerator by name")
+    _check(given or {}, names)
+    return dict(given or {})
+
+
+def check_given(accelerator: Any, names: Collection[str], devices: int, launched: bool) -> None:
     """Refuse an object that is not an Accelerator, or one that cannot train on the ranks."""
     if not isinstance(accelerator, load_library().Accelerator):
         raise ConfigError(
@@ -225,7 +113,10 @@ def check_given(accelerator: Any, names: Iterable[str], devices: int, launched: 
             "an Accelerator belongs to the process that has made it, and device is a list: run starts a process for "
             "each. Write accelerator_args={...}, or start the script with torchrun or accelerate launch"
         )
-    Settings.of(accelerator).check(names)
+    _check(_settings_of(accelerator) | _launched_plugins(), names)
+    if (kind := accelerator.distributed_type.name) not in _KINDS:
+        raise ConfigError(f"the Accelerator has the distributed type {kind}; AccelerateAddon trains with "
+                          f"{', '.join(_KINDS)}")  # fmt: skip
 
 
 def check_made(accelerator: Any, device: torch.device, rank: int, world: int) -> None:
@@ -264,7 +155,7 @@ def check_plain(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> None:
 def make(arguments: Mapping[str, Any], device: torch.device, world: int) -> Any:
     """Make an Accelerator for a rank, which has joined the others."""
     library = load_library()
-    Settings(plugins=_launched_plugins()).check(())  # That of FSDP fails on a CPU, in words of its own.
+    _check(_launched_plugins(), ())  # That of FSDP fails on a CPU, in words of its own.
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     wanted = {"cpu": device.type == "cpu", **arguments}
     wanted["mixed_precision"] = str(wanted.get("mixed_precision") or precision)

@@ -114,15 +114,13 @@ class Folder:
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Read the weights of the model, tied ones under each of their names."""
         (number,) = self._places["model"]
-        path, old = self._name("model", number, ".safetensors"), self._name("pytorch_model", number, ".bin")
-        if not path.exists() and not old.exists():
+        path = self._name("model", number, ".safetensors")
+        if not path.exists():
             raise CheckpointNotFound(
-                f"{self.path} has neither {path.name} nor {old.name}; give a folder of Accelerator.save_state in which "
-                "each process had the whole model, without DeepSpeed and FSDP"
+                f"{self.path} has no {path.name}; give a folder of Accelerator.save_state, of safetensors, "
+                "in which each process had the whole model, without DeepSpeed and FSDP"
             )
-        found = _read_weights(path) if path.exists() else _load(old)
-        if not isinstance(found, Mapping) or not all(isinstance(each, Tensor) for each in found.values()):
-            raise CheckpointDamaged(f"{old} does not contain tensors by name; give another folder")
+        found = _read_weights(path)
         found = {name.removeprefix("module.") if name not in (own := module.state_dict()) else name: each
                  for name, each in found.items()}  # fmt: skip
         places = {(each.data_ptr(), each.shape): name for name, each in own.items() if name in found and each.numel()}

@@ -1,6 +1,6 @@
 """The engine of DeepSpeed around a model: its steps, and whole tensors in and out of its parts.
 
-All names of DeepSpeed are used here, and nowhere else. Those that it does not document are listed in `_PRIVATE`.
+All names of DeepSpeed are used here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -27,18 +27,12 @@ from zae.launch.collectives import all_reduce
 
 __all__ = ["Zero", "load_library"]
 
-_PRIVATE = {
-    1: ("averaged_gradients", "bit16_groups", "single_partition_of_fp32_groups", "update_lp_params",
-        "parallel_partitioned_bit16_groups", "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state"),
-    3: ("averaged_gradients", "fp16_groups", "fp32_partitioned_groups_flat", "persistent_parameters",
-        "_partition_all_parameters", "_reassign_or_swap_out_partitioned_parameters"),
-}  # fmt: skip
 _SHOWN = 5
 _LOOKS = 3  # The first steps in which weights are compared with those of the optimizer: each look costs a pass.
 
 
-def load_library(device: torch.device, compiles: bool) -> Any:
-    """Import DeepSpeed for a kind of device; unless asked, it compiles nothing for a CPU."""
+def load_library(device: torch.device) -> Any:
+    """Import DeepSpeed for a kind of device; it compiles nothing for a CPU."""
     wanted = os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
         with warnings.catch_warnings():
@@ -59,7 +53,7 @@ def load_library(device: torch.device, compiles: bool) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # Its calls of torch.distributed have another name in the newest torch; nothing that a user could change.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    if device.type == "cpu" and not compiles:
+    if device.type == "cpu":
         # Its collective over shared memory is compiled for minutes at the first call, and gloo does the same.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
@@ -99,7 +93,6 @@ class Zero:
             self.engine, self._zero, *_ = library.initialize(
                 model=model, optimizer=self._stepped, config=dict(config), dist_init_required=False
             )
-        self._check_version()
         self._settled = optimizer.state
         for each in self.trained:
             each.register_post_accumulate_grad_hook(self._note_used)
@@ -108,16 +101,6 @@ class Zero:
             model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
         if self.stage == 3 or self.is_bf16:
             model.register_state_dict_post_hook(partial(self._show_whole))  # Torch marks it: no method.
-
-    def _check_version(self) -> None:
-        """Refuse a DeepSpeed that works in another way."""
-        names = _PRIVATE.get(1 if self.stage == 2 else self.stage, ())
-        missing = [name for name in names if not hasattr(self._zero, name)]
-        if missing:
-            raise ConfigError(
-                f"deepspeed {self._library.__version__} has no {missing[0]}, which DeepSpeedAddon reads; install "
-                "another one: pip install 'zae[deepspeed]'"
-            )
 
     # ------------------------------------------------------------------------------------------------- a step
 
@@ -352,21 +335,19 @@ def _flat_state(flat: Tensor, states: list[Any], shapes: list[torch.Size]) -> di
     """Return the state of a flat part, whose slots are still zeros; refuse parameters that are at different steps."""
     first = states[0] or {}
     made: dict[str, Any] = {}
-    for key, value in first.items():
-        several = [(each or {}).get(key) for each in states]
+    is_alike = all(set(each or {}) == set(first) for each in states)
+    for key, value in first.items() if is_alike else ():
+        several = [each[key] for each in states]
         if key != "step" and all(isinstance(v, Tensor) and v.shape == s for v, s in zip(several, shapes)):
             made[key] = torch.zeros_like(flat, requires_grad=False)
-        elif all(v is not None and bool(torch.as_tensor(v == value).all()) for v in several if value is not None):
+        elif value is None or all(bool(torch.as_tensor(v == value).all()) for v in several):
             made[key] = _copy(value)
         else:
-            raise CheckpointMismatch(
-                f"the parameters have different {key} in the state of the optimizer, and ZeRO keeps one for all of a "
-                "group; load the weights alone: apply_weights(path)"
-            )
-    if any(set(each or {}) != set(first) for each in states):
+            is_alike = False
+    if not is_alike:
         raise CheckpointMismatch(
-            "some parameters of a group have no state in that of the optimizer, and ZeRO keeps one for all of a group; "
-            "load the weights alone: apply_weights(path)"
+            "the parameters of a group have different states in the optimizer, such as steps, and ZeRO keeps "
+            "one for all of a group; load the weights alone: apply_weights(path)"
         )
     return made
 
