@@ -167,7 +167,7 @@ class PEFTAddon(AddOnBase):
         ------
         ConfigError
             The adapter cannot be merged: the base is quantized, the adapter is a prompt, the ranks hold parts of the
-            weights, or the adapter changes layers differently that have one weight (tied embeddings).
+            weights, or the adapter changes a layer whose weight another one shares (tied embeddings).
         """
         adapters.refuse_sharded(self.unwrap())
         weights = self.model_state()
@@ -177,10 +177,9 @@ class PEFTAddon(AddOnBase):
                 return
             merged = adapters.merged_copy(self.unwrap(), weights)
             if Path(path).suffix or not hasattr(merged, "save_pretrained"):
-                adapters.check_file_of_tied(self.unwrap(), merged)
                 save_weights(Path(path), merged.state_dict(), {"step": str(self.progress_checker.step)})
             else:
-                adapters.save_pretrained(merged, Path(path).expanduser(), self.unwrap())
+                adapters.save_folder(merged, Path(path).expanduser())
 
         Group(self.rank, self.gather).together(save, Path(path))
         return Path(path)

@@ -199,13 +199,6 @@ def test_a_base_of_8_bits(tmp_path: Path) -> None:
     peft.PeftModel.from_pretrained(hand.network(), tmp_path / "adapter").merge_and_unload()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_layers_of_torch_ao_are_refused() -> None:
-    model = torch.ao.quantization.quantize_dynamic(hand.network(), {nn.Linear}, dtype=torch.qint8)
-    with pytest.raises(ConfigError, match=r"0 of the Sequential is quantized by torch.ao.*Give the model in float"):
-        build(task=Task, model=model, peft_config=peft.LoraConfig(r=2, target_modules=["0"]), save_path="x")
-
-
 # --------------------------------------------------------------------------------- kills, and foreign checkpoints
 
 

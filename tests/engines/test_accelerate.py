@@ -517,8 +517,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"accelerator_args": options}
 
     refused("give a dict", accelerator_args=3)
-    with pytest.raises(ConfigError, match=r"Accelerate refuses accelerator_args=.*'mixed_precison'"):
-        make(ACCELERATE, **args(mixed_precison="no")).run(1, data(8))
+    refused(
+        "'mixed_precison', which Accelerator does not take.*did you mean 'mixed_precision'", **args(mixed_precison="no")
+    )
     refused("accelerator is a str", accelerator="cpu", device="cpu")
     refused("both given", accelerator=accelerate.Accelerator(cpu=True), **args())
     window = "GradientAccumulationAddon.*gradient_accumulation_steps=4"
@@ -528,10 +529,10 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(r"Write mixed_precision='no' there, and .*AMPAddon\), precision='fp16'", **args(mixed_precision="fp16"))
     refused("without AMPAddon 'bf16'", AMPAddon, precision="bf16", **args(mixed_precision="bf16"))
     refused(r"Task.add_on\(AccelerateAddon, CompileAddon\)", **args(dynamo_backend="inductor"))
-    refused("divide it by their number", **args(split_batches=True))
-    with pytest.raises(ConfigError, match="each rank reads its own share"):
+    refused("divide the batch_size of the loader", **args(split_batches=True))
+    with pytest.raises(ConfigError, match="let each rank read its own share"):
         make(ACCELERATE, **args(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))).run(1, data(8))
-    refused("has dispatch_batches=True.*each rank reads its own share", **args(dispatch_batches=True))
+    refused("has dispatch_batches=True.*let each rank read its own share", **args(dispatch_batches=True))
     refused("timeout=... and backend=...", **args(kwargs_handlers=[InitProcessGroupKwargs()]))
     refused("train with DeepSpeedAddon", **args(deepspeed_plugin=object()))
     refused("train with FSDPAddon", **args(fsdp_plugin=object()))
@@ -553,7 +554,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for version in ("1", "2"):  # Its plugin of the first one fails without a GPU.
         monkeypatch.setenv("FSDP_VERSION", version)
-        with pytest.raises(ConfigError, match="also of the configuration of accelerate launch: train with FSDPA"):
+        with pytest.raises(ConfigError, match="also of the configuration of accelerate launch, and train with FSDPA"):
             make(ACCELERATE).run(1, data(8))
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)

@@ -183,8 +183,8 @@ def misspelt_argument_of_an_accelerator():
 
 @mistake(
     zae.ConfigError,
-    "the Accelerator has gradient_accumulation_steps=4, and zae makes the",
-    "leave it out there, and in the configuration of accelerate launch, and write",
+    "the Accelerator has gradient_accumulation_steps=4, which AccelerateAddon does",
+    "leave it out, also of the configuration of accelerate launch, and write",
 )
 def accumulation_of_an_accelerator():
     accelerate(GradientAccumulationAddon, gradient_accumulation_steps=4)
@@ -192,8 +192,8 @@ def accumulation_of_an_accelerator():
 
 @mistake(
     zae.ConfigError,
-    "the Accelerator has mixed_precision='fp16', and AccelerateAddon uses 'no'",
-    "write mixed_precision='no' there, and Task.add_on(AccelerateAddon, AMPAddon)",
+    "the Accelerator has mixed_precision='fp16'; AccelerateAddon uses 'no', and",
+    "Write mixed_precision='no' there, and Task.add_on(AccelerateAddon, AMPAddon)",
 )
 def float16_of_an_accelerator():
     accelerate(mixed_precision="fp16")
@@ -201,8 +201,8 @@ def float16_of_an_accelerator():
 
 @mistake(
     zae.ConfigError,
-    "the Accelerator has mixed_precision='bf16', and AMPAddon has a precision",
-    "write mixed_precision='no' there, or leave AMPAddon out",
+    "AccelerateAddon uses 'no', and without AMPAddon 'bf16'",
+    "Write mixed_precision='no' there",
 )
 def two_autocasts():
     accelerate(AMPAddon, mixed_precision="bf16")
@@ -210,8 +210,8 @@ def two_autocasts():
 
 @mistake(
     zae.ConfigError,
-    "the Accelerator has split_batches=True, and zae gives the ranks their",
-    "leave it out: batch_size of the loader is that of each rank: divide it by their",
+    "the Accelerator has split_batches=True, which AccelerateAddon does not use",
+    "divide the batch_size of the loader by the number of ranks",
 )
 def batches_that_an_accelerator_splits():
     accelerate(split_batches=True)
@@ -219,7 +219,7 @@ def batches_that_an_accelerator_splits():
 
 @mistake(
     zae.ConfigError,
-    "the Accelerator has a fsdp_plugin, which AccelerateAddon does not use",
+    "the Accelerator has fsdp_plugin='plugin', which AccelerateAddon does not use",
     "leave it out, also of the configuration of accelerate launch, and train with",
 )
 def sharding_of_an_accelerator():

@@ -7,12 +7,10 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from zae.common.copying import deep_copy
@@ -26,7 +24,6 @@ __all__ = [
     "changed_weights",
     "check_adapter",
     "check_base",
-    "check_file_of_tied",
     "check_plan",
     "check_trained",
     "frozen_names",
@@ -35,7 +32,7 @@ __all__ = [
     "refuse_merged",
     "refuse_sharded",
     "save_adapter",
-    "save_pretrained",
+    "save_folder",
     "with_adapter",
 ]
 
@@ -84,11 +81,6 @@ def _make(peft: Any, model: Any, config: Any) -> Any:
             "out to train the present one, or give the base model"
         )
     linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
-    if quantized := [name for name, each in model.named_modules() if ".ao.nn.quantized" in type(each).__module__]:
-        raise ConfigError(
-            f"{quantized[0]} of the {type(model).__name__} is quantized by torch.ao, which computes no gradients: no "
-            "adapter before it could be trained. Give the model in float, and quantize what save_merged(path) wrote"
-        )
     try:
         return peft.get_peft_model(model, config)
     except (ValueError, StopIteration) as error:  # The last one for a model without parameters.
@@ -268,19 +260,11 @@ def _short(hashes: Mapping[str, str], names: list[str]) -> str:
 
 def merged_copy(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of the base model with the adapter added to its weights, where it then computes the same."""
-    try:
-        copied = deep_copy(model)
-    except Exception as error:
-        raise ConfigError(
-            f"{type(model).__name__} cannot be copied to merge its adapter ({error}). Save the adapter alone, "
-            "save_model(folder), and merge it in a script: "
-            "peft.PeftModel.from_pretrained(base, folder).merge_and_unload()"
-        ) from error
+    _refuse_tied(model)
+    copied = deep_copy(model)
     plain = plain_names(copied, copied.state_dict())
     copied.load_state_dict({own: weights[name] for own, name in plain.items() if name in weights}, strict=False)
-    tied = _tied_weights(copied)
     try:
-        wanted = [{name: _Wanted.of(*place) for name, place in places.items()} for places in tied]
         merged: nn.Module = copied.merge_and_unload()  # type: ignore[operator]
     except (AttributeError, RuntimeError, TypeError, NotImplementedError) as error:
         raise ConfigError(
@@ -288,123 +272,38 @@ def merged_copy(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
             "adapter is not quantized, and prompts have no weights to be added to. Save the adapter alone, "
             "save_model(folder), or apply it to the base model in float and merge there"
         ) from error
-    for each in wanted:
-        _settle_tied(merged, each)
     return merged
 
 
-def _tied_weights(model: Any) -> list[dict[str, tuple[nn.Module, str]]]:
-    """Find each parameter of the base that several modules hold: its names, each with the module and the attribute.
-
-    The module is the one with the adapter, where it has one.
-    """
+def _refuse_tied(model: Any) -> None:
+    """Refuse an adapter on a weight that several modules of the base hold: the sum would change all of them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    adapted = {path: each for path, each in base.named_modules() if path and _has_adapter(each)}
-    found: dict[int, dict[str, tuple[nn.Module, str]]] = {}
+    marks = ("base_layer", "unload_and_optionally_merge_module")  # Of layers with an adapter, and of replaced modules.
+    adapted = [path for path, each in base.named_modules() if path and any(hasattr(each, mark) for mark in marks)]
+    holders: dict[int, list[str]] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):
-        path, _, last = name.rpartition(".")
-        owner = min((each for each in adapted if f"{path}.".startswith(f"{each}.")), key=len, default=path)
-        inside = path[len(owner) :]
-        if inside and "base_layer" not in inside and "original_module" not in inside:
-            continue  # A weight of the adapter itself.
-        found.setdefault(id(parameter), {})[f"{owner}.{last}" if owner else last] = base.get_submodule(owner), last
-    return [places for places in found.values() if len(places) > 1]
-
-
-def _has_adapter(module: nn.Module) -> bool:
-    return hasattr(module, "base_layer") or hasattr(module, "unload_and_optionally_merge_module")
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """What a weight of a merged model must be: that of one module, as if no other module had this weight."""
-
-    weight: Tensor
-    base: Tensor
-    is_adapted: bool
-
-    @classmethod
-    def of(cls, module: Any, name: str) -> _Wanted:
-        """Add the adapter of a module to a copy of its weight."""
-        if not _has_adapter(module):
-            weight = getattr(module, name).detach().clone()
-            return cls(weight, weight, False)
-        alone: Any = deep_copy(module)
-        inner = alone.original_module if hasattr(alone, "original_module") else alone.get_base_layer()
-        base = getattr(inner, name).detach().clone()
-        if hasattr(alone, "unload_and_optionally_merge_module"):
-            plain = alone.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-        else:
-            alone.merge()
-            plain = alone.get_base_layer()
-        return cls(getattr(plain, name).detach().clone(), base, True)
-
-    def is_as(self, other: _Wanted) -> bool:
-        """Return whether another one is the same; two adapters may compute their update in another order."""
-        if not (self.is_adapted and other.is_adapted and self.weight.is_floating_point()):
-            return torch.equal(self.weight, other.weight)
-        one, another = self.weight.double(), other.weight.double()
-        precision = torch.finfo(self.weight.dtype).eps
-        update = (one - self.base.double()).abs().max()
-        limit = 2 * precision * torch.maximum(one.abs(), another.abs()) + 4 * precision * update
-        return bool(((one - another).abs() <= limit).all())
-
-
-def _settle_tied(merged: nn.Module, wanted: Mapping[str, _Wanted]) -> None:
-    """Refuse a merged model in which one weight would have to have several values; ``wanted`` has that of each name.
-
-    ``peft`` adds the update of each layer to the one weight. Where the updates are the same, it is added once.
-    """
-    held: dict[int, list[str]] = {}
-    for name in wanted:
-        held.setdefault(id(merged.get_parameter(name)), []).append(name)
-    for first, *others in held.values():  # Names whose weight is still one.
-        if differs := next((each for each in others if not wanted[first].is_as(wanted[each])), None):
+        holders.setdefault(id(parameter), []).append(name)
+    for names in holders.values():
+        if len(names) > 1 and any(name.startswith(f"{path}.") for name in names for path in adapted):
+            names = [name.replace(".base_layer", "").replace(".original_module", "") for name in names]
             raise ConfigError(
-                f"the merged model would not be the one that was trained: {first} and {differs} are one weight of "
-                f"{type(merged).__name__}, and the adapter changes them differently. Export the adapter alone, "
-                "save_model(folder); or train with another peft_config: without these layers, or with "
-                "ensure_weight_tying=True where peft can tie them; or on a base model without tied weights "
-                "(tie_word_embeddings=False)"
+                f"the merged model would not be the one that was trained: {' and '.join(names)} are one weight of "
+                f"{type(base).__name__}, and the adapter changes a module that holds it. Export the adapter alone, "
+                "save_model(folder); or train with another peft_config, without these modules, or on a base model "
+                "without tied weights (tie_word_embeddings=False)"
             )
-        if others:
-            with torch.no_grad():
-                merged.get_parameter(first).copy_(wanted[first].weight)
 
 
-def save_pretrained(model: Any, folder: Path, base: nn.Module) -> None:
-    """Save a model of Transformers in a folder; each file is whole, and of a tied model what it loads is compared."""
+def save_folder(model: Any, folder: Path, **options: Any) -> None:
+    """Call ``save_pretrained`` of a model for a folder in which each file is whole, the weights at last."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".zae-", dir=folder) as made:
-        model.save_pretrained(made)
-        if _tied_weights(base):  # Loading ties weights again, as the class says and not as they are.
-            _check_loaded(model, type(model).from_pretrained(made))
-        _move_files(Path(made), folder)
-
-
-def _check_loaded(model: nn.Module, loaded: nn.Module) -> None:
-    """Refuse files that do not load to the model that they were made of."""
-    there = loaded.state_dict()
-    for name, value in model.state_dict().items():
-        if name not in there or not torch.equal(there[name].to(value.device, value.dtype), value):
-            raise ConfigError(
-                f"the merged model would not be the one that was trained: {type(model).__name__} ties {name} to "
-                "another weight when it is loaded, and the adapter has made them differ. Export the adapter alone, "
-                "save_model(folder), or train with a peft_config that leaves out the layers whose weights are tied"
-            )
-
-
-def check_file_of_tied(model: nn.Module, merged: nn.Module) -> None:
-    """Refuse a file for the base model with two values of one of its weights."""
-    state = merged.state_dict()
-    for names in _tied_weights(model):
-        first = next(iter(names))
-        if differs := next((each for each in names if not torch.equal(state[first], state[each])), None):
-            raise ConfigError(
-                f"the merged model would not be the one that was trained: {first} and {differs} are one weight of the "
-                f"base {type(merged).__name__}, and the adapter has made them differ, so that the base model cannot "
-                "load the file. Give a folder instead of a file, or export the adapter alone: save_model(folder)"
-            )
+        model.save_pretrained(made, **options)
+        for path in sorted(Path(made).rglob("*"), reverse=True):
+            if path.is_file():
+                target = folder / path.relative_to(made)
+                target.parent.mkdir(exist_ok=True)
+                os.replace(path, target)
 
 
 def refuse_sharded(model: nn.Module) -> None:
@@ -436,16 +335,4 @@ def save_adapter(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> Non
             "them with save_model('adapter.safetensors') or save_merged(path)", folder, ", ".join(buffers[:_SHOWN]),
         )  # fmt: skip
     state = {own: weights[name] for own, name in plain.items() if name in weights}
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".zae-", dir=folder) as made:
-        model.save_pretrained(made, state_dict=state)
-        _move_files(Path(made), folder)
-
-
-def _move_files(made: Path, folder: Path) -> None:
-    """Move files to their place, the weights at last."""
-    for path in sorted(made.rglob("*"), reverse=True):
-        if path.is_file():
-            target = folder / path.relative_to(made)
-            target.parent.mkdir(exist_ok=True)
-            os.replace(path, target)
+    save_folder(model, folder, state_dict=state)

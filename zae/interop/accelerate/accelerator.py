@@ -5,6 +5,7 @@ All names of Accelerate are used in this package, and nowhere else; its private 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zae.errors import ConfigError
+from zae.errors import ConfigError, did_you_mean
 
 __all__ = [
     "Prepared", "check_arguments", "check_given", "check_loader", "check_made", "check_plain", "load_library", "make",
@@ -28,8 +29,8 @@ _INSTEAD = {
     "gradient_accumulation_steps": "write Task.add_on(AccelerateAddon, GradientAccumulationAddon), "
     "gradient_accumulation_steps={value}",
     "dynamo_backend": "write Task.add_on(AccelerateAddon, CompileAddon)",
-    "split_batches": "batch_size of the loader is that of each rank: divide it by their number",
-    "dispatch_batches": "each rank reads its own share",
+    "split_batches": "divide the batch_size of the loader by the number of ranks, each of which has its own batches",
+    "dispatch_batches": "let each rank read its own share",
 }  # fmt: skip
 """What zae does itself, or another engine does, and what to write instead."""
 
@@ -64,7 +65,7 @@ def _check(found: Mapping[str, Any], names: Collection[str]) -> None:
         if value not in (None, False, "no", "NO", "DynamoBackend.NO") and (name[:8] != "gradient" or value > 1):
             raise ConfigError(
                 f"the Accelerator has {name}={value!r:.60}, which AccelerateAddon does not use; leave it out, also of "
-                f"the configuration of accelerate launch: {remedy.format(value=value)}"
+                f"the configuration of accelerate launch, and {remedy.format(value=value)}"
             )
     precision = str(found.get("mixed_precision") or "no")
     if precision not in ("no", "bf16") or (precision != "no" and "AMPAddon" in names):
@@ -97,8 +98,13 @@ def check_arguments(given: Any, names: Collection[str]) -> dict[str, Any]:
     """Return a copy of the arguments of an Accelerator; refuse what zae does in another way."""
     if not isinstance(given, Mapping | None):
         raise ConfigError(f"accelerator_args is {given!r:.80}; give a dict of arguments of Accelerator by name")
-    _check(given or {}, names)
-    return dict(given or {})
+    found, known = dict(given or {}), list(inspect.signature(load_library().Accelerator).parameters)
+    _check(found, names)
+    if unknown := [name for name in found if name not in known]:
+        raise ConfigError(
+            f"accelerator_args has {unknown[0]!r}, which Accelerator does not take{did_you_mean(unknown[0], known)}"
+        )
+    return found
 
 
 def check_given(accelerator: Any, names: Collection[str], devices: int, launched: bool) -> None:
