@@ -113,7 +113,7 @@ class AgreementAddon(AddOnPart):
             waits = not progress.epoch_batch or progress.step >= self.current_run.last_step
             if waits:
                 self._check_drift()
-            reason, requests = self._stop_flag.agree(waits, self.gather, self.timeout)
+            reason, requests = self._stop_flag.agree(waits, self.gather)
             if reason is not None:
                 super().stop(reason)
             for action in requests:
