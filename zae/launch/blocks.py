@@ -85,28 +85,22 @@ def has_forward(module: nn.Module) -> bool:
 def check_shardable(model: nn.Module, blocks: Iterable[str]) -> None:
     """Refuse a model whose parameters torch cannot shard block by block."""
     check_divisible({"": model})
-    named, faults = dict(model.named_parameters()), []
-    if not has_forward(model):
-        faults.append((
-            f"the model is a {class_name(model)}, which has no forward for which its parameters would be gathered",
-            "put the modules into a class whose forward calls them",
-        ))  # fmt: skip
-    if names := [name for name, each in named.items() if not each.dim()]:
-        what = f"{', '.join(names)} has no dimension that could be divided"
-        faults.append((what, "write torch.nn.Parameter(torch.ones(1)) instead of torch.ones(())"))
+    named = dict(model.named_parameters())
     if names := [name for name, each in named.items() if each.dim() and not each.numel()]:
-        faults.append((f"{', '.join(names)} has no elements that could be divided", "leave the parameter out"))
+        raise ConfigError(f"{', '.join(names)} has no elements that could be divided; leave the parameter out")
     if names := [name for name, each in named.items() if not each.is_contiguous()]:
-        what = f"{', '.join(names)} is not contiguous in memory, and cannot be divided"
-        faults.append((what, "call model.to(memory_format=torch.contiguous_format), or contiguous() of its data"))
+        raise ConfigError(
+            f"{', '.join(names)} is not contiguous in memory, and cannot be divided; call "
+            "model.to(memory_format=torch.contiguous_format), or contiguous() of its data"
+        )
     for group in split_by_block((name for name, each in named.items() if each.requires_grad), blocks):
         kinds = {named[name].dtype: name for name in group}
         if len(kinds) > 1:
             what = " and ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in kinds.items())
-            faults.append((f"{what} are gathered together, and must have one dtype",
-                           "convert the model, or name modules of one dtype each in fsdp_blocks"))  # fmt: skip
-    for what, remedy in faults:
-        raise ConfigError(f"{what}; {remedy}")
+            raise ConfigError(
+                f"{what} are gathered together, and must have one dtype; convert the model, or name modules of one "
+                "dtype each in fsdp_blocks"
+            )
 
 
 def check_divisible(modules: Mapping[str, nn.Module]) -> None:
