@@ -24,16 +24,17 @@ _log = logging.getLogger("zae")
 class ActivationOffloadAddon(AddOnBase):
     """Keep what chosen modules save for the backward in the memory of the host: less memory on the device.
 
-    In the forward, saved tensors are copied to pinned memory on a second stream, while the device computes; the
-    backward copies them back. Weights are bitwise the same with and without it. Parameters and buffers stay on the
-    device. With GradientCheckpointingAddon on the same modules, only their inputs are saved, and these are offloaded.
+    In the forward, saved tensors are copied to pinned memory, and the backward copies them back, in the order of the
+    computation: the device does not compute meanwhile, and the host does not wait. Weights are bitwise the same with
+    and without it. Parameters and buffers stay on the device. With GradientCheckpointingAddon on the same modules, only
+    their inputs are saved, and these are offloaded.
 
     On a CPU it does nothing, and warns once: what is saved is in the memory of the host already. In what is compiled,
     the compiler decides what is kept, and nothing is offloaded. The same holds for modules within a call of
     ``torch.utils.checkpoint`` of your own: offload a module around the call instead.
 
     **The gain has not been measured on a real device**: there, its effect depends on how long a copy takes compared
-    with the computation. Its copies and their order are tested on a CPU.
+    with the computation. Its copies are tested on a CPU.
 
     Parameters
     ----------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from zae.launch.activations.recompute import replace_forwards
 __all__ = ["HostStorage", "Offloaded", "offload"]
 
 _PLAIN = (Tensor, nn.Parameter)
-_IN_FLIGHT = 4  # Copies at most that the host is ahead of the device, in each direction.
 
 
 class _Kept(NamedTuple):
@@ -35,29 +33,11 @@ class _Kept(NamedTuple):
         return self.tensor
 
 
-class _Copied(NamedTuple):
-    """A tensor that is being copied to the host, its copy there, and the event after which that is complete."""
-
-    kept: _Kept
-    host: Tensor
-    event: Any
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Return whether this is the copy of a tensor: several operations may save the same one."""
-        own = self.kept.tensor
-        return (
-            own.data_ptr() == tensor.data_ptr()
-            and (own.dtype, own.shape, own.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
-            and self.kept.version == own._version == tensor._version
-        )
-
-
 class HostStorage:
     """The copies in the memory of the host of what autograd saves on a device.
 
-    On a device with streams, copies are made on a second stream. A tensor stays on the device until its copy is
-    complete, and the host is at most a few copies ahead of the device, so that memory is free again when more is
-    needed.
+    They are made on the stream of the computation, which orders them: a tensor is copied before what comes after may
+    use its memory, and its copy is there when the backward asks for it.
 
     Parameters
     ----------
@@ -66,15 +46,12 @@ class HostStorage:
     min_bytes : int
         Smaller tensors stay on the device.
     pinned : bool
-        Whether the copies are in pinned memory, on a device with streams.
+        Whether the copies are in pinned memory, on a device with streams: the host does not wait for them then.
     """
 
     def __init__(self, device: torch.device, min_bytes: int, pinned: bool) -> None:
         self.device, self.min_bytes = device, min_bytes
-        self.side = torch.Stream(device=device) if can_copy_async(device) else None
-        self.pinned = pinned and self.side is not None
-        self._leaving: deque[_Copied] = deque()  # Copies to the host that may not be complete.
-        self._arrived: deque[Any] = deque()  # Events of the computation, at the last copies to the device.
+        self.pinned = pinned and can_copy_async(device)
 
     def is_moved(self, tensor: Tensor, held: set[int]) -> bool:
         """Return whether a saved tensor is copied: parameters and buffers, and views of them, stay on the device."""
@@ -89,61 +66,14 @@ class HostStorage:
 
     def pack(self, tensor: Tensor, held: set[int]) -> Any:
         """Copy a tensor that autograd saves to the host, or keep it where it is."""
-        kept = _Kept(tensor, tensor._version)
         if not self.is_moved(tensor, held):
-            return kept
-        for each in self._leaving:
-            if each.is_of(tensor):
-                return each.host
+            return _Kept(tensor, tensor._version)
         host = torch.empty_like(tensor, device="cpu", pin_memory=self.pinned, requires_grad=False)
-        if self.side is None:
-            host.copy_(tensor)
-            return host
-        self.side.wait_stream(torch.accelerator.current_stream(self.device))
-        with self.side:
-            host.copy_(tensor, non_blocking=True)
-        self._leaving.append(_Copied(kept, host, self.side.record_event()))
-        while len(self._leaving) > _IN_FLIGHT:
-            self._release(0)
-        return host
-
-    def _release(self, index: int) -> Tensor:
-        """Drop a tensor when its copy is complete; one that was changed meanwhile may have been copied wrongly."""
-        copied = self._leaving[index]
-        del self._leaving[index]
-        copied.event.synchronize()
-        return copied.kept.get()
+        return host.copy_(tensor, non_blocking=self.pinned)
 
     def unpack(self, packed: Any) -> Tensor:
         """Return a saved tensor on its device."""
-        if isinstance(packed, _Kept):
-            return packed.get()
-        if self.side is None:
-            return packed.to(self.device)
-        for index, each in enumerate(self._leaving):
-            if each.host is packed:
-                return self._release(index)
-        while len(self._arrived) >= _IN_FLIGHT:
-            self._arrived.popleft().synchronize()
-        computing = torch.accelerator.current_stream(self.device)
-        with self.side:
-            found = packed.to(self.device, non_blocking=True)
-        computing.wait_stream(self.side)
-        # The memory belongs to the second stream, which must not reuse it before the computation is done with it.
-        found.record_stream(computing)
-        self._arrived.append(computing.record_event())
-        return found
-
-    def clear(self) -> None:
-        """Wait for the copies, and drop what is still on the device."""
-        for copied in self._leaving:
-            copied.event.synchronize()
-        self._leaving.clear()
-        self._arrived.clear()
-
-    def __deepcopy__(self, memo: Any) -> HostStorage:
-        """Return the object itself: copies of a model share it."""
-        return self
+        return packed.get() if isinstance(packed, _Kept) else packed.to(self.device, non_blocking=self.pinned)
 
 
 class Offloaded:
@@ -176,10 +106,4 @@ class Offloaded:
 
 def offload(blocks: Mapping[str, nn.Module], storage: HostStorage) -> Callable[[], None]:
     """Let blocks keep what they save for the backward in the memory of the host; return a function that undoes it."""
-    undo = replace_forwards(blocks, lambda block: Offloaded(block, storage))
-
-    def restore() -> None:
-        undo()
-        storage.clear()
-
-    return restore
+    return replace_forwards(blocks, lambda block: Offloaded(block, storage))
