@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +39,8 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
     ``args=TrainingArguments(...)`` is taken too, or a dict of them: the class gets the add-ons that they ask for, and a
     warning names those without effect.
 
-    A ``scheduler`` is stepped after each optimizer step, as Transformers steps it: for one that counts epochs, give
+    ``optimizer_cls_and_kwargs=(AdamW, {"lr": 1e-3})`` is taken in the place of ``optim``. A ``scheduler`` is stepped
+    after each optimizer step, as Transformers steps it: for one that counts epochs, give
     ``scheduler_step_on_batch=False``.
 
     Batches weigh by their targets: with gradient accumulation and on several ranks, each label that is not -100 has
@@ -188,13 +190,15 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
             given["train_sampling_strategy"] = "group_by_length"
         if given.get("mode", "train") != "train":
             return given
-        beside = [name for name in OPTIMIZER_ARGUMENTS if name in given]
+        beside = [name for name in ("optimizer_cls_and_kwargs", *OPTIMIZER_ARGUMENTS) if name in given]
         if given.get("optimizer") is not None and beside:
             raise OptionError(
                 f"{beside[0]}={given[beside[0]]!r} is given beside optimizer, which has its own settings; leave one "
                 "of them out"
             )
-        return {**given, **_recipe(given)}
+        made = _recipe(given)
+        given.pop("optimizer_cls_and_kwargs", None)
+        return {**given, **made}
 
     def on_step_end(self, outputs: Sequence[Any]) -> None:
         """Add the loss of the step to the sum of which ``train()`` returns the mean; evaluate a cut epoch."""
@@ -288,5 +292,6 @@ def _recipe(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("optimizer") is None:
         optimizer = {name: given[name] for name in OPTIMIZER_ARGUMENTS if name in given}
         schedule = {name: given[name] for name in SCHEDULE_ARGUMENTS if name in given}
-        made |= {"optimizer": optimizers.optimizer(**optimizer), "scheduler": optimizers.schedule(**schedule)}
+        factory = replace(optimizers.optimizer(**optimizer), cls_and_kwargs=given.get("optimizer_cls_and_kwargs"))
+        made |= {"optimizer": factory, "scheduler": optimizers.schedule(**schedule)}
     return {name: given.get(name, value) for name, value in made.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from datasets import DatasetDict
+from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, TensorDataset
 from transformers import TrainingArguments
 
 from kit import hf
@@ -303,3 +306,93 @@ def test_arguments_of_a_derived_class_and_options_beside_them(tmp_path: Path) ->
     assert difference(trainer.model_state(), hf.make_model().state_dict()) == 0
     with pytest.raises(OptionError, match="name what is given beside args"):
         Own(hf.make_model(), "cpu", args=args)
+
+
+def test_a_class_of_optimizers_and_its_arguments(tmp_path: Path) -> None:
+    """``optimizer_cls_and_kwargs``: with the groups of parameters and the schedule that Transformers has then."""
+    pair = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
+    model = hf.make_model()
+    args = hf.arguments(tmp_path, num_train_epochs=2, weight_decay=0.1)
+    transformers.Trainer(model, args, train_dataset=hf.dataset(), optimizer_cls_and_kwargs=pair).train()
+    found = ours("sequence", optimizer_cls_and_kwargs=pair, weight_decay=0.1)
+    assert difference(dict(model.state_dict()), found) == 0
+    with pytest.raises(OptionError, match=r"optimizer_cls_and_kwargs=.* is given beside optimizer"):
+        ours("sequence", optimizer_cls_and_kwargs=pair, optimizer=torch.optim.SGD)
+    with pytest.raises(ConfigError, match=r"optimizer_cls_and_kwargs=.* cannot be made: .*'rate'"):
+        ours("sequence", optimizer_cls_and_kwargs=(torch.optim.SGD, {"rate": 1}))
+
+
+# ------------------------------------------------------------------------------------------------- what is a dataset
+
+
+class Pairs(Task):
+    """Steps of a user, on samples without names."""
+
+    def train_step(self, batch: Any) -> Any:
+        inputs, targets = batch
+        return {"loss": torch.nn.functional.cross_entropy(self.model(inputs), targets)}
+
+    test_step = train_step
+
+
+POINTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
+MAPS = {
+    "TensorDataset": TensorDataset(*POINTS),
+    "Subset": Subset(TensorDataset(*POINTS), range(12)),
+    "ConcatDataset": ConcatDataset([TensorDataset(POINTS[0][:8], POINTS[1][:8]), TensorDataset(*POINTS)][:1]),
+    "list of tuples": list(zip(*POINTS)),
+    "StackDataset": StackDataset(*POINTS),
+}
+
+
+@pytest.mark.parametrize("kind", MAPS)
+def test_samples_without_names_are_those_of_ones_own_steps(kind: str) -> None:
+    data = MAPS[kind]
+    model = torch.nn.Linear(4, 3)
+    by_hand = copy.deepcopy(model)
+    options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "max_grad_norm": 0, "num_train_epochs": 2}
+    options |= {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 4}
+    trainer = Pairs(model, "cpu", train_dataset=data, eval_dataset=data, eval_strategy="epoch", **options)
+    trainer.train()
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    for _ in range(2):
+        for inputs, targets in DataLoader(data, batch_size=4):
+            torch.nn.functional.cross_entropy(by_hand(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert difference(dict(by_hand.state_dict()), dict(model.state_dict())) == 0
+    whole = torch.utils.data.default_collate([data[index] for index in range(len(data))])
+    expected = torch.nn.functional.cross_entropy(by_hand(whole[0]), whole[1]).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+NO_DATASETS: dict[str, tuple[Any, str]] = {
+    "name": ("imdb", r"='imdb' is a name; load it: datasets.load_dataset\('imdb'\)\['train'\]"),
+    "empty list": ([], r" is a list without samples; give it data"),
+    "empty TensorDataset": (TensorDataset(torch.empty(0, 4)), " is a TensorDataset without samples"),
+    "empty datasets.Dataset": (hf.dataset().select([]), " is a Dataset without samples"),
+    "class": (TensorDataset, " is the class TensorDataset; give a list of dicts"),
+    "generator": ((row for row in hf.rows()), "give a list of dicts, a Dataset of torch or of datasets"),
+    "loader": (DataLoader(TensorDataset(*POINTS)), "give its dataset, or call run"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_DATASETS)
+def test_what_is_no_dataset_is_named(kind: str) -> None:
+    data, said = NO_DATASETS[kind]
+    with pytest.raises(ConfigError, match=f"train_dataset.*{said}"):
+        Task(hf.make_model(), "cpu", train_dataset=data).train()
+    if kind != "loader":  # It is evaluated as it is.
+        with pytest.raises(ConfigError, match=f"eval_dataset.*{said}"):
+            Task(hf.make_model(), "cpu", eval_dataset=data).evaluate()
+
+
+def test_several_sets_are_no_training_set() -> None:
+    sets = DatasetDict(train=hf.dataset(), test=hf.dataset())
+    with pytest.raises(ConfigError, match=r"with 'train', 'test', and training takes one dataset; .*=data\[...\]"):
+        Task(hf.make_model(), "cpu", train_dataset=sets).train()
+
+
+def test_a_batch_without_names_for_a_model_of_transformers() -> None:
+    with pytest.raises(ZaeError, match=r"the batch is a list, and the model takes arguments by name; .*train_step"):
+        Task(hf.make_model(), "cpu", train_dataset=MAPS["TensorDataset"], num_train_epochs=1).train()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from zae.common.argument_checks import check_count
 from zae.composition.introspect import AddOnPart
 from zae.data.loaders import length_of
-from zae.errors import ConfigError
+from zae.errors import ConfigError, kind_of
 
 __all__ = ["STRATEGIES", "DatasetsPart", "LoaderSettings", "columns_of", "default_collator", "forward_of"]
 
@@ -35,9 +35,11 @@ def default_collator(processing_class: Any) -> Callable[[Any], Any]:
 
 
 def _collate_equal(rows: Any) -> Any:
-    """Collate rows of equal lengths."""
+    """Collate rows of equal lengths; rows that have no names, such as those of a TensorDataset, as torch does."""
     import transformers
 
+    if rows and not isinstance(rows[0], Mapping) and not hasattr(rows[0], "__dict__"):
+        return torch.utils.data.default_collate(rows)
     try:
         return transformers.default_data_collator(rows)
     except ValueError as error:
@@ -55,6 +57,26 @@ def columns_of(model: Any, label_names: Sequence[str]) -> list[str]:
     """Return the columns that a model takes: the arguments of ``forward``, and the labels."""
     named = [name for name, p in inspect.signature(forward_of(model)).parameters.items() if p.kind not in (2, 4)]
     return list(dict.fromkeys([*named, "label", "label_ids", *label_names]))
+
+
+def check_dataset(name: str, dataset: Any) -> None:
+    """Refuse what is no dataset, and one without samples."""
+    found = f"{name} is {f'the class {dataset.__name__}' if isinstance(dataset, type) else kind_of(dataset)}"
+    if isinstance(dataset, str):
+        raise ConfigError(f"{name}={dataset!r} is a name; load it: datasets.load_dataset({dataset!r})['train']")
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(f"{found}; give its dataset, or call run(n_epoch, loader) with the loader")
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(repr, list(dataset)[:5]))
+        raise ConfigError(
+            f"{found} with {names}, and training takes one dataset; give one of them, {name}=data[...], or make one of "
+            "columns: datasets.Dataset.from_dict(data)"
+        )
+    is_iterable = isinstance(dataset, IterableDataset) or hasattr(dataset, "_ex_iterable")
+    if isinstance(dataset, type) or not (is_iterable or hasattr(dataset, "__getitem__")):
+        raise ConfigError(f"{found}; give a list of dicts, a Dataset of torch or of datasets, or an IterableDataset")
+    if not is_iterable and length_of(dataset) == 0:
+        raise ConfigError(f"{found} without samples; give it data, or look at what has filtered them")
 
 
 class _Keep:
@@ -134,6 +156,7 @@ class LoaderSettings:
 
     def loader(self, dataset: Any, collate: Any, columns: Sequence[str], model: str, group: int = 0) -> Any:
         """Return the loader over a dataset; ``group`` is how many batches make a step of training, 0 evaluates."""
+        check_dataset("train_dataset" if group else "eval_dataset", dataset)
         sampler = self._sampler(dataset, group)
         if self.removes_columns and hasattr(dataset, "remove_columns") and getattr(dataset, "column_names", None):
             dropped = [name for name in dataset.column_names if name not in columns]
@@ -178,8 +201,9 @@ class DatasetsPart(AddOnPart):
 
     Parameters
     ----------
-    train_dataset : Dataset, IterableDataset or list of dict, optional
-        What ``train()`` trains on.
+    train_dataset : Dataset, IterableDataset or list, optional
+        What ``train()`` trains on: samples are dicts, for a model of Transformers, or what your own ``train_step``
+        takes, such as the tuples of a TensorDataset.
     eval_dataset : Dataset, or dict of them, optional
         What ``evaluate()`` evaluates, and ``train()`` after each epoch or some steps.
     data_collator : callable, optional
@@ -261,7 +285,7 @@ class DatasetsPart(AddOnPart):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader over a dataset, by default ``eval_dataset``; of a dict of them, a dict of loaders."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
+        if isinstance(dataset, str) and isinstance(self.eval_dataset, Mapping):
             dataset = self.eval_dataset[dataset]
         if dataset is None:
             raise ConfigError(

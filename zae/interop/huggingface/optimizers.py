@@ -132,9 +132,14 @@ def factories(args: Any) -> tuple[OptimizerFactory, ScheduleFactory]:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerFactory:
-    """Make an optimizer of a model by the arguments of Transformers; see `optimizer`."""
+    """Make an optimizer of a model by the arguments of Transformers; see `optimizer`.
+
+    A class with its arguments, ``optimizer_cls_and_kwargs`` of Transformers, takes the place of the name; the groups of
+    parameters are the same.
+    """
 
     args: Any
+    cls_and_kwargs: tuple[Any, Mapping[str, Any]] | None = None
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """Return the optimizer that ``transformers.Trainer(model, args)`` would create."""
@@ -146,14 +151,18 @@ class OptimizerFactory:
             _log.warning("%s", text)
         # A trainer without its constructor, which would want data and move the model.
         trainer: Any = object.__new__(transformers.Trainer)
-        vars(trainer).update(model=model, args=args, optimizer=None, optimizer_cls_and_kwargs=None)
+        pair = None if self.cls_and_kwargs is None else (self.cls_and_kwargs[0], dict(self.cls_and_kwargs[1]))
+        vars(trainer).update(model=model, args=args, optimizer=None, optimizer_cls_and_kwargs=pair)
         try:
             made: Optimizer = trainer.create_optimizer()
         except (ImportError, TypeError, ValueError) as error:
-            raise ConfigError(f"optim={_name(args.optim)!r} cannot be made: {error}") from error
+            what = f"optim={_name(args.optim)!r}" if pair is None else f"optimizer_cls_and_kwargs={pair!r}"
+            raise ConfigError(f"{what} cannot be made: {error}") from error
         return made
 
     def __repr__(self) -> str:
+        if self.cls_and_kwargs is not None:
+            return f"optimizer_cls_and_kwargs=({self.cls_and_kwargs[0].__name__}, {dict(self.cls_and_kwargs[1])})"
         return _written("optimizer", self.args, _OPTIMIZER_ARGUMENTS)
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor
 
 from zae.composition.introspect import AddOnPart, by_name
-from zae.errors import StepError
+from zae.errors import StepError, kind_of
 from zae.interop.huggingface.data import forward_of
 
 __all__ = ["Loss", "LossPart", "call_by_name", "train_output"]
@@ -53,6 +53,11 @@ class Loss:
 
     def compute(self, model: Any, inputs: Any, count: Any = None) -> tuple[Any, Any]:
         """Return the loss and what the model returned."""
+        if not isinstance(inputs, Mapping):
+            raise StepError(
+                f"the batch is {kind_of(inputs)}, and the model takes arguments by name; let the samples of the "
+                "dataset be dicts with the names of its arguments, or write train_step(batch) and test_step(batch)"
+            )
         inputs, labels = dict(inputs), None
         if self.smoother is not None or self.function is not None:
             labels = inputs.pop("labels", None)
