@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from zae.addons.distributed import DistributedAddon
 from zae.addons.replicated import ReplicatedAddon
-from zae.common.optim import as_dict
 from zae.composition.introspect import add_ons_of
 from zae.errors import ConfigError, did_you_mean
 from zae.interop.accelerate import folder as folders
@@ -26,6 +25,7 @@ from zae.interop.accelerate.accelerator import (
     make,
 )
 from zae.launch.spawn import launched_world
+from zae.optim import as_dict
 from zae.storage.share import Group
 
 __all__ = ["AccelerateAddon"]

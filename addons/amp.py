@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae import optim
 from zae.addon import AddOnBase, replaces
-from zae.common import optim
 from zae.common.argument_checks import check_flags
 from zae.common.device import cpu_computes_in_bf16
 from zae.common.torch_private import found_overflow

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zae import optim
 from zae.addon import AddOnBase
-from zae.common import optim, torch_private
+from zae.common import torch_private
 from zae.common.torch_private import compiler
 from zae.errors import ConfigError, did_you_mean
 

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from zae.addons.distributed import DistributedAddon
 from zae.common.argument_checks import check_count, check_flags
-from zae.common.optim import as_dict
 from zae.composition.introspect import add_ons_of
 from zae.errors import ConfigError
 from zae.interop.deepspeed import config as settings
 from zae.interop.deepspeed.zero import Zero, load_library
 from zae.launch.blocks import check_divisible
 from zae.launch.ddp import broadcast
+from zae.optim import as_dict
 
 __all__ = ["DeepSpeedAddon"]
 

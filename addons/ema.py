@@ -16,10 +16,10 @@ from zae.addon import AddOnBase
 from zae.common import random_state
 from zae.common.argument_checks import check_count
 from zae.common.model_weights import fit_name, is_half_weight, own_names, plain_names, plain_state, shapes_of_average
-from zae.common.optim import has_lazy
 from zae.common.strides import has_own_elements
 from zae.common.walk import is_sharded, local_part
 from zae.errors import CheckpointMismatch, ConfigError
+from zae.optim import has_lazy
 from zae.preview.memory import bytes_in
 from zae.storage.encoding import name_of_key
 from zae.storage.share import Group, save_weights

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from zae.addon import AddOnBase
-from zae.common.optim import as_dict
 from zae.interop import peft as adapters
+from zae.optim import as_dict
 from zae.storage.share import Group, save_weights
 
 __all__ = ["PEFTAddon"]

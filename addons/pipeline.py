@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from zae.addons.distributed import DistributedAddon
 from zae.common.argument_checks import check_count
-from zae.common.optim import as_dict
 from zae.display.text import format_size
 from zae.errors import ConfigError
 from zae.launch.blocks import check_tables
@@ -23,6 +22,7 @@ from zae.launch.pipeline.runner import Place, Runner, StagedModel
 from zae.launch.pipeline.schedules import Schedule
 from zae.loop.addon_state import ALONE, gather_tensors, is_in_mode
 from zae.loop.step_output import explain_failure, read_output
+from zae.optim import as_dict
 
 __all__ = ["PipelineAddon"]
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from zae.common.optimizer_state import like_parameter_layout
 from zae.common.torch_private import check_reducer
 from zae.errors import DistributedError
 from zae.launch.blocks import check_tables
 from zae.launch.ddp import Replica, broadcast, group_alike, sparse_in
+from zae.optim.state import like_parameter_layout
 from zae.optimizers.quantized import check_replicated
 
 if TYPE_CHECKING:

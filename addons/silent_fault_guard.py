@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from zae import optim
 from zae.addon import AddOnBase, repeats
-from zae.common import optim
 from zae.errors import ConfigError, SilentFaultError
 from zae.loop.progress import Every
 from zae.loop.repeating.same_gradients import Computed, Start, compare

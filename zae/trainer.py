@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common import argument_checks, optim, optimizer_checks, random_state
+from zae import optim
+from zae.common import argument_checks, random_state
 from zae.common.device import can_copy_async, parse_device, to_device
 from zae.common.model_weights import without_wrappers
 from zae.common.null_context import NULL_CONTEXT
@@ -37,12 +38,13 @@ from zae.loop.evaluation import Evaluation, evaluation_weights, switch_mode
 from zae.loop.first_step import FirstStep
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
-from zae.loop.optimization import Optimization
 from zae.loop.own_loop import loader_of_epoch, without_loop
 from zae.loop.progress import Every, ProgressChecker, RunLimits
 from zae.loop.run import Run
 from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, count_targets, explain_failure, read_output, sample_weight
+from zae.optim import checks
+from zae.optim.optimization import Optimization
 from zae.preview import describe, explain, preview
 from zae.sinks.predictions import Predictions
 from zae.storage.checkpoint import Weights, read_weights
@@ -154,7 +156,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self.seed = argument_checks.check_count("seed", seed, least=0, bits=64, optional=True)
         self.model: Any = argument_checks.check_model(model, random_state.seeded(self.seed))
         self._module: nn.Module = self.model
-        optimizer_checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
+        checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
         self.log_bar = argument_checks.check_log_bar(log_bar)
         fast, keeps = argument_checks.check_flags(fast_data=fast_data, keep_train_outputs=keep_train_outputs)
         self.optimization = Optimization(optimizer, scheduler, gradient_clip, scheduler_step_on_batch)

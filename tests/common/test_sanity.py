@@ -14,9 +14,9 @@ from torch import nn
 from kit.faults import reseal
 from zae import Trainer
 from zae.addons import StateManagerAddon
-from zae.common.optimizer_state import check_rates
 from zae.errors import CheckpointError, CheckpointMismatch
 from zae.loop.progress import check_counters
+from zae.optim.state import check_rates
 
 
 class Task(Trainer):

@@ -16,7 +16,7 @@ HOUSE = "<!-- house: python tests/kit/imports.py -->"
 BEGIN, END = "<!-- imports: python tests/kit/imports.py -->", "<!-- end of imports -->"
 
 EVERYBODY = frozenset({"errors", "metrics", "optimizers", "schedulers"})
-_BELOW = frozenset({"common", "composition", "data", "display", "loop", "storage"})
+_BELOW = frozenset({"common", "composition", "data", "display", "loop", "optim", "storage"})
 RULES: dict[str, frozenset[str] | None] = {
     "errors": frozenset(),
     "metrics": frozenset(),
@@ -25,12 +25,13 @@ RULES: dict[str, frozenset[str] | None] = {
     "common": frozenset(),
     "display": frozenset(),
     "composition": frozenset(),
-    "launch": frozenset({"common"}),
+    "optim": frozenset({"common"}),
+    "launch": frozenset({"common", "optim"}),
     "storage": frozenset({"common"}),
     "data": frozenset({"common"}),
     "loop": _BELOW - {"loop"},
     "preview": _BELOW - {"storage"},
-    "sinks": frozenset({"common", "storage"}),
+    "sinks": frozenset({"common", "optim", "storage"}),
     "report": frozenset({"common", "display", "storage"}),
     "saving": _BELOW,
     "trainer": _BELOW | {"preview", "sinks"},

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common import optim
+from zae import optim
 from zae.common.model_weights import load_fitted, plain_state
-from zae.common.optimizer_state import load_optimizer_state
 from zae.common.walk import map_tensors
 from zae.composition.introspect import hook
 from zae.errors import ConfigError
 from zae.loop.epoch_log import EpochLog
 from zae.loop.history import History, Metrics, MetricsDict
+from zae.optim.state import load_optimizer_state
 from zae.optimizers.quantized import flatten_states, quantize_states
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from zae.loop.step_output import read_output
 from zae.metrics.reductions import combine_loaders
 
 if TYPE_CHECKING:
-    from zae.loop.optimization import Optimization
+    from zae.optim.optimization import Optimization
     from zae.trainer import Trainer
 
 __all__ = ["Evaluation", "evaluation_weights", "switch_mode"]

@@ -20,9 +20,9 @@ from zae.errors import ConfigError, NonFiniteError, did_you_mean
 
 if TYPE_CHECKING:
     from zae.loop.bases import Processes
-    from zae.loop.optimization import Optimization
     from zae.loop.progress import ProgressChecker
     from zae.loop.step_output import StepOutput
+    from zae.optim.optimization import Optimization
 
 __all__ = ["LATEST", "NonFiniteGuard", "bad_parameters", "watching"]
 

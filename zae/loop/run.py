@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from zae.common import optim
-from zae.common.optimizer_checks import Span
+from zae import optim
 from zae.composition.introspect import is_overridden, mentions_super
 from zae.data.loaders import describe, length_of
 from zae.data.workers import check_epoch_of_workers, ignore_dead_workers
@@ -26,6 +25,7 @@ from zae.loop.history import Metrics
 from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted, RunLimits, RunView, remaining
 from zae.loop.step_remarks import why_uncounted
 from zae.metrics.reductions import means_of, merge_sums
+from zae.optim.checks import Span
 from zae.schedulers.lengths import is_plateau
 
 if TYPE_CHECKING:

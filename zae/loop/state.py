@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zae.common import optimizer_modes
 from zae.common.model_weights import check_types, extra_names, fit_weights, own_names
-from zae.common.optimizer_state import device_of, move_to_device, places_on_device
 from zae.errors import CheckpointMismatch, ZaeError, printable
 from zae.loop import addon_state, module_state
 from zae.loop.progress import ProgressChecker
+from zae.optim import modes
+from zae.optim.state import device_of, move_to_device, places_on_device
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -50,7 +50,7 @@ class CoreState:
         trainer.nonfinite.read_pending(progress, trainer)
         weights, training_weights, optimizers = dict[str, Tensor](), dict[str, Tensor](), dict[str, Any]()
         if not addon_state.is_in_mode(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
-            weights, training_weights = optimizer_modes.both_weights(optimization.optimizers, trainer.model_state)
+            weights, training_weights = modes.both_weights(optimization.optimizers, trainer.model_state)
             optimizers = {name: trainer.optimizer_state(name) for name in optimization.optimizers}
         devices = {name: places_on_device(each) for name, each in optimizers.items()}
         devices = {name: places for name, places in devices.items() if places}
@@ -126,11 +126,11 @@ class CoreState:
             for parameter, value in outside:
                 parameter.copy_(value)
         if state.get("training_weights"):
-            optimizer_modes.treat_as_training(optimization.optimizers)
+            modes.treat_as_training(optimization.optimizers)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that evaluation uses, whole on this rank."""
-        return optimizer_modes.both_weights(self.optimization.optimizers, self.trainer.model_state)[0]
+        return modes.both_weights(self.optimization.optimizers, self.trainer.model_state)[0]
 
     def load_weights(self, weights: Mapping[str, Tensor], strict: bool) -> tuple[list[str], list[str]]:
         """Load weights alone, and return the missing and the unexpected keys; on an error the model is unchanged.
@@ -140,7 +140,7 @@ class CoreState:
         module, needed = self.trainer.unwrap(), self._needed()
         fitted, own = fit_weights(module, weights, strict, needed), module.state_dict()
         self.trainer.load_model_state(fitted, strict and needed is None)
-        optimizer_modes.treat_as_evaluation(self.optimization.optimizers)
+        modes.treat_as_evaluation(self.optimization.optimizers)
         missing = [key for key in own if key not in fitted and (needed is None or key in needed)]
         return missing, [key for key in fitted if key not in own]
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 import zae
-from zae.common.optim import has_lazy
 from zae.common.walk import flatten
 from zae.composition.introspect import add_ons_of
 from zae.composition.options import option_values, options_of
 from zae.loop.progress import Every
+from zae.optim import has_lazy
 
 __all__ = ["describe", "describe_options", "trainer_text"]
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common import optim, random_state
-from zae.common.optimizer_modes import has_modes
-from zae.common.optimizer_state import copy_optimizer
+from zae import optim
+from zae.common import random_state
 from zae.common.walk import tensors_in
 from zae.display.text import format_size
+from zae.optim.modes import has_modes
+from zae.optim.state import copy_optimizer
 from zae.optimizers.quantized import bytes_of
 
 __all__ = ["Memory", "Part", "bytes_in", "shard_memory", "state_after_a_step"]

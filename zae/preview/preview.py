@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from zae.common import optim, random_state
-from zae.common.optimizer_checks import check_schedules
+from zae import optim
+from zae.common import random_state
 from zae.composition.introspect import hook, is_overridden, slots_of
 from zae.data import sharding
 from zae.data.gather import why_not
@@ -22,6 +22,7 @@ from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.reshard import own_batch_sampler
 from zae.loop import addon_state
 from zae.loop.progress import NO_LIMIT, Every, RunLimits
+from zae.optim.checks import check_schedules
 from zae.preview.memory import Memory, bytes_in, state_after_a_step
 from zae.preview.plan import RunPreview
 from zae.schedulers.lengths import is_per_step, is_plateau

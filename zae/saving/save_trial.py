@@ -19,8 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common import optim, random_state
-from zae.common.optimizer_state import (
+from zae import optim
+from zae.common import random_state
+from zae.common.torch_private import has_own_shapes, unsaved_buffers
+from zae.common.walk import is_sharded, leaves_of
+from zae.errors import CheckpointError
+from zae.loop.addon_state import PARTS, state_mode
+from zae.optim.state import (
     copy_optimizer,
     difference,
     has_hooks,
@@ -29,10 +34,6 @@ from zae.common.optimizer_state import (
     with_enums,
     with_inner,
 )
-from zae.common.torch_private import has_own_shapes, unsaved_buffers
-from zae.common.walk import is_sharded, leaves_of
-from zae.errors import CheckpointError
-from zae.loop.addon_state import PARTS, state_mode
 from zae.optimizers.quantized import flatten_states, quantize_states
 from zae.storage.encoding import decode, encode, strict_json
 from zae.storage.share import Group

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from zae.common import optim, random_state
+from zae import optim
+from zae.common import random_state
 from zae.common.model_weights import extra_names
 from zae.composition.introspect import add_ons_of, is_engine_slot
 from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean, printable

@@ -16,14 +16,14 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from zae.common import optim
-from zae.common.optimizer_state import with_inner
+from zae import optim
 from zae.common.torch_private import unsaved_buffers
 from zae.composition.introspect import set_by
 from zae.data.loader_state import STREAMS, read_stream
+from zae.optim.state import with_inner
 
 if TYPE_CHECKING:
-    from zae.loop.optimization import Optimization
+    from zae.optim.optimization import Optimization
 
 __all__ = ["Unsaved"]
 

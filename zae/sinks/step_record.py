@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common import optim
+from zae import optim
 from zae.common.model_weights import named_parameters
 from zae.sinks.fingerprint import fingerprints
 

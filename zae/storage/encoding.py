@@ -7,7 +7,7 @@ the dtype that its bytes there have, the order of its dimensions in the file, an
     {"$tensor": "optimizer.0.exp_avg"}
     {"$tensor": ["optimizer.0.exp_avg", null, [1, 0], [1, 2]]}
 
-A member of an Enum is written as its value: `zae.common.optimizer_state` makes it again where the present optimizer or
+A member of an Enum is written as its value: `zae.optim.state` makes it again where the present optimizer or
 scheduler has one. Nothing names a class or a function, so decoding runs no code.
 """
 

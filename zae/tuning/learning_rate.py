@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import check_count
-from zae.common.optim import as_dict
 from zae.display.text import number
 from zae.errors import ConfigError
+from zae.optim import as_dict
 from zae.report.records import Series
 from zae.report.text_plot import draw
 from zae.tuning.trials import trial, trial_loader

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from zae.common import random_state
 from zae.common.copying import deep_copy
 from zae.common.device import to_device
-from zae.common.optim import has_lazy
 from zae.common.walk import tensors_in
 from zae.display.text import format_size
 from zae.errors import ConfigError, kind_of
+from zae.optim import has_lazy
 from zae.trainer import Trainer
 from zae.tuning.copies import copy_trainer
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zae import optim
 from zae.cli.certify.loop import Recipe, Uncovered
-from zae.common import optim
 from zae.common.random_state import seed_everything
 from zae.composition.introspect import add_ons_of, hooks_of, is_add_on, is_trainer
 from zae.data.loaders import length_of, parts_with_epoch

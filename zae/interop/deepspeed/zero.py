@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common.optimizer_state import copy_optimizer
 from zae.common.walk import map_tensors
 from zae.errors import CheckpointMismatch, ConfigError, DistributedError
 from zae.launch.collectives import all_reduce
+from zae.optim.state import copy_optimizer
 
 __all__ = ["Zero", "load_library"]
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from zae.addon import AddOnBase, replaces
-from zae.common.optim import total_targets
 from zae.errors import ConfigError, StepError, TaskError, kind_of
 from zae.interop.fairseq2.metric_bag import check_names, compute_over_ranks, metrics_of, reset, states_of
 from zae.loop.evaluation import Evaluation
 from zae.loop.history import split_prefix
+from zae.optim import total_targets
 from zae.trainer import Trainer
 
 __all__ = ["TrainUnitAddon", "check_unit", "task_of"]

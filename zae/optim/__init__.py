@@ -1,4 +1,4 @@
-"""Normalize, step and inspect one or several optimizers and schedulers."""
+"""One or several optimizers and schedulers of a trainer: make, normalize, step and inspect them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zae.common.optimizer_state import load_optimizer_state
 from zae.errors import ConfigError, StepError, kind_of
+from zae.optim.state import load_optimizer_state
 
 __all__ = [
     "argument_of",

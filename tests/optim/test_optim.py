@@ -13,9 +13,8 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from kit.hand import Gan, digest, loader, network
 from kit.table import Task
-from zae import ConfigError, Trainer
+from zae import ConfigError, Trainer, optim
 from zae.addons import EMAAddon, GradientAccumulationAddon
-from zae.common import optim
 
 
 def test_every_form_is_named() -> None:

@@ -17,18 +17,16 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zae.common import argument_checks, optim, optimizer_modes, random_state
+from zae import optim
+from zae.common import argument_checks, random_state
 from zae.common.copying import deep_copy
 from zae.common.model_weights import fit_name, named_parameters
-from zae.common.optimizer_checks import (
-    REMEDY,
-    ScriptSettings,
-    Span,
-    check_disjoint,
-    check_scheduler_owners,
-    check_schedules,
-)
-from zae.common.optimizer_state import (
+from zae.common.walk import copy_of
+from zae.errors import CheckpointMismatch, ConfigError
+from zae.optim import modes
+from zae.optim.checks import Span, check_disjoint, check_scheduler_owners, check_schedules
+from zae.optim.settings import REMEDY, ScriptSettings
+from zae.optim.state import (
     check_groups,
     check_rates,
     has_own_form,
@@ -38,8 +36,6 @@ from zae.common.optimizer_state import (
     with_enums,
     wraps_others,
 )
-from zae.common.walk import copy_of
-from zae.errors import CheckpointMismatch, ConfigError
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken
 from zae.schedulers.warmup import takes_total_steps
 
@@ -413,11 +409,11 @@ class Optimization:
 
     def begin_training(self) -> None:
         """Put the training weights into the model, where an optimizer has left those of evaluation there."""
-        optimizer_modes.begin_training(self.optimizers)
+        modes.begin_training(self.optimizers)
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Return a context with the evaluation weights in the model; the training weights are restored bitwise."""
-        return optimizer_modes.evaluation_weights(self.optimizers)
+        return modes.evaluation_weights(self.optimizers)
 
 
 def _groups_in(state: Any) -> list[Any]:

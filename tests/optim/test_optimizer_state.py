@@ -18,8 +18,8 @@ from kit import optimizers
 from kit.matrix import first_difference
 from zae import CheckpointError
 from zae.addons import StateManagerAddon
-from zae.common.optimizer_state import copy_optimizer, load_optimizer_state, move_to_device, places_on_device
 from zae.common.walk import map_tensors
+from zae.optim.state import copy_optimizer, load_optimizer_state, move_to_device, places_on_device
 from zae.storage import encoding
 
 STEPS = 4
