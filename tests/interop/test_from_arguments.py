@@ -521,3 +521,16 @@ def test_the_arguments_of_the_tutorial(given, add_ons, tmp_path):
     trainer = carried.trainer(Task, hf.make_model(), log_bar=False)
     assert trainer.monitor == "loss"
     assert set(carried.report) <= {"load_best_model_at_end"}
+
+
+def test_without_tqdm_a_run_shows_plain_lines(samples, capsys):
+    """As in Transformers, which prints what it logs; the bar is left out, and not what it shows."""
+    given = {"use_cpu": True, "save_strategy": "no", "report_to": "none", "num_train_epochs": 1}
+    for is_disabled in (True, False):
+        carried = from_arguments({**given, "disable_tqdm": is_disabled})
+        assert carried.options["log_bar"] == ("lines" if is_disabled else True)
+    carried = from_arguments({**given, "disable_tqdm": True})
+    carried.train(carried.trainer(Task, Net), DataLoader(samples, 8))
+    shown = capsys.readouterr()
+    assert "loss" in shown.out + shown.err
+    assert "\r" not in shown.out + shown.err

@@ -133,7 +133,7 @@ OPTIONS = _by_name(
         "log_every=Every(steps=...) or Every(epochs=...)": "logging_steps logging_strategy log_every_n_steps "
         "publish_metrics_every_n_steps",
         "log_bar": "enable_progress_bar progress_bar",
-        "log_bar=False": "disable_tqdm",
+        "log_bar='lines'": "disable_tqdm",
         "log_dir (TensorBoardLoggerAddon)": "logging_dir tb_dir",
         "jsonl_path (JSONLLoggerAddon)": "metrics_dir",
         "a logger add-on, for instance JSONLLoggerAddon": "logger",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from zae.errors import AddOnError, CheckpointMismatch, ConfigError, did_you_mean
+from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 from zae.interop.trainer_state import TrainerControl, TrainerState
 
 __all__ = ["EVENTS", "FOREIGN_EVENTS", "Callbacks"]
@@ -87,17 +87,16 @@ class Callbacks:
 
     def add(self, callback: Any) -> Any:
         """Add an instance, or one of a class; return it."""
-        made = _instance_of(callback)
+        made = callback() if isinstance(callback, type) else callback
         if any(each is made for each in self.items):
             raise ConfigError(
                 f"the callback {_name(made)} is there already: it would be called twice at each event; add another "
                 "instance, or leave it out"
             )
         methods = _methods_of(made)
-        if any(type(each) is type(made) for each in self.items):
-            _log.warning("there are two callbacks of the class %s now, and both are called", _name(made))
         self.items.append(made)
-        self._take(methods)
+        for event, method in methods.items():
+            self._methods[event] = [*self._methods.get(event, ()), method]
         return made
 
     def pop(self, callback: Any) -> Any:
@@ -112,10 +111,6 @@ class Callbacks:
             for event, methods in self._methods.items()
         }
         return found[0]
-
-    def _take(self, methods: Mapping[tuple[str, bool], _Method]) -> None:
-        for event, method in methods.items():
-            self._methods[event] = [*self._methods.get(event, ()), method]
 
     def wants(self, event: str, is_foreign: bool = True) -> bool:
         """Return whether a callback has a method for an event."""
@@ -138,7 +133,7 @@ class Callbacks:
             with _noting(method, event):
                 returned = method.function(args, self.state, self.control, **given)
             if returned is not None:
-                self.control = _check_control(returned, method, event)
+                self.control = _control_of(returned)
             asked += [(flag, _name(method.callback)) for flag in self.control.flags() if flag not in before]
         return asked
 
@@ -175,21 +170,6 @@ class Callbacks:
 
 def _name(callback: Any) -> str:
     return type(callback).__name__
-
-
-def _instance_of(callback: Any) -> Any:
-    """Return a callback; make one of a class."""
-    if not isinstance(callback, type):
-        return callback
-    try:
-        inspect.signature(callback).bind()
-    except TypeError as error:
-        raise ConfigError(
-            f"the callback {callback.__name__} needs arguments ({error}); give an instance: {callback.__name__}(...)"
-        ) from None
-    except ValueError:  # A class without a signature.
-        pass
-    return callback()
 
 
 def _methods_of(callback: Any) -> dict[tuple[str, bool], _Method]:
@@ -265,14 +245,8 @@ def _noting(method: _Method, event: str) -> Iterator[None]:
         raise
 
 
-def _check_control(returned: Any, method: _Method, event: str) -> Any:
-    """Refuse what is not a control."""
-    missing = [name for name in vars(TrainerControl()) if not hasattr(returned, name)]
-    if missing:
-        raise AddOnError(
-            f"{_name(method.callback)}.{event} returned {returned!r:.80}, which has no {missing[0]}; return the "
-            "control that it was given, or nothing"
-        )
+def _control_of(returned: Any) -> TrainerControl:
+    """Return the control that a callback returned; that of Transformers has the same flags."""
     if isinstance(returned, TrainerControl):
         return returned
     return TrainerControl(**{name: bool(getattr(returned, name)) for name in vars(TrainerControl())})
@@ -285,14 +259,7 @@ def _read(callback: Any) -> Any:
     """Return the state of a callback; None where it keeps none."""
     if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
         return callback.state_dict()
-    names: tuple[str, ...] = tuple(getattr(callback, "state_attributes", ()))
-    if names:
-        missing = [name for name in names if not hasattr(callback, name)]
-        if missing:
-            raise AddOnError(
-                f"the callback {_name(callback)} names {missing[0]!r} in state_attributes, which it has not set; set "
-                f"self.{missing[0]} in __init__"
-            )
+    if names := getattr(callback, "state_attributes", ()):
         return {name: getattr(callback, name) for name in names}
     if callable(getattr(callback, "from_state", None)) and callable(getattr(callback, "state", None)):
         return dict(callback.state().get("attributes", {}))  # The arguments are those of the script.

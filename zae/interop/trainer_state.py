@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zae.errors import MissingError
@@ -83,16 +82,6 @@ class TrainerState:
     is_hyper_param_search: bool = False
     trial_name: str | None = None
     trial_params: dict[str, Any] | None = None
-
-    def save_to_json(self, json_path: str | Path) -> None:
-        """Write the state to a file of JSON, as ``trainer_state.json`` of Transformers."""
-        Path(json_path).write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load_from_json(cls, json_path: str | Path) -> TrainerState:
-        """Return the state in a file of `save_to_json`, or of Transformers; unknown entries are left out."""
-        found = json.loads(Path(json_path).read_text(encoding="utf-8"))
-        return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
 
 
 @dataclass
@@ -260,7 +249,7 @@ class RunReader:
                 "metric_for_best_model": _metric_of(self.trainer.monitor),
                 "greater_is_better": self.trainer.history.direction == "max",
                 "load_best_model_at_end": False,
-                "disable_tqdm": not self.trainer.log_bar,
+                "disable_tqdm": self.trainer.log_bar in (False, "lines"),
             }
         )
 

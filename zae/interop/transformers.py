@@ -238,7 +238,7 @@ def _carry_logging(args: Any, to: Carried) -> None:
     elif args.logging_first_step:
         to.tell("logging_first_step", "it needs logging_strategy='steps'")
     to.options["log_every"] = every
-    to.options["log_bar"] = not args.disable_tqdm
+    to.options["log_bar"] = "lines" if args.disable_tqdm else True
 
 
 def _carry_saving(args: Any, to: Carried) -> None:
