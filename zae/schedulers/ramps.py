@@ -55,7 +55,8 @@ class SchedulerBase(StepSchedule, ABC):
 
     Examples
     --------
-    >>>     >>> class LinearScheduler(SchedulerBase):
+    >>> import torch
+    >>> class LinearScheduler(SchedulerBase):
     ...     def lr_at(self, step):
     ...         left = max(0.0, 1 - step / self.total_iters)
     ...         return [self.eta_min + (base - self.eta_min) * left for base in self.base_lrs]
@@ -104,7 +105,8 @@ class WarmUpScheduler(SchedulerBase):
 
     Examples
     --------
-    >>>     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.8)
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.8)
     >>> warm_up = WarmUpScheduler(optimizer, total_iters=4)
     >>> rates = []
     >>> for _ in range(6):
@@ -131,7 +133,8 @@ class CosineAnnealingScheduler(SchedulerBase):
 
     Examples
     --------
-    >>>     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> cosine = CosineAnnealingScheduler(optimizer, total_iters=4, eta_min=0.5)
     >>> [round(cosine.lr_at(step)[0], 4) for step in range(6)]
     [1.0, 0.9268, 0.75, 0.5732, 0.5, 0.5]
@@ -176,7 +179,8 @@ class SchedulerChain(StepSchedule):
 
     Examples
     --------
-    >>>     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> chain = SchedulerChain(
     ...     WarmUpScheduler(optimizer, total_iters=2), CosineAnnealingScheduler(optimizer, total_iters=4)
     ... )
