@@ -15,6 +15,7 @@ from kit import faults, hand
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.cli import main
 from zae.cli.doctor import examine
+from zae.saving.locks import FolderLock
 from zae.storage.checkpoint import list_checkpoints, newest_valid
 from zae.storage.share import save_checkpoint
 
@@ -106,6 +107,8 @@ def test_what_was_left_and_who_is_there(run: Path, capsys: pytest.CaptureFixture
     save_checkpoint(run / "step-00000019", {}, {}, manifest_info={**about, "info": {"monitor": "\x1b[2J"}})
     hostile = {"monitor": "loss", "score": "\x1b[3Jforged"}
     save_checkpoint(run / "step-00000018", {}, {}, manifest_info={**about, "step": 18, "info": hostile})
+    lock = FolderLock(run)
+    lock.acquire()
     (run / ".lock").write_text(json.dumps({"pid": 4, "host": "\x1b[5melsewhere", "since": "today"}))
     (run / ".staging-x\x1b[1m-00000000-1-0123456789abcdef").mkdir()
     status, text = doctor(capsys, run)
@@ -119,6 +122,8 @@ def test_what_was_left_and_who_is_there(run: Path, capsys: pytest.CaptureFixture
     assert "\x1b" not in doctor(capsys, alone)[1]
     report = examine(run)
     assert any(name.startswith(".staging-step-00000024") for name in report["left_behind"])
+    lock.release()
+    assert examine(run)["holder"] is None
 
 
 def test_whoever_reads_may_have_had_enough(tmp_path: Path) -> None:

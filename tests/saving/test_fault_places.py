@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-import time
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +92,32 @@ def test_a_stale_lock_is_taken_over(folder: Path) -> None:
     assert lock.exists()
     _trained(build(faults.Task, StateManagerAddon, save_path=run, resume="auto"))
     assert not lock.exists()
-    from zae.saving.locks import _identity
-
-    reused = json.dumps({**_identity(), "started": "1", "token": "x"})
-    for text in ("", "{", "[]", '{"pid": 1, "host": "elsewhere"}', reused):
+    for text in ("", "{", "[]", '{"pid": 1, "host": "elsewhere"}', json.dumps({"pid": os.getpid(), "host": "x"})):
         lock.write_text(text)
-        if "elsewhere" in text:
-            with pytest.raises(ConfigError, match="elsewhere"):
-                build(faults.Task, StateManagerAddon, save_path=run, resume="auto")
-            os.utime(lock, (time.time() - 600, time.time() - 600))  # No sign of life for ten minutes.
         _trained(build(faults.Task, StateManagerAddon, save_path=run, resume="auto"))
+        assert not lock.exists()
+
+
+def test_workers_that_outlive_a_killed_run_do_not_hold_its_folder(folder: Path) -> None:
+    """A process that the run has forked lives on; the run is started again at once."""
+    run, ends = folder / "run", os.pipe()
+
+    class Killed(faults.Task):
+        def on_epoch_begin(self) -> None:
+            super().on_epoch_begin()
+            if os.fork() == 0:
+                os.close(ends[1])
+                os.read(ends[0], 1)  # Until the test closes the other end.
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if (pid := os.fork()) == 0:
+        build(Killed, StateManagerAddon, save_path=run).run(1, hand.loader())
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    assert (run / ".lock").exists()
+    _trained(build(faults.Task, StateManagerAddon, save_path=run, resume="auto"))
+    os.close(ends[1])
+    os.close(ends[0])
 
 
 def test_a_copy_of_a_live_run_is_free(folder: Path) -> None:
