@@ -83,6 +83,7 @@ class CompileAddon(AddOnBase):
     """
 
     layer = "model"
+    compile_report: dict[str, Any]
     slot = "compile"
     process_attributes = {"_compiled": None, "_eager": None, "_has_settings": False}
 
@@ -99,7 +100,7 @@ class CompileAddon(AddOnBase):
         super().__init__(*args, **kwargs)
         self.compile_target, self.compile_mode, self.compile_backend = compile_target, compile_mode, compile_backend
         self.compile_options, self.compile_dynamic = compile_options, compile_dynamic
-        self.compile_report: dict[str, Any] = {"graphs": 0, "compile_seconds": 0.0}
+        self.compile_report = {"graphs": 0, "compile_seconds": 0.0}
         self._check_options()
         self._compiled: Any = None
         self._eager: Any = None

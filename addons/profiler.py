@@ -68,6 +68,7 @@ class ProfilerAddon(AddOnBase):
     """
 
     layer = "observe"
+    profile_table: str
     process_attributes = {"_profiler": None, "_cycles_left": 0}
 
     def __init__(

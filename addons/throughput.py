@@ -103,6 +103,7 @@ class ThroughputAddon(AddOnBase):
     """
 
     layer = "observe"
+    step_flops: int | None
     outside = ("LoggerAddon",)
 
     def __init__(
@@ -119,7 +120,7 @@ class ThroughputAddon(AddOnBase):
         self.throughput_tokens = throughput_tokens
         (self.count_flops,) = check_flags(count_flops=count_flops)
         self.peak_flops = None if peak_flops is None else check_number("peak_flops", peak_flops, 1.0)
-        self.step_flops: int | None = None
+        self.step_flops = None
         self._meter = _Meter()
 
     def batches(self, loader: Any) -> Iterator[Any]:

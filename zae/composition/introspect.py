@@ -1,13 +1,11 @@
-"""Read a trainer class: its hooks, its add-ons and their slots, and the names that its functions mention."""
+"""Read a trainer class: its hooks, its add-ons and their slots."""
 
 from __future__ import annotations
 
-import dis
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cached_property, lru_cache, partial, partialmethod
-from types import CodeType, FunctionType
+from functools import cached_property, partial, partialmethod
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -30,17 +28,14 @@ __all__ = [
     "is_trainer",
     "kinds_of",
     "mentions_super",
-    "names_set_in",
     "repeats",
     "replaces",
-    "set_by",
     "slots_of",
 ]
 
 LAYERS = ("model", "loop", "precision", "parallel", "state", "control", "observe")
 """Where an add-on sits, innermost first."""
 
-_STORE = dis.opmap["STORE_ATTR"]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
@@ -247,39 +242,3 @@ def _own_hooks(cls: type) -> list[str]:
         names = [name for name, value in body.items() if is_marked(value, "__hook__")]
         _hooks_by_class[cls] = len(body), names
     return names
-
-
-def names_set_in(function: Any, only_self: bool = True) -> Iterator[str]:
-    """Yield the attributes that a function sets: of its first argument, or of any object."""
-    if isinstance(function, FunctionType):
-        yield from _names_set_in_code(function.__code__, only_self)
-
-
-@lru_cache(maxsize=4096)  # Each composition looks at the methods of its add-ons, which others have as well.
-def _names_set_in_code(function: CodeType, only_self: bool) -> tuple[str, ...]:
-    first, left, found = function.co_varnames[:1], [function], []
-    while left:
-        code = left.pop()
-        left += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        if _STORE not in code.co_code[::2]:
-            continue  # Disassembling is most of what an import of zae.addons costs.
-        before: Any = None
-        for step in dis.get_instructions(code):
-            # From Python 3.13 on, one instruction may load two variables.
-            loaded = before[-1:] if isinstance(before, tuple) else (before,)
-            if step.opname == "STORE_ATTR" and (not only_self or loaded == first):
-                found.append(step.argval)
-            before = step.argval
-    return tuple(found)
-
-
-def set_by(cls: type, only_self: bool = False) -> set[str]:
-    """Return the attributes that the methods of a class set: of any object, or of ``self`` alone."""
-    found: set[str] = set()
-    for value in vars(cls).values():
-        if isinstance(value, (property, classmethod, staticmethod)):
-            value = value.fget if isinstance(value, property) else value.__func__
-        # Only a function is unwrapped: anything else may have an attribute of any name.
-        function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
-        found.update(names_set_in(function, only_self))
-    return found

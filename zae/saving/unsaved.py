@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zae import optim
 from zae.common.torch_private import unsaved_buffers
-from zae.composition.introspect import set_by
+from zae.composition.introspect import recipe_of
+from zae.composition.options import task_attributes
 from zae.data.loader_state import STREAMS, read_stream
 from zae.optim.state import with_inner
 
@@ -44,8 +45,8 @@ _GONE = "absent"  # In place of the class of a module that was removed.
 class Unsaved:
     """Finds what has changed since the run began and is not in the state.
 
-    It compares the attributes that the user's own classes set, unless these have a ``state_dict``, those of optimizers
-    that save with torch's ``state_dict`` alone, and in the model's modules numbers, random streams, and tensors that
+    It compares the public attributes of the task, unless its class has a ``state_dict``, those of optimizers that save
+    with torch's ``state_dict`` alone, and in the model's modules numbers, random streams, and tensors that
     are not persistent buffers. Of large values it compares a sample.
 
     The methods get the trainer as ``owner`` of attributes, its plain model, and its `Optimization`. An add-on that
@@ -54,7 +55,6 @@ class Unsaved:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self._own: list[tuple[str, str]] = []  # What the user's classes set: the class and the attribute.
         self._begun: dict[str, Any] | None = None
         self.modules: dict[str, str] = {}  # The class of each module that training has replaced, added or removed.
         self._begun_modules: dict[str, str] = {}
@@ -74,7 +74,6 @@ class Unsaved:
         is_lazy = any(isinstance(each, LazyModuleMixin) for each in model.modules())
         # A lazy module becomes one of another class, with other attributes, in its first forward.
         if self._begun is None and not is_lazy and not optim.has_lazy(model.parameters()):
-            self._own = _set_by_classes(type(owner))
             self._begun, self._begun_modules = self._marks(owner, model, optimization), present
 
     def state_dict(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class Unsaved:
         saved = (owner, held["model"], *every_optimizer, *optimization.schedulers.values())
         inside = {id(each) for each in (*saved, *model.modules())}
         look, found = _Look(inside, _memory_of(model)), {}
-        own = [(f"{place}.{name}", held[name], _DEPTH) for place, name in self._own if name in held]
+        own = [(*each, _DEPTH) for each in _of_task(owner)]
         of_model = [(*each, 2) for each in _of_model(model) if each[0] not in kept]
         of_optimizers = [(*each, _DEPTH) for place, one in optimizers.items() for each in _of_optimizer(place, one)]
         for name, value, depth in (*own, *of_model, *of_optimizers):
@@ -140,13 +139,15 @@ def _warn_of_replaced(saved: Mapping[str, str], present: Mapping[str, str]) -> N
     )  # fmt: skip
 
 
-def _set_by_classes(cls: type) -> list[tuple[str, str]]:
-    """List the attributes of the user's classes, without classes that save their state and without add-ons."""
-    classes = [c for c in cls.__mro__ if c.__module__.partition(".")[0] != "zae" and "layer" not in vars(c)]
-    savers = [c for c in classes if "state_dict" in vars(c)]
-    open_ones = [c for c in classes if not any(issubclass(saver, c) for saver in savers)]
-    found = {name: c.__name__ for c in reversed(open_ones) for name in set_by(c)}
-    return [(place, name) for name, place in sorted(found.items())]
+def _of_task(owner: object) -> Iterator[tuple[str, Any]]:
+    """Yield the public attributes of a task, unless a class of the user saves a state of its own."""
+    users = [each for each in type(owner).__mro__ if each.__module__.partition(".")[0] != "zae"]
+    if any("state_dict" in vars(each) and "layer" not in vars(each) for each in users):
+        return
+    place = recipe_of(type(owner))[0].__name__
+    for name in sorted(task_attributes(owner)):
+        if not name.startswith("_"):
+            yield f"{place}.{name}", vars(owner)[name]
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
