@@ -26,7 +26,7 @@ from zae.interop.accelerate.accelerator import (
 )
 from zae.launch.spawn import launched_world
 from zae.optim import as_dict
-from zae.storage.share import Group
+from zae.storage.checkpoint import Group
 
 __all__ = ["AccelerateAddon"]
 

@@ -20,7 +20,7 @@ from zae.launch.drift import DriftCheck, Meetings, note_culprit
 from zae.launch.stop_flag import StopFlag
 from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
 from zae.sinks.fingerprint import fingerprints
-from zae.storage.share import Group
+from zae.storage.checkpoint import Group
 
 __all__ = ["AgreementAddon"]
 

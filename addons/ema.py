@@ -21,8 +21,8 @@ from zae.common.walk import is_sharded, local_part
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.optim import has_lazy
 from zae.preview.memory import bytes_in
+from zae.storage.checkpoint import Group, save_weights
 from zae.storage.encoding import name_of_key
-from zae.storage.share import Group, save_weights
 
 __all__ = ["EMAAddon"]
 

@@ -14,7 +14,7 @@ from zae.errors import ConfigError
 from zae.interop.huggingface import hub
 from zae.interop.huggingface.hub import Push, Uploader
 from zae.loop.state import CoreState
-from zae.storage.share import Group
+from zae.storage.checkpoint import Group
 
 __all__ = ["SavingPart"]
 

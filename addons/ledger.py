@@ -35,7 +35,7 @@ from zae.sinks.step_record import (
     state_hashes,
     weight_hashes,
 )
-from zae.storage.hashed_io import reason
+from zae.storage.filesystem import reason
 from zae.trainer import Trainer
 
 __all__ = ["LedgerAddon", "fingerprint"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from zae.addon import AddOnBase
 from zae.interop import peft as adapters
 from zae.optim import as_dict
-from zae.storage.share import Group, save_weights
+from zae.storage.checkpoint import Group, save_weights
 
 __all__ = ["PEFTAddon"]
 

@@ -15,7 +15,7 @@ from zae.common.argument_checks import check_count, check_flags, check_folder
 from zae.common.torch_private import is_profiling
 from zae.errors import ConfigError
 from zae.loop.step_output import StepOutput
-from zae.storage.hashed_io import reason
+from zae.storage.filesystem import reason
 
 __all__ = ["ProfilerAddon"]
 

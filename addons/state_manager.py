@@ -27,7 +27,7 @@ from zae.saving.saver import Job, check_moment, format_for
 from zae.saving.start_from import Start
 from zae.saving.stop_signals import StopSignals
 from zae.sinks.redact import redact
-from zae.storage.share import Group
+from zae.storage.checkpoint import Group
 
 __all__ = ["StateManagerAddon"]
 

@@ -47,8 +47,7 @@ from zae.optim import checks
 from zae.optim.optimization import Optimization
 from zae.preview import describe, explain, preview
 from zae.sinks.predictions import Predictions
-from zae.storage.checkpoint import Weights, read_weights
-from zae.storage.share import save_weights
+from zae.storage.checkpoint import Weights, read_weights, save_weights
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed

@@ -16,8 +16,7 @@ from zae.addons import EMAAddon, StateManagerAddon
 from zae.cli import main
 from zae.cli.doctor import examine
 from zae.saving.locks import FolderLock
-from zae.storage.checkpoint import list_checkpoints, newest_valid
-from zae.storage.share import save_checkpoint
+from zae.storage.checkpoint import list_checkpoints, newest_valid, save_checkpoint
 
 
 @pytest.fixture

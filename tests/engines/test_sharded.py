@@ -34,10 +34,17 @@ from zae.common.walk import tensors_in
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, NonFiniteError
 from zae.saving.rank_states import RankStates
 from zae.saving.saver import Job
-from zae.storage.checkpoint import load_checkpoint, load_weights, newest_valid
+from zae.storage.checkpoint import (
+    Group,
+    Share,
+    load_checkpoint,
+    load_weights,
+    newest_valid,
+    plan_share,
+    save_checkpoint,
+)
+from zae.storage.filesystem import SHARDS
 from zae.storage.manifest import parse, read_manifest, seal, verify
-from zae.storage.names import SHARDS
-from zae.storage.share import Group, Share, plan_share, save_checkpoint
 
 LIMIT = 1e-12
 ROWS, BATCH, STEPS = 84, 12, 14

@@ -12,9 +12,8 @@ import torch
 from kit import faults
 from zae import Trainer
 from zae.addons import StateManagerAddon
-from zae.storage.checkpoint import load_weights
-from zae.storage.names import MODEL_FILES
-from zae.storage.share import save_weights
+from zae.storage.checkpoint import load_weights, save_weights
+from zae.storage.filesystem import MODEL_FILES
 
 
 class Task(Trainer):

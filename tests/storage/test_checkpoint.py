@@ -29,11 +29,17 @@ from zae.errors import (
     ConfigError,
 )
 from zae.storage import filesystem
-from zae.storage.checkpoint import list_checkpoints, load_checkpoint, load_weights, newest_valid
-from zae.storage.filesystem import FileSystem, make_directory, remove_checkpoint
+from zae.storage.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    load_weights,
+    newest_valid,
+    save_checkpoint,
+    save_weights,
+    sweep,
+)
+from zae.storage.filesystem import FileSystem, checkpoint_name, make_directory, remove_checkpoint, staging_name
 from zae.storage.manifest import verify
-from zae.storage.names import checkpoint_name, staging_name
-from zae.storage.share import save_checkpoint, save_weights, sweep
 from zae.storage.weights_file import parse_format
 
 FILES = ["model.safetensors", "state.safetensors", "state.json", "manifest.json"]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from zae.errors import CheckpointDamaged
-from zae.storage import hashed_io
-from zae.storage.hashed_io import CHUNK, Output, open_input, read_whole
+from zae.storage import filesystem
+from zae.storage.filesystem import CHUNK, Output, open_input, read_whole
 
 
 def test_pieces_of_every_size_are_written_and_hashed_in_order() -> None:
@@ -74,7 +74,7 @@ def test_it_works_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_slow_hash_holds_the_writing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashed_io, "_AHEAD", 4 << 20)
+    monkeypatch.setattr(filesystem, "_AHEAD", 4 << 20)
     real = hashlib.sha256()
     ahead: list[int] = []
 

@@ -29,7 +29,7 @@ from zae.saving.crash import crashes_in
 from zae.saving.locks import FolderLock
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint, load_weights, newest_valid
 from zae.storage.encoding import decode, encode, strict_json
-from zae.storage.hashed_io import open_input
+from zae.storage.filesystem import open_input
 from zae.storage.manifest import parse, seal
 from zae.storage.weights_file import read_ckpt, read_safetensors, write_ckpt
 

@@ -24,8 +24,7 @@ from zae.addons.neptune_logger import NeptuneLoggerAddon
 from zae.addons.wandb_logger import WandBLoggerAddon
 from zae.cli import main
 from zae.errors import CheckpointDamaged, CheckpointMismatch, OptionError
-from zae.storage.checkpoint import load_checkpoint, load_weights
-from zae.storage.share import save_checkpoint
+from zae.storage.checkpoint import load_checkpoint, load_weights, save_checkpoint
 
 ROOT = Path(zae.__file__).parent.parent
 SOURCES = [path for folder in ("zae", "addons") for path in sorted((ROOT / folder).rglob("*.py"))]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kit.limits import within
 from zae.errors import CheckpointDamaged, CheckpointError
-from zae.storage.hashed_io import Input, open_input
+from zae.storage.filesystem import Input, open_input
 from zae.storage.tensor_bytes import DTYPES
 from zae.storage.weights_file import read_ckpt, read_safetensors, write_ckpt, write_safetensors
 

@@ -23,9 +23,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     """Verify the checkpoint, and write its weights."""
     # It imports torch, which takes seconds: not for --help.
     from zae.cli.doctor import folders_below
-    from zae.storage.checkpoint import load_weights, newest_valid
+    from zae.storage.checkpoint import load_weights, newest_valid, save_weights
     from zae.storage.manifest import verify
-    from zae.storage.share import save_weights
 
     path, out = Path(arguments.path).expanduser(), Path(arguments.out).expanduser()
     if not path.is_dir():

@@ -17,11 +17,9 @@ from zae.saving.crash import EXACT, crashes_in, forget_claims, warn_of_lost_rank
 from zae.saving.locks import FolderLock
 from zae.saving.retention import Retention, WeightFiles, step_of_weights
 from zae.saving.saver import Job, Saver
-from zae.storage.checkpoint import list_checkpoints, load_checkpoint, newest_valid, put_back, refuse_links
-from zae.storage.filesystem import remove_checkpoint
+from zae.storage.checkpoint import Group, list_checkpoints, load_checkpoint, newest_valid, put_back, refuse_links
+from zae.storage.filesystem import checkpoint_name, original_name, remove_checkpoint, step_of
 from zae.storage.manifest import Manifest, check_progress, read_manifest
-from zae.storage.names import checkpoint_name, original_name, step_of
-from zae.storage.share import Group
 
 if TYPE_CHECKING:
     from zae.loop.progress import Every, ProgressChecker

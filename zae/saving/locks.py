@@ -14,8 +14,7 @@ from typing import Any
 
 from zae.errors import CheckpointDamaged, ConfigError, printable
 from zae.storage import filesystem
-from zae.storage.filesystem import make_directory, not_saved
-from zae.storage.hashed_io import read_whole
+from zae.storage.filesystem import make_directory, not_saved, read_whole
 
 __all__ = ["FolderLock"]
 

@@ -23,12 +23,9 @@ from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from zae.saving.checkpointer import Checkpointer, Content
 from zae.saving.retention import WeightFolder, step_of_weights
 from zae.saving.saver import Job
-from zae.storage.checkpoint import load_checkpoint
-from zae.storage.filesystem import make_directory, put_file, stage
-from zae.storage.hashed_io import CURE
+from zae.storage.checkpoint import load_checkpoint, sweep
+from zae.storage.filesystem import CURE, MANIFEST, is_known, make_directory, put_file, stage
 from zae.storage.manifest import MANIFEST_LIMIT, Manifest, parse, read_manifest
-from zae.storage.names import MANIFEST, is_known
-from zae.storage.share import sweep
 
 __all__ = ["FsspecCheckpointer"]
 

@@ -35,8 +35,8 @@ from zae.optim.state import (
     with_inner,
 )
 from zae.optimizers.quantized import flatten_states, quantize_states
+from zae.storage.checkpoint import Group
 from zae.storage.encoding import decode, encode, strict_json
-from zae.storage.share import Group
 from zae.storage.tensor_bytes import byte_count, dense, separate, shared_memory
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from zae.common.strides import axes_in_memory, copy_with_strides, strides_to_sav
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters
+from zae.storage.checkpoint import Group, Share, plan_share, sweep, verify_share, write_share
 from zae.storage.encoding import PLAIN
 from zae.storage.filesystem import remove_checkpoint
-from zae.storage.share import Group, Share, plan_share, sweep, verify_share, write_share
 from zae.storage.tensor_bytes import DTYPES, byte_view, view_key
 from zae.storage.weights_file import parse_format
 

@@ -17,8 +17,8 @@ from zae.composition.introspect import add_ons_of, is_engine_slot
 from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean, printable
 from zae.saving.rank_states import RankStates, engine_of
 from zae.storage.checkpoint import list_checkpoints, load_state, load_weights, newest_valid
+from zae.storage.filesystem import MODEL_FILES, STATE, STATE_TENSORS
 from zae.storage.manifest import read_manifest, verify
-from zae.storage.names import MODEL_FILES, STATE, STATE_TENSORS
 from zae.storage.weights_file import format_of
 
 if TYPE_CHECKING:

@@ -17,8 +17,18 @@ from typing import Any, TypedDict, cast
 
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError
 from zae.storage.encoding import decode, encode, strict_json
-from zae.storage.hashed_io import CURE, open_input, read_whole
-from zae.storage.names import MANIFEST, MODEL_FILES, SHARDS, STATE, STATE_TENSORS, locate, shard_name
+from zae.storage.filesystem import (
+    CURE,
+    MANIFEST,
+    MODEL_FILES,
+    SHARDS,
+    STATE,
+    STATE_TENSORS,
+    locate,
+    open_input,
+    read_whole,
+    shard_name,
+)
 
 __all__ = [
     "FORMAT",

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
 from zae.storage.encoding import strict_json
-from zae.storage.hashed_io import Input, open_input, read_whole
-from zae.storage.names import MODEL_FILES
+from zae.storage.filesystem import MODEL_FILES, Input, open_input, read_whole
 from zae.storage.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, separate
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from zae.errors import CheckpointDamaged, ConfigError
 from zae.loop.progress import Every
 from zae.saving.checkpointer import Checkpointer
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint
-from zae.storage.names import original_name, step_of
+from zae.storage.filesystem import original_name, step_of
 
 __all__ = ["making"]
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from zae.interop.accelerate.accelerator import Prepared, load_library
-from zae.storage.filesystem import install, make_directory
-from zae.storage.names import aside_name, staging_name
-from zae.storage.share import Group
+from zae.storage.checkpoint import Group
+from zae.storage.filesystem import aside_name, install, make_directory, staging_name
 
 __all__ = ["PARTS", "Folder", "save"]
 

@@ -24,10 +24,9 @@ import torch
 
 from zae.errors import CheckpointError, ConfigError, did_you_mean, kind_of, printable
 from zae.sinks.redact import redact
-from zae.storage.filesystem import make_directory, not_saved, replace_file
+from zae.storage.checkpoint import save_weights
+from zae.storage.filesystem import MANIFEST, make_directory, not_saved, replace_file
 from zae.storage.manifest import is_whole
-from zae.storage.names import MANIFEST
-from zae.storage.share import save_weights
 from zae.storage.tensor_bytes import byte_count
 
 if TYPE_CHECKING:
