@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import socket
-import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,9 +42,10 @@ class FolderLock:
         """Raise ConfigError if another run saves into the folder."""
         if any(os.environ.get(name, "0") != "0" for name in ("RANK", "SLURM_PROCID")):
             return  # The first rank of this very run may be the holder.
-        with contextlib.suppress(OSError):  # There is no lock, or something else has its name.
-            if self._handle is None:
-                os.close(self._open(0))
+        path = self.folder / _NAME
+        if self._handle is None and path.is_file() and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                os.close(self._open(path))
 
     def acquire(self) -> None:
         """Lock the folder, which is made if it is missing; raise ConfigError if another run holds it."""
@@ -53,24 +53,20 @@ class FolderLock:
             return
         make_directory(self.folder)
         about = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-        path = self.folder / _NAME
+        text = memoryview(json.dumps(about).encode())
         try:
-            if path.exists() and not path.is_file():
-                filesystem.disk.remove_file(path)
-            self._handle = self._open(os.O_CREAT)
-            while not self._is_in_place():  # Its holder has removed it since.
-                os.close(self._handle)
-                self._handle = self._open(os.O_CREAT)
+            self._handle = self._create(self.folder / _NAME)
             _holding.add(self)
-            os.ftruncate(self._handle, 0)
-            os.write(self._handle, json.dumps(about).encode())
+            filesystem.disk.write(self._handle, text)
         except OSError as error:
             self.release()
-            raise not_saved(path, error, 0) from None
+            raise not_saved(self.folder / _NAME, error, 0) from None
 
     def keep(self, target: Path) -> None:
         """Lock the folder again if it was removed since, before `target` is saved into it."""
-        if self._handle is None or Path(os.path.abspath(target)).parent != self.folder or self._is_in_place():
+        if self._handle is None or Path(os.path.abspath(target)).parent != self.folder:
+            return
+        if _is_at(self._handle, self.folder / _NAME):
             return
         gone, self._handle = self._handle, None
         try:
@@ -85,7 +81,7 @@ class FolderLock:
         if self._handle is None:
             return
         with contextlib.suppress(OSError):
-            if self._is_in_place():
+            if _is_at(self._handle, self.folder / _NAME):
                 filesystem.disk.remove_file(self.folder / _NAME)
         self.forget()
         _holding.discard(self)
@@ -96,27 +92,55 @@ class FolderLock:
         if handle is not None:
             os.close(handle)
 
-    def _open(self, flags: int) -> int:
-        """Open and lock the file; raise ConfigError if it is locked already."""
+    def _create(self, path: Path) -> int:
+        """Make the file and lock it; one that nobody has locked is removed before."""
+        while True:
+            if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+                filesystem.disk.remove_file(path)
+            try:
+                handle, is_new = filesystem.disk.create(path), True
+            except FileExistsError:
+                try:
+                    handle, is_new = self._open(path), False
+                except FileNotFoundError:  # Its holder has just removed it.
+                    continue
+            try:
+                if is_new and not _lock(handle):
+                    raise self._in_use(path)
+                # Whoever holds the lock of the file in the folder may remove it: no other process can.
+                if _is_at(handle, path):
+                    if is_new:
+                        return handle
+                    filesystem.disk.remove_file(path)
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
+
+    def _open(self, path: Path) -> int:
+        """Open and lock the file that is there; raise ConfigError if it is locked already."""
         more = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK"))
-        handle = os.open(self.folder / _NAME, os.O_RDWR | flags | more, 0o644)
-        if not stat.S_ISREG(os.fstat(handle).st_mode) or _lock(handle):
+        handle = os.open(path, os.O_RDWR | more)
+        if _lock(handle):
             return handle
         os.close(handle)
-        holder = _read(self.folder / _NAME)
-        raise ConfigError(
+        raise self._in_use(path)
+
+    def _in_use(self, path: Path) -> ConfigError:
+        holder = _read(path)
+        return ConfigError(
             f"{self._option}={str(self.folder)!r} is in use: process {_plain(holder.get('pid'))} on host "
             f"{_plain(holder.get('host'))} saves there since {_plain(holder.get('since'))}; give another "
             f"{self._option}, or end that process"
         )
 
-    def _is_in_place(self) -> bool:
-        """Return whether the file that is open is the one in the folder: that may have been removed or copied."""
-        assert self._handle is not None
-        try:
-            return os.path.samestat(os.fstat(self._handle), os.lstat(self.folder / _NAME))
-        except FileNotFoundError:
-            return False
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Return whether an open file is the one at this path: that may have been removed, or the folder copied."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except OSError:  # Removed, or something else is in the place of the folder.
+        return False
 
 
 def _lock(handle: int) -> bool:
