@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from zae.common.lazy import load as _load
+from zae.common.lazy import missing_name as _missing_name
 
 if TYPE_CHECKING:
     from zae.addons.accelerate import AccelerateAddon
@@ -123,7 +124,7 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     """Import an add-on when it is first asked for."""
     if name not in _HOMES:
-        raise AttributeError(f"module 'zae.addons' has no attribute {name!r}")
+        raise _missing_name("zae.addons", name, __all__)
     value = globals()[name] = _load(f"zae.addons.{_HOMES[name]}", name)
     return value
 

@@ -32,6 +32,7 @@ from zae.addons import (
     EarlyStoppingAddon,
     EMAAddon,
     GradientAccumulationAddon,
+    JSONLLoggerAddon,
     MultiGPUAddon,
     StateManagerAddon,
 )
@@ -647,3 +648,33 @@ def test_a_parameter_that_no_optimizer_holds_is_named_once(caplog):
     added.on_epoch_end = grow
     added.run(2, loader())
     assert warned() == []
+
+
+@pytest.mark.parametrize(
+    ("factory", "got"),
+    [
+        (lambda net: torch.optim.SGD(net.parameters(), lr=0.1), r"model.parameters\(\), as the name 'net'"),
+        (lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), r"model.parameters\(\), as the name 'named'"),
+        (lambda model: torch.optim.SGD(model, lr=0.1), "the model, as the name 'model'"),
+        (
+            lambda named_parameters: torch.optim.SGD(named_parameters, lr=0.1),
+            "model.named_parameters, a method, as the name 'named_parameters'",
+        ),
+    ],
+)
+def test_a_factory_that_fails_says_what_it_was_called_with(factory, got):
+    with pytest.raises((AttributeError, TypeError, ValueError)) as raised:
+        make(optimizer=factory).run(1, loader())
+    assert re.search(f"the function given as optimizer was called with {got}", "\n".join(raised.value.__notes__))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"on_step": True}])
+def test_log_in_a_step_where_an_add_on_overrides_it(arguments):
+    class Logging(Task):
+        def train_step(self, batch):
+            self.log({"accuracy": 0.5}, **arguments)
+            return super().train_step(batch)
+
+    with pytest.raises(TypeError, match="log") as raised:
+        make(Logging.add_on(JSONLLoggerAddon), jsonl_path="log.jsonl").run(1, loader())
+    assert "to record a number of a batch, return it from the step" in "\n".join(raised.value.__notes__)

@@ -239,3 +239,27 @@ def test_the_package_is_typed_and_its_add_ons_are_listed():
     listed = {point.name for point in metadata.entry_points(group="zae.addons")}
     assert listed >= set(ADD_ONS)
     assert all(point.value.endswith(f":{point.name}") for point in metadata.entry_points(group="zae.addons"))
+
+
+@pytest.mark.parametrize(
+    ("statement", "meant"),
+    [
+        ("from zae.addons import EmaAddon", "from zae.addons import EMAAddon"),
+        ("from zae.addons import StateManager", "from zae.addons import StateManagerAddon"),
+        ("from zae.addons import EarlyStoping", "from zae.addons import EarlyStoppingAddon"),
+        ("from zae import EMAAddon", "from zae.addons import EMAAddon"),
+        ("from zae import AmpAddon", "from zae.addons import AMPAddon"),
+    ],
+)
+def test_a_name_that_is_nearly_one_names_the_line_to_write(statement, meant):
+    with pytest.raises(ImportError, match=f"cannot import name .*; write: {meant}$"):
+        exec(statement, {})
+
+
+def test_other_names_are_missing_as_in_any_module():
+    """A submodule is found, whose name is nearly that of its class."""
+    exec("from zae.addons import accelerate, amp, ema, report\nfrom zae import trainer", {})
+    for name in ("zae", "zae.addons"):
+        module = importlib.import_module(name)
+        assert not hasattr(module, "__wrapped__")
+        assert not hasattr(module, "NothingLikeIt")

@@ -1,6 +1,7 @@
 """zae: your own PyTorch training loop, finished. See `zae.Trainer`, `zae.AddOnBase` and `zae.addons`."""
 
 from zae.common.lazy import load as _load
+from zae.common.lazy import missing_name as _missing_name
 
 TYPE_CHECKING = False  # For type checkers; to import typing would take most of the time.
 if TYPE_CHECKING:
@@ -87,6 +88,10 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for: `python -m zae --help` does not wait for torch."""
     if name not in __all__:
+        if name.endswith("Addon"):
+            from zae import addons
+
+            raise _missing_name("zae", name, addons.__all__, "zae.addons")
         raise AttributeError(f"module 'zae' has no attribute {name!r}")
     if name == "schedulers":
         from importlib import import_module

@@ -24,7 +24,7 @@ from zae.common import argument_checks, random_state
 from zae.common.device import can_copy_async, parse_device, to_device
 from zae.common.model_weights import without_wrappers
 from zae.common.null_context import NULL_CONTEXT
-from zae.composition.calls import run_call
+from zae.composition.calls import explained_call, run_call
 from zae.composition.foreign_names import missing_attribute
 from zae.composition.metaclass import TrainerMeta, compose, hook, slots_of
 from zae.data.gather import batches_of
@@ -839,6 +839,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """Called on every rank when a checkpoint was loaded, by a resume or by ``load_state``."""
 
     @hook
+    @explained_call("log({name: number}, self.progress_checker.step), or return a number of a batch from the step")
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step.
 
@@ -858,6 +859,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         return self.progress_checker.stop_reason is not None
 
     @hook
+    @explained_call("stop(reason), for instance stop('it has converged')")
     def stop(self, reason: str) -> None:
         """End the run after this step.
 
@@ -886,6 +888,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
     # -------------------------------------------------------------------------------- evaluation and inference
 
+    @explained_call("evaluate(loader)")
     def evaluate(self, loader: Any) -> dict[str, float]:
         """Return the means of what ``test_step`` gives over a loader; training is left exactly as it is.
 
@@ -906,6 +909,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         with self.ready():
             return Evaluation(self).metrics(loader)
 
+    @explained_call("inference(loader)")
     def inference(self, loader: Iterable[Any]) -> list[dict[str, Any]]:
         """Return what ``predict_step`` gives for each batch, detached and on the host; no log is touched.
 
@@ -925,6 +929,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             Evaluation(self).outputs(loader, lambda size, values: outputs.append(values))
         return outputs
 
+    @explained_call("predict(loader), or predict(loader, path)")
     def predict(self, loader: Iterable[Any], path: str | Path | None = None) -> dict[str, Tensor] | Path:
         """Return what ``predict_step`` gives for all samples, in the order of the loader, or write it to a file.
 
@@ -1029,6 +1034,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """Load only the weights of a state, for an evaluation; training would continue from them."""
         CoreState(self).load_weights({**state["model"], **state.get("extra_state", {})}, strict=True)
 
+    @explained_call("continue_from(state)")
     def continue_from(self, state: Any) -> None:
         """Continue the call of ``run`` that is under way from another state, when the present step is done.
 
@@ -1083,6 +1089,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         kept = copy.deepcopy(dict(state))  # The run may change what it holds before it is loaded.
         self.current_run.continue_with(partial(self.load_state_dict, kept), kept)
 
+    @explained_call("save_model('weights.safetensors')")
     def save_model(self, path: str | Path | None = None) -> Path:
         """Save the weights alone, in the format of the suffix: ``.safetensors``, ``.ckpt``, ``.pt`` or ``.pth``.
 
@@ -1108,6 +1115,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         step = str(self.progress_checker.step)
         return save_weights(Path(path), CoreState(self).weights(), {"step": step}, self.is_main or self.can_save_alone)
 
+    @explained_call("apply_weights(path)")
     def apply_weights(self, weights: Weights, strict: bool = True) -> tuple[list[str], list[str]]:
         """Load weights into the model, and nothing else.
 

@@ -120,3 +120,30 @@ def trial_as_its_parameters():
         return trainer_of(gradient_clip=params["gradient_clip"])
 
     make_trainer(TrialResult(0, "complete", {"gradient_clip": 1.0}, [0.5], folder=Path()))
+
+
+@mistake(
+    zae.OptionError, "Every() has no argument 'epoch'; did you mean 'epochs'", "write Every(steps=100) or Every(ep"
+)
+def every_of_one_epoch():
+    zae.Every(epoch=1)
+
+
+@mistake(zae.OptionError, "Every() has no argument 'minutes'", "write Every(steps=100) or Every(epochs=1)")
+def every_of_minutes():
+    zae.Every(minutes=5)
+
+
+@mistake(zae.OptionError, "evaluate() missing 1 required positional argument: 'loader'", "write evaluate(loader)")
+def evaluate_without_a_loader():
+    trainer_of().evaluate()
+
+
+@mistake(zae.OptionError, "predict() got an unexpected keyword argument 'batch_size'", "write predict(loader)")
+def predict_with_a_batch_size():
+    trainer_of().predict(loader(), batch_size=3)
+
+
+@mistake(zae.OptionError, "log() missing 1 required positional argument: 'step'", "return a number of a batch from the")
+def log_without_a_step():
+    trainer_of().log({"accuracy": 0.5})

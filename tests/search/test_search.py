@@ -348,7 +348,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "time": ({"max_time": -1}, "max_time=-1; it must be seconds above 0"),
     "catch": ({"catch": "RuntimeError"}, "give exception classes"),
     "folder": ({"folder": 5}, "folder=5; it must be the path of a folder"),
-    "monitor": ({"direction": "maximize"}, "write direction='minimize', or another monitor, or objective"),
+    "monitor": ({"direction": "maximize"}, "write direction='minimize', or leave it out, or choose another"),
     "not a trainer": ({"make_trainer": lambda trial: None}, "make_trainer returned None; it must return a zae.Trainer"),
     "no score": ({"run": lambda trainer: None}, "the score of a trial is None; it must be a number"),
     "two scores": ({"run": lambda trainer: (1, 2)}, "it must be a number"),
@@ -452,3 +452,30 @@ def test_time_ends_a_search(tmp_path):
     assert len(found.trials) == 0
     assert str(found) == "no trial has begun"
     assert len(search(make_trainer, SPACE, 1, run=run, folder=tmp_path).trials) == 1
+
+
+class Graded(Line):
+    """Its best is the largest."""
+
+    def test_step(self, batch: Any) -> dict[str, Any]:
+        return {"grade": -super().test_step(batch)["loss"]}
+
+
+def make_graded(trial: Any) -> Any:
+    optimizer = torch.optim.SGD
+    return Graded(torch.nn.Linear(4, 1), "cpu", optimizer=optimizer, monitor="grade", monitor_mode="max", log_bar=False)
+
+
+def test_the_direction_is_that_of_the_monitor(tmp_path):
+    """Of the first trainer; the trials are those of a search that was given it, also when it is called again."""
+    space = {"epochs": (1, 3)}
+    found = search(make_graded, space, 2, run=run, folder=tmp_path / "a", seed=0)
+    found = search(make_graded, space, 4, run=run, folder=tmp_path / "a", seed=0, catch=Exception)
+    told = search(make_graded, space, 4, "maximize", run=run, folder=tmp_path / "b", seed=0)
+    assert found.directions == told.directions == ["maximize"]
+    assert look(found) == look(told)
+    assert [each.number for each in found.trials] == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="it began with directions="):
+        search(make_graded, space, 5, "minimize", run=run, folder=tmp_path / "a", seed=0)
+    caught = search(make_graded, space, 1, run=run, folder=tmp_path / "c", catch=Exception)
+    assert (caught.directions, caught.trials[0].state) == (["maximize"], "complete")

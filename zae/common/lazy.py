@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from importlib import import_module
 
-__all__ = ["load"]
+__all__ = ["load", "missing_name"]
 
 
 def load(module: str, name: str) -> object:
@@ -19,3 +21,25 @@ def load(module: str, name: str) -> object:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise ImportError(f"cannot import {name!r}: {module} failed with {problem}", name=module) from error
+
+
+def missing_name(module: str, name: str, names: Iterable[str], home: str = "") -> Exception:
+    """Return the error for a name that a module does not have, of those that it, or another home, has.
+
+    Python 3.11 names none that is near, and of an AttributeError it shows nothing in ``from module import name``. So a
+    name that is nearly a class is an ImportError. The name of a submodule has no capital, and is looked for after this.
+    """
+    if name.islower() or name.startswith("_"):
+        return AttributeError(f"module {module!r} has no attribute {name!r}")
+    bare = {_bare(each): each for each in names}
+    near = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=0.8)
+    if not near:
+        return AttributeError(f"module {module!r} has no attribute {name!r}")
+    found = bare[near[0]]
+    return ImportError(
+        f"cannot import name {name!r} from {module!r}; write: from {home or module} import {found}", name=module
+    )
+
+
+def _bare(name: str) -> str:
+    return name.lower().removesuffix("addon")

@@ -1,4 +1,4 @@
-"""Explain wrong arguments of ``run``."""
+"""Explain wrong arguments of ``run``, and of other methods that a script calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zae.composition.foreign_names import foreign_argument, foreign_option
 from zae.composition.options import join, options_of
 from zae.errors import OptionError, did_you_mean
 
-__all__ = ["run_call"]
+__all__ = ["explained_call", "run_call"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +28,24 @@ def run_call(run: Callable[P, R]) -> Callable[P, R]:
         return run(*args, **kwargs)
 
     return call
+
+
+def explained_call(example: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a method refuse arguments that do not fit its signature, with a call to write instead."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                    raise  # It was called, and has raised it itself.
+                raise OptionError(f"{str(error).rpartition('.')[2]}; write {example}") from None
+
+        return call
+
+    return decorate
 
 
 def _fits(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

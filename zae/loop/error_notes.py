@@ -5,6 +5,7 @@ Nothing is done for it before there is an error: the frames of its traceback hol
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ def _describe_place(error: Exception, place: str, run: Run) -> str:
 
 def _add_hint(error: Exception, trainer: Any) -> None:
     """Add a note to an error of a step that takes the trainer for something else."""
-    if isinstance(error, TypeError) and ".log() got an unexpected keyword" in str(error):
+    if isinstance(error, TypeError) and re.search(r"\blog\(\) (got an unexpected keyword|missing)", str(error)):
         error.add_note("zae: to record a number of a batch, return it from the step: return {'loss': loss, 'x': value}")
     if isinstance(error, AttributeError) and error.obj is trainer and type(error) is AttributeError:
         near = did_you_mean(str(error.name), [name for name in dir(trainer) if name[0] != "_"]).removeprefix("; ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 from zae.common.argument_checks import check_count, check_number
 from zae.data.loaders import BatchLimits, check_loader
 from zae.display.text import number
-from zae.errors import CheckpointMismatch, ConfigError, LoaderError
+from zae.errors import CheckpointMismatch, ConfigError, LoaderError, OptionError, did_you_mean
 
 __all__ = [
     "NO_LIMIT",
@@ -68,6 +68,15 @@ class Every:
     steps: int | None = None
     epochs: int | None = None
     after: int = 0
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Every:
+        """Refuse arguments that ``__init__`` does not take, and name what is meant."""
+        names = [each.name for each in fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                hint = did_you_mean(name, names).removesuffix("?")
+                raise OptionError(f"Every() has no argument {name!r}{hint}; write Every(steps=100) or Every(epochs=1)")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):

@@ -82,7 +82,17 @@ def map_entries(value: Any, make: Callable[[str, Any], Any]) -> Any:
 def make(factory: Callable[..., Any], module: nn.Module) -> Any:
     """Call the factory of an optimizer with the model's parameters, or with what the name of its parameter asks for."""
     by_name = {"model": module, "named_parameters": module.named_parameters}
-    return factory(by_name[argument_of(factory)] if takes_model(factory) else module.parameters())
+    name = argument_of(factory)
+    try:
+        return factory(by_name.get(name, module.parameters()))
+    except (AttributeError, TypeError, ValueError) as error:
+        given = {"model": "the model", "named_parameters": "model.named_parameters, a method"}.get(name)
+        error.add_note(
+            f"zae: the function given as optimizer was called with {given or 'model.parameters()'}, as the name "
+            f"{name!r} of its parameter says: 'model' is the model, 'named_parameters' the method that gives names as "
+            "well, and any other name model.parameters()"
+        )
+        raise
 
 
 def takes_model(factory: Callable[..., Any]) -> bool:

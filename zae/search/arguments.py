@@ -36,8 +36,9 @@ def check_arguments(
         raise ConfigError(f"pruner={describe_value(pruner)}; give an object, such as optuna.pruners.MedianPruner()")
     if sampler is not None and not callable(sampler) and not hasattr(sampler, "sample_independent"):
         raise ConfigError(f"sampler={describe_value(sampler)}; give a class, such as optuna.samplers.RandomSampler")
-    directions = _directions(direction)
-    if pruner is not None and len(directions) > 1:
+    # None is that of the first trainer's monitor.
+    directions = None if direction is None and objective is None else _directions(direction or "minimize")
+    if pruner is not None and directions is not None and len(directions) > 1:
         raise ConfigError("a search in several directions prunes no trial: leave out pruner, or give one direction")
     caught = None if catch is None else tuple(catch) if isinstance(catch, (list, tuple)) else (catch,)
     if caught and not all(isinstance(each, type) and issubclass(each, BaseException) for each in caught):
@@ -46,7 +47,8 @@ def check_arguments(
     seed = check_count("seed", seed, least=0, bits=32, optional=True)
     settings = {"space": describe_space(checked), "directions": directions, "seed": seed}
     return {"make_trainer": make_trainer, "run": run, "space": checked, "settings": settings, "objective": objective,
-            "sampler": sampler, "pruner": pruner, "catch": caught, "name": name}  # fmt: skip
+            "takes_direction": directions is None, "sampler": sampler, "pruner": pruner, "catch": caught,
+            "name": name}  # fmt: skip
 
 
 def _directions(direction: Any) -> list[str]:

@@ -24,7 +24,7 @@ from zae.composition.introspect import is_engine_slot, slots_of
 from zae.composition.metaclass import compose
 from zae.errors import ConfigError, NonFiniteError, kind_of, printable
 from zae.search.result import SearchResult, read_study
-from zae.search.scores import Score
+from zae.search.scores import OtherDirectionError, Score
 from zae.search.space import suggest
 from zae.search.study import NAME, load_optuna, open_study, seed_of
 from zae.search.trial import Trial
@@ -81,6 +81,7 @@ class Search:
     catch: tuple[type[BaseException], ...] | None = None
     name: Callable[[Trial], str] | None = None
     trained: dict[int, Any] = field(default_factory=dict)  # Parameters of models of earlier trials, by id.
+    takes_direction: bool = False  # Of the monitor of the first trainer.
     is_open: bool = False
 
     def open(self) -> None:
@@ -129,6 +130,8 @@ class Search:
             trial = self._begin(asked)
             try:
                 values, why = self._train(trial), ""
+            except OtherDirectionError:  # The search begins again, with that direction.
+                raise
             except BaseException as error:
                 if not self._is_caught(error):
                     error.add_note(f"zae: trial {trial.number} of the search in {self.folder} had {trial}")
@@ -180,12 +183,14 @@ class Search:
             cast(Any, trainer).overwrite = True  # Where it does not resume, what it had saved would be in its way.
         try:
             score.check_monitor(trainer.history)
-        except ConfigError:
+        except OtherDirectionError:
             if len(self.frozen()) == 1:  # Nothing has been trained: the next search may have another direction.
                 (self.folder / NAME).unlink()
                 (trial.folder / _ABOUT).unlink()
                 self.is_open = False
-            raise
+                if self.takes_direction:
+                    raise
+            raise score.contradiction(trainer.history) from None
         self._warn_of_shared_models(trainer.unwrap(), trial.number)
         if len(self.directions) == 1:
             trainer.__class__ = cast(type[Trainer], compose(type(trainer), [TrialAddon]))

@@ -18,6 +18,7 @@ from zae.search import arguments, huggingface
 from zae.search.conduct import Search
 from zae.search.huggingface import BestRun
 from zae.search.result import SearchResult
+from zae.search.scores import OtherDirectionError
 from zae.search.study import load_optuna, repair
 from zae.search.trial import Trial
 
@@ -30,7 +31,7 @@ def search(
     make_trainer: Callable[[Trial], Any],
     space: Any = None,
     n_trials: int = 20,
-    direction: str | Sequence[str] = "minimize",
+    direction: str | Sequence[str] | None = None,
     pruner: Any = None,
     *,
     run: Callable[..., Any],
@@ -60,8 +61,9 @@ def search(
         calls ``trial.suggest_float`` and the like.
     n_trials : int
         The trials of this folder in all: finished, failed and pruned ones.
-    direction : str or list of str
-        "minimize" or "maximize"; one for each of several scores.
+    direction : str or list of str, optional
+        "minimize" or "maximize"; one for each of several scores. None is that of the trainer's monitor, and with
+        ``objective`` "minimize".
     pruner : optuna.pruners.BasePruner, optional
         Ends trials whose validations are worse than those of others. None prunes nothing.
     run : callable
@@ -152,6 +154,15 @@ def _checked(result: SearchResult) -> SearchResult:
 
 def _conduct_all(made: Search, n_trials: int, seconds: float, shows: bool) -> None:
     """Continue the interrupted trials, then begin new ones."""
+    try:
+        _conduct_each(made, n_trials, seconds, shows)
+        return
+    except OtherDirectionError as found:  # Of the first trial's trainer; nothing has been trained.
+        made.settings = {**made.settings, "directions": [found.direction]}
+    _conduct_each(made, n_trials, seconds, shows)
+
+
+def _conduct_each(made: Search, n_trials: int, seconds: float, shows: bool) -> None:
     repair(made.folder)
     made.open()
     tasks: list[int | None] = [*made.interrupted()]

@@ -11,7 +11,19 @@ from zae.common.argument_checks import describe_value
 from zae.errors import ConfigError
 from zae.loop.history import History, Metrics, MetricsDict, split_prefix
 
-__all__ = ["Score"]
+__all__ = ["OtherDirectionError", "Score"]
+
+
+class OtherDirectionError(Exception):
+    """The monitor of a trainer has another direction than the search."""
+
+    def __init__(self, direction: str) -> None:
+        super().__init__(direction)
+        self.direction = direction
+
+
+def _direction_of(history: History) -> str:
+    return "minimize" if history.direction == "min" else "maximize"
 
 
 @dataclass
@@ -56,16 +68,17 @@ class Score:
 
     def check_monitor(self, history: History) -> None:
         """Refuse a direction that contradicts the monitor of a trainer."""
-        if self.objective is not None or len(self.directions) > 1:
-            return
-        is_min = history.direction == "min"
-        wanted = "minimize" if is_min else "maximize"
-        if self.directions != [wanted]:
-            raise ConfigError(
-                f"direction={self.directions[0]!r}, and the trainer has monitor={history.monitor!r}, where the "
-                f"{'smallest' if is_min else 'largest'} is best; write direction={wanted!r}, or another monitor, or "
-                "objective=... for another score"
-            )
+        if self.objective is None and len(self.directions) == 1 and self.directions != [_direction_of(history)]:
+            raise OtherDirectionError(_direction_of(history))
+
+    def contradiction(self, history: History) -> ConfigError:
+        """Return the error of a direction that contradicts the monitor of a trainer."""
+        wanted = _direction_of(history)
+        return ConfigError(
+            f"direction={self.directions[0]!r}, and the trainer has monitor={history.monitor!r}, where the "
+            f"{'smallest' if wanted == 'minimize' else 'largest'} is best; write direction={wanted!r}, or leave it "
+            "out, or choose another monitor, or objective=... for another score"
+        )
 
     def _checked(self, found: Any) -> list[float]:
         """Return a score as a list; ConfigError if it is not one."""

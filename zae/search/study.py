@@ -110,6 +110,7 @@ def open_study(
         if names:
             study = optuna.load_study(study_name=names[0], storage=storage)
         else:
+            settings["directions"] = settings["directions"] or ["minimize"]  # Until a trainer says otherwise.
             study = optuna.create_study(study_name="search", storage=storage, directions=settings["directions"])
             if settings["seed"] is None:
                 settings["seed"] = random.SystemRandom().randrange(2**31)
@@ -122,12 +123,15 @@ def open_study(
     return study, storage, kept
 
 
+_OPEN = (("seed", None), ("directions", None))  # Not given: any will do.
+
+
 def _check_same(folder: Path, kept: Any, settings: dict[str, Any]) -> None:
-    """Raise ConfigError unless a study began with these settings; a seed that is not given may be any."""
+    """Raise ConfigError unless a study began with these settings; what is not given may be any."""
     if not isinstance(kept, dict):
         raise ConfigError(f"{folder / NAME} is a study of optuna that zae.search did not begin; choose another folder")
     wanted = json.loads(json.dumps(settings))
-    differing = [name for name, value in wanted.items() if value != kept.get(name) and (name, value) != ("seed", None)]
+    differing = [name for name, value in wanted.items() if value != kept.get(name) and (name, value) not in _OPEN]
     if differing:
         name = differing[0]
         raise ConfigError(
