@@ -50,7 +50,7 @@ class Run:
     last_epoch, last_step : int
         Where the call ends at the latest.
     in_epoch : int or None
-        Optimizer steps of an epoch, where that is known, once `check` was called.
+        Optimizer steps of an epoch, where that is known, once `begin` was called.
     is_call, is_new : bool
         Whether it is a call of ``run``, and whether that is still to be set up.
     is_ready : bool
@@ -211,7 +211,7 @@ class Run:
         self.in_epoch = self.steps_per_epoch(loader)
         if not calls.is_over:
             has_metric = self.valid_loader is not None or trainer.history.watches_training
-            for text in trainer.optimization.check_run(*self.spans(self.in_epoch), has_metric):
+            for text in trainer.optimization.check_run(*self.counts_of_call(self.in_epoch), has_metric):
                 if trainer.is_main:
                     _log.warning("%s", text)
         elif trainer.is_main:  # It was checked as it began.
@@ -307,7 +307,7 @@ class Run:
         """Wrap the loader, find where the call ends, and refuse a loader that cannot continue a loaded state."""
         progress, position = self.trainer.progress_checker, self.trainer.loader_position
         calls, is_new = progress.run_calls, progress.run_calls.is_new
-        self.last_epoch, self.last_step = self.bounds()
+        self.last_epoch, self.last_step = self.end_of_call()
         has_more = progress.epoch < self.last_epoch and progress.step < self.last_step
         if has_more and not is_new:
             if progress.epoch_batch:
@@ -320,21 +320,21 @@ class Run:
                 position.check_order(loader)
         if is_new:
             self._leave_epoch(loader)
-            self.last_epoch, self.last_step = self.bounds()  # An epoch that is left is not one of this call.
+            self.last_epoch, self.last_step = self.end_of_call()  # An epoch that is left is not one of this call.
         if has_more:
             check_epoch_of_workers(loader, self.last_epoch - progress.epoch - bool(progress.epoch_batch))
         if calls.is_behind and not calls.is_over:
             position.note_loader(loader)
         return loader
 
-    def leaves_epoch(self, wrapped: Any) -> bool:
+    def cannot_continue_epoch(self, wrapped: Any) -> bool:
         """Return whether an epoch is open that this loader, after ``wrap_loader``, cannot continue."""
         return self.trainer.progress_checker.epoch_batch > 0 and not self.trainer.loader_position.is_of(wrapped)
 
     def _leave_epoch(self, wrapped: Any) -> None:
         """Close an open epoch that this loader cannot continue."""
         progress = self.trainer.progress_checker
-        if self.leaves_epoch(wrapped):
+        if self.cannot_continue_epoch(wrapped):
             _log.info("epoch %d was left open; another loader begins the next", progress.epoch + 1)
             progress.close_epoch()
 
@@ -624,7 +624,7 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------- its extent
 
-    def bounds(self) -> tuple[int, int]:
+    def end_of_call(self) -> tuple[int, int]:
         """Return the epoch and the step at which this call ends at the latest; ``sys.maxsize`` means no limit."""
         progress, limits = self.trainer.progress_checker, self.limits
         starts, call = progress.run_starts, progress.run_calls.index
@@ -654,12 +654,12 @@ class Run:
         found: int | None = calls.planned_steps
         return found
 
-    def spans(self, in_epoch: int | None) -> tuple[Span, Span]:
-        """Return the epochs and the optimizer steps that this call covers, of epochs with so many steps."""
+    def counts_of_call(self, in_epoch: int | None) -> tuple[Span, Span]:
+        """Return the epochs and the optimizer steps of this call, now and to come, of epochs with so many steps."""
         progress, calls = self.trainer.progress_checker, self.trainer.progress_checker.run_calls
         present = (progress.epoch, progress.step)
         start = present if calls.is_new else calls.starts[calls.index]
-        epochs, steps = map(Span, start, present, remaining(progress, *self.bounds(), in_epoch))
+        epochs, steps = map(Span, start, present, remaining(progress, *self.end_of_call(), in_epoch))
         return epochs, steps
 
     def _is_full(self, wrapped: Any) -> bool:

@@ -81,7 +81,7 @@ class Preview:
     def count_steps(self) -> None:
         """Count steps and epochs as `Run` and the loop do."""
         found, run, progress = self.found, self.run, self.trainer.progress_checker
-        (last_epoch, last_step), wrapped = run.bounds(), self._wrapped_loader()
+        (last_epoch, last_step), wrapped = run.end_of_call(), self._wrapped_loader()
         found.batches_per_epoch, in_loader = length_of(wrapped), self.trainer.steps_in(wrapped)
         found.steps_per_epoch = in_epoch = run.steps_per_epoch(wrapped)
         found.first_step = progress.step + 1
@@ -99,7 +99,7 @@ class Preview:
         if run.limits.steps_per_epoch is not None and (in_loader is None or in_epoch < in_loader):
             found.batches_per_epoch = None if in_loader is None else found.batches_per_epoch
         at_epoch, at_step, in_open = progress.epoch, progress.step, progress.epoch_step
-        if run.leaves_epoch(wrapped):
+        if run.cannot_continue_epoch(wrapped):
             at_epoch, last_epoch, in_open = at_epoch + 1, last_epoch + 1, 0
         while at_epoch < last_epoch and at_step < last_step:
             left = in_epoch - in_open
@@ -134,7 +134,9 @@ class Preview:
         optimizers, schedulers = optimization.simulate(self.trainer.unwrap(), total_steps)
         on_batch, is_set = optimization.scheduler_step_on_batch, optimization.is_step_explicit
         has_metric = run.valid_loader is not None or self.trainer.history.watches_training
-        found.notes += check_schedules(schedulers, on_batch, is_set, *run.spans(found.steps_per_epoch), has_metric)
+        found.notes += check_schedules(
+            schedulers, on_batch, is_set, *run.counts_of_call(found.steps_per_epoch), has_metric
+        )
         stepped = [each for each in schedulers.values() if not is_plateau(each)]
         if len(stepped) < len(schedulers):
             found.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")

@@ -136,7 +136,7 @@ class TrainerView:
         run = self._of.current_run
         last: int = (run.last_epoch, run.last_step)[place]
         if last == NO_LIMIT and run.is_call:  # It is being set up.
-            last = run.bounds()[place]
+            last = run.end_of_call()[place]
         return -1 if last == NO_LIMIT else last
 
     @property
