@@ -17,6 +17,7 @@ from zae.common.null_context import NULL_CONTEXT
 from zae.common.walk import is_sharded
 from zae.composition.introspect import AddOnPart, replaces
 from zae.data import sharding
+from zae.data.divided import check_same_data, marks_of
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
 from zae.launch.rank_process import has_lost_peer
@@ -60,7 +61,9 @@ class ShardingAddon(AddOnPart):
             return loader
         shares = [share for known, use, share in self._shared if known is loader and use == training]
         if not shares:
-            ranks = sharding.Ranks(self._data_rank, self._data_size, self._from_main, self._all_agree)
+            if not getattr(loader, "is_sharded", False):
+                check_same_data(loader, self.gather(marks_of(loader)))
+            ranks = sharding.Ranks(self._data_rank, self._data_size, self._from_main, self._all_agree, self.gather)
             shares = [sharding.shard(loader, training, ranks)]
             alike = [each for each in self._shared if each[1] == training]  # Each kind has its own limit.
             others = [each for each in self._shared if each[1] != training]

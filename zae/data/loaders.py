@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
+_EXACT = ("torch.utils.data.", "zae.data.")  # The modules of samplers that yield as many entries as they say.
 _DEPTH = 4  # Datasets in datasets: Subset(ConcatDataset([...])).
 
 
@@ -94,6 +95,28 @@ def _is_pair(loader: Any) -> bool:
     one, other = loader
     is_alike = one.dtype == other.dtype and one.ndim == other.ndim
     return not is_alike and one.ndim > 0 and other.ndim > 0 and len(one) == len(other)
+
+
+def check_ended(loader: Any, count: int) -> None:
+    """Refuse the end of a loader after fewer batches than it has, where their number is certain.
+
+    A DataLoader takes a StopIteration that its dataset raises for the end of the epoch.
+    """
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if not _is_map(loader) or count >= (expected := length_of(loader) or 0):
+        return
+    samplers = (
+        unwrap_sampler(loader.sampler),
+        unwrap_sampler(batches),
+        unwrap_sampler(getattr(batches, "sampler", None)),
+    )
+    if all(type(each).__module__.startswith((*_EXACT, "builtins")) for each in samplers):
+        raise LoaderError(
+            f"the loader has ended after {count} of {expected} batches ({describe(loader)}): "
+            f"{type(loader.dataset).__name__}.__getitem__, a transform or the collate_fn has raised StopIteration, "
+            "which ends the epoch in silence. Mostly it is next(...) of something exhausted: give it a default, or "
+            "raise another error"
+        )
 
 
 def check_loader(loader: Any, name: str = "loader", takes_dict: bool = False) -> None:

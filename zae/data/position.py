@@ -27,7 +27,7 @@ from zae.data.loader_state import (
     is_exhausted,
     restore_parts,
 )
-from zae.data.loaders import describe, has_order, has_pinned_batches, is_stateful, length_of
+from zae.data.loaders import check_ended, describe, has_order, has_pinned_batches, is_stateful, length_of
 from zae.data.reshard import own_batch_sampler, pad_order, place_of, why_not_reshard
 from zae.data.skip import LastBatch, is_read_again, iterate_on, skip_batches, warn_of_workers
 from zae.data.workers import (
@@ -412,6 +412,7 @@ class LoaderPosition:
                 abandon_workers(iterator, self.loader)
         if isinstance(self.loader, Iterator):
             self._ended_at = before + given
+        check_ended(self.loader, given + len(self._absent))
         absent = len(self._absent)
         if absent > given:
             raise LoaderError(

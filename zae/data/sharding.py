@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +27,8 @@ from zae.errors import LoaderError
 
 __all__ = ["EMPTY", "Ranks", "Shares", "is_empty", "shard", "shares_of"]
 
+_log = logging.getLogger("zae")
+
 
 class _Empty(enum.Enum):
     EMPTY = "no samples"
@@ -47,6 +50,7 @@ class Ranks(NamedTuple):
     size: int
     from_main: Callable[[Any], Any]
     all_agree: Callable[[bool], bool]
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
 
 
 class Shares(Protocol):
@@ -365,9 +369,13 @@ class _Together:
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
         self._loader, self._ranks = loader, ranks
+        self._count = 0
+        self._warned = [False]  # Shared with the iterators.
 
     def __iter__(self) -> Iterator[Any]:
-        return _TogetherOnce(iter(self._loader), self._ranks)
+        made = _TogetherOnce(iter(self._loader), self._ranks)
+        made._warned = self._warned
+        return made
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -384,5 +392,21 @@ class _TogetherOnce(_Together):
     def __next__(self) -> Any:
         batch = next(self._loader, EMPTY)
         if not self._ranks.all_agree(batch is not EMPTY):
+            self._warn_of_rest(batch is EMPTY)
             raise StopIteration
+        self._count += 1
         return _present(batch)
+
+    def _warn_of_rest(self, has_ended: bool) -> None:
+        """Say, once, where the stream of a rank has ended while others had more."""
+        ended = self._ranks.gather((self._ranks.rank, has_ended))
+        if all(each for _, each in ended) or self._ranks.rank or self._warned[0]:
+            return
+        self._warned[0] = True
+        ranks = sorted({rank for rank, each in ended if each})
+        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
+        _log.warning(
+            "the loader of %s has ended after %d batches, and other ranks had more: the epoch ends on all ranks there, "
+            "and the rest is not used. Let each rank yield as many batches, or write steps_per_epoch=%d",
+            which, self._count, self._count,
+        )  # fmt: skip

@@ -14,7 +14,7 @@ from zae.common import random_state
 from zae.common.null_context import NULL_CONTEXT
 from zae.common.walk import leading_dimension
 from zae.data.loader_state import preserve_streams
-from zae.data.loaders import check_loader, describe, has_pinned_batches
+from zae.data.loaders import check_ended, check_loader, describe, has_pinned_batches
 from zae.data.sharding import shares_of
 from zae.data.workers import abandon_workers
 from zae.errors import LoaderError, StepError
@@ -143,10 +143,10 @@ class Evaluation:
             wrapped = trainer.wrap_loader(loader, False)
             batches = trainer.evaluation_batches(wrapped)
             if self.signals is None or trainer.world_size == 1:
-                count = self._test_batches(loader, batches, trainer.logging, self.signals)
+                count = self._test_batches(loader, batches, trainer.logging, self.signals, wrapped=wrapped)
             else:
                 flag = DistributedStopFlag(trainer, self.signals, len(shares_of(wrapped) or ()))
-                count = self._test_batches(loader, flag.watch(batches), trainer.logging, flag.signals)
+                count = self._test_batches(loader, flag.watch(batches), trainer.logging, flag.signals, wrapped=wrapped)
                 count = None if flag.signals else count
             if count is not None:
                 further = trainer.metric_on_epoch_end
@@ -200,8 +200,9 @@ class Evaluation:
 
         is_default = getattr(trainer.predict_step, "__qualname__", "") == "Trainer.predict_step"
         with self._testing(loader, "test_step" if is_default else "predict_step"):  # As errors name it.
-            batches = hold_each(trainer.evaluation_batches(trainer.wrap_loader(loader, False)))
-            self._test_batches(loader, batches, hold, weighs=False)
+            wrapped = trainer.wrap_loader(loader, False)
+            batches = hold_each(trainer.evaluation_batches(wrapped))
+            self._test_batches(loader, batches, hold, weighs=False, wrapped=wrapped)
             while not pass_on(True):
                 continue
 
@@ -212,18 +213,21 @@ class Evaluation:
         take: Callable[[Mapping[str, Any], Any], None],
         signals: Sequence[int] | None = None,
         weighs: bool = True,
+        wrapped: Any = None,
     ) -> int | None:
         """Test each batch, and call ``take`` with values and weight; return how many, or None if a signal ended it.
 
-        ``weighs`` says whether the weights matter, as they do in means.
+        ``weighs`` says whether the weights matter, as they do in means; ``wrapped`` is the loader after
+        ``wrap_loader``.
         """
-        trainer, run, count = self.trainer, self.trainer.current_run, 0
+        trainer, run, count, given = self.trainer, self.trainer.current_run, 0, 0
         to_device, step, forward_context = trainer.to_device, getattr(trainer, run.test_step), trainer.forward_context
         sample_weight, mode = trainer.sample_weight, run.test_step.removesuffix("_step")
         with run.iterating(loader):
             for batch in batches:
                 if signals:
                     return None
+                given += 1
                 if batch is None:
                     continue
                 run.batch = batch
@@ -236,6 +240,7 @@ class Evaluation:
                 take(values, weight)
                 run.batch = None
                 count += 1
+            check_ended(wrapped, given)
         return count
 
     @contextmanager
