@@ -22,7 +22,6 @@ from zae.interop.huggingface.metrics import (
     generate,
     labels_of,
     prefixed,
-    to_numpy,
 )
 from zae.interop.huggingface.training import call_by_name, without_change
 from zae.launch.spawn import planned_world
@@ -340,10 +339,7 @@ class EvaluationPart(AddOnPart):
         if held and held[0].label_ids is not None:
             metrics = {"loss": sum(loss * size for loss, size in losses) / max(samples, 1), **metrics}
         metrics = prefixed(metrics, prefix) | self._speed(prefix, started, samples, len(held), with_epoch=False)
-        predictions, label_ids = (
-            None if not held or held[0][index] is None else to_numpy(concatenate(each[index] for each in held))
-            for index in (0, 1)
-        )
+        predictions, label_ids = (concatenate(each[index] for each in held) if held else None for index in (0, 1))
         return PredictionOutput(predictions=predictions, label_ids=label_ids, metrics=metrics)
 
     @contextmanager

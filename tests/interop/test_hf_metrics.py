@@ -28,22 +28,15 @@ def test_concatenation_is_that_of_transformers() -> None:
     for each in parts[1:]:
         expected = nested_concat(expected, each)
     logits, more, losses = concatenate(parts)
-    assert torch.equal(logits, expected[0])
-    assert torch.equal(more["ids"], expected[1]["ids"])
-    assert torch.equal(more["row"][0], expected[1]["row"][0])
-    assert torch.equal(losses, expected[2])
+    assert np.array_equal(logits, expected[0])
+    assert np.array_equal(more["ids"], expected[1]["ids"])
+    assert np.array_equal(more["row"][0], expected[1]["row"][0])
+    assert np.array_equal(losses, expected[2])
     assert (more["ids"][:3, 4:] == -100).all()
 
 
-def test_rows_that_cannot_be_joined_are_refused() -> None:
-    with pytest.raises(StepError, match=r"\(2, 3\) and \(2, 4\).*preprocess_logits_for_metrics"):
-        concatenate([torch.zeros(1, 2, 3), torch.zeros(1, 2, 4)])
-    with pytest.raises(StepError, match="Tensor, tuple"):
-        concatenate([torch.zeros(1), (torch.zeros(1),)])
-
-
 def test_bfloat16_becomes_float32() -> None:
-    array = metrics.to_numpy((torch.ones(2, dtype=torch.bfloat16),))[0]
+    (array,) = concatenate([(torch.ones(2, dtype=torch.bfloat16),)] * 3)
     assert isinstance(array, np.ndarray)
     assert array.dtype == np.float32
 
@@ -154,8 +147,6 @@ def test_outputs_of_a_model() -> None:
     assert torch.equal(read((logits,), [], False), logits)
     assert torch.equal(read(logits, [], False), logits)
     assert len(read({"logits": logits, "cache": hidden}, ["cache"], False)) == 2
-    with pytest.raises(StepError, match=r"'cache' of the model contains a object.*ignore_keys=\['cache'\]"):
-        read({"logits": logits, "cache": object()}, [], False)
 
 
 def test_outputs_without_labels_give_no_metrics() -> None:

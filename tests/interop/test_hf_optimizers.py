@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import logging
 import pickle
 import re
 import warnings
@@ -158,8 +157,6 @@ def test_a_name_that_cannot_be_made_is_refused_with_a_remedy(model):
         optimizers.schedule("zig")
     with pytest.raises(ConfigError, match=r"unknown argument 'lr' for optimizers.optimizer"):
         optimizers.optimizer("sgd", lr=0.1)
-    with pytest.raises(ConfigError, match=r"optim_args='momentum'; write optim_args='momentum=0.9,nesterov=true'"):
-        optimizers.optimizer("sgd", optim_args="momentum")
     with pytest.raises(ConfigError, match="warmup_steps=-1; write a number of steps, or a share"):
         optimizers.schedule("linear", warmup_steps=-1)
     with pytest.raises(ConfigError, match="lr_scheduler_type='greedy' is not a torch scheduler"):
@@ -169,12 +166,6 @@ def test_a_name_that_cannot_be_made_is_refused_with_a_remedy(model):
         optimizers.schedule("cosine", lr_scheduler_kwargs={"cycles": 2})(optimizer, 20)
     with pytest.raises(ConfigError, match=r"the loader has no length; write run\(\.\.\., max_steps=1000\)"):
         optimizers.schedule("cosine")(optimizer, None)
-
-
-def test_an_entry_that_transformers_ignores_is_named(caplog, model):
-    with caplog.at_level(logging.WARNING, "zae"):
-        optimizers.optimizer("sgd", optim_args="momentun=0.9")(model)
-    assert caplog.messages == ["optim_args has 'momentun', which optim='sgd' does not read; did you mean 'momentum'?"]
 
 
 def test_a_trainer_takes_both(tmp_path, model):

@@ -319,8 +319,6 @@ def _carry_optimizer(args: Any, to: Carried) -> None:
     """Carry the optimizer and the schedule."""
     to.options["optimizer"], to.options["scheduler"] = optimizers.factories(args)
     to.options["scheduler_step_on_batch"] = True  # Of a scheduler that is given in place of this one too.
-    if unused := optimizers.unused_optim_args(args):
-        to.report["optim_args"] = "; ".join(unused)
 
 
 def _carry_model(args: Any, to: Carried) -> None:

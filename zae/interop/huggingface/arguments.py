@@ -34,11 +34,6 @@ def _set(name: str, value: Any) -> Callable[[Any], dict[str, Any]]:
     return lambda flag: {name: value} if flag else {}
 
 
-def _within(name: str, key: str) -> Callable[[Any], dict[str, Any]]:
-    """Return a function of a value that is now an entry of another argument."""
-    return lambda value: {} if value is None else {name: {key: value}}
-
-
 def _warmup(ratio: Any) -> dict[str, Any]:
     """Return the steps of a warm-up: less than 1 is a share of the run."""
     share = _as_type("warmup_ratio", ratio, (float,))
@@ -50,7 +45,6 @@ def _warmup(ratio: Any) -> dict[str, Any]:
 # Names of older versions and the present one; a function returns the arguments that say the same.
 OLD_NAMES: dict[str, Any] = {
     "evaluation_strategy": "eval_strategy",
-    "evaluate_during_training": _set("eval_strategy", "steps"),
     "warmup_ratio": _warmup,
     "no_cuda": "use_cpu",
     "per_gpu_train_batch_size": "per_device_train_batch_size",
@@ -62,12 +56,6 @@ OLD_NAMES: dict[str, Any] = {
     "include_inputs_for_metrics": _set("include_for_metrics", ["inputs"]),
     "push_to_hub_model_id": "hub_model_id",
     "push_to_hub_token": "hub_token",
-    "torchdynamo": "torch_compile_backend",
-    "xpu_backend": "ddp_backend",
-    "split_batches": _within("accelerator_config", "split_batches"),
-    "dispatch_batches": _within("accelerator_config", "dispatch_batches"),
-    "fsdp_min_num_params": _within("fsdp_config", "min_num_params"),
-    "fsdp_transformer_layer_cls_to_wrap": _within("fsdp_config", "transformer_layer_cls_to_wrap"),
 }
 OLD_OPTIMIZERS = {"adamw_hf": "adamw_torch", "adamw_apex_fused": "adamw_torch_fused"}
 # What the present version has no argument for, and where it is here.
@@ -83,14 +71,6 @@ GONE = {
     "fp16_backend": "mixed precision is torch.autocast: fp16=True or bf16=True",
     "half_precision_backend": "mixed precision is torch.autocast: fp16=True or bf16=True",
     "use_mps_device": "an accelerator is found without it; use_cpu=True is for the CPU",
-    "use_legacy_prediction_loop": "there is one evaluation loop",
-    "past_index": "it was of models that are no longer in Transformers",
-    "ray_scope": "it was of the search with Ray",
-    "tpu_num_cores": "TPUs are not supported",
-    "sharded_ddp": "it was of FairScale: write fsdp=True",
-    "mp_parameters": "SageMaker is not supported",
-    "use_ipex": "it was of the extension of Intel, which is now part of torch",
-    "jit_mode_eval": "it was of torch.jit: write torch_compile=True",
 }
 
 
@@ -122,7 +102,7 @@ def read_arguments(args: Any, stacklevel: int = 2) -> tuple[Any, dict[str, Any]]
     Raises
     ------
     ConfigError
-        An unknown name, with the nearest one; a value of a wrong type; a file that cannot be read.
+        An unknown name, with the nearest one; a value of a wrong type.
     """
     transformers = library()
     if isinstance(args, transformers.TrainingArguments):
@@ -158,20 +138,8 @@ def _read_file(path: Path) -> Any:
     suffix = path.suffix.lower()
     if suffix not in (".json", ".yaml", ".yml"):
         raise ConfigError(f"args={str(path)!r} has the suffix {suffix!r}; write a .json, .yaml or .yml file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"args={str(path)!r} cannot be read: {error.strerror}") from error
-    try:
-        if suffix == ".json":
-            return json.loads(text)
-        if importlib.util.find_spec("yaml") is None:
-            raise ConfigError(f"{path.name} needs PyYAML, which is not installed: pip install pyyaml, or write JSON")
-        return importlib.import_module("yaml").safe_load(text)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{path} is not valid: {error}") from error
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text) if suffix == ".json" else importlib.import_module("yaml").safe_load(text)
 
 
 def _fields(cls: type) -> tuple[str, ...]:
@@ -204,15 +172,15 @@ def _present(
             values[name] = OLD_OPTIMIZERS[str(value)]
             told.append(f"optim={value!r} is of an older Transformers; write optim={values[name]!r}")
         elif name in fields:
-            values[name] = _merge(values.get(name), value)
+            values[name] = value
         elif name in OLD_NAMES:
             said = {OLD_NAMES[name]: value} if isinstance(OLD_NAMES[name], str) else OLD_NAMES[name](value)
             text = " and ".join(f"{new}={each!r}" for new, each in said.items())
             told.append(f"{name} is of an older Transformers; " + (f"write {text}" if text else "leave it out"))
             for new, each in said.items():
-                if given.get(new) not in (None, 0, each) and not isinstance(each, Mapping):
+                if given.get(new) not in (None, 0, each):
                     raise ConfigError(f"{where} has {name}={value!r} and {new}={given[new]!r}; keep {new}")
-                values[new] = _merge(values.get(new), each)
+                values[new] = each
         elif name in HERE:
             told.append(f"{name}={value!r} is of an older Transformers; write {HERE[name]}")
             entries[name] = value
@@ -223,11 +191,6 @@ def _present(
     if unknown:
         raise ConfigError(f"{where} has {'; and '.join(unknown)}")
     return values, entries, told
-
-
-def _merge(before: Any, value: Any) -> Any:
-    """Join two dicts for one argument."""
-    return {**before, **value} if isinstance(before, Mapping) and isinstance(value, Mapping) else value
 
 
 def _unknown(name: str, fields: tuple[str, ...]) -> str:

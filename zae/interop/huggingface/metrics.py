@@ -8,9 +8,8 @@ on one rank: a batch is given to ``compute_metrics`` as soon as the next one is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from zae.common.argument_checks import check_metrics
@@ -24,10 +23,6 @@ __all__ = ["BatchOutputs", "EvaluationOutputs", "concatenate", "forward_outputs"
 ENTRY = "eval_outputs"
 """The name of the outputs in ``log_test``."""
 
-PADDING = -100
-"""What shorter rows are filled up with, as by Transformers: losses ignore such labels."""
-
-_Nested = TypeVar("_Nested")
 _INCLUDES = ("inputs", "loss")
 
 
@@ -143,7 +138,7 @@ class EvaluationOutputs:
         if self.compute_metrics is None or not has_both:
             return {}
         if not self.by_batch:
-            return self._compute(BatchOutputs(*(to_numpy(concatenate(each)) for each in zip(*outputs, strict=True))))
+            return self._compute(BatchOutputs(*map(concatenate, zip(*outputs, strict=True))))
         *most, last = outputs
         for each in most:
             self._compute(each, compute_result=False)
@@ -176,11 +171,18 @@ def _flat(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 # ------------------------------------------------------------------------------------------------ one batch
 
 
+def _detached(value: Any) -> Any:
+    """Return nested tensors without their graphs."""
+    from transformers.trainer_pt_utils import nested_detach
+
+    return nested_detach(value)
+
+
 def labels_of(inputs: Mapping[str, Any], names: Sequence[str]) -> Any:
     """Return the labels of a batch: one, a tuple of several, or None where one of them is missing."""
     if not names or any(inputs.get(name) is None for name in names):
         return None
-    labels = tuple(detach(inputs[name]) for name in names)
+    labels = _detached(tuple(inputs[name] for name in names))
     return labels[0] if len(labels) == 1 else labels
 
 
@@ -188,34 +190,18 @@ def forward_outputs(outputs: Any, ignore_keys: Sequence[str], has_loss: bool) ->
     """Return what a model has returned beside its loss: one tensor, or a tuple in the order of the outputs."""
     if isinstance(outputs, Mapping):
         names = [key for key in outputs if key not in ignore_keys and not (has_loss and key == "loss")]
-        for name in names:
-            _check_tensors(outputs[name], name)
         found = tuple(outputs[name] for name in names)
     elif isinstance(outputs, (tuple, list)):
         found = tuple(outputs[1:] if has_loss else outputs)
     else:  # A model without labels may return a tensor.
-        return None if has_loss else detach(outputs)
-    found = detach(found)
+        return None if has_loss else _detached(outputs)
+    found = _detached(found)
     return found[0] if len(found) == 1 else found or None
 
 
 def default_ignored(model: nn.Module) -> list[str]:
     """Return the outputs that the configuration of a model leaves out of predictions."""
     return list(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ["past_key_values"])
-
-
-def _check_tensors(value: Any, name: str) -> None:
-    """Refuse an output that cannot be joined with those of the other batches."""
-    if isinstance(value, (tuple, list)):
-        for each in value:
-            _check_tensors(each, name)
-    elif isinstance(value, Mapping):
-        _check_tensors([*value.values()], name)
-    elif not isinstance(value, (Tensor, type(None))):
-        raise StepError(
-            f"the output {name!r} of the model contains a {type(value).__name__}, and predictions are tensors; leave "
-            f"it out: ignore_keys=[{name!r}]"
-        )
 
 
 def generate(
@@ -242,7 +228,7 @@ def generate(
     def padded(each: Tensor) -> Tensor:
         return nn.functional.pad(each, (0, max(length - each.shape[-1], 0)), value=pad)
 
-    return padded(tokens), None if labels is None else _map(padded, labels)
+    return padded(tokens), padded(labels) if isinstance(labels, Tensor) else labels
 
 
 # ------------------------------------------------------------------------------------------------ nested tensors
@@ -256,67 +242,17 @@ def _leaves(value: Any) -> Iterator[Tensor]:
             yield from _leaves(each)
 
 
-def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return a copy of nested tensors with a function of each."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map(function, each) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        return (tuple if isinstance(value, tuple) else list)(_map(function, each) for each in value)
-    return value
+def concatenate(parts: Iterable[Any]) -> Any:
+    """Join nested tensors of all batches, padded as Transformers pads them, and return them as arrays."""
+    from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
-
-def detach(value: Any) -> Any:
-    """Return nested tensors without their graphs."""
-    return _map(Tensor.detach, value)
-
-
-def to_numpy(value: Any) -> Any:
-    """Return nested tensors as arrays; NumPy has no bfloat16, which becomes float32."""
-    return _map(lambda each: (each.float() if each.dtype == torch.bfloat16 else each).cpu().numpy(), value)
-
-
-def concatenate(parts: Iterable[_Nested]) -> _Nested:
-    """Join nested tensors of all batches along their first dimension, and pad the second one on the right.
-
-    The result is that of Transformers, which joins two at a time and so copies each row as often as there are batches.
-    """
-    parts = list(parts)
-    first: Any = parts[0]
-    if any(type(each) is not type(first) for each in parts):
-        found = sorted({type(each).__name__ for each in parts})
-        raise StepError(f"batches have outputs of different types: {', '.join(found)}; return the same for each batch")
-    if isinstance(first, Tensor):
-        return _concatenate_tensors(parts)  # type: ignore[return-value, arg-type]
-    if isinstance(first, Mapping):
-        return {key: concatenate(each[key] for each in parts) for key in first}  # type: ignore[return-value,index]
-    if isinstance(first, (tuple, list)):
-        joined = [concatenate(each) for each in zip(*parts, strict=True)]
-        return tuple(joined) if isinstance(first, tuple) else joined  # type: ignore[return-value]
-    return first
-
-
-def _concatenate_tensors(parts: list[Tensor]) -> Tensor:
-    parts = [each.reshape(1) if each.dim() == 0 else each for each in parts]
-    first = parts[0]
-    if any(
-        each.shape[:1] + each.shape[2:] != each.shape[:1] + first.shape[2:] or each.dim() != first.dim()
-        for each in parts
-    ):
-        found = sorted({tuple(each.shape[1:]) for each in parts})
-        raise StepError(
-            f"the outputs of batches have rows of different shapes, {found[0]} and {found[-1]}, and only the first "
-            "dimension of a row is padded; use preprocess_logits_for_metrics to bring them to one shape"
-        )
-    if first.dim() < 2 or all(each.shape[1] == first.shape[1] for each in parts):
-        return torch.cat(parts)
-    shape = (sum(map(len, parts)), max(each.shape[1] for each in parts), *first.shape[2:])
-    joined, row = first.new_full(shape, PADDING), 0
-    for each in parts:
-        joined[row : row + len(each), : each.shape[1]] = each
-        row += len(each)
-    return joined
+    joined = list(parts)
+    if joined[0] is None:
+        return None
+    while len(joined) > 1:  # Two neighbours at a time, so that no row is copied as often as there are batches.
+        pairs = zip(joined[::2], joined[1::2])
+        joined = [nested_concat(*pair) for pair in pairs] + joined[len(joined) - len(joined) % 2 :]
+    return nested_numpify(joined[0])
 
 
 # ------------------------------------------------------------------------------------------------ names of metrics

@@ -6,7 +6,6 @@ Transformers makes both itself: its groups of parameters, its defaults and its s
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -26,15 +25,7 @@ __all__ = [
     "schedule",
 ]
 
-_log = logging.getLogger("zae")
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
-# What the optimizers that need no package take from ``optim_args``; Transformers ignores the rest.
-_OPTIM_ARGS = {
-    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
-    "adagrad": ("lr_decay", "weight_decay", "eps"),
-    "rmsprop": ("momentum", "alpha", "eps", "weight_decay", "centered"),
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adafactor"), ()),
-}
 _OPTIMIZER_ARGUMENTS = (
     "optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args",
     "optim_target_modules", "warmup_steps",
@@ -147,8 +138,6 @@ class OptimizerFactory:
 
         args = self.args
         _check_optimizer(args)
-        for text in unused_optim_args(args):
-            _log.warning("%s", text)
         # A trainer without its constructor, which would want data and move the model.
         trainer: Any = object.__new__(transformers.Trainer)
         pair = None if self.cls_and_kwargs is None else (self.cls_and_kwargs[0], dict(self.cls_and_kwargs[1]))
@@ -223,26 +212,6 @@ class Schedule(LambdaLR):
         return {name: value for name, value in super().state_dict().items() if name not in ("_total", "_ends")}
 
 
-def unused_optim_args(args: Any) -> list[str]:
-    """Describe the entries of ``optim_args`` that the optimizer does not read, and Transformers ignores."""
-    name, given = _name(args.optim), _optim_args(args)
-    known = _OPTIM_ARGS.get(name, given)
-    return [
-        f"optim_args has {each!r}, which optim={name!r} does not read{did_you_mean(each, known)}"
-        for each in given
-        if each not in known
-    ]
-
-
-def _optim_args(args: Any) -> list[str]:
-    """Return the names in ``optim_args``, such as "momentum=0.9,nesterov=true"."""
-    given = args.optim_args or ""
-    pairs = [each.partition("=") for each in given.replace(" ", "").split(",")] if given else []
-    if not all(name and value and "=" not in value for name, _, value in pairs):
-        raise ConfigError(f"optim_args={given!r}; write optim_args='momentum=0.9,nesterov=true'")
-    return [name for name, _, _ in pairs]
-
-
 def _check_optimizer(args: Any) -> None:
     """Refuse an optimizer that Transformers does not know, or that steps within backward."""
     from transformers.training_args import OptimizerNames
@@ -257,7 +226,6 @@ def _check_optimizer(args: Any) -> None:
             f"optim={name!r} changes the weights within backward, before gradients are clipped and checked; write "
             f"optim={whole if whole != name else 'adafactor'!r}"
         )
-    _optim_args(args)
 
 
 def _check_schedule(args: Any) -> None:
