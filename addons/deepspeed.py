@@ -17,7 +17,7 @@ from zae.errors import ConfigError
 from zae.interop.deepspeed import config as settings
 from zae.interop.deepspeed.zero import Zero, load_library
 from zae.launch.blocks import check_divisible
-from zae.launch.ddp import broadcast
+from zae.launch.collectives import broadcast
 from zae.optim import as_dict
 
 __all__ = ["DeepSpeedAddon"]

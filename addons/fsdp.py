@@ -26,7 +26,7 @@ from zae.launch.blocks import (
     parse_methods,
     split_by_block,
 )
-from zae.launch.ddp import BUCKET, broadcast, group_alike
+from zae.launch.collectives import BUCKET, average, broadcast
 from zae.launch.meta_init import MetaInit, is_meta
 from zae.launch.spawn import launched_world
 from zae.preview.memory import shard_memory
@@ -297,7 +297,7 @@ class FSDPAddon(DistributedAddon):
         """Average the gradients of parameters outside of the model."""
         if self._world > 1:
             shards.check_used(self._held, self.progress_checker.step, self.gather_data)
-            self._average_outside()
+            average([each for each in self.parameters if not is_sharded(each)], self._world, self.reduce)
         super().normalize(num_targets)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
@@ -314,14 +314,6 @@ class FSDPAddon(DistributedAddon):
         if self._world > 1:
             shards.explain_parts(error)
         super().on_exception(error)
-
-    def _average_outside(self) -> None:
-        for group in group_alike([each for each in self.parameters if not is_sharded(each)]):
-            present = self.reduce(torch.tensor([float(each.grad is not None) for each in group])).tolist()
-            for parameter, count in zip(group, present):
-                if count:
-                    own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                    parameter.grad = self.reduce(own).div_(self._world)
 
     def unscale(self) -> None:
         """Let all ranks skip a step in which the float16 gradients of one have overflowed."""

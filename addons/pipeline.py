@@ -14,7 +14,7 @@ from zae.common.argument_checks import check_count
 from zae.display.text import format_size
 from zae.errors import ConfigError
 from zae.launch.blocks import check_tables
-from zae.launch.ddp import BUCKET, broadcast
+from zae.launch.collectives import BUCKET, all_reduce, average, broadcast
 from zae.launch.pipeline import merge, parts
 from zae.launch.pipeline.arrangement import Arrangement, check_split
 from zae.launch.pipeline.chain import Chain
@@ -283,8 +283,12 @@ class PipelineAddon(DistributedAddon):
             self._runner.share_gradients(self._outside())
             if self._data_size > 1:
                 own = [each for each in self.parameters if each.requires_grad and not each.is_meta]
-                parts.average(own, self.build_mesh().get_group("replicate"), self._data_size)
+                average(own, self._data_size, self._sum_over_pipelines)
         super().normalize(num_targets)
+
+    def _sum_over_pipelines(self, tensor: Tensor) -> Tensor:
+        all_reduce(tensor, self.build_mesh().get_group("replicate"))
+        return tensor
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the norm over the gradients of all stages."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from zae.common.torch_private import check_reducer
+from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check_reducer
 from zae.errors import DistributedError
 from zae.launch.blocks import check_tables
-from zae.launch.ddp import Replica, broadcast, group_alike, sparse_in
-from zae.optim.state import like_parameter_layout
+from zae.launch.collectives import average, broadcast
 from zae.optimizers.quantized import check_replicated
 
 if TYPE_CHECKING:
@@ -21,9 +21,86 @@ if TYPE_CHECKING:
 else:
     from zae.composition.introspect import AddOnPart
 
-__all__ = ["ReplicatedAddon"]
+__all__ = ["Replica", "ReplicatedAddon"]
 
 _SHOWN = 10
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"  # torch < 2.13
+
+
+class Replica(DistributedDataParallel):
+    """DistributedDataParallel that records whether it was called, and forwards attributes to its model."""
+
+    _used = False
+    _made = False
+    _step = -1
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        if not can_arrange_buckets():  # torch would arrange them after the first step, unless it looks for unused ones.
+            options["find_unused_parameters"] = True
+        # The last parameters come first, where buckets are arranged at once: their gradients are there first.
+        vars(self)["_step"] = 1 if options["find_unused_parameters"] else -1
+        options[_SYNC_BUFFERS] = False
+        super().__init__(module, **options)
+        if hasattr(module, "dim"):
+            del self.dim  # Used for several devices in one process; a model may have an attribute of this name.
+        self._held = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
+        # torch arranges the buckets of gradients after the first step, in the order in which its gradients came. The
+        # order of a sum over three or more ranks depends on it: the first step after a resume would differ in its
+        # last bits.
+        arrange_buckets(self.reducer)
+        self._made = True
+
+    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
+        parameters, expect_sparse = super()._build_params_for_reducer()
+        return parameters[:: self._step], expect_sparse[:: self._step]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        vars(self)["_used"] = True  # Not through __setattr__, which takes longer.
+        return super().forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set attributes that the wrapper does not have on the model."""
+        if type(value) is bool and name in vars(self):  # The wrapper sets one in each step.
+            vars(self)[name] = value
+            return
+        own = not self._made or name == "module" or name in vars(self) or hasattr(type(self), name)
+        if own or (name.startswith("_") and not hasattr(self.module, name)):
+            super().__setattr__(name, cast(Any, value))
+        else:
+            setattr(self.module, name, value)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class ReplicatedAddon(AddOnPart):
@@ -96,7 +173,7 @@ class ReplicatedAddon(AddOnPart):
         """Refuse tables whose forward changes weights, and note what has sparse gradients."""
         super()._check_model(model)
         check_tables(model)
-        self._sparse = sparse_in(model)
+        self._sparse = _sparse_in(model)
 
     def _wrap(self) -> Any:
         self._check_model(self._inner)
@@ -191,22 +268,11 @@ class ReplicatedAddon(AddOnPart):
         return [0.0] if counted and not has_samples else num_targets
 
     def _average(self, parameters: list[Tensor], has_samples: bool) -> None:
-        """Average gradients without the wrapper; one that no rank has stays None."""
-        if not parameters:
-            return
-        own = torch.tensor([float(has_samples and p.grad is not None) for p in parameters])
-        present = [p for p, ranks in zip(parameters, self.reduce(own).tolist()) if ranks]
-        for parameter in parameters:
-            if not has_samples:
+        """Average gradients without the wrapper; a rank without samples has none."""
+        if not has_samples:
+            for parameter in parameters:
                 parameter.grad = None
-        for group in group_alike(present):
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in group]
-            flat = self.reduce(torch.cat([grad.reshape(-1) for grad in grads])).div_(self._world)
-            for parameter, part in zip(group, flat.split([p.numel() for p in group])):
-                grad = part.view_as(parameter)
-                if not parameter.is_contiguous():  # A fused kernel needs the same memory layout for both.
-                    grad = like_parameter_layout(grad, parameter)
-                parameter.grad = grad.to_sparse(1) if id(parameter) in self._sparse else grad
+        average(parameters, self._world, self.reduce, self._sparse)
 
     def _check_used(self, engine: Replica) -> None:
         """Refuse a step that left parameters without gradients: the wrapper has then not averaged any."""
@@ -256,3 +322,9 @@ class ReplicatedAddon(AddOnPart):
                 yield
         finally:
             self.model = before
+
+
+def _sparse_in(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters whose gradients are sparse."""
+    tables = [each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    return {id(each.weight) for each in tables if each.sparse}

@@ -18,8 +18,7 @@ from zae.common.walk import is_sharded, tensors_in
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
 from zae.launch.blocks import check_divisible, check_even, divided_dimensions
-from zae.launch.collectives import gather_objects
-from zae.launch.ddp import BUCKET, broadcast
+from zae.launch.collectives import BUCKET, broadcast, gather_objects
 from zae.sinks.fingerprint import fingerprint
 
 __all__ = ["TensorParallelAddon"]

@@ -22,7 +22,7 @@ from kit.faults import wait_for
 from kit.ranks import each_rank, on_ranks
 from zae import AddOnConflict, ConfigError, DistributedError, Trainer
 from zae.addons import CompileAddon, EMAAddon, FSDPAddon, GradientAccumulationAddon, GradientCheckpointingAddon
-from zae.launch.ddp import BUCKET, broadcast
+from zae.launch.collectives import BUCKET, broadcast
 from zae.saving.rank_states import RankStates
 
 

@@ -59,7 +59,7 @@ def train(num_workers: int = 1, wrapped: bool = True) -> str:
     from kit.hand import digest, loader
     from zae import Trainer
     from zae.addons import StateManagerAddon
-    from zae.launch.ddp import Replica
+    from zae.addons.replicated import Replica
 
     class Task(Trainer.add_on(StateManagerAddon)):  # type: ignore[misc]
         def train_step(self, batch: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -130,12 +129,6 @@ def parse_blocks(given: Any, option: str = "fsdp_blocks") -> Any:
     if isinstance(given, nn.Module):
         raise ConfigError(f"{option} is a {type(given).__name__} itself; give its class, or its name in the model")
     if callable(given) and not isinstance(given, type):
-        try:
-            inspect.signature(given).bind("", nn.Module())
-        except TypeError as error:
-            raise ConfigError(f"{option} is a function that does not take a name and a module: {error}") from None
-        except ValueError:  # A built-in one may not say what it takes.
-            pass
         return given
     found = list(given) if isinstance(given, (list, tuple, set)) else [] if given is None else [given]
     if not all(isinstance(each, (str, type)) for each in found):

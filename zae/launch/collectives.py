@@ -12,13 +12,19 @@ from __future__ import annotations
 import ctypes
 import pickle
 from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_reduce", "gather_objects", "hold"]
+from zae.optim.state import like_parameter_layout
+
+__all__ = ["BUCKET", "all_reduce", "average", "broadcast", "gather_objects", "group_alike", "hold"]
+
+BUCKET = 25 * 2**20
+"""Bytes of small tensors that are sent at once, as many as DistributedDataParallel averages at once."""
 
 _LARGEST = 1 << 20  # Bytes of a tensor that is held: memory that a run may need.
 
@@ -62,3 +68,64 @@ def _gather(tensor: Tensor, count: int, group: Any) -> list[Tensor]:
     work.wait()
     hold(work, tensor, *found)
     return found
+
+
+def group_alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors that can be flattened into one."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())
+
+
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Broadcast tensors from rank 0, small ones in buckets: that takes at most `BUCKET` bytes beside them."""
+    with torch.no_grad():
+        for group in group_alike(tensors):
+            for bucket in _buckets(group):
+                _send(bucket)
+
+
+def _send(tensors: list[Tensor]) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        dist.broadcast(tensors[0].detach(), src=0)
+        return
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    dist.broadcast(flat, src=0)
+    if dist.get_rank():
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Group tensors in their order, as many as `BUCKET` bytes hold."""
+    bucket, size = list[Tensor](), 0
+    for tensor in tensors:
+        if bucket and size + tensor.nbytes > BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def average(
+    parameters: Iterable[Tensor], size: int, reduce: Callable[[Tensor], Tensor], sparse: Collection[int] = ()
+) -> None:
+    """Average gradients over so many ranks after the backward; one that no rank has stays None.
+
+    ``reduce`` returns the sum of a tensor over these ranks. Parameters with an id in ``sparse`` get sparse gradients.
+    """
+    for alike in group_alike(parameters):
+        own = torch.tensor([float(each.grad is not None) for each in alike])
+        present = [each for each, ranks in zip(alike, reduce(own).tolist()) if ranks]
+        if not present:
+            continue
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in present]
+        flat = reduce(torch.cat([each.reshape(-1) for each in gradients])).div_(size)
+        for parameter, part in zip(present, flat.split([each.numel() for each in present])):
+            gradient = part.view_as(parameter)
+            if not parameter.is_contiguous():  # A fused kernel needs the same memory layout for both.
+                gradient = like_parameter_layout(gradient, parameter)
+            parameter.grad = gradient.to_sparse(1) if id(parameter) in sparse else gradient

@@ -11,7 +11,7 @@ from zae.common import random_state
 from zae.common.argument_checks import check_model
 from zae.errors import ConfigError
 from zae.launch import shards
-from zae.launch.ddp import broadcast
+from zae.launch.collectives import broadcast
 from zae.launch.transfer import find_unpicklable
 
 __all__ = ["MetaInit", "is_meta"]

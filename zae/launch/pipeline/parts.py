@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zae.launch.collectives import all_reduce
-from zae.launch.ddp import group_alike
 
-__all__ = ["average", "check_loss", "fill_states", "gradient_norm", "keep_own", "make_whole"]
+__all__ = ["check_loss", "fill_states", "gradient_norm", "keep_own", "make_whole"]
 
 
 def keep_own(model: nn.Module, kept: Collection[int]) -> None:
@@ -119,19 +118,3 @@ def gradient_norm(gradients: Iterable[Tensor], parameters: Iterable[Tensor], gro
     all_reduce(square, group)
     dtypes = [each.dtype for each in parameters]
     return square.sqrt().to(max(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32))
-
-
-def average(parameters: Sequence[Tensor], group: Any, size: int) -> None:
-    """Average gradients over a group; one that no rank of it has stays None."""
-    for alike in group_alike(parameters):
-        present = torch.tensor([float(each.grad is not None) for each in alike], device=alike[0].device)
-        all_reduce(present, group)
-        found = [each for each, count in zip(alike, present.tolist()) if count]
-        if not found:
-            continue
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in found]
-        flat = torch.cat([each.reshape(-1) for each in gradients])
-        all_reduce(flat, group)
-        flat.div_(size)
-        for parameter, part in zip(found, flat.split([each.numel() for each in found])):
-            parameter.grad = part.view_as(parameter)
