@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,27 +17,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zae.addon import AddOnBase, replaces
-from zae.addons.agreement import AgreementAddon
 from zae.addons.sharded import ShardingAddon
 from zae.common import random_state
 from zae.common.argument_checks import check_number
+from zae.common.model_weights import named_parameters
 from zae.composition.introspect import add_ons_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard
 from zae.display.notebook import Output, draw_elsewhere, is_in_a_notebook
-from zae.errors import ConfigError
+from zae.errors import ConfigError, DistributedError
+from zae.launch import shards
 from zae.launch import spawn as launching
 from zae.launch.blocks import check_shapes
 from zae.launch.collectives import all_reduce, gather_objects
+from zae.launch.drift import DriftCheck, Meetings, note_culprit
 from zae.launch.mesh import DIMENSIONS, Mesh, check_mesh
 from zae.launch.rank_process import is_spawned, note_failure, show, tell_failures_early
+from zae.launch.stop_flag import StopFlag
 from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
 from zae.saving.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
+from zae.sinks.fingerprint import fingerprints
+from zae.storage.checkpoint import Group
 
 __all__ = ["DistributedAddon"]
 
 
-class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
+class DistributedAddon(ShardingAddon, AddOnBase):
     """Run the loop on several ranks: the base of engines, the add-ons that fill the slot ``parallel``.
 
     It starts the ranks or joins those of a launcher, gives each its share of the data, adds up what is recorded,
@@ -83,7 +92,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
     layer = "parallel"
     slot = "parallel"
     mesh_dimensions: ClassVar[tuple[str, ...]] = ("replicate",)
-    process_attributes = {"_outer_error": None, "_placed": False, "device_mesh": None, "_kept": None}
+    process_attributes = {"_outer_error": None, "_beside": None, "_placed": False, "device_mesh": None}
 
     def __init__(
         self,
@@ -105,8 +114,10 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         self.device_mesh: Any = None  # The DeviceMesh of torch, once it is asked for.
         self._rank_states = RankStates()  # What each rank saved, until this one has loaded its own.
         self._placed = False
-        self._left: tuple[bytes, bytes, str] | None = None  # The random streams at the end of the last run.
-        self._kept: dict[str, Any] | None = None  # Under a launcher, those of this rank, between two runs.
+        self._between_runs = StreamsBetweenRuns()
+        self._stop_flag, self._drift = StopFlag(), DriftCheck()
+        self._outer_error: BaseException | None = None  # One that was being handled as the run began.
+        self._beside: Any = None  # The process group of saves in shards.
 
     # ------------------------------------------------------------------------------------------- beginning and end
 
@@ -127,7 +138,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
 
     def _begin_here(self) -> None:
         """Continue the random streams of the last ranks, unless this process has drawn or seeded since."""
-        if self._left is not None and not self.progress_checker.epoch_batch and random_state.comparable() != self._left:
+        if self._between_runs.were_left and not self._between_runs.are_continued(self.progress_checker):
             self._rank_states = RankStates()
             self.loader_position = self.loader_position.fresh()
 
@@ -149,7 +160,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
                 each["position"] = between_epochs(each["position"])
         self.load_state_dict(state)
         self._take_attributes(rest)
-        self._left = random_state.comparable()
+        self._between_runs.leave()
 
     def _take_attributes(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -167,6 +178,7 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
 
     def setup(self) -> None:
         """Join the other ranks, then set up on the device of this rank."""
+        self._outer_error = sys.exc_info()[1]  # The other ranks have it too.
         if launching.join(self._backend(), self.timeout, self.init_method):
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
             mesh = self._mesh()
@@ -245,59 +257,45 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
             random_state.seed_everything(self.seed)
             random_state.draw_as_rank(self._data_rank)
             self.progress_checker.is_seeded = True
-            self._kept = None
+            self._between_runs = StreamsBetweenRuns()
             return
         if is_spawned():  # They were derived as the process began.
             return
-        kept, goes_on = self._kept, self._is_run_continued()
-        self._kept = None
-        if all(self.gather(goes_on)):
-            assert kept is not None
-            random_state.restore(kept)
+        before, self._between_runs = self._between_runs, StreamsBetweenRuns()
+        if all(self.gather(before.own is not None and before.are_continued(self.progress_checker))):
+            assert before.own is not None
+            random_state.restore(before.own)
             return
         # The ranks of a launcher may all have been seeded alike by the script: without this they would augment alike.
         random_state.restore(self.gather(random_state.capture() if self._rank == 0 else None)[0])
         random_state.draw_as_rank(self._rank)
 
-    def _end_streams(self) -> None:
-        """Keep the streams of this rank for the next run; until then all ranks draw as rank 0.
-
-        Else a script that divides its data at random between two runs would divide it in another way on each rank.
-        """
-        if self._world == 1 or is_spawned() or self._is_failing():
-            return
-        own = random_state.capture()
-        random_state.restore(self.gather(own if self._rank == 0 else None)[0])
-        self._kept, self._left = own, random_state.comparable()
-
-    def _is_run_continued(self) -> bool:
-        """Return whether the next run continues the streams that were kept."""
-        if self._kept is None:
-            return False
-        return bool(self.progress_checker.epoch_batch) or random_state.comparable() == self._left
-
     @contextmanager
     def _streams_to_save(self) -> Iterator[None]:
         """Between two runs, let a state have the streams that the next run continues, and not those of the script."""
-        if not self._is_run_continued():
+        between = self._between_runs
+        if between.own is None or not between.are_continued(self.progress_checker):
             yield
             return
-        assert self._kept is not None
         with random_state.isolated():
-            random_state.restore(self._kept)
+            random_state.restore(between.own)
             yield
 
     def teardown(self) -> None:
-        """Give the script the random streams of rank 0."""
+        """Leave nothing under way on the process group, and give the script the random streams of rank 0."""
+        self._stop_flag.drop(is_failing=self._is_failing())
         super().teardown()
-        self._end_streams()
+        if self._world > 1 and not is_spawned() and not self._is_failing():
+            self._between_runs.give_back(self._rank, self.gather)
 
     def on_exception(self, error: BaseException) -> None:
-        """Report at once that this rank fails."""
+        """Report at once that this rank fails, and look which other rank is the cause."""
         note_failure(error)
         if isinstance(error, Exception) and self._world > 1:
             error.add_note(f"zae: in rank {self._rank} of {self._world}")
         super().on_exception(error)
+        if self._world > 1:
+            note_culprit(error, self.timeout)
 
     # -------------------------------------------------------------------------------------------------- the ranks
 
@@ -374,6 +372,109 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         if not self._is_failing():
             self.reduce(torch.zeros(1))
 
+    # ------------------------------------------------------------------------------- what the ranks agree on
+
+    def meet(self, call: str) -> None:
+        """Wait until all ranks make this call; the error names it where one does not."""
+        super().meet(call)
+        if self._world > 1:
+            Meetings.meet(call, self.timeout)
+
+    def save_model(self, path: str | Path | None = None, **options: Any) -> Path:
+        """Save the weights; where they lie in parts, all ranks call it, and raise the error of rank 0."""
+        save = partial(super().save_model, path, **options)
+        if self.can_save_alone:
+            return save()
+        self.meet("save_model")
+        return Group(self.rank, self.gather).together(save, Path(path or "the model"))[self.rank]
+
+    @replaces
+    def gather_beside(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, through a separate process group; the loop makes the first call."""
+        values = [value] * self._world
+        if self._world > 1:
+            try:
+                if self._beside is None:
+                    self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+                values = gather_objects(value, self._beside)
+            except RuntimeError as error:
+                raise DistributedError(
+                    f"rank {self._rank} of {self._world}: another rank has ended, or did not answer within the "
+                    f"timeout of {self.timeout:g} s, while a checkpoint was written; resume from the one before"
+                ) from error
+        return values
+
+    @replaces
+    def stop(self, reason: str) -> None:
+        """End the run on all ranks after the next step, whichever rank calls it; see `checkpoint`."""
+        if self._world == 1:
+            return super().stop(reason)
+        self._stop_flag.reason = reason
+
+    @replaces
+    def request(self, action: str) -> None:
+        """Ask for something on all ranks, whichever rank calls it; they agree on it as on `stop`."""
+        if self._world == 1:
+            return super().request(action)
+        self._stop_flag.requests.add(action)
+
+    def on_run_begin(self) -> None:
+        """Reset the request to stop, and check that all ranks begin at the same place."""
+        self._stop_flag.reason, progress = None, self.progress_checker
+        self._stop_flag.requests.clear()
+        _check_places(self.gather((progress.epoch, progress.step, progress.epoch_batch)))
+        self._drift.begin(progress.step)
+        super().on_run_begin()
+
+    def on_validation_begin(self) -> None:
+        """Note that the ranks meet at this step."""
+        super().on_validation_begin()
+        self._stop_flag.is_meeting = True
+
+    def checkpoint(self) -> None:
+        """Agree on whether to stop, and on what `request` was called with.
+
+        After a step they agree on what was asked at the step before, so that no step waits for it. After a validation,
+        an epoch and the last step of the run, where the ranks meet in any case, they agree on what is asked now.
+        """
+        if self._world > 1:
+            progress = self.progress_checker
+            waits = not progress.epoch_batch or progress.step >= self.current_run.last_step
+            if waits:
+                self._check_drift()
+            reason, requests = self._stop_flag.agree(waits, self.gather)
+            if reason is not None:
+                super().stop(reason)
+            for action in requests:
+                super().request(action)
+        super().checkpoint()
+
+    def replicas(self) -> dict[str, Tensor]:
+        """Return by name the tensors that each rank with that name must hold bitwise alike: the parameters.
+
+        They are compared at the end of each epoch and whenever the state is saved. Buffers are not among them: those
+        of a module may differ between ranks. A part of a sharded one has the name of that part.
+        """
+        found: dict[str, Tensor] = dict(named_parameters(self.unwrap()))
+        known = {id(each) for each in found.values()}
+        others = (each for each in self.parameters if id(each) not in known)
+        found |= {f"parameter {index} outside of the model": each for index, each in enumerate(others)}
+        return {shards.name_of_part(name, each): each for name, each in found.items()}
+
+    def _check_drift(self) -> None:
+        """Refuse to continue with ranks whose weights differ."""
+
+        def hashes() -> dict[str, int]:
+            replicas = self.replicas()
+            return dict(zip(replicas, fingerprints(replicas.values())))
+
+        self._drift.check(self.progress_checker.step, hashes, self.gather)
+
+    def _is_failing(self) -> bool:
+        """Return whether an exception of this run is being handled, so that the other ranks may not be here."""
+        error = sys.exc_info()[1]
+        return error is not None and error is not self._outer_error
+
     # ----------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
@@ -405,6 +506,45 @@ class DistributedAddon(AgreementAddon, ShardingAddon, AddOnBase):
         self._placed = is_known
 
 
+class StreamsBetweenRuns:
+    """The random streams between two runs of ranks.
+
+    The script draws as rank 0 then, on each rank: else it would divide its data in another way on each. The next run
+    continues the streams of the one before, unless the script has drawn or seeded since.
+
+    Attributes
+    ----------
+    own : dict, optional
+        Those of this rank at the end of the last run, under a launcher; spawned ranks have ended.
+    """
+
+    def __init__(self) -> None:
+        self.own: dict[str, Any] | None = None
+        self._of_script: tuple[bytes, bytes, str] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "own": None}  # They are those of this process.
+
+    @property
+    def were_left(self) -> bool:
+        """Whether a run has ended, so that there are streams to continue."""
+        return self._of_script is not None
+
+    def leave(self) -> None:
+        """Note what the script is given as a run ends."""
+        self._of_script = random_state.comparable()
+
+    def give_back(self, rank: int, gather: Callable[[Any], list[Any]]) -> None:
+        """Keep the streams of this rank, and give the script those of rank 0; all ranks call it."""
+        self.own = random_state.capture()
+        random_state.restore(gather(self.own if rank == 0 else None)[0])
+        self.leave()
+
+    def are_continued(self, progress: Any) -> bool:
+        """Return whether the next run continues them: within an epoch, or if the script has not drawn since."""
+        return bool(progress.epoch_batch) or random_state.comparable() == self._of_script
+
+
 def run_rank(trainer: Any, name: str, is_shown: bool, **arguments: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Run a trainer that was sent to this rank; return what the one in the parent process takes over."""
     tell_failures_early()
@@ -418,3 +558,13 @@ def run_rank(trainer: Any, name: str, is_shown: bool, **arguments: Any) -> tuple
 def _is_known(backend: str) -> bool:
     """Return whether torch knows a backend, or one for each kind of device, as in "cpu:gloo,cuda:nccl"."""
     return {"auto", *dist.Backend.backend_list}.issuperset(p.rpartition(":")[2].lower() for p in backend.split(","))
+
+
+def _check_places(places: list[tuple[int, int, int]]) -> None:
+    """Refuse to begin a run with processes that are at different epochs, steps or batches."""
+    if len(set(places)) > 1:
+        stand = ", ".join(f"rank {rank} at step {place[1]}" for rank, place in enumerate(places))
+        raise DistributedError(
+            f"the processes do not continue from the same state: {stand}. All of them must load the same checkpoint: "
+            "let save_path (or resume) name a folder that all machines share"
+        )
