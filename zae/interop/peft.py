@@ -247,7 +247,7 @@ def check_adapter(model: nn.Module, weights: Mapping[str, Any]) -> None:
         raise CheckpointMismatch(
             f"the checkpoint has the weights of a model without this adapter (first {next(iter(weights))}). Load them "
             "into the base model before the adapter is applied: "
-            "model.load_state_dict(safetensors.torch.load_file('.../step-00000012/model.safetensors'))"
+            "safetensors.torch.load_model(model, '.../step-00000012/model.safetensors')"
         )
 
 
