@@ -384,9 +384,9 @@ class StateManagerAddon(AddOnBase):
         info = {**describe_run(self, redact), **info}
         about = checkpointer.describe(self.progress_checker, add_ons_of(type(self)), self.world_size, info)
         trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
-        group, is_writer = Group(self.rank, self.gather_beside), self.is_main or has_failed
+        group = Group(self.rank, self.gather_beside)
         job = Job(target, state, checkpointer.model_format, about, replaces, trained, group)
-        checkpointer.write(job, is_writer, partial(self._trial.check_optimizers, self.optimizers, state["optimizer"]))
+        checkpointer.write(job, is_writer=self.is_main or has_failed)
 
     def _present_score(self) -> float | None:
         """Return the monitored metric if it was measured on the present weights."""

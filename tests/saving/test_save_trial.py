@@ -178,23 +178,6 @@ def test_an_optimizer_that_cannot_be_resumed(kind: Any, said: str, tmp_path: Pat
     refuse(build(tmp_path, optimizer=optimizer), said)
 
 
-def test_what_an_optimizer_keeps_later_is_tried_at_the_next_save(tmp_path: Path) -> None:
-    class Late(Drops):
-        def state_dict(self) -> Any:
-            state = super().state_dict()
-            if trainer.progress_checker.step < 3:
-                del state["kept"]
-            return state
-
-        def load_state_dict(self, state_dict: Any) -> None:
-            super().load_state_dict(state_dict)
-
-    trainer = build(tmp_path, optimizer=Late, save_every=Every(steps=1))
-    with pytest.raises(CheckpointError, match="does not load its own state"):
-        trainer.run(2, hand.loader())
-    assert trainer.progress_checker.step == 3
-
-
 # ------------------------------------------------------------------------------------------------ the rest of the state
 
 

@@ -333,19 +333,17 @@ class Checkpointer:
             for name in names:
                 del scores[name]
 
-    def write(self, job: Job, is_writer: bool, check: Callable[[], None] = lambda: None) -> None:
+    def write(self, job: Job, is_writer: bool) -> None:
         """Write a checkpoint, or begin to, and then remove those that it replaces.
 
-        Every rank calls it, and the one that has the whole state is the writer, which calls ``check`` before; all of
-        them write a sharded one. If one fails, all of them raise its error. After an exception the rank that failed
-        calls it alone, as the writer.
+        Every rank calls it, and the one that has the whole state is the writer; all of them write a sharded one. If one
+        fails, all of them raise its error. After an exception the rank that failed calls it alone, as the writer.
         """
 
         def write() -> None:
             if is_writer:
                 self._lock.keep(job.target)
             if is_writer and not job.is_sharded:
-                check()
                 self.saver.save(job, self._commit)
 
         if self.has_failed:

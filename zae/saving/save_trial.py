@@ -49,7 +49,7 @@ _SMALL = 64 << 20
 
 
 class SaveTrial:
-    """Knows which states of a run have been tried, and tries those that have not.
+    """Tries the state of a run once.
 
     A run that was resumed has loaded its state from a checkpoint, and tries nothing.
     """
@@ -60,7 +60,6 @@ class SaveTrial:
         self._optimizers: dict[str, Optimizer] = {}
         self._schedulers: dict[str, Any] = {}
         self._tensors: dict[str, Any] = {}  # What a script that is started again has of the model.
-        self._known: dict[str, set[Any]] = {}  # The structures of the states of each optimizer that were tried.
 
     def __getstate__(self) -> dict[str, Any]:
         """Return nothing: a copy of a trainer, in another process or for a trial, begins again."""
@@ -101,15 +100,8 @@ class SaveTrial:
             state = dict(trainer.state_dict())
         group = Group(trainer.rank, trainer.gather)
         group.together(partial(self._try_all, trainer, state), trainer.save_path)  # type: ignore[attr-defined]
+        self._optimizers.clear()
         self._schedulers.clear()
-
-    def check_optimizers(self, optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for a state with entries that an optimizer had not yet when it was tried."""
-        for name, optimizer in optimizers.items():
-            _refuse_subclasses(states[name], f"optimizer[{name!r}]")
-            if name in self._optimizers and _structure(states[name]) not in self._known.get(name, ()):
-                found = _through_file(states[name], with_parts=False)
-                self._try_optimizer(name, optimizer, states[name], found)
 
     def _try_all(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Encode, decode and load what this rank has of a state."""
@@ -138,7 +130,6 @@ class SaveTrial:
 
     def _try_optimizer(self, name: str, optimizer: Optimizer, state: Any, found: Any) -> None:
         """Load the state of an optimizer into a copy of it, and compare."""
-        self._known.setdefault(name, set()).add(_structure(state))
         where, kind = f"optimizer[{name!r}]", type(optimizer).__name__
         if views := shared_memory([*leaves_of(state, where)]):
             raise CheckpointError(
@@ -232,16 +223,6 @@ def _copy_blank(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     if byte_count(*own) > _SMALL:  # Mostly nothing: the state is made in the first step.
         memo |= {id(each): each for each in own}
     return copy_optimizer(optimizer, memo)
-
-
-def _structure(state: Any) -> Any:
-    """Return the names of the entries in the state of an optimizer, without values, in a form to compare."""
-    if not isinstance(state, Mapping):
-        return None
-    entries = state.get("state")
-    inside = entries.items() if isinstance(entries, Mapping) else ()
-    kinds = {frozenset(each) if isinstance(each, Mapping) else key for key, each in inside}
-    return frozenset(kinds), frozenset(state)
 
 
 def _bytes_in(state: Any) -> int:

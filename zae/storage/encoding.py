@@ -209,9 +209,7 @@ class _Encoder:
     def value(self, value: Any, path: _Path, depth: int) -> Any:
         """Return the JSON form of `value`, which stands at `path` and `depth` brackets deep."""
         kind = type(value)
-        if kind is float:  # A run may have logged a million of them.
-            return value if math.isfinite(value) else {"$float": str(value)}
-        if kind in PLAIN and (kind is not int or _is_in_json(value)):
+        if kind in PLAIN and _is_in_json(value):
             return value
         if depth + _ROOM > DEPTH_LIMIT:
             raise CheckpointError(
@@ -240,6 +238,8 @@ class _Encoder:
     def _dict(self, value: dict[Any, Any], path: _Path, depth: int) -> Any:
         """Return an object if JSON can hold the keys and none looks like a tag, else pairs."""
         if type(value) is dict and all(type(key) is str and key[:1] != "$" for key in value):
+            if PLAIN.issuperset(map(type, value.values())) and all(map(_is_in_json, value.values())):
+                return value  # A row of a history, which may have a hundred thousand.
             return {key: self.value(item, (path, key), depth + 1) for key, item in value.items()}
         pairs = []
         for key, item in value.items():
@@ -282,9 +282,10 @@ class _Encoder:
         return name
 
 
-def _is_in_json(value: int) -> bool:
-    """Return whether an integer fits into 64 bits: larger ones are not read back the same everywhere."""
-    return -(2**63) <= value < 2**63
+def _is_in_json(value: Any) -> bool:
+    """Return whether JSON has a plain value: it lacks NaN, and integers beyond 64 bits are not read the same by all."""
+    kind = type(value)
+    return math.isfinite(value) if kind is float else kind is not int or -(2**63) <= value < 2**63
 
 
 def _check_key(key: Any, path: _Path) -> None:

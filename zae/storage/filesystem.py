@@ -181,7 +181,7 @@ CURE = "Restore the file from a copy, or delete this checkpoint and resume from 
 CHUNK = 8 << 20
 """The most bytes in one write or read."""
 
-_AHEAD = 128 << 20  # the most bytes that wait for their hash while the next are written
+_AHEAD = 16  # The most pieces that wait for their hash while the next are written: memory must not grow.
 _BATCH = 1 << 20  # smaller pieces are collected: one write for a thousand small tensors
 
 
@@ -199,9 +199,7 @@ class Output:
         self._pending = bytearray()
         self._digest = hashlib.sha256()
         self._hasher: threading.Thread | None = None
-        self._queue: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._ahead = 0  # bytes in the queue
-        self._room = threading.Condition()
+        self._queue: queue.Queue[memoryview | None] = queue.Queue(_AHEAD)
 
     def __enter__(self) -> Self:
         return self
@@ -258,19 +256,13 @@ class Output:
                 self._hasher = hasher
         if self._hasher is None:
             self._digest.update(data)
-            return
-        with self._room:  # memory must not grow if hashing is slower than writing
-            self._room.wait_for(lambda: self._ahead < _AHEAD)
-            self._ahead += len(data)
-        self._queue.put(data)
+        else:
+            self._queue.put(data)
 
     def _hash_all(self) -> None:
         """Hash pieces until there are no more; hashlib releases the interpreter lock."""
         while (data := self._queue.get()) is not None:
             self._digest.update(data)
-            with self._room:
-                self._ahead -= len(data)
-                self._room.notify()
 
 
 class Input:
