@@ -105,9 +105,7 @@ def test_a_manifest_that_was_changed_too(saved: Path, tmp_path: Path, name: str,
     with pytest.raises(CheckpointMismatch, match=f"{name}={value} is more than batch=6|the manifest says {name} 6"):
         build(tmp_path / "other", resume=str(found)).run(3, [torch.ones(4, 2)] * 3)
     alone = changed(saved, tmp_path / "manifest", ("progress", "step"), 6, **{name: abs(value)})
-    with pytest.raises(
-        CheckpointError, match=f"the manifest says {name} {abs(value)}, and the state|mixed checkpoints"
-    ):
+    with pytest.raises(CheckpointError, match=f"the manifest says {name} {abs(value)}, and the state"):
         build(tmp_path / "other", resume=str(alone)).run(3, [torch.ones(4, 2)] * 3)
 
 

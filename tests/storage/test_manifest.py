@@ -18,7 +18,7 @@ def full(**about: Any) -> dict[str, Any]:
     """Return a manifest with its files."""
     manifest: dict[str, Any] = {**draft("ckpt", {"b": "a"}, ABOUT | about)}
     for name in ("model.ckpt", "state.safetensors", "state.json"):
-        manifest["files"][name] = FileEntry(size=1, sha256="0" * 64, step=3, run_id=manifest["run_id"])
+        manifest["files"][name] = FileEntry(size=1, sha256="0" * 64)
     return manifest
 
 

@@ -262,14 +262,14 @@ def write_share(
 
 def _write_files(
     staging: Path, files: Mapping[str, dict[str, Tensor] | bytes], check: Callable[[], object]
-) -> dict[str, tuple[int, str]]:
+) -> dict[str, FileEntry]:
     """Write the files of this rank, and return the size and hash of each."""
     if not staging.is_dir():
         raise CheckpointError(f"{staging.parent} is not on a disk that all ranks share; give such a save_path")
     with contextlib.ExitStack() as hashing:  # Each file is hashed while the next is written, and during the check.
         outputs = {name: write_file(staging / name, _writer(name, held), hashing) for name, held in files.items()}
         check()
-    return {name: (output.size, output.hexdigest()) for name, output in outputs.items()}
+    return {name: FileEntry(size=each.size, sha256=each.hexdigest()) for name, each in outputs.items()}
 
 
 def _writer(name: str, content: dict[str, Tensor] | bytes) -> Callable[[Callable[[Any], object]], object]:
@@ -278,11 +278,9 @@ def _writer(name: str, content: dict[str, Tensor] | bytes) -> Callable[[Callable
     return partial(write_ckpt if name == MODEL_FILES["ckpt"] else write_safetensors, tensors=content)
 
 
-def _install(staging: Path, directory: Path, manifest: Manifest, written: Mapping[str, tuple[int, str]]) -> None:
+def _install(staging: Path, directory: Path, manifest: Manifest, written: Mapping[str, FileEntry]) -> None:
     """List the files of all ranks in the manifest, and rename the directory."""
-    step, run_id = manifest["step"], manifest["run_id"]
-    for name, (size, sha256) in written.items():
-        manifest["files"][name] = FileEntry(size=size, sha256=sha256, step=step, run_id=run_id)
+    manifest["files"] |= written
     text = seal(manifest)
     write_file(staging / MANIFEST, lambda write: write(text))
     filesystem.disk.fsync_directory(staging)

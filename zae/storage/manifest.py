@@ -1,7 +1,7 @@
 """Checkpoint manifests: draft, seal, parse, and compare with the files of a checkpoint.
 
-A manifest names each file with its size, its SHA-256 and the step and run that it belongs to, and contains a hash of
-itself, so that a file that was cut, changed or taken from another checkpoint is detected.
+A manifest names each file with its size and its SHA-256, and contains a hash of itself, so that a file that was cut,
+changed or taken from another checkpoint is detected.
 """
 
 from __future__ import annotations
@@ -64,12 +64,10 @@ _SEALED = re.compile(rb',\n "sha256": "[0-9a-f]{64}"\n}\n')
 
 
 class FileEntry(TypedDict):
-    """The entry of one file; step and run_id repeat those of the manifest, unless files were mixed."""
+    """The entry of one file."""
 
     size: int
     sha256: str
-    step: int
-    run_id: str
 
 
 class Manifest(TypedDict):
@@ -245,9 +243,6 @@ def _files_fault(content: Mapping[str, Any]) -> str | None:
             return f"gives {name} the size {entry['size']!r:.80}"
         if type(entry["sha256"]) is not str or not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
             return f"gives {name} the sha256 {entry['sha256']!r:.80}"
-        for key in ("step", "run_id"):
-            if entry[key] != content[key]:
-                return f"is of {key} {content[key]!r:.80}, and {name} of {entry[key]!r:.80}: mixed checkpoints"
         if name in (STATE, SHARDS) and entry["size"] > STATE_LIMIT:
             return f"claims {entry['size']} bytes for {name}; the limit is {STATE_LIMIT}"
     return None
