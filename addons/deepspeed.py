@@ -45,7 +45,7 @@ class DeepSpeedAddon(DistributedAddon):
         floating tensors that the model is called with. By default that of ``deepspeed_config``, else False.
     deepspeed_config : dict, str or Path, optional
         A configuration of DeepSpeed, or its JSON file. "auto" is filled in from the trainer; where an entry differs
-        from the trainer's option, it is refused. Without ``optimizer`` the trainer takes that of its section.
+        from the trainer's option, it is refused, as are the sections of an optimizer and a scheduler.
 
     Raises
     ------
@@ -89,12 +89,6 @@ class DeepSpeedAddon(DistributedAddon):
         **kwargs: Any,
     ) -> None:
         self._config = settings.read(deepspeed_config)
-        section = self._config.get("optimizer")
-        self._section = None if section is None else settings.OptimizerSection(section)
-        is_given = kwargs.get("optimizer") is not None or len(args) > 3
-        if self._section is not None and not is_given:
-            kwargs["optimizer"] = self._section.as_factory()
-            self._section = None
         self._zero: Zero | None = None
         super().__init__(*args, **kwargs)
         self.zero_stage = self._option("zero_stage", zero_stage, "zero_optimization", "stage", _DEFAULT_STAGE)
@@ -121,8 +115,6 @@ class DeepSpeedAddon(DistributedAddon):
         if len(as_dict(self.optimization.optimizer)) > 1:
             raise ConfigError("DeepSpeed steps one optimizer, and the trainer has several; give one with several "
                               "groups, or train with MultiGPUAddon")  # fmt: skip
-        if self._section is not None and isinstance(given := self.optimization.optimizer, Optimizer):
-            self._section.check_same(given)
         if self.deepspeed_bf16 and not self.zero_stage:
             raise ConfigError("zero_stage=0 has no float32 weights beside those in bfloat16; write zero_stage=1")
         names = {each.__name__ for each in add_ons_of(type(self))}
@@ -225,9 +217,7 @@ class DeepSpeedAddon(DistributedAddon):
         settings.check_parameters(optimizer, model)
         if self.zero_stage:
             allowed = self._config.get("zero_allow_untested_optimizer", False) is True
-            settings.OptimizerSection.check_kind(optimizer, allowed)
-        if self._section is not None:
-            self._section.check_same(optimizer)
+            settings.check_kind(optimizer, allowed)
         broadcast(each for each in model.buffers() if each.numel())
         filled = self._fill(self._world)
         self._zero = Zero(load_library(self.device), model, optimizer, filled)

@@ -56,7 +56,6 @@ def test_folder_loads_with_auto_model(model: Any, tmp_path: Path) -> None:
     assert not [each for each in found.iterdir() if each.name.endswith(".bin")], "training_args.bin is a pickle"
     assert json.loads((found / "training_args.json").read_text())["per_device_train_batch_size"] == 8
     assert json.loads((found / "zae.json").read_text())["step"] == 3
-    assert "| loss | 0.25 |" in (found / "README.md").read_text()
     assert TOKEN not in "".join(each.read_text(errors="ignore") for each in found.iterdir())
     assert not [each for each in found.iterdir() if each.name.startswith(".")]
 
@@ -136,7 +135,7 @@ def test_upload_creates_the_repository_and_commits_the_files(hub: Hub, model: An
     assert [each["repo"] for each in hub.commits] == ["me/net"] * 2
     assert hub.commits[0]["message"] == "step 1"
     assert hub.commits[0]["revision"] == "dev"
-    assert {"README.md", "config.json", "model.safetensors", "zae.json"} <= {*hub.commits[0]["files"]}
+    assert {"config.json", "model.safetensors", "zae.json"} <= {*hub.commits[0]["files"]}
     assert not {each for each in hub.commits[0]["files"] if each.startswith(("_", ".", "step"))}
     assert hub.commits[0]["files"]["model.safetensors"] == (tmp_path / "model.safetensors").read_bytes()
     assert len(hub.made) == 1, "the repository is created once"

@@ -121,11 +121,11 @@ def scheduler_of_deepspeed():
 
 @mistake(
     zae.ConfigError,
-    "deepspeed_config: DeepSpeed would compile a kernel for",
-    "write 'torch_adam': true in optimizer.params for the optimizer of torch",
+    "deepspeed_config: optimizer is not used with DeepSpeedAddon",
+    "give the trainer an optimizer: optimizer=torch.optim.AdamW(model.parameters()",
 )
-def optimizer_that_deepspeed_would_compile():
-    deepspeed({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, optimizer=None)
+def optimizer_of_deepspeed():
+    deepspeed({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
 
 
 @mistake(

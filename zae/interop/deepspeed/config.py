@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zae.errors import ConfigError, did_you_mean
 
-__all__ = ["ELEMENTWISE", "OptimizerSection", "check_parameters", "fill", "read"]
+__all__ = ["ELEMENTWISE", "check_kind", "check_parameters", "fill", "read"]
 
 AUTO = "auto"
 ELEMENTWISE = tuple(
@@ -47,6 +47,7 @@ _TRUTHS = {
 _INSTEAD = {
     **dict.fromkeys(("fp16", "amp"), "write 'bf16': {'enabled': true}, which needs no loss scale"),
     **dict.fromkeys(("offload_optimizer", "offload_param"), "leave it out, or train with FSDPAddon, cpu_offload=True"),
+    "optimizer": "give the trainer an optimizer: optimizer=torch.optim.AdamW(model.parameters(), lr=...)",
     "scheduler": "give the trainer a scheduler: scheduler=zae.schedulers.cosine(warmup=...)",
 }
 
@@ -84,12 +85,12 @@ def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 def _check_entry(section: str, key: str, value: Any) -> None:
     """Refuse an entry that zae neither fills in nor leaves to DeepSpeed."""
     place = f"{section}.{key}" if section else key
-    if key in _TUNING.get(section, ()) or (section, key) in _TRUTHS or place == "optimizer":
+    if key in _TUNING.get(section, ()) or (section, key) in _TRUTHS:
         return
     settings = value if isinstance(value, Mapping) else {"enabled": value}
     if key in _INSTEAD and (settings.get("enabled") in (False, AUTO) or settings.get("device") == "none"):
         return
-    sections = () if section else ("zero_optimization", "bf16", "optimizer")
+    sections = () if section else ("zero_optimization", "bf16")
     known = [*_TUNING.get(section, ()), *(name for where, name in _TRUTHS if where == section), *sections]
     remedy = _INSTEAD.get(key) or f"leave it out{did_you_mean(key, known)}"
     raise ConfigError(f"deepspeed_config: {place} is not used with DeepSpeedAddon; {remedy}")
@@ -131,7 +132,7 @@ def fill(config: Mapping[str, Any], truths: Mapping[str, tuple[Any, str]], batch
         "train_micro_batch_size_per_gpu": batch or 1,
         "gradient_accumulation_steps": 1,  # zae weighs the batches of a window by their samples.
         "gradient_clipping": 0.0 if clip == math.inf else clip,
-        "zero_allow_untested_optimizer": True,  # `OptimizerSection.check_kind` has looked at it.
+        "zero_allow_untested_optimizer": True,  # `check_kind` has looked at it.
         "zero_optimization": {
             **{key: value for key, value in zero.items() if key in _TUNING["zero_optimization"] and value != AUTO},
             "stage": truths["zero_optimization.stage"][0],
@@ -151,69 +152,12 @@ def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
         )
 
 
-class OptimizerSection:
-    """The section "optimizer" of a configuration: a factory of it, or the same as the optimizer of the trainer."""
-
-    def __init__(self, section: Any) -> None:
-        params = section.get("params", {}) if isinstance(section, Mapping) else None
-        if not isinstance(params, Mapping) or not isinstance(section.get("type"), str):
-            raise ConfigError(f"deepspeed_config: optimizer is {section!r:.80}; write {{'type': 'AdamW', 'params': "
-                              "{'lr': 1e-3, 'torch_adam': true}}")  # fmt: skip
-        self.type: str = section["type"]
-        self.params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
-        self.torch_adam = bool(self.params.pop("torch_adam", False))
-        self.adam_w_mode = bool(self.params.pop("adam_w_mode", True))
-
-    def as_factory(self) -> Callable[[Any], Optimizer]:
-        """Return this object as a factory; refuse values that only another optimizer would have."""
-        if names := [name for name, value in self.params.items() if value == AUTO]:
-            raise ConfigError(
-                f"deepspeed_config: optimizer.params.{names[0]} is 'auto', and the trainer has no optimizer to take it "
-                "from; give optimizer=torch.optim.AdamW(model.parameters(), lr=...), or write a number"
-            )
-        self._class()
-        return self
-
-    def __call__(self, parameters: Any) -> Optimizer:
-        """Make the optimizer of parameters."""
-        return self._class()(parameters, **self.params)
-
-    def _name(self) -> str:
-        """Return the name of the class in torch; "Adam" of DeepSpeed is AdamW, unless ``adam_w_mode`` is false."""
-        if self.type.lower() not in ("adam", "adamw"):
-            return self.type
-        return "AdamW" if self.type.lower() == "adamw" or self.adam_w_mode else "Adam"
-
-    def _class(self) -> Any:
-        """Return the class in torch; refuse one that DeepSpeed would compile, or that needs whole tensors."""
-        found = next((each for each in ELEMENTWISE if each.__name__ == self._name()), None)
-        if found is None:
-            names = ", ".join(each.__name__ for each in ELEMENTWISE)
-            raise ConfigError(f"deepspeed_config: optimizer.type={self.type!r}; available: {names}")
-        if self._name() in ("Adam", "AdamW") and not self.torch_adam:
-            raise ConfigError(
-                f"deepspeed_config: DeepSpeed would compile a kernel for optimizer.type={self.type!r}; write "
-                "'torch_adam': true in optimizer.params for the optimizer of torch"
-            )
-        return found
-
-    def check_same(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer of the trainer that differs."""
-        own: dict[str, Any] = {"type": type(optimizer).__name__, **optimizer.defaults}
-        for name, value in {"type": self._name(), **self.params}.items():
-            if value not in (AUTO, own.get(name)):
-                raise ConfigError(
-                    f"deepspeed_config has optimizer {name}={value!r}, and the optimizer of the trainer has "
-                    f"{name}={own.get(name)!r}; write 'auto' there, or give only one of the two"
-                )
-
-    @staticmethod
-    def check_kind(optimizer: Optimizer, is_allowed: bool) -> None:
-        """Refuse an optimizer that may need whole tensors: each rank gives it a part of all of them in one."""
-        if type(optimizer) not in ELEMENTWISE and not is_allowed:
-            names = ", ".join(each.__name__ for each in ELEMENTWISE)
-            raise ConfigError(
-                f"ZeRO gives {type(optimizer).__name__} a part of all parameters in one flat tensor, and it may need "
-                f"them whole. Take one of {names}; if it computes each element on its own, write "
-                "'zero_allow_untested_optimizer': true in deepspeed_config"
-            )
+def check_kind(optimizer: Optimizer, is_allowed: bool) -> None:
+    """Refuse an optimizer that may need whole tensors: each rank gives it a part of all of them in one."""
+    if type(optimizer) not in ELEMENTWISE and not is_allowed:
+        names = ", ".join(each.__name__ for each in ELEMENTWISE)
+        raise ConfigError(
+            f"ZeRO gives {type(optimizer).__name__} a part of all parameters in one flat tensor, and it may need "
+            f"them whole. Take one of {names}; if it computes each element on its own, write "
+            "'zero_allow_untested_optimizer': true in deepspeed_config"
+        )

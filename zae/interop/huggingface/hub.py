@@ -45,7 +45,7 @@ __all__ = [
 
 _log = logging.getLogger("zae")
 STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
-ARGUMENTS, METADATA, CARD, WEIGHTS = "training_args.json", "zae.json", "README.md", "model.safetensors"
+ARGUMENTS, METADATA, WEIGHTS = "training_args.json", "zae.json", "model.safetensors"
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _FILES = re.compile(r"\.(safetensors|ckpt|pth?|bin|h5|onnx|pkl|pickle|npz|json|zip|tar|gz|msgpack)")
 _SECONDS = 600.0  # How long an upload waits for a checkpoint that another thread writes.
@@ -89,8 +89,6 @@ def save_folder(
                     processing_class.save_pretrained(staging)
             for name, text in texts.items():
                 (staging / name).write_text(text + "\n", encoding="utf-8")
-            if not (staging / CARD).exists() and not (folder / CARD).exists():
-                (staging / CARD).write_text(model_card(folder.name, metadata), encoding="utf-8")
             _move_files(staging, folder)
     except OSError as error:
         if isinstance(error, CheckpointError):
@@ -162,24 +160,6 @@ def describe_model(model: nn.Module, more: Mapping[str, Any]) -> dict[str, Any]:
     versions = {"zae_version": zae.__version__, "transformers_version": transformers.__version__}
     about = {"torch_version": torch.__version__, "model_class": type(model).__name__, "base_model": base}
     return {"library_name": "zae", **versions, **about, **more}
-
-
-def model_card(name: str, metadata: Mapping[str, Any]) -> str:
-    """Return a draft of a model card."""
-    front = {"library_name": "peft" if metadata.get("is_adapter") else "transformers", "tags": ["zae"]}
-    if metadata.get("base_model"):
-        front["base_model"] = metadata["base_model"]
-    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", "", f"# {name}", ""]
-    lines.append(f"Trained with zae {metadata['zae_version']} for {metadata['step']} optimizer steps.")
-    metrics = {key: value for key, value in (metadata.get("metrics") or {}).items() if isinstance(value, (int, float))}
-    if metrics:
-        lines += [
-            "",
-            "| metric | value |",
-            "|---|---|",
-            *(f"| {key} | {value:.6g} |" for key, value in metrics.items()),
-        ]
-    return "\n".join([*lines, ""])
 
 
 def check_metadata(metadata: Any) -> None:
