@@ -105,7 +105,7 @@ class NonFiniteGuard:
             if not may_step:
                 self.restore_buffers(processes.unwrap())
             return may_step
-        if self._waiting and len(self._waiting) >= LATEST:
+        if self._steps and self._steps[-1] - self._steps[0] >= LATEST - 1:
             self.read_pending(progress, processes)
         return True
 

@@ -1,0 +1,72 @@
+"""Training on a device gives the bits of the loop by hand on that device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from device.on_device.tasks import DEVICE, MODELS, Task, adamw, assert_same, loader, loss_of, weights
+from emulation.record import record
+from zae.addons import AMPAddon, GradientAccumulationAddon
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": adamw,
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "capturable": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, capturable=True),
+    "tensor_lr": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), capturable=True),
+}
+
+
+def train_by_hand(kind, make_optimizer, *, autocast=None, scaled=False, accumulation=1):
+    """Train for two epochs of four batches in plain PyTorch, with the norm of the gradients clipped at 1."""
+    torch.manual_seed(0)
+    model = MODELS[kind]().to(DEVICE)
+    optimizer = make_optimizer(model.parameters())
+    scaler = torch.amp.GradScaler(DEVICE, enabled=scaled)
+    batches = loader(kind)
+    for _ in range(2):
+        for index, (inputs, target) in enumerate(batches):
+            inputs, target = inputs.to(DEVICE), target.to(DEVICE)
+            with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
+                loss = loss_of(model(inputs), target)
+            scaler.scale(loss / accumulation).backward()
+            if (index + 1) % accumulation == 0:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    return weights(model)
+
+
+def train(kind, make_optimizer, *addons, **options):
+    torch.manual_seed(0)
+    trainer = Task.add_on(*addons)(MODELS[kind](), DEVICE, optimizer=make_optimizer, gradient_clip=1.0, **options)
+    trainer.run(2, loader(kind))
+    assert {parameter.device.type for parameter in trainer.model.parameters()} == {DEVICE}
+    assert not record.violations
+    return weights(trainer.model)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_is_the_loop_by_hand(kind, optimizer):
+    assert_same(train(kind, OPTIMIZERS[optimizer]), train_by_hand(kind, OPTIMIZERS[optimizer]))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
+def test_bf16_is_autocast_by_hand(optimizer):
+    ours = train("attention", OPTIMIZERS[optimizer], AMPAddon, precision="bf16")
+    assert_same(ours, train_by_hand("attention", OPTIMIZERS[optimizer], autocast=torch.bfloat16))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_fp16_is_a_gradient_scaler_by_hand(optimizer):
+    ours = train("dense", OPTIMIZERS[optimizer], AMPAddon, precision="fp16")
+    assert_same(ours, train_by_hand("dense", OPTIMIZERS[optimizer], autocast=torch.float16, scaled=True))
+
+
+def test_accumulation_is_the_loop_by_hand():
+    ours = train("dense", adamw, GradientAccumulationAddon, gradient_accumulation_steps=2)
+    assert_same(ours, train_by_hand("dense", adamw, accumulation=2))

@@ -1,0 +1,130 @@
+"""A step does not wait for the device: what waits is the end of an epoch, as often as there are epochs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from device.on_device.tasks import DEVICE, Task, adamw, data, dense
+from emulation.record import record
+from zae.addons import (
+    AMPAddon,
+    AutoBatchAddon,
+    EMAAddon,
+    GradientAccumulationAddon,
+    GradientCheckpointingAddon,
+    PrefetchAddon,
+    SpikeGuardAddon,
+    ThroughputAddon,
+)
+
+SHORT, LONG = 20, 60
+"""Numbers of steps below the 64 after which the losses are looked at for NaN, which waits once."""
+
+
+class WithMetric(Task):
+    """A task with a metric beside the loss, on the device as the loss is."""
+
+    def train_step(self, batch):
+        inputs, target = batch
+        prediction = self.model(inputs)
+        error = (prediction - target).abs().mean().detach()
+        return {"loss": nn.functional.mse_loss(prediction, target), "error": error}
+
+
+class Blocks(nn.Sequential):
+    """Three blocks of one class, which are computed again in the backward."""
+
+    def __init__(self) -> None:
+        block = (nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(3))
+        super().__init__(nn.Linear(8, 16), nn.ModuleList(block), nn.Linear(16, 1))
+
+    def forward(self, values):
+        values = self[0](values)
+        for block in self[1]:
+            values = values + block(values)
+        return self[2](values)
+
+
+def per_step(optimizer):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=30)
+
+
+DECIDES_ON_THE_HOST = {"skip": 1, "spike_guard": 2}
+"""What leaves a step out reads the loss, and the norm, before the optimizer moves: so many waits a step."""
+
+COMPOSITIONS = {
+    "plain": ((), {}),
+    "clip": ((), {"gradient_clip": 1.0}),
+    "skip": ((), {"on_nonfinite": "skip"}),
+    "bf16": ((AMPAddon,), {"precision": "bf16"}),
+    "ema": ((EMAAddon,), {}),
+    "accumulation": ((GradientAccumulationAddon,), {"gradient_accumulation_steps": 4}),
+    "scheduler": ((), {"scheduler": per_step, "scheduler_step_on_batch": True}),
+    "spike_guard": ((SpikeGuardAddon,), {}),
+    "throughput": ((ThroughputAddon,), {}),
+    "checkpointing": ((GradientCheckpointingAddon,), {"model": Blocks}),
+    "automatic_batches": ((AutoBatchAddon,), {}),
+    "together": (
+        (AMPAddon, EMAAddon, GradientAccumulationAddon),
+        {"precision": "bf16", "gradient_accumulation_steps": 4, "gradient_clip": 1.0},
+    ),
+}
+
+
+def on_device(steps):
+    """Return batches that lie on the device."""
+    inputs, target = data(samples=16)
+    return [(inputs.to(DEVICE), target.to(DEVICE))] * steps
+
+
+def waits(trainer, batches):
+    """Return the lines that wait in an epoch, with how often."""
+    record.clear()
+    record.counts_waits = True
+    try:
+        trainer.run(1, batches)
+    finally:
+        record.counts_waits = False
+    assert not record.violations
+    return record.waits.copy()
+
+
+def assert_no_step_waits(trainer, batches, allowed=0):
+    """Compare an epoch with one that is longer: a wait in a step happens more often there."""
+    trainer.run(1, batches(2))  # What a first step waits for.
+    more = waits(trainer, batches(LONG)) - waits(trainer, batches(SHORT))
+    assert more.total() <= allowed * (LONG - SHORT), f"waits in {LONG - SHORT} steps: {dict(more)}"
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_no_step_waits(name):
+    addons, options = COMPOSITIONS[name]
+    model = options.get("model", dense)
+    options = {key: value for key, value in options.items() if key != "model"}
+    trainer = WithMetric.add_on(*addons)(model(), DEVICE, optimizer=adamw, **options)
+    assert_no_step_waits(trainer, on_device, DECIDES_ON_THE_HOST.get(name, 0))
+
+
+@pytest.mark.parametrize("addons", [(), (PrefetchAddon,)], ids=["plain", "prefetch"])
+def test_pinned_batches_of_workers_are_not_waited_for(addons):
+    def batches(steps):
+        return DataLoader(TensorDataset(*data(samples=16 * steps)), 16, pin_memory=True, num_workers=1)
+
+    trainer = Task.add_on(*addons)(dense(), DEVICE, optimizer=adamw)
+    assert_no_step_waits(trainer, batches)
+
+
+def test_a_wait_in_a_step_is_found():
+    """The check can fail: `.item()` in train_step waits in each step, and its line is named."""
+
+    class Waiting(Task):
+        def train_step(self, batch):
+            outputs = super().train_step(batch)
+            return {**outputs, "loss_now": outputs["loss"].item()}
+
+    trainer = Waiting(dense(), DEVICE, optimizer=adamw)
+    with pytest.raises(AssertionError, match=r"item: test_waits\.py:\d+ train_step"):
+        assert_no_step_waits(trainer, on_device)
