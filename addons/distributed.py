@@ -20,7 +20,9 @@ from zae.addon import AddOnBase, replaces
 from zae.addons.sharded import ShardingAddon
 from zae.common import random_state
 from zae.common.argument_checks import check_number
+from zae.common.device import exchange_current
 from zae.common.model_weights import named_parameters
+from zae.common.torch_private import count_devices
 from zae.composition.introspect import add_ons_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard
@@ -174,7 +176,8 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         """Return the name of the backend; ranks can always communicate over the CPU too."""
         if self.backend not in ("auto", "nccl"):
             return self.backend
-        return "cpu:gloo,cuda:nccl" if self.devices[0].type == "cuda" else "gloo"
+        kind = self.devices[0].type
+        return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
     def setup(self) -> None:
         """Join the other ranks, then set up on the device of this rank."""
@@ -243,9 +246,9 @@ class DistributedAddon(ShardingAddon, AddOnBase):
             )
         if len(self.devices) == here or first.type == "cpu":
             return self.devices[local % len(self.devices)]
-        device = torch.device(first.type, local)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        # A launcher that shows each rank one device, as srun can, shows it as the first.
+        device = torch.device(first.type, 0 if count_devices(first.type) == 1 else local)
+        exchange_current(device)
         return device
 
     def _begin_streams(self) -> None:

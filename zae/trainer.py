@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from zae import optim
 from zae.common import argument_checks, random_state
-from zae.common.device import can_copy_async, parse_device, to_device
+from zae.common.device import can_copy_async, exchange_current, parse_device, to_device
 from zae.common.model_weights import without_wrappers
 from zae.common.null_context import NULL_CONTEXT
 from zae.composition.calls import explained_call, run_call
@@ -652,6 +652,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         if self.seed is not None and not self.progress_checker.is_seeded:
             random_state.seed_everything(self.seed)
         self.progress_checker.is_seeded = True
+        self.current_run.previous_device = exchange_current(self.device)
         self.materialize(argument_checks.check_same(self.model, self.current_run.wrapped, self._module))
         self.model = self.current_run.wrapped = self.wrap_model(self._module)
         self.optimization.build(self.build_optimizer, self.build_scheduler, self.wrap_optimizers)
@@ -661,6 +662,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     def teardown(self) -> None:
         """Undo ``setup``; it is called after every run, in reverse order, also when ``setup`` failed half-way."""
         self.optimization.release()
+        exchange_current(self.current_run.previous_device)
         self.current_run.close()
         self.current_run, self.model = Run(self), self._module
 

@@ -18,6 +18,7 @@ from zae.errors import ConfigError
 __all__ = [
     "can_copy_async",
     "cpu_computes_in_bf16",
+    "exchange_current",
     "is_out_of_memory",
     "parse_device",
     "plain_tensors",
@@ -77,6 +78,27 @@ def can_copy_async(device: torch.device) -> bool:
     """
     found = accelerator()
     return found is not None and found.type == device.type != "mps"
+
+
+def exchange_current(device: torch.device | None) -> torch.device | None:
+    """Make a device the current one of this process, and return the one that was; None where nothing is to be done.
+
+    What a step makes with ``device="cuda"`` then lies where the model is.
+    """
+    module = _module_with_current(device)
+    if device is None or module is None:
+        return None
+    before = torch.device(device.type, module.current_device())
+    module.set_device(device)
+    return before
+
+
+def _module_with_current(device: torch.device | None) -> Any:
+    """Return torch's module of an accelerator that has a current device, or None: the CPU and MPS have none."""
+    if device is None or device.type in ("cpu", "meta"):
+        return None
+    module = getattr(torch, device.type, None)
+    return module if hasattr(module, "set_device") and hasattr(module, "current_device") else None
 
 
 def cpu_computes_in_bf16() -> bool:
@@ -179,7 +201,14 @@ def _parse_entry(entry: object, where: str) -> torch.device:
         )
     if device.type == "cpu":
         return HOST  # Without an index: cpu:0 does not equal the device of a tensor.
-    return torch.device(device.type, device.index or 0)
+    return torch.device(device.type, _current_index(device) if device.index is None else device.index)
+
+
+def _current_index(device: torch.device) -> int:
+    """Return the index of the device that torch means by a kind; an accelerator that is not in use stays so."""
+    module = _module_with_current(device)
+    is_in_use = module is not None and getattr(module, "is_initialized", module.is_available)()
+    return module.current_device() if is_in_use else 0
 
 
 def _parse_name(text: str, where: str) -> torch.device:

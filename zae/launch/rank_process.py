@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from zae.common import random_state
+from zae.common.device import exchange_current
 from zae.errors import DistributedError
 from zae.launch import transfer
 
@@ -49,6 +51,10 @@ _OURS = tuple(str(Path(each).parent) for each in (torch.__file__, __file__))
 _LOADING = str(Path(torch.__file__).parent / "utils" / "data")
 _PR_SET_PDEATHSIG = 1
 
+_WITH_FP32_PRECISION = (
+    "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn",
+)  # fmt: skip
+
 WHERE: Any = getattr(signal, "SIGUSR2", None)
 """The signal that asks a rank for its stack; None on Windows."""
 
@@ -60,8 +66,7 @@ def _settings() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "precision": torch.get_float32_matmul_precision(),
-        "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        "float32": _float32_precision(),
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         # A spawned process would spawn the workers of its loaders too, which takes seconds in each epoch.
         "start": multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
@@ -73,9 +78,32 @@ def _apply(settings: dict[str, Any], world: int) -> None:
     torch.set_default_dtype(settings["dtype"])
     torch.set_num_threads(max(1, settings["threads"] // world))
     torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
-    torch.set_float32_matmul_precision(settings["precision"])
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = settings["tf32"]
+    _set_float32_precision(settings["float32"])
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = settings["cudnn"]
+
+
+def _float32_precision() -> dict[str, Any]:
+    """Return how precise float32 is, in the names that the script uses.
+
+    Torch refuses to read its older settings, of functions, once a script has used the newer, ``fp32_precision``.
+    """
+    try:
+        return {
+            "matmul": torch.get_float32_matmul_precision(),
+            "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        }
+    except RuntimeError:
+        return {name: attrgetter(name)(torch.backends).fp32_precision for name in _WITH_FP32_PRECISION}
+
+
+def _set_float32_precision(found: dict[str, Any]) -> None:
+    if "matmul" in found:
+        torch.set_float32_matmul_precision(found["matmul"])
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = found["tf32"]
+        return
+    for name, value in found.items():
+        if value != attrgetter(name)(torch.backends).fp32_precision:
+            attrgetter(name)(torch.backends).fp32_precision = value
 
 
 def _random() -> dict[str, Any]:
@@ -247,8 +275,7 @@ def _work(task: Task) -> Any:
         os.environ.setdefault(name, str(loopback))
     _apply(task.settings, task.world)
     device = torch.device(task.devices[task.rank])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    exchange_current(device)
     waiting = timedelta(seconds=task.timeout)
     try:
         dist.init_process_group(

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from zae import optim
@@ -91,6 +92,7 @@ class Run:
         self.is_ready, self.is_new = False, self.is_call
         self.watches_next_step = self.has_begun_epoch = False
         self._warns_of_mode = True
+        self.previous_device: torch.device | None = None  # The current one of the process before the trainer's.
         self._weights: dict[str, list[Any]] = {}  # Of each optimizer, as the first epoch began.
         self.last_epoch = self.last_step = NO_LIMIT
         self.epoch_steps = self.limits.steps_per_epoch or 0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.storage
 
 from emulation.hooks import DEVICES, LIMIT, PROTECT
-from emulation.record import load, record
+from emulation.record import StreamContext, load, record
 
 extension = load("cuda")
 extension.install(DEVICES, PROTECT == 1, LIMIT)
@@ -187,21 +187,6 @@ class Event(torch.Event):
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
         initialize()
         return super().__new__(cls, "cuda", enable_timing=enable_timing)
-
-
-class StreamContext:
-    """What torch.cuda.stream(stream) returns; None is no stream."""
-
-    def __init__(self, stream: Stream | None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self.stream.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self.stream is not None:
-            self.stream.__exit__(*error)
 
 
 def set_sync_debug_mode(mode: int | str) -> None:

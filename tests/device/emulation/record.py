@@ -74,6 +74,21 @@ def _short(filename: str) -> str:
     return Path(filename).name
 
 
+class StreamContext:
+    """What `torch.cuda.stream(stream)` returns: the stream is the current one in the block; None is no stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(*error)
+
+
 def load(kind: str) -> ModuleType | Any:
     """Import the extension of a kind, built if necessary."""
     name = f"emulated_{kind}"

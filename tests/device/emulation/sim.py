@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from emulation import setting
-from emulation.record import load, record
+from emulation.record import StreamContext, load, record
 
 extension = load("sim")
 extension.install(setting("DEVICES", 2), setting("PROTECT", 1) == 1, setting("LIMIT", 0))
@@ -87,6 +87,7 @@ sim.memory_allocated = lambda where=None: extension.allocated(index_of(where))
 sim.max_memory_allocated = lambda where=None: extension.peak(index_of(where))
 sim.reset_peak_memory_stats = lambda where=None: extension.reset_peak(index_of(where))
 sim.Stream = torch.Stream
+sim.stream = StreamContext
 sim.Event = torch.Event
 sim.current_stream = lambda where=None: torch.accelerator.current_stream(index_of(where))
 torch._register_device_module("sim", sim)
