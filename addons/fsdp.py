@@ -24,12 +24,10 @@ from zae.launch.blocks import (
     describe_blocks,
     parse_blocks,
     parse_methods,
-    split_by_block,
 )
-from zae.launch.collectives import BUCKET, average, broadcast
+from zae.launch.collectives import average, broadcast
 from zae.launch.meta_init import MetaInit, is_meta
 from zae.launch.spawn import launched_world
-from zae.preview.memory import shard_memory
 
 __all__ = ["FSDPAddon"]
 
@@ -254,20 +252,12 @@ class FSDPAddon(DistributedAddon):
         return [*lines, f"sharded in blocks: {found}; the rest of the model is one more"]
 
     def plan_memory(self, plan: Any) -> None:
-        """Divide all that belongs to the model, and add the blocks that are gathered."""
-        memory, whole = plan.memory, plan.memory.parameters
-        largest = max((each.bytes for each in memory.parts.values()), default=0)
+        """Divide all that belongs to the model."""
         super().plan_memory(plan)
-        if plan.world_size == 1:
-            return
-        groups = split_by_block((name for name, _ in self.unwrap().named_parameters()), self.blocks())
-        keeps, accumulates = not self.reshard_after_forward, plan.batches_per_step > 1
-        ranks = plan.mesh.get("shard", 1)
-        shard_memory(memory, groups, ranks, self.mp_policy, keeps, accumulates)
-        memory.is_offloaded = self.cpu_offload
-        # Each rank has the whole model, and gets the weights of rank 0 in buckets. With meta_init only rank 0 has it,
-        # beside its part, and sends one tensor at a time.
-        memory.start = whole + (memory.parameters + largest if self.meta_init else min(whole, BUCKET))
+        if plan.world_size > 1:
+            for name, _ in self.unwrap().named_parameters():
+                plan.memory.parts[name].divide(0, plan.mesh.get("shard", 1))
+            plan.memory.is_offloaded = self.cpu_offload
 
     # ------------------------------------------------------------------------------------------------ a step
 

@@ -14,7 +14,7 @@ from zae.common.argument_checks import check_count
 from zae.display.text import format_size
 from zae.errors import ConfigError
 from zae.launch.blocks import check_tables
-from zae.launch.collectives import BUCKET, all_reduce, average, broadcast
+from zae.launch.collectives import all_reduce, average, broadcast
 from zae.launch.pipeline import merge, parts
 from zae.launch.pipeline.arrangement import Arrangement, check_split
 from zae.launch.pipeline.chain import Chain
@@ -376,5 +376,4 @@ class PipelineAddon(DistributedAddon):
         if plan.world_size == 1 or self._chain is not None:
             return
         memory, chain = plan.memory, self._divide(self.unwrap())
-        memory.start = memory.parameters + min(memory.parameters, BUCKET)
         memory.parts = self._arrangement().heaviest(chain, memory.parts, lambda part: part.bytes)

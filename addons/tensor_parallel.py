@@ -18,7 +18,7 @@ from zae.common.walk import is_sharded, tensors_in
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
 from zae.launch.blocks import check_divisible, check_even, divided_dimensions
-from zae.launch.collectives import BUCKET, broadcast, gather_objects
+from zae.launch.collectives import broadcast, gather_objects
 from zae.sinks.fingerprint import fingerprint
 
 __all__ = ["TensorParallelAddon"]
@@ -232,7 +232,6 @@ class TensorParallelAddon(DistributedAddon):
         if plan.world_size == 1:
             return
         ranks, modules = plan.mesh.get("tensor", 1), dict(self.unwrap().named_modules())
-        plan.memory.start = plan.memory.parameters + min(plan.memory.parameters, BUCKET)
         for name, style in self.styles().items():
             for key, dimension in divided_dimensions(style, modules[name]).items():
                 if part := plan.memory.parts.get(f"{name}.{key}" if name else key):  # One of two tied names.

@@ -167,7 +167,7 @@ class Preview:
         try:
             made = dict(trainer.optimization.optimizers_for(module))
             stepped = {name: state_after_a_step(each) for name, each in made.items()}
-            steps = [(each, optim.parameters_of(each), stepped[name]) for name, each in made.items()]
+            steps = [(optim.parameters_of(each), stepped[name]) for name, each in made.items()]
             found.memory = Memory.of_model(module, steps)
             trainer.plan_memory(found)
             if saves:
@@ -255,7 +255,7 @@ def plan(
       lr         0.1
       validates  at steps 5, 10
       logs       at steps 5, 10
-      memory     24 bytes and activations: parameters 12 bytes, gradients 12 bytes
+      memory     24 bytes beside activations and temporaries: parameters 12 bytes, gradients 12 bytes
       monitor    loss
     """
     limits = RunLimits(n_epoch, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches)
