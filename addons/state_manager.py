@@ -17,14 +17,11 @@ from zae.composition.introspect import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
 from zae.loop.progress import SIGNALED, Every
 from zae.preview.provenance import describe_code, describe_run
-from zae.saving.checkpointer import Checkpointer, Content, make_checkpointer
-from zae.saving.crash import EXACT, CrashSaver
+from zae.saving.checkpointer import EXACT, Checkpointer, Content, CrashSaver, Retention, WeightFiles, make_checkpointer
 from zae.saving.rank_states import RankStates, load_from_file
-from zae.saving.resume import Resumption
-from zae.saving.retention import Retention, WeightFiles
+from zae.saving.resume import Resumption, Start
 from zae.saving.save_trial import SaveTrial
 from zae.saving.saver import Job, check_moment, format_for
-from zae.saving.start_from import Start
 from zae.saving.stop_signals import StopSignals
 from zae.sinks.redact import redact
 from zae.storage.checkpoint import Group

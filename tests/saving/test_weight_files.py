@@ -15,7 +15,7 @@ from zae import ConfigError, Every
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.cli.doctor import examine
 from zae.errors import CheckpointError
-from zae.saving.retention import weight_files
+from zae.saving.checkpointer import weight_files
 from zae.storage.filesystem import FileSystem
 
 

@@ -25,7 +25,7 @@ from zae.addons import JSONLLoggerAddon, LedgerAddon, StateManagerAddon
 from zae.cli.diff import read_ledger
 from zae.cli.doctor import examine
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
-from zae.saving.crash import crashes_in
+from zae.saving.checkpointer import crashes_in
 from zae.saving.locks import FolderLock
 from zae.storage.checkpoint import list_checkpoints, load_checkpoint, load_weights, newest_valid
 from zae.storage.encoding import decode, encode, strict_json

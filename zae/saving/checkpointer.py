@@ -4,29 +4,332 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
+from zae.common.argument_checks import check_count
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
-from zae.saving.crash import EXACT, crashes_in, forget_claims, warn_of_lost_ranks
+from zae.loop.progress import Every, ProgressChecker
 from zae.saving.locks import FolderLock
-from zae.saving.retention import Retention, WeightFiles, step_of_weights
 from zae.saving.saver import Job, Saver
+from zae.storage import filesystem
 from zae.storage.checkpoint import Group, list_checkpoints, load_checkpoint, newest_valid, put_back, refuse_links
 from zae.storage.filesystem import checkpoint_name, original_name, remove_checkpoint, step_of
 from zae.storage.manifest import Manifest, check_progress, read_manifest
 
-if TYPE_CHECKING:
-    from zae.loop.progress import Every, ProgressChecker
-
-__all__ = ["Checkpointer", "Content", "make_checkpointer"]
+__all__ = [
+    "EXACT",
+    "Checkpointer",
+    "Content",
+    "CrashSaver",
+    "Retention",
+    "WeightFiles",
+    "WeightFolder",
+    "crashes_in",
+    "make_checkpointer",
+    "step_of_weights",
+    "weight_files",
+]
 
 _log = logging.getLogger("zae")
+
+
+# ------------------------------------------------------------------------------------------------------ which to keep
+
+_WEIGHTS = re.compile(r"weights-(\d{8,18})\.(?:safetensors|ckpt)")
+
+
+class Retention:
+    """The scores of checkpoints by name, and the rule that keeps some of them."""
+
+    def __init__(self, last: int | None, best: int, sign: int) -> None:
+        self.last, self.best, self.sign = last, best, sign
+        self.scores: dict[str, float | None] = {}
+
+    @classmethod
+    def parse(cls, keep_last: int | None, keep_best: int, direction: str) -> Retention:
+        """Return the rule for the options ``keep_last`` and ``keep_best``, where the best is the "min" or the "max"."""
+        last = check_count("keep_last", keep_last, optional=True)
+        best = check_count("keep_best", keep_best, least=0)
+        return cls(last, best or 0, 1 if direction == "min" else -1)
+
+    def best_first(self) -> list[str]:
+        """Return the names with a score, best first and of equal ones the older; NaN is not a score."""
+        scored = [(self.sign * score, name) for name, score in self.scores.items() if score is not None]
+        return [name for score, name in sorted(pair for pair in scored if pair[0] == pair[0])]
+
+    def to_delete(self) -> list[str]:
+        """Return the names that neither rule keeps; the newest is never among them."""
+        names = sorted(self.scores)
+        kept = set(names if self.last is None else names[-self.last :]) | set(self.best_first()[: self.best])
+        return [name for name in names if name not in kept]
+
+    def wants(self, name: str, is_scored: bool, is_best: bool) -> bool:
+        """Return whether to save what was just validated: to note its score, or because it is the best so far."""
+        return (is_scored and self.is_unscored(name)) or (is_best and self.best > 0 and self.best_first()[:1] != [name])
+
+    def is_unscored(self, name: str) -> bool:
+        """Return whether a checkpoint was saved before its score was known, and scores matter."""
+        return self.best > 0 and name in self.scores and self.scores[name] is None
+
+
+class WeightFiles:
+    """Files of weights alone beside the checkpoints of a run, ``weights-00000012.safetensors``, and which to keep.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of the run.
+    model_format : {"safetensors", "ckpt", "sharded"}
+        That of the checkpoints.
+    every : Every, int or None
+        The option ``save_weights_every``: when to save; None saves none.
+    last : int or None
+        The option ``keep_weights``: how many of the newest to keep; None keeps all.
+    best : int
+        The option ``keep_best_weights``: how many of the best to keep beside them. They are saved when a validation
+        was the best so far, too.
+    sign : {1, -1}
+        1 where the best score is the smallest.
+
+    Attributes
+    ----------
+    rule : Retention
+        The scores of the files by name, and the rule for which of them stay.
+    is_used : bool
+        Whether the run saves any.
+    storage : WeightFolder
+        Where they are.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model_format: str,
+        every: Every | int | None,
+        last: int | None,
+        best: int = 0,
+        sign: int = 1,
+    ) -> None:
+        self.folder, self.suffix = folder, ".ckpt" if model_format == "ckpt" else ".safetensors"
+        self.every = None if every is None else Every.parse(every, "save_weights_every", Every(epochs=1))
+        kept = check_count("keep_weights", last, optional=True)
+        best = check_count("keep_best_weights", best, least=0) or 0
+        if kept is not None and self.every is None:
+            raise ConfigError(f"keep_weights={last} keeps nothing; write save_weights_every=Every(epochs=1) too")
+        if best and kept is None and self.every is not None:
+            raise ConfigError(f"keep_best_weights={best}, but all files are kept; write keep_weights=1 too")
+        # Where only the best are saved, the newest was the best so far.
+        self.rule = Retention(1 if self.every is None else kept, best, sign)
+        self.is_used = self.every is not None or best > 0
+        self._replaced: list[Path] = []  # Those of another run.
+        self._step: int | None = None  # That of the last file: a moment has several occasions to save.
+        self.storage = WeightFolder(folder)
+
+    def path_at(self, step: int) -> Path:
+        """Return the file of a step."""
+        return self.folder / f"weights-{step:08d}{self.suffix}"
+
+    def open(self, step: int, overwrite: bool) -> None:
+        """Refuse files of another run, where this one begins and does not overwrite them."""
+        others = [] if self.every is None or step else self.storage.list_saved()
+        if others and not overwrite:
+            raise ConfigError(
+                f"save_path={str(self.folder)!r} contains {len(others)} file{'s' * (len(others) > 1)} of weights of "
+                f"another run (newest: {others[-1].name}); give another save_path, or write overwrite=True to replace "
+                "them"
+            )
+        self._replaced = others
+
+    def is_due(self, progress: ProgressChecker, score: float | None, is_best: bool) -> bool:
+        """Return whether to save now, or to note the score of what was just saved."""
+        if progress.step == self._step:
+            return score is not None and self.rule.is_unscored(self.path_at(progress.step).name)
+        return (self.every is not None and self.every.is_due(progress)) or (self.rule.best > 0 and is_best)
+
+    def save(self, step: int, score: float | None, save_model: Callable[[Path], Path], is_main: bool) -> None:
+        """Save the file of a step, on every rank, and then remove those that it replaces."""
+        path = self.path_at(step)
+        if step != self._step:
+            self.storage.save(path, save_model, is_main)
+        self.rule.scores[path.name] = score
+        self._step, replaced, self._replaced = step, self._replaced, []
+        if not is_main:
+            return
+        there = self.storage.list_saved()
+        # A run that was resumed from an earlier step makes the later ones again.
+        later = [each for each in there if each > path or (each in replaced and each != path)]
+        present = [each for each in there if each not in later]
+        self.rule.scores = {each.name: self.rule.scores.get(each.name) for each in present}
+        for each in [*later, *(self.folder / name for name in self.rule.to_delete())]:
+            self.storage.remove(each)
+            self.rule.scores.pop(each.name, None)
+
+    def plan_lines(self) -> list[str]:
+        """Say when they are saved."""
+        last, best = self.rule.last, self.rule.best
+        if not self.is_used:
+            return []
+        if self.every is None:
+            return [f"the weights alone are saved after each best validation, and the best {best} are kept"]
+        kept = "all are kept" if last is None else f"the newest {last}{f' and the best {best}' * (best > 0)} are kept"
+        return [f"the weights alone are saved too, {self.every!r}, and {kept}"]
+
+
+class WeightFolder:
+    """The folder of files of weights; a subclass keeps them elsewhere, under the same names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def list_saved(self) -> list[Path]:
+        """List the files by their step."""
+        return weight_files(self.folder)
+
+    def save(self, path: Path, save_model: Callable[[Path], Path], is_main: bool) -> None:
+        """Save a file, whole or absent; every rank calls it."""
+        save_model(path)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink(missing_ok=True)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the files of weights in the folder of a run, by their step."""
+    return sorted(path for path in folder.glob("weights-*") if _WEIGHTS.fullmatch(path.name))
+
+
+def step_of_weights(name: str) -> int:
+    """Return the step in the name of a file of weights; 0 for another name."""
+    found = _WEIGHTS.fullmatch(name)
+    return int(found[1]) if found else 0
+
+
+# -------------------------------------------------------------------------------------------------------- failed runs
+
+EXACT = "exact"
+"""Where the manifest of a failed run says whether a resume from it is bitwise the run without the failure."""
+
+_CLAIM = ".crash-"
+_IN_PARTS = "the state lies in parts on the ranks, and one alone cannot save it"
+_HALF_STEPPED = "the state is that of no step, and is not saved"
+_CRASH = re.compile(r"crash-\d{8,18}")
+
+
+def crashes_in(folder: Path) -> list[Path]:
+    """List the states of failed runs in a folder, the highest step first; copies under other names are left out."""
+    found = (path for path in folder.glob("crash-*") if _CRASH.fullmatch(path.name))
+    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), reverse=True)
+
+
+class CrashSaver:
+    """Note whether a run is within a step, and save the state of a failed one beside the checkpoints.
+
+    Of several ranks the first one to fail saves, without the others: weights, optimizer and counters are the same on
+    all of them, but the random streams of the others are lost, and the manifest says so.
+    """
+
+    def __init__(self, folder: Path, list_saved: Callable[[Path, str], list[Path]]) -> None:
+        self.folder, self._list_saved = folder, list_saved
+        self._token = ""  # The same on every rank, and another in every run.
+        self._began_at = self._rested_at = -1  # Batches used when the run began, and when it was last between steps.
+        self._rested_moment: tuple[int, int, str] | None = None
+
+    def begin(self, progress: ProgressChecker, token: str) -> None:
+        """Note that a run begins."""
+        self._began_at, self._rested_at, self._token = progress.batch, -1, token
+
+    def rest(self, progress: ProgressChecker) -> None:
+        """Note that the run is between two steps."""
+        self._rested_at, self._rested_moment = progress.batch, progress.moment
+
+    def end(self) -> None:
+        """Note that the run has ended."""
+        self._began_at = self._rested_at = -1
+
+    def was_in_step(self, progress: ProgressChecker, has_batch: bool) -> bool | None:
+        """Return whether the run failed between a step's forward and its checkpoint; None before the first step."""
+        last = self._began_at if self._rested_at < 0 else self._rested_at
+        in_step = progress.batch != last or has_batch
+        return None if last < 0 or (self._rested_at < 0 and not in_step) else in_step
+
+    def is_exact(self, progress: ProgressChecker, has_drawn: bool) -> bool:
+        """Return whether a run that resumes from this state ends bitwise as if nothing had failed.
+
+        It does if a validation has failed, which it repeats: the random numbers of a validation are not those of
+        training. It does if the next batch of an open epoch has failed, and this process has drawn nothing for it.
+        """
+        if progress.pending_validation:
+            return True
+        is_between_steps = (self._rested_at, self._rested_moment) == (progress.batch, progress.moment)
+        return is_between_steps and progress.epoch_batch > 0 and not has_drawn
+
+    def save(
+        self, step: int, rank: int, world_size: int, write: Callable[..., None] | None, error: BaseException
+    ) -> None:
+        """Save the state of the failed run; what fails here is only logged.
+
+        ``write`` is called with the folder, the older ones that it replaces, and entries for the manifest. None
+        is that of a rank which has only a part of the state, or whose state is that of no step.
+        """
+        if step and write is None:
+            self._decline(error, _IN_PARTS if world_size > 1 else _HALF_STEPPED)
+        if not step or write is None:
+            return
+        target, name, regular = self.folder / f"crash-{step:08d}", type(error).__name__, ""
+        try:
+            regular = self._regular()
+            if world_size > 1:
+                filesystem.disk.mkdir(self.folder / f"{_CLAIM}{step:08d}-{self._token}")
+            older = [path for path in self._list_saved(self.folder, "crash") if path != target]
+            write(target, older, {"error": name, **({"rank": rank} if world_size > 1 else {})})
+        except FileExistsError:  # Another rank was here first.
+            return
+        except Exception as second:
+            _log.warning("%s: the state could not be saved in %s (%s); %s", name, target, second, regular)
+            return
+        by = f" by rank {rank} of {world_size} alone" if world_size > 1 else ""
+        _log.warning("%s: the state is saved in %s%s; %s", name, target, by, regular)
+
+    def _decline(self, error: BaseException, reason: str) -> None:
+        """Say that the state of the failed run is not saved."""
+        with contextlib.suppress(OSError, CheckpointError):
+            text = f"{reason}; {self._regular()}"
+            error.add_note(f"zae: {text}")
+            _log.warning("%s: %s", type(error).__name__, text)
+
+    def _regular(self) -> str:
+        newest = next(iter(self._list_saved(self.folder, "step")), None)
+        return f"the newest regular checkpoint is {newest}" if newest else "there is no regular checkpoint"
+
+
+def forget_claims(folder: Path) -> None:
+    """Remove the marks of ranks that failed in an earlier run."""
+    for path in folder.glob(f"{_CLAIM}*"):
+        with contextlib.suppress(OSError):
+            filesystem.disk.remove_directory(path)
+
+
+def warn_of_lost_ranks(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Warn that a state which one of several ranks has saved alone cannot be resumed exactly."""
+    rank, world = manifest["info"].get("rank"), manifest["world_size"]
+    if rank is not None and world > 1:
+        _log.warning(
+            "%s was saved by rank %d of %d alone, as it failed: weights, optimizer and counters are those of that "
+            "step, but the random streams and the records of the other ranks are lost, and the rest of the epoch may "
+            "have another order; the end is not exactly that of an uninterrupted run", path, rank, world,
+        )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- the checkpoints of a run
+
 Content: TypeAlias = "tuple[Manifest, dict[str, Tensor], dict[Any, Any]]"
 _Held: TypeAlias = Mapping[str, Tensor]
 _NONE: _Held = MappingProxyType({})

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from zae.common.argument_checks import check_url
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from zae.saving.checkpointer import Checkpointer, Content
-from zae.saving.retention import WeightFolder, step_of_weights
+from zae.saving.checkpointer import Checkpointer, Content, WeightFolder, step_of_weights
 from zae.saving.saver import Job
 from zae.storage.checkpoint import load_checkpoint, sweep
 from zae.storage.filesystem import CURE, MANIFEST, is_known, make_directory, put_file, stage

@@ -46,8 +46,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str, Any]:
     """Verify every checkpoint in a folder, reading all of their bytes, or only their manifests; nothing is changed."""
-    from zae.saving.crash import crashes_in
-    from zae.saving.retention import weight_files
+    from zae.saving.checkpointer import crashes_in, weight_files
     from zae.storage.checkpoint import list_checkpoints  # It imports torch, which takes seconds: not for --help.
 
     folder = Path(path)
@@ -66,8 +65,8 @@ def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str
 
 def examine_url(url: str) -> dict[str, Any]:
     """Verify every checkpoint that `FsspecCheckpointer` has stored under a URL: download one after the other."""
+    from zae.saving.checkpointer import Retention
     from zae.saving.remote import FsspecCheckpointer
-    from zae.saving.retention import Retention
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
