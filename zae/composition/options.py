@@ -27,7 +27,6 @@ __all__ = [
     "option_values",
     "options_of",
     "own_options",
-    "task_attributes",
 ]
 
 _Options: TypeAlias = "Mapping[str, tuple[inspect.Parameter, type]]"
@@ -59,21 +58,6 @@ def options_of(cls: Any) -> _Options:
         options = MappingProxyType(found)
         cls.__options__ = inits, options
     return options
-
-
-def task_attributes(trainer: Any) -> list[str]:
-    """List the attributes of a trainer that are the task's: no class declares them, and no class of zae made them."""
-    declared = {name for name, (_, owner) in options_of(type(trainer)).items() if _is_of_zae(owner)}
-    for each in type(trainer).__mro__:
-        for kind in ("state_attributes", "rank_state_attributes", "process_attributes"):
-            declared.update(vars(each).get(kind, ()))
-        if _is_of_zae(each):
-            declared.update(vars(each).get("__annotations__", ()))
-    return [name for name, value in vars(trainer).items() if name not in declared and not _is_of_zae(type(value))]
-
-
-def _is_of_zae(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "zae"
 
 
 def _classes_to_initialize(cls: Any) -> list[Any]:

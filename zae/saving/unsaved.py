@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from zae import optim
 from zae.common.torch_private import unsaved_buffers
 from zae.composition.introspect import recipe_of
-from zae.composition.options import task_attributes
+from zae.composition.options import options_of
 from zae.data.loader_state import STREAMS, read_stream
 from zae.optim.state import with_inner
 
@@ -140,14 +140,27 @@ def _warn_of_replaced(saved: Mapping[str, str], present: Mapping[str, str]) -> N
 
 
 def _of_task(owner: object) -> Iterator[tuple[str, Any]]:
-    """Yield the public attributes of a task, unless a class of the user saves a state of its own."""
-    users = [each for each in type(owner).__mro__ if each.__module__.partition(".")[0] != "zae"]
-    if any("state_dict" in vars(each) and "layer" not in vars(each) for each in users):
+    """Yield the public attributes of a task, unless a class of the user saves a state of its own.
+
+    An attribute that a class of zae names, as an option or by an annotation, or that an add-on declares, is not one.
+    """
+    cls = type(owner)
+    if any("state_dict" in vars(each) and "layer" not in vars(each) for each in cls.__mro__ if not _is_of_zae(each)):
         return
-    place = recipe_of(type(owner))[0].__name__
-    for name in sorted(task_attributes(owner)):
-        if not name.startswith("_"):
-            yield f"{place}.{name}", vars(owner)[name]
+    declared = {name for name, (_, taker) in options_of(cls).items() if _is_of_zae(taker)}
+    for each in cls.__mro__:
+        for kind in ("state_attributes", "rank_state_attributes", "process_attributes"):
+            declared.update(vars(each).get(kind, ()))
+        if _is_of_zae(each):
+            declared.update(vars(each).get("__annotations__", ()))
+    place = recipe_of(cls)[0].__name__
+    for name, value in sorted(vars(owner).items()):
+        if name not in declared and not name.startswith("_") and not _is_of_zae(type(value)):
+            yield f"{place}.{name}", value
+
+
+def _is_of_zae(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "zae"
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -237,7 +237,7 @@ class _Encoder:
 
     def _dict(self, value: dict[Any, Any], path: _Path, depth: int) -> Any:
         """Return an object if JSON can hold the keys and none looks like a tag, else pairs."""
-        if type(value) is dict and all(type(key) is str and key[:1] != "$" for key in value):
+        if type(value) is dict and {str}.issuperset(map(type, value)) and "$" not in {key[:1] for key in value}:
             if PLAIN.issuperset(map(type, value.values())) and all(map(_is_in_json, value.values())):
                 return value  # A row of a history, which may have a hundred thousand.
             return {key: self.value(item, (path, key), depth + 1) for key, item in value.items()}
