@@ -212,9 +212,20 @@ def _entries_of_ranks(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {key: each for key, each in found.items() if isinstance(each.get("ranks"), list)}
 
 
+def _of_one_process(trainer: Trainer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state that an engine has saved as a class without one continues from it: with all of the data."""
+    for key, entry in _entries_of_ranks(state).items():
+        if "world_size" in entry:
+            rest = {name: each for name, each in state.items() if name != key}
+            return RankStates.parse(key, entry).state_for(trainer, rest, 0, 1, is_known=False)
+    return state
+
+
 def load_from_file(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
     """Load a state that was read from a file, with this rank's own entries put in before any add-on takes its own."""
     name = engine_of(type(trainer), state)
+    if not name:
+        state = _of_one_process(trainer, state)
     own = RankStates.with_entries_of(state, name, trainer.data_size, trainer.data_rank)
     with state_mode(trainer, FROM_FILE):
         trainer.load_state_dict(own, strict)
