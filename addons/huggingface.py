@@ -14,6 +14,7 @@ import torch
 from zae.addon import AddOnBase
 from zae.addons.hf_evaluation import EvaluationPart
 from zae.addons.hf_saving import SavingPart
+from zae.composition.options import options_of
 from zae.errors import ConfigError, OptionError
 from zae.interop.huggingface import length, optimizers
 from zae.interop.huggingface.data import DatasetsPart
@@ -157,11 +158,11 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
 
         They may be the second argument, as in Transformers, a dict, or a file. What has no effect here is a warning.
         """
-        given, positional = dict(options), list(args)
-        second = positional[1] if len(positional) > 1 else None
+        given, positional, known = dict(options), list(args), list(options_of(cls))
+        second = positional[1] if len(positional) > 1 and known[1] == "device" else None
         if isinstance(second, Mapping) or hasattr(second, "per_device_train_batch_size"):
             given["args"] = positional.pop(1)
-        arguments = given.pop("args", None)
+        arguments = None if "args" in known else given.pop("args", None)  # A class may have such an option itself.
         if arguments is None:
             return super().make_from(args, options)
         if len(positional) > 1:

@@ -127,6 +127,8 @@ def read_arguments(args: Any, stacklevel: int = 2) -> tuple[Any, dict[str, Any]]
     values = {name: _as_type(name, value, hints.get(name, ())) for name, value in values.items()}
     if str(values.get("hub_token", "")).startswith("<"):  # `to_dict` hides it.
         del values["hub_token"]
+    for name in [each for each in REFUSED if values.get(each)]:  # Transformers would ask for the package of it first.
+        raise ConfigError(f"{name}={plain(values[name])!r} is not supported; {REFUSED[name]}")
     try:
         return cls(**values), entries
     except (ImportError, NotImplementedError, TypeError, ValueError) as error:
