@@ -7,7 +7,7 @@ import enum
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,30 +53,51 @@ class Ranks(NamedTuple):
     gather: Callable[[Any], list[Any]] = lambda value: [value]
 
 
-class Shares(Protocol):
+class Shares:
     """The number of samples of each rank in each step of an epoch."""
+
+    _ranks: Ranks
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        ...
+        return self._ranks.size
 
     @property
     def leaves_out(self) -> bool:
         """Whether the last step has too few samples (or batches) for every rank."""
-        ...
+        raise NotImplementedError
 
     def share(self, step: int) -> tuple[int, int]:
         """Return the number of samples of this rank, and of all ranks, in a step."""
-        ...
+        raise NotImplementedError
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class _WholeBatches(Shares):
+    """Shares of so many whole batches, which come in turn; in evaluation a rank may have fewer than others."""
+
+    _training: bool
+
+    def _count(self) -> int:
+        """Return how many batches all ranks have."""
+        raise NotImplementedError
+
+    @property
+    def leaves_out(self) -> bool:
+        return self._count() % self.size > 0
+
+    def __len__(self) -> int:
+        count = self._count()
+        return -(-count // self.size) if self._training else len(range(self._ranks.rank, count, self.size))
 
 
 def shares_of(loader: Any) -> Shares | None:
     """Return the shares of a loader that `shard` returned; None for a stream, whose shares are unknown."""
     for each in (loader, unwrap_sampler(getattr(loader, "batch_sampler", None))):
-        if isinstance(each, (SampleShards, BatchShards, ListShards)):
+        if isinstance(each, Shares):
             return each
     return None
 
@@ -131,7 +152,7 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
 # ------------------------------------------------------------------------------------------------- the shares
 
 
-class SampleShards:
+class SampleShards(Shares):
     """A batch sampler: the samples of this rank in each step."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, ranks: Ranks) -> None:
@@ -147,10 +168,6 @@ class SampleShards:
             yield own[step * self.batch_size : (step + 1) * self.batch_size]
 
     @property
-    def size(self) -> int:
-        return self._ranks.size
-
-    @property
     def leaves_out(self) -> bool:
         return len(self) > 0 and self.share(len(self) - 1)[1] < self._ranks.size
 
@@ -160,16 +177,15 @@ class SampleShards:
         return len(range(self._ranks.rank, samples, self._ranks.size)), samples
 
 
-class BatchShards:
+class BatchShards(_WholeBatches):
     """A batch sampler: whole batches of a custom batch sampler, or in evaluation."""
 
     def __init__(self, sampler: Any, each_is_batch: bool, training: bool, ranks: Ranks) -> None:
         self.sampler, self._each_is_batch, self._training, self._ranks = sampler, each_is_batch, training, ranks
         self._sizes: list[int] = []
 
-    def __len__(self) -> int:
-        count, size = len(self.sampler), self._ranks.size
-        return -(-count // size) if self._training else len(range(self._ranks.rank, count, size))
+    def _count(self) -> int:
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[list[Any]]:
         entries = _entries(self.sampler, self._ranks)
@@ -178,42 +194,25 @@ class BatchShards:
             own = entries[step * self._ranks.size : (step + 1) * self._ranks.size][self._ranks.rank :][:1]
             yield own if self._each_is_batch or not own else own[0]
 
-    @property
-    def size(self) -> int:
-        return self._ranks.size
-
-    @property
-    def leaves_out(self) -> bool:
-        return len(self.sampler) % self._ranks.size > 0
-
     def share(self, step: int) -> tuple[int, int]:
         together = self._sizes[step * self._ranks.size : (step + 1) * self._ranks.size]
         return sum(together[self._ranks.rank :][:1]), sum(together)
 
 
-class ListShards(Sequence[Any]):
+class ListShards(_WholeBatches, Sequence[Any]):
     """Whole batches of a sequence."""
 
     def __init__(self, batches: Sequence[Any], training: bool, ranks: Ranks) -> None:
         self._batches, self._training, self._ranks = batches, training, ranks
 
-    def __len__(self) -> int:
-        count, size = len(self._batches), self._ranks.size
-        return -(-count // size) if self._training else len(range(self._ranks.rank, count, size))
+    def _count(self) -> int:
+        return len(self._batches)
 
     def __getitem__(self, step: Any) -> Any:
         index = range(len(self))[step] * self._ranks.size + self._ranks.rank
         if index >= len(self._batches):
             return EMPTY
         return _present(self._batches[index]) if self._training else self._batches[index]
-
-    @property
-    def size(self) -> int:
-        return self._ranks.size
-
-    @property
-    def leaves_out(self) -> bool:
-        return len(self._batches) % self._ranks.size > 0
 
     def share(self, step: int) -> tuple[int, int]:
         first = step * self._ranks.size

@@ -245,16 +245,9 @@ class DrawsWatch(TorchFunctionMode):
     So it does gradients of gradients, which torch computes wrongly through such layers.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        is_same: Callable[[Any], bool],
-        remedy: str = "Move it behind the layer that ends the division (RowwiseParallel), or set its p to 0",
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, is_same: Callable[[Any], bool]) -> None:
         super().__init__()
         self._device, self._is_same = device, is_same  # Whether the ranks have the same tensors; all of them ask.
-        self._remedy = remedy
         self._names = {id(each): name for name, each in model.named_modules()}
         self._inside: list[str] = []
         self._hooks: Sequence[Any] = ()
@@ -293,7 +286,7 @@ class DrawsWatch(TorchFunctionMode):
                 raise ConfigError(
                     f"{function.__name__} in {(self._inside or ['train_step'])[-1] or 'the model'} draws random "
                     "numbers for an activation of which each rank has another part: they would not be those of one "
-                    f"process. {self._remedy}"
+                    "process. Move it behind the layer that ends the division (RowwiseParallel), or set its p to 0"
                 )
         return made
 
