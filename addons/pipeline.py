@@ -15,9 +15,10 @@ from zae.display.text import format_size
 from zae.errors import ConfigError
 from zae.launch.blocks import check_tables
 from zae.launch.collectives import all_reduce, average, broadcast
-from zae.launch.pipeline import merge, parts
+from zae.launch.pipeline import parts
 from zae.launch.pipeline.arrangement import Arrangement, check_split
 from zae.launch.pipeline.chain import Chain
+from zae.launch.pipeline.rows import Found
 from zae.launch.pipeline.runner import Place, Runner, StagedModel
 from zae.launch.pipeline.schedules import Schedule
 from zae.loop.addon_state import ALONE, gather_tensors, is_in_mode
@@ -203,10 +204,14 @@ class PipelineAddon(DistributedAddon):
         return staged
 
     def setup(self) -> None:
-        """Send the parameters outside of the model from rank 0."""
+        """Refuse parameters that no stage computes with."""
         super().setup()
-        if self._world > 1:
-            broadcast(self._outside())
+        known = {id(each) for each in self.unwrap().parameters()}
+        if self._world > 1 and any(id(each) not in known for each in self.parameters):
+            raise ConfigError(
+                "the optimizer trains a parameter that is not of the model, and belongs to no stage; make it one of "
+                "the model, which its forward uses, or train with MultiGPUAddon"
+            )
 
     def teardown(self) -> None:
         """Drop the schedules."""
@@ -235,11 +240,6 @@ class PipelineAddon(DistributedAddon):
         """Return the parameters of the stages of this rank."""
         return {name: each for name, each in super().replicas().items() if not each.is_meta}
 
-    def _outside(self) -> list[Tensor]:
-        """Return the parameters that are trained and not of the model."""
-        known = {id(each) for each in self.unwrap().parameters()}
-        return [each for each in self.parameters if id(each) not in known]
-
     # ------------------------------------------------------------------------------------------------------ a step
 
     def on_run_begin(self) -> None:
@@ -253,7 +253,7 @@ class PipelineAddon(DistributedAddon):
         """Compute the gradient of one batch with the schedule."""
         if self._runner is None:
             return super().micro_step(batch, count)
-        weighs, found = count > 1 or self._data_size > 1, merge.Found(f"what {type(self).__name__}.train_step returned")
+        weighs, found = count > 1 or self._data_size > 1, Found(f"what {type(self).__name__}.train_step returned")
 
         def finish(out: Any, part: Any, rows: int, total: int) -> Tensor:
             values, weight = read_output(out, part, self.sample_weight, type(self), self.mode, self.count_targets)
@@ -278,12 +278,10 @@ class PipelineAddon(DistributedAddon):
         return values, weight
 
     def normalize(self, num_targets: list[Any]) -> None:
-        """Average the gradients of several pipelines; those of parameters outside are on the rank with the loss."""
-        if self._runner is not None:
-            self._runner.share_gradients(self._outside())
-            if self._data_size > 1:
-                own = [each for each in self.parameters if each.requires_grad and not each.is_meta]
-                average(own, self._data_size, self._sum_over_pipelines)
+        """Average the gradients of several pipelines."""
+        if self._runner is not None and self._data_size > 1:
+            own = [each for each in self.parameters if each.requires_grad and not each.is_meta]
+            average(own, self._data_size, self._sum_over_pipelines)
         super().normalize(num_targets)
 
     def _sum_over_pipelines(self, tensor: Tensor) -> Tensor:
@@ -294,10 +292,8 @@ class PipelineAddon(DistributedAddon):
         """Return the norm over the gradients of all stages."""
         if self._runner is None:
             return super().gradient_norm(parameters)
-        place, outside = self._runner.place, {id(each) for each in self._outside()}
-        counted = [each for each in parameters if place.has_last or id(each) not in outside]
-        gradients = [each.grad for each in counted if each.grad is not None]
-        return parts.gradient_norm(gradients, parameters, place.group, self.device)
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        return parts.gradient_norm(gradients, parameters, self._runner.place.group, self.device)
 
     # -------------------------------------------------------------------------------------------------- evaluation
 
@@ -312,7 +308,7 @@ class PipelineAddon(DistributedAddon):
     def _evaluated(self, step: Callable[[Any], Any], batch: Any) -> Any:
         if self._runner is None or self._runner.is_running:
             return step(batch)
-        found = merge.Found(f"what {type(self).__name__}.{self.current_run.test_step} returned")
+        found = Found(f"what {type(self).__name__}.{self.current_run.test_step} returned")
 
         def finish(out: Any, part: Any, rows: int, total: int) -> None:
             targets = out.get("num_targets") if isinstance(out, Mapping) else None

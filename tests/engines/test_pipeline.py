@@ -262,34 +262,13 @@ def test_dropout_draws_from_streams_of_stages_and_micro_batches(engine: Engine) 
     assert engine.world == dist.get_world_size()
 
 
-@on_pipeline_exhaustive
-def test_a_parameter_outside_of_the_model(engine: Engine) -> None:
-    """A learnt weight of the loss: it is stepped alike on all ranks, and saved once."""
-
-    class Weighted(Mean):
-        def train_step(self, batch: Any) -> Any:
-            return {"loss": (self.model(batch[0]) * self.outside).square().mean()}
-
-        def test_step(self, batch: Any) -> Any:
-            return self.train_step(batch)
-
-    trainers = []
-    for kind in (made(split=["2"]), None):
-        model, outside = dropped().eval(), nn.Parameter(torch.tensor(2.0, dtype=F64))
-        for each in model.modules():
-            each.train = lambda mode=True, each=each: each  # type: ignore[method-assign]
-        trainer = build(
-            kind, task=Weighted, model=model, optimizer=sgd([*model.parameters(), outside]), gradient_clip=0.1
-        )
-        trainer.outside = outside
-        trainer.run(2, rows())
-        trainers.append(trainer)
-    trainer, single = trainers
-    assert abs(trainer.outside.item() - single.outside.item()) < LIMIT
-    assert trainer.outside.item() != 2
-    assert len(set(trainer.gather(trainer.outside.item()))) == 1
-    assert abs(float(trainer.grad_norm) - float(single.grad_norm)) < LIMIT
-    assert distance(trainer, single) < LIMIT
+@on_pipeline
+def test_a_parameter_outside_of_the_model_is_refused(engine: Engine) -> None:
+    """A learnt weight of the loss: no stage has it."""
+    model, outside = dropped(), nn.Parameter(torch.tensor(2.0, dtype=F64))
+    trainer = build(made(split=["2"]), task=Mean, model=model, optimizer=sgd([*model.parameters(), outside]))
+    with pytest.raises(ConfigError, match=r"a parameter that is not of the model.*train with MultiGPUAddon"):
+        trainer.run(1, rows())
     assert engine.world == 2
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common.walk import children_of, fields_of, is_dataclass, with_items
+from zae.common.walk import children_of, fields_of, is_dataclass, map_tensors, with_items
 from zae.errors import ConfigError, StepError
 from zae.metrics.reductions import combine_parts, is_typed
 
-__all__ = ["fill_up", "first_rows", "is_number", "join", "take_apart", "take_rows"]
+__all__ = ["Found", "fill_up", "first_rows", "join", "take_apart", "take_rows"]
 
 _TEXT = (str, bytes)
 
@@ -131,7 +131,7 @@ def join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], wh
         }
     if is_typed(first) and all(type(each) is type(first) for each in parts):
         return combine_parts(parts, weights)
-    if all(map(is_number, parts)):
+    if all(map(_is_number, parts)):
         total = sum(weights)
         mean = sum(float(each) * weight for each, weight in zip(parts, weights)) / total if total else float(parts[0])
         return (
@@ -152,8 +152,41 @@ def join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], wh
     )
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     """Return whether a value is averaged."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and not value.is_complex()
     return isinstance(value, (numbers.Real, np.number, np.bool_)) or (isinstance(value, np.ndarray) and not value.ndim)
+
+
+class Found:
+    """What the steps of the micro-batches of a batch have returned.
+
+    Parameters
+    ----------
+    where : str
+        How errors name it.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._parts: list[tuple[Any, int, float]] = []
+
+    def add(self, values: Any, rows: int, weight: float) -> None:
+        """Add what the step returned for a micro-batch of so many rows, with its weight in means."""
+        self._parts.append((map_tensors(Tensor.detach, values), rows, weight))
+
+    def joined(self, keeps: bool) -> Any:
+        """Return what the step would have returned for the whole batch, on the host, and its weight.
+
+        Without ``keeps`` only numbers are kept; on a rank without the last stage there is nothing.
+        """
+        if not self._parts:
+            return None
+        values, rows, weights = zip(*self._parts)
+        if not keeps:
+            values = tuple(
+                {k: value for k, value in each.items() if _is_number(value) or is_typed(value)} for each in values
+            )
+        joined = join(values, rows, weights, self._where)
+        return map_tensors(lambda each: each.cpu(), joined), sum(weights)

@@ -224,17 +224,6 @@ class Runner:
         dist.broadcast_object_list(held, src=self.place.last, group=self.place.group)
         return held[0]
 
-    def share_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Give all ranks of the pipeline the gradients of parameters that the loss alone needs."""
-        present = self.share([each.grad is not None for each in parameters]) if parameters else []
-        for parameter, is_there in zip(parameters, present):
-            if not is_there:
-                parameter.grad = None
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.broadcast(parameter.grad, src=self.place.last, group=self.place.group)
-
     # ------------------------------------------------------------------------------------------ the step of the user
 
     def _inputs_of(self, step: Callable[[Any], Any], part: Any, trains: bool) -> dict[str, Any]:
