@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,7 @@ __all__ = [
     "leaves_of",
     "local_part",
     "map_tensors",
+    "names_read_by",
     "search",
     "tensors_in",
     "with_items",
@@ -192,6 +197,33 @@ def search(
             is_open = isinstance(part, (*kinds, list, tuple, dict)) or hasattr(part, "__dict__")
             if is_open and not isinstance(part, closed) and id(part) not in seen and id(part) not in apart:
                 left.append((f"{where}.{key}", part))
+
+
+def names_read_by(function: Any, depth: int = 2) -> dict[str, Any]:
+    """Return what a function reads from its closure and from the globals of its module, by name.
+
+    What its helpers in the same module read is among them.
+    """
+    if isinstance(function, partial):
+        return names_read_by(function.func, depth)
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not isinstance(function, FunctionType):  # It is not written in Python.
+        return {}
+    known = function.__globals__
+    found = {name: known[name] for name in _names_in(function.__code__) if name in known}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with suppress(ValueError):  # The cell is still empty.
+            found[name] = cell.cell_contents
+    for value in list(found.values()) if depth else ():
+        if isinstance(value, FunctionType) and value.__module__ == function.__module__:
+            found = {**names_read_by(value, depth - 1), **found}
+    return found
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of attributes and globals in a function, and in those within it, comprehensions for instance."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names, *(name for each in inner for name in _names_in(each))}
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -7,7 +7,7 @@ import functools
 import logging
 import random
 from collections.abc import Iterator, Mapping
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from zae.common import random_state
 from zae.common.torch_private import fingerprint_of
-from zae.common.walk import has_same_bits, search
-from zae.data.loaders import is_stateful, length_of, unwrap_sampler
+from zae.common.walk import has_same_bits, names_read_by, search
+from zae.data.loaders import is_stateful, length_of, parts_of_dataset, unwrap_sampler
 from zae.errors import CheckpointMismatch
 
 __all__ = [
@@ -27,10 +27,13 @@ __all__ = [
     "capture_parts",
     "changes_of",
     "facts_of",
+    "functions_of",
     "is_exhausted",
+    "parts_of",
     "preserve_streams",
     "read_stream",
     "restore_parts",
+    "streams_of",
     "write_stream",
 ]
 
@@ -42,6 +45,9 @@ STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Gene
 
 _log = logging.getLogger("zae")
 _DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
+_FUNCTIONS = (FunctionType, MethodType)
+_READS = ("__getitem__", "__getitems__", "__iter__", "__call__")  # How samples are read, and a function object is used.
+_LIBRARIES = ("builtins", "torch", "torchdata", "datasets", "zae")  # Their classes read no random stream of a script.
 # Not searched; iterators are temporary.
 _CLOSED = (torch.Tensor, np.ndarray, type, ModuleType, Iterator)
 
@@ -91,9 +97,10 @@ def capture_parts(loader: Any) -> dict[str, Any]:
     """Return the states of the parts of a loader, by their places: their ``state_dict``, or their random streams.
 
     The state of a sampler, a dataset or a ``collate_fn`` is that of its ``state_dict``, if it has ``load_state_dict``
-    too. Else its attributes, their attributes (of transforms, for example), and short lists and dicts are searched for
-    ``numpy.random.Generator``, ``numpy.random.RandomState``, ``random.Random`` and ``torch.Generator``. The generators
-    that `zae.common.random_state` saves are left out. The copies of a dataset in workers cannot be read.
+    too. Else its attributes, their attributes (of transforms, for example), short lists and dicts, and the closures and
+    globals that its functions read, are searched for ``numpy.random.Generator``, ``numpy.random.RandomState``,
+    ``random.Random`` and ``torch.Generator``. The generators that `zae.common.random_state` saves are left out. The
+    copies of a dataset in workers cannot be read.
     """
     return {place: read_stream(owner) for place, owner in _owners(loader)}
 
@@ -144,14 +151,14 @@ def is_exhausted(loader: Any) -> bool | None:
 @contextlib.contextmanager
 def preserve_streams(loader: Any) -> Iterator[None]:
     """Restore the random streams in the parts of a loader when the block ends, as training may share them."""
-    kept = [(owner, read_stream(owner)) for owner in _streams_in(loader)]
+    kept = [(owner, read_stream(owner)) for owner in streams_of(loader)]
     try:
         yield
     finally:
         for owner, state in kept:
             write_stream(owner, state)
         known = {id(owner) for owner, _ in kept}
-        for owner in [each for each in _streams_in(loader) if id(each) not in known]:
+        for owner in [each for each in streams_of(loader) if id(each) not in known]:
             _seed_again(owner)
 
 
@@ -170,6 +177,11 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     parts["collate_fn"] = getattr(collate, "__self__", collate)
     if hasattr(loader, "__dict__") and type(loader) is not DataLoader and not is_stateful(loader):
         parts["loader"] = loader  # A class of the user.
+    for place, function in functions_of(loader):
+        for variable, value in names_read_by(function).items():
+            if isinstance(value, STREAMS) and id(value) not in seen:
+                seen.add(id(value))
+                yield f"{place}.{variable}", value
     for name, part in parts.items():
         if part is None or id(part) in seen:
             continue
@@ -181,7 +193,33 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
             yield from search(part, name, STREAMS, closed=_CLOSED, seen=seen, apart=ours - {id(part)})
 
 
-def _streams_in(loader: Any) -> list[Any]:
+def parts_of(loader: Any) -> dict[str, Any]:
+    """Return the samplers and datasets of a loader, and the datasets within these, by their places."""
+    batch_sampler = unwrap_sampler(getattr(loader, "batch_sampler", None))
+    parts = {"sampler": _sampler_of(loader), "batch_sampler": batch_sampler}
+    left = [("dataset", getattr(loader, "dataset", None), _DEPTH)]
+    while left:
+        place, dataset, depth = left.pop()
+        parts[place] = dataset
+        left += [(place + name, each, depth - 1) for name, each in parts_of_dataset(dataset).items() if depth]
+    return {place: each for place, each in parts.items() if each is not None}
+
+
+def functions_of(loader: Any) -> list[tuple[str, Any]]:
+    """List the functions of the user that a loader calls for its samples, by their places."""
+    collate = getattr(loader, "collate_fn", None)
+    found = [("collate_fn", collate)] if isinstance(collate, (*_FUNCTIONS, functools.partial)) else []
+    for place, part in parts_of(loader).items():
+        if is_stateful(part):  # Its state is what it says.
+            continue
+        own = [each for each in type(part).__mro__ if each.__module__.partition(".")[0] not in _LIBRARIES]
+        found += [(place, vars(each)[method]) for each in own for method in _READS if method in vars(each)]
+        found += [(place, each) for each in getattr(part, "__dict__", {}).values() if isinstance(each, _FUNCTIONS)]
+    return found
+
+
+def streams_of(loader: Any) -> list[Any]:
+    """List the random streams in the parts of a loader, and those that its functions read."""
     return [owner for _, owner in _owners(loader) if isinstance(owner, STREAMS)]
 
 

@@ -1,8 +1,9 @@
-"""Find what a run changes and checkpoints lack: attributes of the user's class, of modules, and of optimizers."""
+"""Find what a run changes and checkpoints lack: in the task, model, optimizers and data, and what functions read."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -17,10 +18,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zae import optim
-from zae.common.torch_private import unsaved_buffers
+from zae.common import random_state
+from zae.common.torch_private import unsaved_buffers, version_of
+from zae.common.walk import names_read_by
 from zae.composition.introspect import recipe_of
 from zae.composition.options import options_of
-from zae.data.loader_state import STREAMS, read_stream
+from zae.data.loader_state import STREAMS, functions_of, parts_of, read_stream, streams_of
+from zae.data.loaders import is_stateful
 from zae.optim.state import with_inner
 
 if TYPE_CHECKING:
@@ -32,6 +36,7 @@ _log = logging.getLogger("zae")
 _DEPTH = 4  # Objects in objects: an environment in a replay, and its random stream.
 _LOOKS = 1000  # Objects that are examined in all.
 _MANY = 64  # Elements of a tensor, or entries of a list, that are compared.
+_MOST = 1 << 16  # Numbers of an array, or of a list, that are compared.
 _SHOWN = 10
 _PLAIN = (bool, int, float, complex, np.generic, type(None))
 _CONTAINERS = (list, tuple, dict, set, deque)
@@ -46,8 +51,10 @@ class Unsaved:
     """Finds what has changed since the run began and is not in the state.
 
     It compares the public attributes of the task, unless its class has a ``state_dict``, those of optimizers that save
-    with torch's ``state_dict`` alone, and in the model's modules numbers, random streams, and tensors that
-    are not persistent buffers. Of large values it compares a sample.
+    with torch's ``state_dict`` alone, those of samplers and datasets without a state, and in the model's modules
+    numbers, random streams, and tensors that are not persistent buffers; and what methods of the task, functions of the
+    loader and of a schedule read from a closure or from the globals of their module. Of large values it compares a
+    sample.
 
     The methods get the trainer as ``owner`` of attributes, its plain model, and its `Optimization`. An add-on that
     saves attributes of modules names them in a property ``saved_attributes``: ``model.metric.count``, for instance.
@@ -64,9 +71,10 @@ class Unsaved:
         if self.names and self._begun is None and is_main:
             more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
             _log.warning(
-                "the state that this run resumes from lacks %s, which had changed when it was saved: what training "
-                "reads there differs from an uninterrupted run. Save it in state_dict() and load_state_dict() "
-                "of your class, or as a buffer of the model", ", ".join(map(repr, self.names[:_SHOWN])) + more,
+                "the state that this run resumes from lacks %s, which had changed when it was saved: where training "
+                "reads it, this run may differ from an uninterrupted one, unless it is computed again, as a cache is. "
+                "Save it in state_dict() and load_state_dict() of your class, or as a buffer of the model; "
+                "docs/howto/resume.md says what is saved", ", ".join(map(repr, self.names[:_SHOWN])) + more,
             )  # fmt: skip
         present = _classes_in(model)
         if self._begun is None and is_main:
@@ -100,13 +108,19 @@ class Unsaved:
         held, kept = vars(owner), getattr(owner, "saved_attributes", ())
         optimizers = {f"optimizer[{name!r}]": each for name, each in optimization.optimizers.items()}
         every_optimizer = [inner for each in optimizers.values() for inner in with_inner(each)]
-        saved = (owner, held["model"], *every_optimizer, *optimization.schedulers.values())
-        inside = {id(each) for each in (*saved, *model.modules())}
+        run = getattr(owner, "current_run", None)
+        loader = None if run is None else run.user_loader
+        # What is saved elsewhere, or is not read again.
+        saved = (owner, held["model"], *every_optimizer, *optimization.schedulers.values(), loader)
+        streams = (*streams_of(loader), *random_state.generators_of(loader))
+        inside = {id(each) for each in (*saved, *streams, *model.modules())}
         look, found = _Look(inside, _memory_of(model)), {}
         own = [(*each, _DEPTH) for each in _of_task(owner)]
         of_model = [(*each, 2) for each in _of_model(model) if each[0] not in kept]
         of_optimizers = [(*each, _DEPTH) for place, one in optimizers.items() for each in _of_optimizer(place, one)]
-        for name, value, depth in (*own, *of_model, *of_optimizers):
+        of_data = [(*each, 2) for each in _of_data(loader)]
+        of_functions = [(*each, 2) for each in _of_functions(owner, loader, optimization)]
+        for name, value, depth in (*own, *of_model, *of_optimizers, *of_data, *of_functions):
             with contextlib.suppress(Exception):  # For instance a thread fills it: the state is saved without its mark.
                 found[name] = look(value, depth)
         return found
@@ -169,11 +183,50 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for place, module in model.named_modules(prefix="model"):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             continue
+        computed = _computed_in_forward(module)
         for name, value in vars(module).items():
-            if isinstance(value, kinds) and name != "training" and not name.startswith("_"):
+            if isinstance(value, kinds) and name not in ("training", *computed) and not name.startswith("_"):
                 yield f"{place}.{name}", value
         for name in unsaved_buffers(module):
             yield f"{place}.{name}", getattr(module, name)
+
+
+def _computed_in_forward(module: nn.Module) -> set[str]:
+    """Return the attributes that torch computes of parameters in each forward: by weight_norm, spectral_norm, prune."""
+    hooks = [each for each in module._forward_pre_hooks.values() if type(each).__module__.startswith("torch.nn.utils")]
+    names = [getattr(each, key, None) for each in hooks for key in ("name", "_tensor_name")]
+    return {name for name in names if isinstance(name, str)}
+
+
+def _of_data(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the public attributes of samplers and datasets that have no state of their own."""
+    for place, part in parts_of(loader).items():
+        if is_stateful(part) or not hasattr(part, "__dict__"):
+            continue
+        # What `set_epoch` sets, a resume sets again.
+        given = ("epoch",) if callable(getattr(part, "set_epoch", None)) else ()
+        for name, value in vars(part).items():
+            if not name.startswith("_") and name not in given:
+                yield f"loader.{place}.{name}", value
+
+
+def _of_functions(owner: object, loader: Any, optimization: Optimization) -> Iterator[tuple[str, Any]]:
+    """Yield what functions of the user read from a closure, or from the globals of the script."""
+    users = [each for each in type(owner).__mro__ if each.__module__.partition(".")[0] != "zae"]
+    functions = [
+        (f"{each.__name__}.{name}", value)
+        for each in users
+        for name, value in vars(each).items()
+        if isinstance(value, FunctionType)
+    ]
+    functions += functions_of(loader)
+    for key, scheduler in optimization.schedulers.items():
+        several = getattr(scheduler, "lr_lambdas", None) or ()
+        functions += [(f"scheduler[{key!r}]", each) for each in several]
+    for place, function in functions:
+        for name, value in names_read_by(function).items():
+            if isinstance(value, nn.Module) or not (isinstance(value, (*_CLOSED, str)) or callable(value)):
+                yield f"{name} (read by {place})", value
 
 
 def _of_optimizer(place: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
@@ -199,12 +252,14 @@ class _Look:
             return repr(value)
         if isinstance(value, (str, bytes)):
             return (len(value), value[:_LOOKS])
+        if id(value) in self._inside:
+            return None
         if isinstance(value, (Tensor, np.ndarray)):
             is_view = isinstance(value, Tensor) and _address(value) in self._memory  # Of what is saved.
             return None if is_view else _part_of(value)
         if isinstance(value, STREAMS):
             return _place_in(value)
-        if not depth or self._left < 0 or id(value) in self._inside or isinstance(value, _CLOSED):
+        if not depth or self._left < 0 or isinstance(value, _CLOSED):
             return None
         if isinstance(value, _CONTAINERS):
             return self._entries(value, depth - 1)
@@ -218,7 +273,9 @@ class _Look:
         entries = value.values() if isinstance(value, Mapping) else value
         if len(value) <= _MANY:
             return [self(each, depth) for each in list(entries)]
-        return [len(value), self(value[-1], depth) if isinstance(value, (list, tuple, deque)) else None]
+        if not isinstance(value, (list, tuple)) or not isinstance(value[0], (*_PLAIN, str)):
+            return [len(value), self(value[-1], depth) if isinstance(value, (list, tuple, deque)) else None]
+        return [len(value), hash(tuple(value[:: max(1, len(value) // _MOST)]))]
 
 
 def _memory_of(model: nn.Module) -> set[int]:
@@ -235,14 +292,18 @@ def _address(value: Tensor) -> int:
 
 
 def _part_of(value: Any) -> Any:
-    """Return some elements of a tensor or an array, all of a small one."""
+    """Return a mark of a tensor or an array: its elements, or of a large one some, and whether it was written to."""
     try:
-        whole = value.detach() if isinstance(value, Tensor) else value
+        if isinstance(value, np.ndarray):
+            some = value.reshape(-1)[:: max(1, value.size // _MOST)]
+            return (value.shape, hashlib.sha256(some.tobytes()).digest())
+        whole = value.detach()
         # Each dimension by itself first: to reshape what was expanded would make all of it.
         flat = whole[tuple(slice(None, None, max(1, size // _MANY)) for size in whole.shape)].reshape(-1)
-        part = flat[:: max(1, len(flat) // _MANY)]
-        part = part.contiguous().view(torch.uint8).cpu().numpy() if isinstance(part, Tensor) else part
-        return (tuple(value.shape), part.tobytes())
+        part = flat[:: max(1, len(flat) // _MANY)].contiguous()
+        is_large = part.numel() < value.numel()
+        mark = part.view(torch.uint8).cpu().numpy().tobytes()
+        return (tuple(value.shape), mark, version_of(value) if is_large else None)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return None  # Sparse, nested, on the device "meta".
 

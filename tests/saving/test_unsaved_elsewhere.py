@@ -1,0 +1,327 @@
+"""What samplers, datasets, closures and globals keep: restored where it is a random stream, else named at a resume."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
+
+from kit import hand
+from zae import Every, Trainer
+from zae.addons import StateManagerAddon
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+Y = (X.sum(1) > 0).long()
+STREAM = np.random.default_rng(0)  # A global of the script, which begins anew with each process: see `begin`.
+BANK = torch.zeros(24)
+TEACHER = nn.Linear(4, 2)
+
+
+def begin():
+    """Make the globals as when the script starts."""
+    global STREAM, BANK, TEACHER
+    STREAM, BANK, TEACHER = np.random.default_rng(0), torch.zeros(24), nn.Linear(4, 2)
+
+
+class Task(Trainer):
+    """Classification; what it does after a step is given."""
+
+    def train_step(self, batch):
+        return {"loss": nn.functional.cross_entropy(self.model(batch[0]), batch[1])}
+
+    test_step = train_step
+    after = None
+
+    def on_step_end(self, outputs):
+        super().on_step_end(outputs)
+        if type(self).after is not None:
+            type(self).after(self.current_run.user_loader)
+
+
+def trainer_of(folder, cls, model, scheduler=None):
+    return cls.add_on(StateManagerAddon)(
+        model,
+        "cpu",
+        optimizer=torch.optim.Adam,
+        scheduler=scheduler,
+        save_path=folder,
+        seed=0,
+        save_every=Every(epochs=9),
+        resume="auto",
+        log_bar=False,
+    )
+
+
+def told(make, tmp_path, caplog, task=Task, model=lambda: nn.Linear(4, 2), scheduler=None):
+    """Return the weights of a straight run and of one in two parts, and what the second part was told that it lacks."""
+    digests = []
+    for folder, limits in ((tmp_path / "straight", (None,)), (tmp_path / "parts", (4, None))):
+        for limit in limits:
+            begin()
+            loader, after = make()
+            made = trainer_of(folder, type("Task", (task,), {"after": staticmethod(after) if after else None}), model,
+                              scheduler() if scheduler else None)  # fmt: skip
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                made.run(3, loader, max_steps=limit)
+        digests.append(hand.digest(made.unwrap()))
+    lacks = [record.getMessage() for record in caplog.records if "resumes from lacks" in record.getMessage()]
+    return digests, lacks
+
+
+def loader_of(dataset=None, **options):
+    return DataLoader(dataset or TensorDataset(X, Y.clone()), **{"batch_size": 8, "shuffle": True, **options})
+
+
+# ------------------------------------------------------------------------------------------- random streams are saved
+
+
+class Noisy(Dataset):
+    """Draws in each sample, from a stream that a function finds."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return noise(X[index]), Y[index]
+
+
+class WithTransform(Noisy):
+    """Draws in a function that it was given."""
+
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __getitem__(self, index):
+        return self.transform(X[index]), Y[index]
+
+
+def noise(row):
+    return row + 0.1 * float(STREAM.standard_normal())
+
+
+def of_closure(kind):
+    stream = {"torch": torch.Generator().manual_seed(3), "numpy": np.random.default_rng(3), "random": random.Random(3)}
+    draw = {
+        "torch": lambda: float(torch.rand((), generator=stream["torch"])),
+        "numpy": lambda: float(stream["numpy"].random()),
+        "random": lambda: stream["random"].random(),
+    }[kind]
+    held = stream[kind]
+
+    def transform(row):
+        return row + 0.1 * draw() if held is not None else row
+
+    return transform
+
+
+def plain_closure():
+    stream = torch.Generator().manual_seed(3)
+    return lambda rows: (
+        torch.stack([x + torch.rand((), generator=stream) for x, _ in rows]),
+        torch.stack([y for _, y in rows]),
+    )
+
+
+def scaled(scale, rows):
+    return torch.stack([x + scale * float(STREAM.random()) for x, _ in rows]), torch.stack([y for _, y in rows])
+
+
+class Drawn(Sampler):
+    """An order that a global stream of the script gives."""
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        return iter(STREAM.permutation(24).tolist())
+
+
+STREAMS = {
+    "a global that a dataset reads": lambda: loader_of(Noisy()),
+    "within a Subset": lambda: loader_of(Subset(Noisy(), range(24))),
+    "within a ConcatDataset": lambda: loader_of(ConcatDataset([Noisy(), TensorDataset(X, Y)])),
+    "a closure of collate_fn": lambda: loader_of(collate_fn=plain_closure()),
+    "a partial as collate_fn": lambda: loader_of(collate_fn=partial(scaled, 0.1)),
+    "a function as transform": lambda: loader_of(WithTransform(noise)),
+    "a closure as transform": lambda: loader_of(WithTransform(of_closure("numpy"))),
+    "a sampler": lambda: loader_of(sampler=Drawn(), shuffle=None),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_of_the_script_that_the_loader_reads_is_restored(kind, tmp_path, caplog):
+    (straight, resumed), lacks = told(lambda: (STREAMS[kind](), None), tmp_path, caplog)
+    assert resumed == straight
+    assert not lacks
+
+
+# ------------------------------------------------------------------------------------------------ the rest is named
+
+
+class Counting(Sampler):
+    """Counts its epochs itself."""
+
+    def __init__(self, has_set_epoch=False):
+        self.epoch = 0
+        if has_set_epoch:
+            self.set_epoch = lambda epoch: setattr(self, "epoch", epoch)
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        if not hasattr(self, "set_epoch"):
+            self.epoch += 1
+        return iter(order)
+
+
+class Stateful(WeightedRandomSampler):
+    """Saves its weights."""
+
+    def state_dict(self):
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state):
+        self.weights = state["weights"]
+
+
+def weighted(kind):
+    return loader_of(sampler=kind(torch.ones(24, dtype=torch.double), 24), shuffle=None)
+
+
+def reweight(loader):
+    loader.sampler.weights = loader.sampler.weights * torch.linspace(0.5, 1.5, 24)
+
+
+class Labelled(Noisy):
+    """Has labels in a list, or in an array."""
+
+    def __init__(self, labels):
+        self.labels = labels
+
+    def __getitem__(self, index):
+        return X[index], int(self.labels[index])
+
+
+def relabel(loader):
+    loader.dataset.labels[11] = 1 - int(Y[11])
+
+
+class OfBank(Task):
+    def train_step(self, batch):
+        BANK[:8] += 1
+        return super().train_step(batch)
+
+
+class OfTeacher(Task):
+    def train_step(self, batch):
+        with torch.no_grad():
+            TEACHER.weight.mul_(0.9)
+        return super().train_step(batch)
+
+
+class OfScript(Task):
+    def train_step(self, batch):
+        return super().train_step((noise(batch[0]), batch[1]))
+
+
+class Large(Task):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rows, self.array = torch.zeros(100_000), np.zeros(100_000)
+
+    def train_step(self, batch):
+        self.rows[12_345] += 1
+        self.array[12_345] += 1
+        return super().train_step(batch)
+
+
+def factor():
+    calls = itertools.count()
+    passed = [0]
+
+    def at(epoch):
+        passed[0] = next(calls)
+        return 0.9 ** passed[0]
+
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, at)
+
+
+NAMED = {
+    "weights of a sampler": (lambda: (weighted(WeightedRandomSampler), reweight), {}, ["'loader.sampler.weights'"]),
+    "epochs of a sampler": (
+        lambda: (loader_of(sampler=Counting(), shuffle=None), None),
+        {},
+        ["'loader.sampler.epoch'"],
+    ),
+    "labels in a list": (lambda: (loader_of(Labelled(Y.tolist() * 9)), relabel), {}, ["'loader.dataset.labels'"]),
+    "labels in an array": (lambda: (loader_of(Labelled(Y.numpy().copy())), relabel), {}, ["'loader.dataset.labels'"]),
+    "a global tensor": (lambda: (loader_of(), None), {"task": OfBank}, ["'BANK (read by OfBank.train_step)'"]),
+    "a global module": (lambda: (loader_of(), None), {"task": OfTeacher}, ["'TEACHER (read by OfTeacher.train_step)'"]),
+    "a stream of a step": (lambda: (loader_of(), None), {"task": OfScript}, ["'STREAM (read by OfScript.train_step)'"]),
+    "one entry of many": (lambda: (loader_of(), None), {"task": Large}, ["'Task.array', 'Task.rows'"]),
+    "a schedule": (lambda: (loader_of(), None), {"scheduler": factor}, ["'passed (read by scheduler['0'])'"]),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_what_is_not_saved_is_named(kind, tmp_path, caplog):
+    make, options, names = NAMED[kind]
+    _, (text,) = told(make, tmp_path, caplog, **options)
+    for name in names:
+        assert name.replace("'", "") in text.replace("'", "").replace('"', "").replace("\\", "")
+    assert "may differ from an uninterrupted one" in text
+
+
+class Cached(nn.Module):
+    """Builds positions in its first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.positions = nn.Linear(4, 2), None
+
+    def forward(self, x):
+        if self.positions is None:
+            self.positions = torch.arange(4.0)
+        return self.linear(x + 0.01 * self.positions)
+
+
+def normed():
+    first = nn.utils.weight_norm(nn.Linear(4, 8))
+    second = nn.utils.spectral_norm(nn.Linear(8, 8))
+    third = nn.Linear(8, 2)
+    prune.l1_unstructured(third, "weight", 0.5)
+    return nn.Sequential(first, nn.ReLU(), second, third)
+
+
+SILENT = {
+    "weight_norm, spectral_norm, prune": (lambda: (loader_of(), None), {"model": normed}),
+    "a sampler with a state": (lambda: (weighted(Stateful), reweight), {}),
+    "set_epoch": (lambda: (loader_of(sampler=Counting(True), shuffle=None), None), {}),
+    "nothing": (lambda: (loader_of(), None), {}),
+}
+
+
+@pytest.mark.parametrize("kind", SILENT)
+def test_what_is_saved_or_computed_again_is_not_named(kind, tmp_path, caplog):
+    make, options = SILENT[kind]
+    (straight, resumed), lacks = told(make, tmp_path, caplog, **options)
+    assert resumed == straight
+    assert not lacks
+
+
+def test_a_cache_is_exact_and_said_to_be_possible(tmp_path, caplog):
+    (straight, resumed), (text,) = told(lambda: (loader_of(), None), tmp_path, caplog, model=Cached)
+    assert resumed == straight
+    assert "'model.positions'" in text
+    assert "unless it is computed again, as a cache is" in text
