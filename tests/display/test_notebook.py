@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zae import ConfigError
-from zae.display.html import metrics_html
+from zae.display.html import chart, metrics_html
 from zae.loop.history import Metrics, MetricsDict
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
@@ -223,3 +223,13 @@ def test_shift_tab_shows_the_options_of_all_add_ons(shown: Any) -> None:
     assert text.index("decay") < text.index("log_bar")
     assert "- EMAAddon: Average the weights" in text
     assert "args" not in text
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.234e-7, 1.234e-7), (123456.7, 9876543.2), (-1e20, 1e20)])
+def test_the_labels_of_an_axis_are_in_the_picture(low: float, high: float) -> None:
+    """A letter of 11 pixels is about 6 wide."""
+    drawn = chart("loss", {"train": [(1, low), (2, high)]})
+    labels = re.findall(r"<text x='(\d+)' y='\d+' text-anchor='end'[^>]*>([^<]+)</text>", drawn)
+    assert len(labels) >= 2
+    assert all(int(x) >= 6 * len(text) for x, text in labels)
+    assert all(float(x) >= int(labels[0][0]) for x in re.findall(r"cx='([\d.]+)'", drawn))

@@ -198,6 +198,35 @@ def test_lines_stand_beside_those_of_print_and_logging(tmp_path: Path) -> None:
     assert text.count("printed\nlogged\n") == text.count("printed") > EPOCHS * 30
 
 
+BESIDE = """
+        step = self.progress_checker.step
+        if step == 3: print("printed")
+        if step == 4: print("begun", end=" "); print("ended")
+        if step == 5: import warnings; warnings.warn("warned of")
+        if step == 6: import logging; logging.getLogger("mine").error("logged")
+        if step == 7: print("one\\ntwo")
+        if step == 8: sys.stderr.write("to standard error\\n")
+        if step == 9:
+            from tqdm import tqdm
+            for _ in tqdm(range(3), desc="inner", leave=False): time.sleep(0.15)
+        if step == 10: print("left open", end="")
+"""
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_what_a_step_writes_is_in_whole_lines_above_the_bar(tmp_path: Path, columns: int) -> None:
+    path, end = script(tmp_path, pause=0.02)
+    text = path.read_text().replace("        time.sleep(0.02)\n", f"        time.sleep(0.02){BESIDE}")
+    handler = "import logging; logging.basicConfig(format='%(message)s')\nimport sys; before = sys.stdout, sys.stderr\n"
+    path.write_text(f"{handler}{text}assert (sys.stdout, sys.stderr) == before\n")
+    lines = screen(on_a_terminal((path, end), columns))
+    for line in ("printed", "begun ended", "logged", "one", "two", "to standard error"):
+        assert line in lines, lines
+    assert any(line.endswith("UserWarning: warned of") for line in lines)
+    assert "left open" in lines
+    assert not [line for line in lines if re.search(r"epoch \d/3 \|.*(printed|begun|warned|logged|one|two)", line)]
+
+
 def test_a_standard_error_that_takes_nothing_does_not_end_the_run(tmp_path: Path, shown: Any) -> None:
     """A reader that is gone after the first line, and a full disk: the exit status and the end are as ever."""
     path, end = script(tmp_path, pause=0.003)

@@ -257,3 +257,31 @@ def test_explain_knows_every_hook_of_the_loop() -> None:
     elsewhere = QUERIES | STATE | {"plan_lines", "plan_memory", "plan_ranks"}
     unknown = {name for name, owner in hooks_of(zae.Trainer).items() if name not in named | elsewhere}
     assert not unknown
+
+
+class LongAddon(AddOnBase):
+    """Count the steps, and say how many of them were made in all of the epochs, in each of the epochs, and since the
+    last validation of the run. This is not shown.
+    """
+
+    layer = "observe"
+
+    def on_step_end(self, outputs: Any) -> None:
+        """Count a step of the epoch that is open, of those that were made since the last one was saved,
+        and of all of them. Another sentence.
+        """
+        super().on_step_end(outputs)
+
+
+def test_explain_ends_no_sentence_before_its_end() -> None:
+    text = str(Task.add_on(LongAddon).explain())
+    said = " ".join(text.replace("#", " ").split())
+    assert (
+        "Count a step of the epoch that is open, of those that were made since the last one was saved, and of all"
+        in said
+    )
+    assert "and of all of them." in said
+    assert "in each of the epochs, and since the last validation of the run." in said
+    assert "Another sentence" not in text
+    assert "This is not shown" not in text
+    assert "..." not in said

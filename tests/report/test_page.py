@@ -153,3 +153,10 @@ def test_a_run_that_logged_nothing_has_a_page() -> None:
     text = render([Run("a", Records(), composition=["EMAAddon"])])
     assert Page(text).data["metrics"] == []
     assert "EMAAddon" in text
+
+
+def test_each_of_many_runs_has_a_mark_of_its_own() -> None:
+    """Eight colours, in whole, dashed and dotted lines."""
+    text = render([Run(f"run {at}", Records.of(rows())) for at in range(24)])
+    marks = dict(re.findall(r"<span class='swatch ([^']+)'></span>(run \d+)", text))
+    assert len(marks) == 24

@@ -28,7 +28,8 @@ _QUIET = "opacity:.75"
 _ROWS = 60  # Rows of a table at most: the first ones and the last ones.
 _POINTS = 300  # Points of a curve at most.
 _CHARTS = 4
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 320, 150, 46, 8, 24, 20
+_WIDTH, _HEIGHT, _RIGHT, _TOP, _BOTTOM = 320, 150, 8, 24, 20
+_LEAST_LEFT, _PER_LETTER = 46, 6.2
 _SPLITS = ("train", "valid")
 
 
@@ -92,18 +93,19 @@ def chart(name: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str
     title = escape(f"{name}, {' to '.join(filter(None, ends))}; last: {said}")
     parts = [f"<text x='0' y='12' font-weight='600' fill='currentColor'>{escape(name)}</text>"]
     parts += _legend(colors)
+    left = max(_LEAST_LEFT, 8 + math.ceil(_PER_LETTER * max(len(number(value)) for value in down)))
     for share, value in ((0, down[1]), (1, down[0])) if down[0] < down[1] else ((0.5, down[0]),):
         y = _TOP + share * (_HEIGHT - _TOP - _BOTTOM)
-        parts.append(f"<line x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y:.0f}' y2='{y:.0f}' stroke='#888' "
+        parts.append(f"<line x1='{left}' x2='{_WIDTH - _RIGHT}' y1='{y:.0f}' y2='{y:.0f}' stroke='#888' "
                      "stroke-opacity='.35'/>")  # fmt: skip
         parts.append(
-            f"<text x='{_LEFT - 5}' y='{y + 4:.0f}' text-anchor='end' fill='currentColor'>{number(value)}</text>"
+            f"<text x='{left - 5}' y='{y + 4:.0f}' text-anchor='end' fill='currentColor'>{number(value)}</text>"
         )
-    for at, anchor, text in zip((_LEFT, _WIDTH - _RIGHT), ("start", "end"), ends):
+    for at, anchor, text in zip((left, _WIDTH - _RIGHT), ("start", "end"), ends):
         parts.append(
             f"<text x='{at}' y='{_HEIGHT - 5}' text-anchor='{anchor}' fill='currentColor'>{escape(text)}</text>"
         )
-    parts += [_curve(points, across, down, colors[label]) for label, points in series.items()]
+    parts += [_curve(points, across, down, colors[label], left) for label, points in series.items()]
     return (
         f"<svg role='img' aria-label='{title}' viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' "
         f"style='max-width:100%;height:auto' font-size='11' font-family='system-ui,sans-serif'>{''.join(parts)}</svg>"
@@ -114,30 +116,32 @@ def _legend(colors: dict[str, str]) -> Iterator[str]:
     """Yield the label of each curve with its colour, from the right to the left."""
     x = float(_WIDTH - _RIGHT)
     for label, color in reversed(colors.items()):
-        x -= 6.2 * len(label)
+        x -= _PER_LETTER * len(label)
         yield f"<text x='{x:.0f}' y='12' fill='currentColor'>{escape(label)}</text>"
         yield f"<rect x='{x - 16:.0f}' y='6' width='12' height='4' rx='2' fill='{color}'/>"
         x -= 26
 
 
 def _curve(
-    points: Sequence[tuple[float, float]], across: tuple[float, float], down: tuple[float, float], color: str
+    points: Sequence[tuple[float, float]], across: tuple[float, float], down: tuple[float, float], color: str, left: int
 ) -> str:
     """Return the line through points, of a long one every so many; few points have dots."""
     every = math.ceil(len(points) / _POINTS)
     kept = [*points[::every], *(points[-1:] if (len(points) - 1) % every else [])]
-    places = [_place(step, value, across, down) for step, value in kept]
+    places = [_place(step, value, across, down, left) for step, value in kept]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dots = "".join(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.2' fill='{color}'/>" for x, y in places)
     line = f"<polyline points='{path}' fill='none' stroke='{color}' stroke-width='1.75' stroke-linejoin='round'/>"
     return line + (dots if len(places) <= 25 else "")
 
 
-def _place(step: float, value: float, across: tuple[float, float], down: tuple[float, float]) -> tuple[float, float]:
+def _place(
+    step: float, value: float, across: tuple[float, float], down: tuple[float, float], left: int
+) -> tuple[float, float]:
     """Return where a point is drawn, in pixels."""
     x = (step - across[0]) / (across[1] - across[0]) if across[1] > across[0] else 0.5
     y = (down[1] - value) / (down[1] - down[0]) if down[1] > down[0] else 0.5
-    return _LEFT + x * (_WIDTH - _LEFT - _RIGHT), _TOP + y * (_HEIGHT - _TOP - _BOTTOM)
+    return left + x * (_WIDTH - left - _RIGHT), _TOP + y * (_HEIGHT - _TOP - _BOTTOM)
 
 
 # -------------------------------------------------------------------------------------------- what a cell shows

@@ -15,6 +15,7 @@ from zae.display.text import cell, duration, fitting, number, width_of
 from zae.errors import printable
 
 if TYPE_CHECKING:
+    from zae.display.above_bar import AboveBar
     from zae.loop.progress import Position
 
 __all__ = ["Clock", "Display", "Source", "Terminal", "can_write", "is_on_a_terminal", "write_line"]
@@ -141,6 +142,7 @@ class Terminal(Display):
         self.shown = True
         self._clock = Clock()
         self._bar: Any = None
+        self._above: list[AboveBar] = []
         self._next = 0.0
         self._widths: dict[str, int] = {}
         self._header: list[str] = []
@@ -157,6 +159,9 @@ class Terminal(Display):
         form = "{desc} |{bar}| {n_fmt}/{total_fmt}{postfix}" if at.epoch_steps else "{desc}, step {n_fmt}{postfix}"
         style: dict[str, Any] = {"leave": False, "dynamic_ncols": True, "mininterval": 0, "bar_format": form}
         self._bar = tqdm(total=at.epoch_steps, initial=at.epoch_step, desc=at.title, **style)
+        from zae.display.above_bar import AboveBar
+
+        self._above = [AboveBar(name) for name in ("stdout", "stderr") if getattr(sys, name) is not None]
         self._next = time.perf_counter() + self.interval
 
     def due(self) -> bool:
@@ -227,6 +232,9 @@ class Terminal(Display):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+            for each in self._above:
+                each.end()
+            self._above = []
 
 
 def can_write() -> bool:

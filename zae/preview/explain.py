@@ -101,6 +101,7 @@ validate():  # in evaluation mode, without gradients, on its own random streams
 _WINDOW = ("count_targets", "scale_loss", "normalize")  # They act only with several micro-batches or ranks.
 _BLOCKS = ("gradients", "micro_step", "optimizer_step")  # One override may replace all that they call.
 _COLUMN = 46
+_NOTE = 90  # Columns of what is said of an override, in each line.
 _SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 
 
@@ -232,11 +233,17 @@ def _switch(text: str, comment: str, instance: Any) -> list[str]:
 
 
 def _describe_override(owner: Any, name: str) -> str:
-    """Describe an override by the first line of its docstring."""
+    """Describe an override by the first sentence of its docstring."""
     if name in ("train_step", "test_step"):
         return ""
     doc = inspect.getdoc(owner.__dict__[name]) if owner.__dict__[name].__doc__ else None
-    return f": {textwrap.shorten(doc.splitlines()[0], 70, placeholder=' ...')}" if doc else f".{name}"
+    return f": {_first_sentence(doc)}" if doc else f".{name}"
+
+
+def _first_sentence(doc: str) -> str:
+    """Return the first sentence of a docstring, which may have several lines."""
+    paragraph = " ".join(doc.split("\n\n")[0].split())
+    return re.split(r"(?<=\.) (?=[A-Z])", paragraph, maxsplit=1)[0]
 
 
 def _text(cls: Any, instance: Any) -> str:
@@ -245,7 +252,9 @@ def _text(cls: Any, instance: Any) -> str:
     page = [f"{cls.__name__}, the effective loop; after # are the overrides of a call, outermost first", ""]
     for line in lines:
         code = "    " * line.depth + line.text
-        first, *others = line.notes or ("",)
+        first, *others = [
+            part for note in line.notes for part in textwrap.wrap(note, _NOTE, subsequent_indent="  ")
+        ] or [""]
         page.append(f"{code:<{_COLUMN}}  # {first}" if first else code)
         page += [f"{'':<{_COLUMN}}  # {other}" for other in others]
     shown = {name for line in lines for name in line.calls}
@@ -260,7 +269,7 @@ def _add_ons(cls: Any, instance: Any) -> list[str]:
     """Describe each add-on, with its options for an instance."""
     lines, found = [], option_values(instance) if instance is not None else {}
     for add_on in add_ons_of(cls):
-        doc = (inspect.getdoc(add_on) or "no description").splitlines()[0]
+        doc = _first_sentence(inspect.getdoc(add_on) or "no description")
         names = [n for c in add_on.__mro__ if is_add_on(c) for n in own_options(c)]
         values = [f"{name}={shown_option(name, found[name])}" for name in names if name in found]
         lines.append(f"{add_on.__name__}: {doc}" + (f"\n    {', '.join(values)}" if values else ""))

@@ -95,7 +95,7 @@
     return made;
   }
 
-  const colour = (each) => (several ? each.number % 8 : each.split === "" || each.split === "train" ? 0 : 1);
+  const colour = (each) => (several ? `${each.number % 8} d${Math.floor(each.number / 8) % 3}` : each.split === "" || each.split === "train" ? 0 : 1);
   const isThin = (each) => several && each.split === "train"
     && series.some((other) => other.metric === each.metric && other.split !== "train");
   const nameOf = (each) => [several ? each.run.name : "", each.split].filter(Boolean).join(" · ") || each.metric;
@@ -313,7 +313,7 @@
 
   for (const [number, run] of several ? data.runs.entries() : []) {
     const button = el("button", { type: "button", "aria-pressed": "true" }, null, $("runs"));
-    el("span", { class: `swatch c${number % 8}` }, null, button);
+    el("span", { class: `swatch c${number % 8} d${Math.floor(number / 8) % 3}` }, null, button);
     button.append(run.name);
     button.addEventListener("click", () => {
       if (!state.hidden.delete(number)) state.hidden.add(number);

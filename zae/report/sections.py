@@ -223,8 +223,8 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], caption: str) 
 
 
 def _run(runs: Sequence[Run], at: int) -> str:
-    """Return the name of a run, with a mark in its colour."""
-    return f"<span class='swatch c{at % 8}'></span>{text_of(runs[at].name)}"
+    """Return the name of a run, with a mark in its colour: from the ninth on dashed, from the seventeenth dotted."""
+    return f"<span class='swatch c{at % 8} d{at // 8 % 3}'></span>{text_of(runs[at].name)}"
 
 
 def _note(value: str, note: str) -> str:
