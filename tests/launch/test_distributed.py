@@ -505,3 +505,31 @@ def test_one_process_of_a_launcher_that_sets_a_name_alone_trains(monkeypatch):
     trainer = build(Task, (MultiGPUAddon,))
     assert trainer.run(1, loader(8, 2))["step"] == 4
     assert trainer.world_size == 1
+
+
+NEWER_NAMES = """
+import torch, zae
+from zae.addons import MultiGPUAddon
+
+class Task(zae.Trainer):
+    def train_step(self, batch):
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert torch.backends.mkldnn.fp32_precision == "ieee"
+        return {"loss": self.model(batch).square().mean()}
+    test_step = train_step
+
+if __name__ == "__main__":
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.mkldnn.fp32_precision = "ieee"
+    trainer = Task.add_on(MultiGPUAddon)(torch.nn.Linear(2, 1), ["cpu"] * 2, optimizer=torch.optim.SGD)
+    trainer.run(1, [torch.ones(4, 2)] * 2)
+    print("trained", trainer.progress_checker.step)
+"""
+
+
+def test_ranks_take_over_the_precision_of_float32_in_the_newer_names(tmp_path):
+    """A script of its own: torch does not read the older names in a process that has used the newer ones."""
+    script = tmp_path / "script.py"
+    script.write_text(NEWER_NAMES)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert "trained 1" in done.stdout, done.stderr[-3000:]

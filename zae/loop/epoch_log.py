@@ -38,8 +38,8 @@ class _Late:
         self._chunks: list[Tensor] = []
 
     def add(self, value: Tensor) -> None:
-        # A buffer that the step continues to use would have changed until it is read; one with a graph is not a buffer.
-        self._waiting.append(value.detach().clone() if value.grad_fn is None else value.detach())
+        # A buffer that the step continues to use, or the static output of a CUDA graph, has changed until it is read.
+        self._waiting.append(value.detach().clone())
         if len(self._waiting) == _CHUNK:
             self._chunks.append(torch.stack(self._waiting))
             self._waiting = []

@@ -152,7 +152,7 @@ class NonFiniteGuard:
             return sum([self._look(each, progress) for each in value.values()]) > 0  # Each is looked at.
         if value.is_cpu or self.policy == "skip":
             return not math.isfinite(value.item())
-        self._waiting.append(value.detach().reshape(()))
+        self._waiting.append(value.detach().clone().reshape(()))  # It may be the static output of a CUDA graph.
         self._steps.append(progress.step + 1)
         return False
 

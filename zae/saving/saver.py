@@ -88,7 +88,7 @@ class Snapshots:
             if buffers := spare.get(kind):
                 buffer = buffers.pop()
             else:
-                memory = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+                memory = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=pinned)
                 buffer = memory, byte_view(memory)
             if value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg():
                 self._plan(buffer[1], byte_view(value))  # torch would synchronise its threads for each tensor.
