@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import json
 import os
-import types
+import re
 import typing
 import warnings
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ def _set(name: str, value: Any) -> Callable[[Any], dict[str, Any]]:
 
 def _warmup(ratio: Any) -> dict[str, Any]:
     """Return the steps of a warm-up: less than 1 is a share of the run."""
-    share = _as_type("warmup_ratio", ratio, (float,))
+    share = _as_type("warmup_ratio", ratio, {"float"})
     if not 0 <= share < 1:
         raise ConfigError(f"warmup_ratio={ratio!r}; write warmup_steps, a share of the run such as 0.1, or steps")
     return {"warmup_steps": share} if share else {}
@@ -123,8 +123,8 @@ def read_arguments(args: Any, stacklevel: int = 2) -> tuple[Any, dict[str, Any]]
     values, entries, told = _present(args, fields, where)
     for text in told:
         warnings.warn(text, FutureWarning, stacklevel=stacklevel)
-    hints = _hints(cls)
-    values = {name: _as_type(name, value, hints.get(name, ())) for name, value in values.items()}
+    kinds = _kinds(cls)
+    values = {name: _as_type(name, value, kinds[name]) for name, value in values.items()}
     if str(values.get("hub_token", "")).startswith("<"):  # `to_dict` hides it.
         del values["hub_token"]
     for name in [each for each in REFUSED if values.get(each)]:  # Transformers would ask for the package of it first.
@@ -148,17 +148,10 @@ def _fields(cls: type) -> tuple[str, ...]:
     return tuple(each.name for each in dataclasses.fields(cls) if each.init)
 
 
-def _hints(cls: type) -> dict[str, tuple[type, ...]]:
-    """Return the types that each argument may have."""
-    try:
-        hints: dict[str, Any] = typing.get_type_hints(cls)
-    except NameError:  # A type that is imported only for type checkers.
-        hints = {each.name: each.type for each in dataclasses.fields(cls)}
-    unions = (typing.Union, types.UnionType)
-    found = {
-        name: typing.get_args(hint) if typing.get_origin(hint) in unions else (hint,) for name, hint in hints.items()
-    }
-    return {name: tuple(typing.get_origin(each) or each for each in several) for name, several in found.items()}
+def _kinds(cls: type) -> dict[str, set[str]]:
+    """Return the names of the types that each argument may have, for instance "float" and "None"."""
+    # Not of the fields, whose types an HfArgumentParser changes.
+    return {name: set(re.findall(r"\w+", str(hint))) for name, hint in typing.get_type_hints(cls).items()}
 
 
 def _present(
@@ -206,23 +199,24 @@ def _unknown(name: str, fields: tuple[str, ...]) -> str:
     return f"{name!r}, which is not an argument of TrainingArguments{cure}"
 
 
-def _as_type(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
+def _as_type(name: str, value: Any, kinds: set[str]) -> Any:
     """Return a value as the number or flag that its argument takes: YAML reads 5e-5 as a str."""
-    plain = tuple(kind for kind in (bool, int, float) if kind in kinds)
-    if not plain or value is None or str in kinds:
+    plain = kinds & {"bool", "int", "float"}
+    if not plain or value is None or kinds & {"str", "dict", "list"}:
         return value
     made: Any = value
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             made = json.loads(value.lower()) if value.lower() in ("true", "false") else float(value)
     if isinstance(made, bool):
-        is_right = bool in plain
+        is_right = "bool" in plain
     else:
-        is_right = isinstance(made, (int, float)) and plain != (bool,)
-        made = int(made) if is_right and int in plain and float not in plain and made == int(made) else made
-        is_right = is_right and (float in plain or isinstance(made, int))
+        is_right = isinstance(made, (int, float)) and plain != {"bool"}
+        made = int(made) if is_right and plain == {"int"} and made == int(made) else made
+        is_right = is_right and ("float" in plain or isinstance(made, int))
     if not is_right:
-        words = " or ".join({bool: "True or False", int: "a whole number", float: "a number"}[kind] for kind in plain)
+        texts = {"bool": "True or False", "int": "a whole number", "float": "a number"}
+        words = " or ".join(text for kind, text in texts.items() if kind in plain)
         raise ConfigError(f"{name}={value!r} is {kind_of(value)}; write {words}")
     return made
 
