@@ -62,7 +62,7 @@ class ShardingAddon(AddOnPart):
         shares = [share for known, use, share in self._shared if known is loader and use == training]
         if not shares:
             if not getattr(loader, "is_sharded", False):
-                check_same_data(loader, self.gather(marks_of(loader)))
+                check_same_data(self.gather(marks_of(loader)), self.is_main)
             ranks = sharding.Ranks(self._data_rank, self._data_size, self._from_main, self._all_agree, self.gather)
             shares = [sharding.shard(loader, training, ranks)]
             alike = [each for each in self._shared if each[1] == training]  # Each kind has its own limit.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,16 @@ from zae.errors import LoaderError
 
 __all__ = ["check_same_data", "marks_of"]
 
+_log = logging.getLogger("zae")
+
 _DEPTH = 4  # Datasets in datasets: Subset(ConcatDataset([...])).
 _ENTRIES = 8  # Entries of a list that are compared, and numbers of a tensor.
+
+
+class _Numbers(tuple[int, str]):
+    """The mark of numbers in tensors or arrays, which a script may have drawn at random."""
+
+    __slots__ = ()
 
 
 def marks_of(loader: Any) -> dict[str, Any]:
@@ -37,8 +46,10 @@ def marks_of(loader: Any) -> dict[str, Any]:
     batches = getattr(loader, "batch_sampler", None)
     for place, sampler in ((".sampler", getattr(batches, "sampler", None)), (".batch_sampler", batches)):
         for name, value in vars(unwrap_sampler(sampler)).items() if hasattr(sampler, "__dict__") else ():
+            if value is dataset:
+                continue
             if isinstance(value, (list, tuple, range, Tensor, np.ndarray)) and not name.startswith("_"):
-                found[f"{place}.{name}"] = _mark_of(value)
+                found[f"{place}.{name}"] = tuple(_mark_of(value))  # Of entries and their weights: none is drawn.
     return found
 
 
@@ -58,7 +69,9 @@ def _mark_dataset(dataset: Any, place: str, found: dict[str, Any], depth: int) -
         values = value if name == "tensors" and isinstance(value, (list, tuple)) else [value]
         for index, each in enumerate(values):
             if hasattr(each, "__len__") and not isinstance(each, (str, bytes)) and length_of(each) == size:
-                found[f"{place}.{name}" + f"[{index}]" * (name == "tensors")] = _mark_of(each)
+                mark = _mark_of(each)
+                at = f"{place}.{name}" + f"[{index}]" * (name == "tensors")
+                found[at] = tuple(mark) if name == "indices" else mark
     for name, inner in parts_of_dataset(dataset).items() if depth else ():
         _mark_dataset(inner, place + name, found, depth - 1)
 
@@ -77,7 +90,10 @@ def _mark_of(value: Any) -> Any:
     try:
         if hasattr(value, "iloc"):  # A table of pandas.
             return size, repr(value.iloc[indices])
-        return size, _digest([value[index] for index in indices])
+        entries = [value[index] for index in indices]
+        kinds = {type(leaf) for entry in entries for _, leaf in leaves_of(entry)}
+        has_numbers = any(issubclass(kind, (Tensor, np.ndarray, np.generic)) for kind in kinds)
+        return (_Numbers if has_numbers else tuple)((size, _digest(entries)))
     except Exception:  # Of a class of the user: its length is all that is compared.
         return size, ""
 
@@ -101,18 +117,32 @@ def _plain(entry: Any) -> Iterator[Any]:
             yield type(leaf).__name__
 
 
-def check_same_data(loader: Any, of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a loader whose data differ between the ranks; ``of_ranks`` is what `marks_of` returned on each."""
+def check_same_data(of_ranks: Sequence[Mapping[str, Any]], is_main: bool) -> None:
+    """Refuse a loader whose data differ between the ranks; ``of_ranks`` is what `marks_of` returned on each.
+
+    Where only the numbers of tensors differ, the script may have drawn them on each rank: that is a warning.
+    """
     main = of_ranks[0]
-    for rank, marks in enumerate(of_ranks):
-        place = next((each for each in {**main, **marks} if main.get(each) != marks.get(each)), None)
-        if place is not None:
-            is_length = place.startswith("len(")
-            where = place.replace("len(.", "len(loader.") if is_length else f"loader{place}"
-            values = f" ({main.get(place)} and {marks.get(place)})" if is_length else ""
-            raise LoaderError(
-                f"the ranks have different data: {where} differs between rank 0 and rank {rank}{values}, and what the "
-                "script has divided by rank would be divided again. Give each rank the whole dataset, which is divided "
-                "for you; or set loader.is_sharded = True, and each rank gets all that its own loader yields. Data "
-                "that the script draws at random are made with the same seed on all ranks"
-            )
+    found = [
+        (place, rank)
+        for rank, marks in enumerate(of_ranks)
+        for place in {**main, **marks}
+        if main.get(place) != marks.get(place)
+    ]
+    certain = [(place, rank) for place, rank in found if not isinstance(main.get(place), _Numbers)]
+    if not found:
+        return
+    place, rank = (certain or found)[0]
+    is_length = place.startswith("len(")
+    where = place.replace("len(.", "len(loader.") if is_length else f"loader{place}"
+    values = f" ({main.get(place)} and {of_ranks[rank].get(place)})" if is_length else ""
+    text = (
+        f"the ranks have different data: {where} differs between rank 0 and rank {rank}{values}, and what the script "
+        "has divided by rank would be divided again. Give each rank the whole dataset, which is divided for you; or "
+        "set loader.is_sharded = True, and each rank gets all that its own loader yields. Data that the script draws "
+        "at random are made with the same seed on all ranks"
+    )
+    if certain:
+        raise LoaderError(text)
+    if is_main:
+        _log.warning("%s", text)
