@@ -331,3 +331,34 @@ def test_ready_is_one_setup_for_all_that_it_encloses() -> None:
         trainer.run_batch("no such batch")
     assert "the batch was str" in caught.value.__notes__[0]
     assert trainer.events == ["setup", "teardown"] * 3
+
+
+class StateOfEvents(Task):
+    """Its test_step reads what events and train_step have set, as usual LightningModules do."""
+
+    def on_run_begin(self) -> None:
+        super().on_run_begin()
+        self.runs = 1
+
+    def on_epoch_begin(self) -> None:
+        super().on_epoch_begin()
+        self.epochs = self.progress_checker.epoch
+
+    def on_validation_begin(self) -> None:
+        super().on_validation_begin()
+        self.rows = 0
+
+    def train_step(self, batch: Any) -> Any:
+        self.last = batch[0].mean()
+        return super().train_step(batch)
+
+    def test_step(self, batch: Any) -> Any:
+        self.rows += len(batch[0]) * self.runs
+        return {**super().test_step(batch), "last": self.last + self.epochs}
+
+
+def test_a_validation_may_read_what_events_and_steps_have_set() -> None:
+    trainer = build(task=StateOfEvents)
+    metrics = trainer.run(2, loader(10), valid())
+    assert trainer.rows == 10
+    assert len(metrics["valid_metrics_history"]) == 2
