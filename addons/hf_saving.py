@@ -143,7 +143,8 @@ class SavingPart(AddOnPart):
     def _folder(self, path: str | Path | None, call: str) -> Path:
         """Return a folder, by default ``output_dir``."""
         if path is None and self.output_dir is None:
-            raise ConfigError(f"{call} needs a folder; write {call}('folder'), or the option output_dir='folder'")
+            given = "" if call == "save_metrics" else f"{call}('folder'), or "  # It takes none.
+            raise ConfigError(f"{call} needs a folder; write {given}the option output_dir='folder'")
         return Path(path or self.output_dir or "").expanduser()
 
     def model_exists(self, path: str | Path | None = None) -> bool:

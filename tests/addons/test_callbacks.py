@@ -16,7 +16,9 @@ from kit.faults import forked
 from kit.table import Watcher
 from zae import ConfigError, Trainer
 from zae.addons import AMPAddon, CallbackAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.errors import MissingError
 from zae.interop.callbacks import EVENTS, FOREIGN_EVENTS
+from zae.interop.trainer_state import TrainerControl
 
 
 class Task(Trainer):
@@ -409,3 +411,12 @@ def test_a_callback_that_raises_leaves_checkpoints_whole(event, tmp_path):
     assert hand.digest(resumed.model.weight) == hand.digest(whole.model.weight)
     assert resumed.callbacks[0].losses == whole.callbacks[0].losses
     assert resumed.progress_checker.step == 6
+
+
+def test_a_flag_that_control_does_not_have_is_named():
+    """One that is misspelt would do nothing."""
+    control = TrainerControl()
+    with pytest.raises(MissingError, match=r"control has no 'should_sav'; did you mean 'should_save'\?"):
+        control.should_sav = True
+    control.should_save = control.own_note = True
+    assert control.flags() == ["should_save"]

@@ -396,3 +396,8 @@ def test_several_sets_are_no_training_set() -> None:
 def test_a_batch_without_names_for_a_model_of_transformers() -> None:
     with pytest.raises(ZaeError, match=r"the batch is a list, and the model takes arguments by name; .*train_step"):
         Task(hf.make_model(), "cpu", train_dataset=MAPS["TensorDataset"], num_train_epochs=1).train()
+
+
+def test_a_collator_that_is_no_function_is_refused_at_once():
+    with pytest.raises(ConfigError, match="data_collator is an int; it must be a function of a list of rows"):
+        Trainer.add_on(HuggingFaceAddon)(torch.nn.Linear(2, 1), "cpu", train_dataset=[{"x": 1}], data_collator=5)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zae.errors import MissingError
+from zae.errors import MissingError, did_you_mean
 from zae.launch.spawn import local_rank
 from zae.loop.history import split_prefix
 from zae.loop.progress import NO_LIMIT, remaining
@@ -111,9 +111,16 @@ class TrainerControl:
     should_evaluate: bool = False
     should_log: bool = False
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a flag that does not exist, which would do nothing."""
+        if name.startswith("should_") and name not in type(self).__annotations__:
+            known = [*type(self).__annotations__]
+            raise MissingError(f"control has no {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}")
+        super().__setattr__(name, value)
+
     def flags(self) -> list[str]:
         """Return the names of the flags that are set."""
-        return [name for name, value in vars(self).items() if value]
+        return [name for name in type(self).__annotations__ if getattr(self, name)]
 
     def reset(self, *names: str) -> None:
         """Take flags back."""

@@ -262,6 +262,11 @@ class DatasetsPart(AddOnPart):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if data_collator is not None and not callable(data_collator):
+            raise ConfigError(
+                f"data_collator is {kind_of(data_collator)}; it must be a function of a list of rows, for instance "
+                "transformers.DataCollatorWithPadding(tokenizer)"
+            )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.data_collator, self.processing_class = data_collator, processing_class
         self.label_names = tuple(label_names)
