@@ -43,7 +43,7 @@ OPTIONS = _by_name(
         "train_step(batch), which returns {'loss': ...}": "compute_loss_func loss_fn",
         "train_step(batch), which computes the loss": "label_smoothing_factor label_names",
         "task_of(unit)(unit, ...), or from_arguments(unit=unit, ...), of zae.interop.fairseq2": "unit",
-        "from_arguments(unit=unit, valid_units=...), of zae.interop.fairseq2": "valid_units",
+        "an option of from_arguments(unit=unit, ...) of zae.interop.fairseq2": "valid_units",
         "test_step(batch)": "preprocess_logits_for_metrics prediction_loss_only",
         "metric_on_epoch_end()": "compute_metrics batch_eval_metrics include_for_metrics",
         "dtype='bf16' (AMPAddon)": "dtype torch_dtype",
