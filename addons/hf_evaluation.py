@@ -23,7 +23,7 @@ from zae.interop.huggingface.metrics import (
     labels_of,
     prefixed,
 )
-from zae.interop.huggingface.training import call_by_name, without_change
+from zae.interop.huggingface.training import call_by_name, check_named, without_change
 from zae.launch.spawn import planned_world
 from zae.loop.bases import Processes
 from zae.loop.evaluation import Evaluation
@@ -158,6 +158,7 @@ class EvaluationPart(AddOnPart):
         if inner is not None:
             found: tuple[Any, Any, Any] = inner(model, inputs, prediction_loss_only, ignore_keys)
             return found
+        check_named(inputs)
         labels = labels_of(inputs, self._labels)
         if self.predict_with_generate and not prediction_loss_only:
             return self._generate(model, inputs, labels)

@@ -396,6 +396,8 @@ def test_several_sets_are_no_training_set() -> None:
 def test_a_batch_without_names_for_a_model_of_transformers() -> None:
     with pytest.raises(ZaeError, match=r"the batch is a list, and the model takes arguments by name; .*train_step"):
         Task(hf.make_model(), "cpu", train_dataset=MAPS["TensorDataset"], num_train_epochs=1).train()
+    with pytest.raises(ZaeError, match=r"the batch is a list, and the model takes arguments by name"):
+        Task(hf.make_model(), "cpu").predict(MAPS["TensorDataset"])
 
 
 def test_a_collator_that_is_no_function_is_refused_at_once():

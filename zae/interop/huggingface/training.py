@@ -13,7 +13,7 @@ from zae.composition.introspect import AddOnPart, by_name
 from zae.errors import StepError, kind_of
 from zae.interop.huggingface.data import forward_of
 
-__all__ = ["Loss", "LossPart", "call_by_name", "train_output"]
+__all__ = ["Loss", "LossPart", "call_by_name", "check_named", "train_output"]
 
 
 class Loss:
@@ -53,11 +53,7 @@ class Loss:
 
     def compute(self, model: Any, inputs: Any, count: Any = None) -> tuple[Any, Any]:
         """Return the loss and what the model returned."""
-        if not isinstance(inputs, Mapping):
-            raise StepError(
-                f"the batch is {kind_of(inputs)}, and the model takes arguments by name; let the samples of the "
-                "dataset be dicts with the names of its arguments, or write train_step(batch) and test_step(batch)"
-            )
+        check_named(inputs)
         inputs, labels = dict(inputs), None
         if self.smoother is not None or self.function is not None:
             labels = inputs.pop("labels", None)
@@ -70,6 +66,15 @@ class Loss:
             more = {"shift_labels": True} if self.is_causal else {}
             return self.smoother(outputs, labels, num_items_in_batch=count, **more), outputs
         return _loss_in(outputs, inputs), outputs
+
+
+def check_named(batch: Any) -> None:
+    """Refuse a batch without names for a model that takes its arguments by name."""
+    if not isinstance(batch, Mapping):
+        raise StepError(
+            f"the batch is {kind_of(batch)}, and the model takes arguments by name; let the samples of the dataset be "
+            "dicts with the names of its arguments, or write train_step(batch) and test_step(batch)"
+        )
 
 
 def _loss_in(outputs: Any, inputs: Mapping[str, Any]) -> Any:
