@@ -323,7 +323,8 @@ class DeepSpeedAddon(DistributedAddon):
         if zero is None or (zero.stage < 3 and not zero.is_bf16):
             return state
         named = dict(self.unwrap().named_parameters(remove_duplicate=False))
-        return {key: zero.whole(named[key]) if key in named else value for key, value in state.items()}
+        # To the host, one after another: a device has no room for the whole model.
+        return {key: zero.whole(named[key]).cpu() if key in named else value for key, value in state.items()}
 
     def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load whole weights, of which each rank keeps its part."""

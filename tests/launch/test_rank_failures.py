@@ -19,6 +19,7 @@ from kit.rank_tasks import Task, build, forks, loader, same, weights
 from zae import DistributedError
 from zae.addons import FSDPAddon, MultiGPUAddon, PipelineAddon, StateManagerAddon
 from zae.launch import spawn as launching
+from zae.launch.rank_process import has_lost_peer
 from zae.storage.checkpoint import load_checkpoint
 
 ENDS = {
@@ -180,3 +181,12 @@ def test_ranks_that_call_different_blocks(level, kind, text, monkeypatch):
     dist.set_debug_level_from_env()
     if level == "DETAIL":
         assert "in train_step" in "".join(caught.value.__notes__)
+
+
+def test_short_memory_in_an_exchange_is_no_lost_rank():
+    """NCCL names itself where a device has no memory for its buffers: the cause is in this rank."""
+    short = RuntimeError(
+        "NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error: Cuda failure 2 'out of memory'"
+    )
+    assert not has_lost_peer(short)
+    assert has_lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer"))

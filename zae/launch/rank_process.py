@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from zae.common import random_state
-from zae.common.device import exchange_current
+from zae.common.device import exchange_current, is_out_of_memory
 from zae.errors import DistributedError
 from zae.launch import transfer
 
@@ -171,7 +171,7 @@ def has_lost_peer(error: BaseException) -> bool:
 
     A loader, a database or a script of the user may time out too: what they raise is an error of this rank.
     """
-    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+    if not isinstance(error, RuntimeError) or is_out_of_memory(error):  # NCCL names itself where memory is short.
         return False
     if _OF_AN_EXCHANGE.search(str(error)):
         return True

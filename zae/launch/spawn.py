@@ -81,7 +81,8 @@ def spawn(
         with _Ranks(tasks, show) as ranks:
             ranks.watch()
         del store  # It was served by this process until here.
-        return transfer.unpack(Path(folder, "end"))
+        # This process computes nothing: the devices are the ranks', and it leaves them alone.
+        return transfer.unpack(Path(folder, "end"), "cpu")
 
 
 def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:

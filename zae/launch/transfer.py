@@ -60,12 +60,12 @@ def _failure_of_the_disk(error: BaseException | None) -> OSError | None:
     return None
 
 
-def unpack(path: Path, devices: Mapping[str, str] | None = None) -> Any:
-    """Read what `pack` wrote, in a process of the same run."""
+def unpack(path: Path, map_location: str | dict[str, str] = "cpu") -> Any:
+    """Read what `pack` wrote, in a process of the same run; the devices are those of ``torch.load``."""
     module = ModuleType("zae_pickle")
     vars(module).update({**vars(pickle), "Unpickler": _Unpickler})
     # Not a checkpoint: the parent process wrote this file a moment ago, in a folder of this run.
-    return torch.load(path, map_location=dict(devices or {}), weights_only=False, pickle_module=module)
+    return torch.load(path, map_location=map_location, weights_only=False, pickle_module=module)
 
 
 def _recording_pickler(seen: list[Any]) -> type:

@@ -259,6 +259,8 @@ class Processes:
     def whole_values(self, value: Any, keeps: bool = True) -> Any:
         """Return a value of dicts, lists and tuples in which every tensor is whole. All ranks call it, in one order.
 
+        What was gathered is in the memory of the host: a device needs room for one whole tensor at a time, not for all.
+
         Parameters
         ----------
         value : object
@@ -269,7 +271,7 @@ class Processes:
 
         def gathered(tensor: Tensor) -> Tensor:
             found = self.whole(tensor)
-            return found if keeps or found is tensor else found.to("meta")
+            return found if found is tensor else found.to("cpu" if keeps else "meta")
 
         return map_tensors(gathered, value)
 

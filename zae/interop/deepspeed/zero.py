@@ -290,7 +290,7 @@ class Zero:
             for each in parameters if slots else ():
                 shape = self._shapes[id(each)]
                 self.optimizer.state[each] = {
-                    key: read(each, key).reshape(shape) if _is_slot(value, flat) else _copy(value)
+                    key: read(each, key).cpu().reshape(shape) if _is_slot(value, flat) else _copy(value)
                     for key, value in slots.items()
                 }
         try:

@@ -52,7 +52,7 @@ def _replace(value: Any, made: Mapping[tuple[Any, ...], Tensor], path: tuple[Any
 def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], device: torch.device) -> Any:
     """Return a value in which tensors of the meta device are those that other ranks have; all ranks call it.
 
-    A rank that does not keep them gets its own value.
+    What was received is in the memory of the host. A rank that does not keep it gets its own value.
     """
     held = dict(_tensors(value))
     absent = {path: (tuple(each.shape), each.dtype) for path, each in held.items() if each.is_meta}
@@ -65,10 +65,11 @@ def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], devi
             continue
         takers = [index for index, (each, takes) in enumerate(ranks) if takes and path in each]
         if rank in takers:
-            made[path] = torch.empty(shape, dtype=dtype, device=device)
-        if rank == holders[0] or rank in takers:
-            tensor = made[path] if rank in takers else held[path].detach().to(device).contiguous()
-            _send(tensor, holders[0], takers, rank)
+            received = torch.empty(shape, dtype=dtype, device=device)
+            _send(received, holders[0], takers, rank)
+            made[path] = received.cpu()
+        elif rank == holders[0]:
+            _send(held[path].detach().to(device).contiguous(), holders[0], takers, rank)
     return _replace(value, made) if made else value
 
 
