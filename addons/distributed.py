@@ -31,7 +31,7 @@ from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
 from zae.launch import spawn as launching
 from zae.launch.blocks import check_shapes
-from zae.launch.collectives import all_reduce, gather_objects
+from zae.launch.collectives import all_reduce, gather_objects, open_host_group
 from zae.launch.drift import DriftCheck, Meetings, note_culprit
 from zae.launch.mesh import DIMENSIONS, Mesh, check_mesh
 from zae.launch.rank_process import is_spawned, note_failure, show, tell_failures_early
@@ -183,6 +183,7 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         """Join the other ranks, then set up on the device of this rank."""
         self._outer_error = sys.exc_info()[1]  # The other ranks have it too.
         if launching.join(self._backend(), self.timeout, self.init_method):
+            open_host_group(self.timeout)
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
             mesh = self._mesh()
             self._data_rank, self._data_size = mesh.data_rank(self._rank), mesh.data_size

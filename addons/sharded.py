@@ -20,6 +20,7 @@ from zae.data import sharding
 from zae.data.divided import check_same_data, marks_of
 from zae.errors import ConfigError, DistributedError
 from zae.launch import shards
+from zae.launch.collectives import host_group
 from zae.launch.rank_process import has_lost_peer
 from zae.loop.addon_state import gather_tensors
 from zae.storage.encoding import name_of_key
@@ -48,7 +49,7 @@ class ShardingAddon(AddOnPart):
 
     def _from_main(self, value: Any) -> Any:
         values = [value if self._rank == 0 else None]
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=0, group=host_group())
         return values[0]
 
     def _all_agree(self, value: bool) -> bool:

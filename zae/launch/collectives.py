@@ -13,7 +13,9 @@ import ctypes
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,17 @@ from torch import Tensor
 
 from zae.optim.state import like_parameter_layout
 
-__all__ = ["BUCKET", "all_reduce", "average", "broadcast", "gather_objects", "group_alike", "hold"]
+__all__ = [
+    "BUCKET",
+    "all_reduce",
+    "average",
+    "broadcast",
+    "gather_objects",
+    "group_alike",
+    "hold",
+    "host_group",
+    "open_host_group",
+]
 
 BUCKET = 25 * 2**20
 """Bytes of small tensors that are sent at once, as many as DistributedDataParallel averages at once."""
@@ -32,6 +44,30 @@ _held: deque[Any] = deque(maxlen=32)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_held))  # Never freed, also not when Python frees all modules at its end.
 
 
+_host_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def open_host_group(timeout: float) -> None:
+    """Make a group for tensors of the host where that of the script has none; all ranks call it.
+
+    Such a group is that of ``init_process_group("nccl")``, in which tensors of the device alone can be exchanged.
+    """
+    world = dist.group.WORLD
+    if "cpu:" not in dist.get_backend_config(world) and world not in _host_groups:
+        _host_groups[world] = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+
+def host_group() -> Any:
+    """Return the group of all ranks that exchanges tensors of the host."""
+    world = dist.group.WORLD
+    return _host_groups.get(world, world)
+
+
+def _group_for(tensor: Tensor) -> Any:
+    """Return the group of all ranks that exchanges a tensor."""
+    return host_group() if tensor.is_cpu else dist.group.WORLD
+
+
 def hold(work: Any, *tensors: Tensor) -> None:
     """Hold an exchange that is over, with its tensors, until as many others have come after it."""
     if sum(each.nbytes for each in tensors) <= _LARGEST:
@@ -39,7 +75,9 @@ def hold(work: Any, *tensors: Tensor) -> None:
 
 
 def all_reduce(tensor: Tensor, group: Any = None) -> None:
-    """Sum a tensor over the ranks of a group, in its place."""
+    """Sum a tensor over the ranks of a group, by default of all ranks, in its place."""
+    if group is None:
+        group = _group_for(tensor)
     work = dist.all_reduce(tensor, group=group, async_op=True)
     if work is not None:  # This rank is not in the group.
         work.wait()
@@ -47,7 +85,9 @@ def all_reduce(tensor: Tensor, group: Any = None) -> None:
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Return the objects of all ranks of a group."""
+    """Return the objects of all ranks of a group, by default of all ranks."""
+    if group is None:
+        group = host_group()
     count = dist.get_world_size(group)
     if "cpu:gloo" not in dist.get_backend_config(group):
         values = [None] * count
@@ -88,10 +128,10 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
 def _send(tensors: list[Tensor]) -> None:
     if len(tensors) == 1 and tensors[0].is_contiguous():
-        dist.broadcast(tensors[0].detach(), src=0)
+        dist.broadcast(tensors[0].detach(), src=0, group=_group_for(tensors[0]))
         return
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    dist.broadcast(flat, src=0)
+    dist.broadcast(flat, src=0, group=_group_for(flat))
     if dist.get_rank():
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
             tensor.copy_(part.view_as(tensor))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zae.launch.collectives import hold
+from zae.launch.collectives import hold, host_group
 
 __all__ = ["StopFlag"]
 
@@ -73,7 +73,7 @@ class StopFlag:
     def _send(self) -> None:
         """Tell the others whether this rank asks for something."""
         self._total = torch.tensor(float(self.reason is not None or bool(self.requests)))
-        group: Any = dist.group.WORLD
+        group = host_group()
         self._work = group.allreduce([self._total])  # What all_reduce(async_op=True) calls, in half of its time.
 
     def _receive(self, patience: float | None = None) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -46,3 +49,36 @@ def test_two_ranks_train_as_one_process(engine):
 def test_ranks_draw_different_masks():
     _, metrics = train(Noting, BOTH, MultiGPUAddon, batch_size=16)
     assert metrics["difference"] > 0
+
+
+OWN_GROUP = """
+import os
+import torch
+import torch.distributed as dist
+from device.on_device.tasks import DEVICE, Task, dense, loader
+from zae.addons import EarlyStoppingAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
+
+class Counting(Task):
+    def train_step(self, batch):
+        outputs = super().train_step(batch)
+        return {**outputs, "num_targets": len(batch[0])}
+
+torch.get_device_module(DEVICE).set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group(dist.get_default_backend_for_device(DEVICE))
+cls = Counting.add_on(MultiGPUAddon, GradientAccumulationAddon, StateManagerAddon, EarlyStoppingAddon)
+options = {"gradient_accumulation_steps": 2, "save_path": "run", "on_nonfinite": "skip"}
+trainer = cls(dense(), DEVICE, optimizer=torch.optim.SGD, **options)
+history = trainer.run(1, loader(batch_size=8), loader())
+if trainer.is_main:
+    print("steps", history["step"], flush=True)
+"""
+
+
+def test_a_group_of_the_script_that_is_for_the_device_alone(tmp_path):
+    """The script has called init_process_group("nccl"): numbers of the host go over a group of zae."""
+    script = tmp_path / "script.py"
+    script.write_text(OWN_GROUP)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "steps 2" in done.stdout
