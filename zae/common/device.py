@@ -249,7 +249,7 @@ def _format_list(spec: Sequence[Any]) -> str:
 def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
     """Return the value with its tensors on the device; the same object if nothing was moved."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=non_blocking)
+        return value.to(device, non_blocking=non_blocking or _is_staged(value, device))
     if callable(getattr(type(value), "to", None)) and not isinstance(value, type):
         return _move_by_method(value, device, non_blocking)
     if isinstance(value, (tuple, list)):
@@ -259,6 +259,17 @@ def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
     if is_dataclass(value):
         return with_items(value, {name: _move(item, device, non_blocking) for name, item in fields_of(value).items()})
     return value
+
+
+def _is_staged(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether the driver has read a tensor of the host when a copy that does not block returns.
+
+    It has read pageable memory, which it puts into pinned memory of its own first. A copy that blocks would wait for
+    all that the device has to do.
+    """
+    if not tensor.is_cpu or not can_copy_async(device):
+        return False
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_pinned()
 
 
 def _move_by_method(value: Any, device: torch.device, non_blocking: bool) -> Any:

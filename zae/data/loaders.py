@@ -58,8 +58,11 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 def has_pinned_batches(loader: Any) -> bool:
-    """Return whether each batch of a loader has its own pinned memory, so that copies can be asynchronous."""
-    return isinstance(loader, DataLoader) and bool(loader.pin_memory) and loader.num_workers > 0
+    """Return whether each batch of a loader has its own pinned memory, so that copies can be asynchronous.
+
+    A DataLoader pins a copy of each batch, without workers too.
+    """
+    return isinstance(loader, DataLoader) and bool(loader.pin_memory)
 
 
 def has_order(loader: Any) -> bool:

@@ -276,8 +276,10 @@ def total_targets(counts: list[Any], reduce: Callable[[Tensor], Tensor], world_s
             "return it in all of them, or in none"
         )
     away = [count.reshape(()) for count in counts if isinstance(count, Tensor) and not count.is_cpu]
-    if len(away) == len(counts) and not any(count.is_floating_point() for count in away):
-        counts = [torch.stack(away).sum()]  # Exact, and one synchronization.
+    if len(away) == len(counts):  # One wait for the device in a window.
+        whole = not any(count.is_floating_point() for count in away)
+        # Float64 adds up as Python does; MPS has none.
+        counts = [torch.stack(away).sum(dtype=None if whole or away[0].is_mps else torch.float64)]
     total = float(sum(float(count) for count in counts))
     if world_size > 1:
         total = float(reduce(torch.tensor(total, dtype=torch.float64)))

@@ -108,13 +108,50 @@ def test_no_step_waits(name):
     assert_no_step_waits(trainer, on_device, DECIDES_ON_THE_HOST.get(name, 0))
 
 
-@pytest.mark.parametrize("addons", [(), (PrefetchAddon,)], ids=["plain", "prefetch"])
-def test_pinned_batches_of_workers_are_not_waited_for(addons):
+def test_pinned_batches_of_workers_are_not_waited_for_with_prefetch():
     def batches(steps):
         return DataLoader(TensorDataset(*data(samples=16 * steps)), 16, pin_memory=True, num_workers=1)
 
-    trainer = Task.add_on(*addons)(dense(), DEVICE, optimizer=adamw)
-    assert_no_step_waits(trainer, batches)
+    assert_no_step_waits(Task.add_on(PrefetchAddon)(dense(), DEVICE, optimizer=adamw), batches)
+
+
+@pytest.mark.parametrize("pins", [False, True], ids=["pageable", "pinned"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_of_the_host_are_not_waited_for(pins, workers):
+    def batches(steps):
+        return DataLoader(TensorDataset(*data(samples=16 * steps)), 16, pin_memory=pins, num_workers=workers)
+
+    assert_no_step_waits(Task(dense(), DEVICE, optimizer=adamw), batches)
+
+
+def test_a_buffer_that_its_owner_fills_again_is_waited_for():
+    """Pinned memory that is no loader's may be written to after the step: the copy has to be over by then."""
+    inputs, target = (tensor.pin_memory() for tensor in data(samples=16))
+
+    class Refilled:
+        def __iter__(self):
+            for step in range(4):
+                inputs.fill_(step)
+                yield inputs, target
+
+    record.clear()
+    Task(dense(), DEVICE, optimizer=adamw).run(1, Refilled())
+    assert not record.violations
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+def test_a_window_waits_once_for_its_targets(dtype):
+    class Counting(Task):
+        def train_step(self, batch):
+            inputs, target = batch
+            mask = target > 0
+            count = mask.sum().to(dtype)
+            squares = (self.model(inputs) - target).square() * mask
+            return {"loss": squares.sum() / count, "num_targets": count}
+
+    cls = Counting.add_on(GradientAccumulationAddon)
+    trainer = cls(dense(), DEVICE, optimizer=adamw, gradient_accumulation_steps=4)
+    assert_no_step_waits(trainer, on_device, allowed=1 / 4)
 
 
 def test_a_wait_in_a_step_is_found():
