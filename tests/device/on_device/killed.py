@@ -36,7 +36,7 @@ class Killed(Task):
         return super().train_step(batch)
 
 
-def train(folder, composition, kill_at=-1):
+def train(folder, composition, kill_at=-1, **more):
     """Train for two epochs of twelve batches, or resume."""
     addons, options = COMPOSITIONS[composition]
     task = type("Task", (Killed,), {"kill_at": kill_at})
@@ -45,10 +45,29 @@ def train(folder, composition, kill_at=-1):
         DEVICE,
         **{"optimizer": adamw, "seed": 0, "save_path": folder, "resume": "auto", **options},
         save_every=zae.Every(steps=3),
+        **more,
     )
     batches = loader(samples=96, batch_size=8)
     trainer.run(2, batches, batches)
     return trainer
+
+
+def tensors(value, name=""):
+    """Return all tensors and floats of a state by their paths, on the host."""
+    if isinstance(value, torch.Tensor):
+        return {name: value.detach().cpu()}
+    if isinstance(value, float):
+        return {name: torch.tensor(value, dtype=torch.float64)}
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {}
+    return {path: found for key, part in value.items() for path, found in tensors(part, f"{name}/{key}").items()}
+
+
+def state(trainer):
+    """Return the state of a run but for its times."""
+    return {path: found for path, found in tensors(trainer.state_dict()).items() if "time" not in path}
 
 
 if __name__ == "__main__":

@@ -79,6 +79,15 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": adamw,
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "capturable": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, capturable=True),
+    "tensor_lr": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), capturable=True),
+}
+
+
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state of a model on the host."""
     return {name: value.detach().cpu() for name, value in model.state_dict().items()}
@@ -89,3 +98,32 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert one.keys() == other.keys()
     differing = [name for name in one if not torch.equal(one[name], other[name])]
     assert not differing, f"differ: {differing}"
+
+
+def train_by_hand(
+    kind: str,
+    make_optimizer: MakeOptimizer,
+    *,
+    autocast: torch.dtype | None = None,
+    scaled: bool = False,
+    accumulation: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Train for two epochs of four batches in plain PyTorch, with the norm of the gradients clipped at 1."""
+    torch.manual_seed(0)
+    model = MODELS[kind]().to(DEVICE)
+    optimizer = make_optimizer(model.parameters())
+    scaler = torch.amp.GradScaler(DEVICE, enabled=scaled)
+    batches = loader(kind)
+    for _ in range(2):
+        for index, (inputs, target) in enumerate(batches):
+            inputs, target = inputs.to(DEVICE), target.to(DEVICE)
+            with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
+                loss = loss_of(model(inputs), target)
+            scaler.scale(loss / accumulation).backward()
+            if (index + 1) % accumulation == 0:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    return weights(model)

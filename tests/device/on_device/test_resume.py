@@ -7,28 +7,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from device.on_device import killed
 from device.on_device.tasks import assert_same
-
-
-def tensors(value, name=""):
-    """Return all tensors and floats of a state by their paths, on the host."""
-    if isinstance(value, torch.Tensor):
-        return {name: value.detach().cpu()}
-    if isinstance(value, float):
-        return {name: torch.tensor(value, dtype=torch.float64)}
-    if isinstance(value, (list, tuple)):
-        value = dict(enumerate(value))
-    if not isinstance(value, dict):
-        return {}
-    return {path: found for key, part in value.items() for path, found in tensors(part, f"{name}/{key}").items()}
-
-
-def state(trainer):
-    """Return the state of a run but for its times."""
-    return {path: found for path, found in tensors(trainer.state_dict()).items() if "time" not in path}
 
 
 def compare(tmp_path, composition):
@@ -37,7 +18,7 @@ def compare(tmp_path, composition):
     assert script.returncode == -signal.SIGKILL
     whole = killed.train(tmp_path / "whole", composition)
     resumed = killed.train(tmp_path / "cut", composition)
-    assert_same(state(resumed), state(whole))
+    assert_same(killed.state(resumed), killed.state(whole))
 
 
 @pytest.mark.parametrize("composition", ["plain", "fp16_ema_accumulation"])

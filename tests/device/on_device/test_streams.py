@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from device.on_device.compositions import Blocks
 from device.on_device.tasks import DEVICE, Task, adamw, assert_same, dense, loader, weights
-from device.on_device.test_waits import Blocks
 from emulation import core
 from emulation.record import record
 from zae.addons import ActivationOffloadAddon, PrefetchAddon

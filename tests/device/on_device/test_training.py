@@ -5,39 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from device.on_device.tasks import DEVICE, MODELS, Task, adamw, assert_same, loader, loss_of, weights
+from device.on_device.tasks import DEVICE, MODELS, OPTIMIZERS, Task, adamw, assert_same, loader, train_by_hand, weights
 from emulation.record import record
 from zae.addons import AMPAddon, GradientAccumulationAddon
-
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adamw": adamw,
-    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
-    "capturable": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, capturable=True),
-    "tensor_lr": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), capturable=True),
-}
-
-
-def train_by_hand(kind, make_optimizer, *, autocast=None, scaled=False, accumulation=1):
-    """Train for two epochs of four batches in plain PyTorch, with the norm of the gradients clipped at 1."""
-    torch.manual_seed(0)
-    model = MODELS[kind]().to(DEVICE)
-    optimizer = make_optimizer(model.parameters())
-    scaler = torch.amp.GradScaler(DEVICE, enabled=scaled)
-    batches = loader(kind)
-    for _ in range(2):
-        for index, (inputs, target) in enumerate(batches):
-            inputs, target = inputs.to(DEVICE), target.to(DEVICE)
-            with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
-                loss = loss_of(model(inputs), target)
-            scaler.scale(loss / accumulation).backward()
-            if (index + 1) % accumulation == 0:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-    return weights(model)
 
 
 def train(kind, make_optimizer, *addons, **options):
