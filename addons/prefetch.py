@@ -31,7 +31,7 @@ class PrefetchAddon(AddOnBase):
     and for a batch with an object that moves itself.
 
     **The gain has not been measured on a real device**, only the order of the copies on a simulated one. That is why
-    it is an add-on, and not the default. ``benchmarks/gpu.py`` measures it.
+    it is an add-on, and not the default. ``.ci/gpu copies`` measures it.
 
     Examples
     --------

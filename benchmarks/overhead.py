@@ -41,8 +41,7 @@ MEASURED = """\
 - Exact data path: a DataLoader without workers over tensors in memory collates each batch with one indexing operation,
   in the same order and with the same random numbers. zae does so by default. The other rows of zae are measured with
   `fast_data=False`, which turns it off. `plan()` says why a loader does not qualify.
-- The optimizer is SGD, whose step is short.
-- A GPU was not measured, because none was available. `benchmarks/gpu.py` would do it."""
+- The optimizer is SGD, whose step is short."""
 """The section of the page that explains its words."""
 WORKLOADS = ("mlp", "free", "short", "cnn", "all", "eval", "free_eval")
 TITLES = ("tiny MLP", "free loader", "50 epochs", "CNN", "all features", "evaluation", "evaluation, free loader")
@@ -325,8 +324,9 @@ def main() -> None:
     measured = {n: {w: [measure(n, w, known[n]["terminal"])] for w in ("start", "once", "growth")} for n in names}
     PAGE.parent.mkdir(exist_ok=True)
     command = f"python benchmarks/overhead.py --repeats {arguments.repeats or 5}"
-    # What stands between its marks is written by models.py.
-    kept = re.findall(r"\n(<!-- models -->.*<!-- models -->\n)", PAGE.read_text() if PAGE.exists() else "", re.S)
+    # What stands between their marks is written by models.py and gpu_page.py.
+    text = PAGE.read_text() if PAGE.exists() else ""
+    kept = [found[0] for found in re.findall(r"\n(<!-- (\w+) -->.*<!-- \2 -->\n)", text, re.S)]
     PAGE.write_text("\n".join([page(results, measured, workloads, command), *kept]))
     PAGE.with_suffix(".svg").write_text(chart(results))
     sys.stdout.write(f"\n{PAGE} is written\n")

@@ -112,7 +112,8 @@ def test_sentences_that_quote_the_code():
     assert [name for name in drawn if name in called] == [name for name in called if name in drawn]
     add_ons = re.findall(r"^(\w+) =", read_setup()["options.entry_points"]["zae.addons"], re.M)
     for name, text in TEXTS.items():
-        for path in re.findall(r"`((?:examples|zae|benchmarks|tests)/[\w/]+\.py|\.ci/run|constraints\.txt)`", text):
+        named = r"`((?:examples|zae|benchmarks|tests)/[\w/]+\.py|\.ci/(?:run|gpu)|constraints\.txt)`"
+        for path in re.findall(named, text):
             assert (ROOT / path).is_file(), (name, path)
         if name.stem not in ELSEWHERE:
             known = {*zae.__all__, *zae.addons.__all__, *add_ons, *re.findall(r"class (\w+)", text)}

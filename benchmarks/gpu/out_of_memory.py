@@ -1,0 +1,66 @@
+"""Where the device's memory is too small for a batch, AutoBatchAddon divides it, and find_batch_size finds one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import zae
+from gpu.memory import WEIGHTS, WIDTH, Squares, adamw
+from gpu.memory import Deep as Network
+from gpu.report import Report
+from gpu.settings import DEVICE, IS_EMULATED, SMALL, free_memory
+from zae.addons import AutoBatchAddon
+
+ROWS = 2048 if SMALL else 65536
+LIMIT = 6 * WEIGHTS + (1 << 23 if SMALL else 1 << 30)
+"""Bytes: the state of the training (4), what a step takes beside it, and activations of a small part of the rows."""
+
+
+def run(report: Report) -> None:
+    """Train on batches that do not fit."""
+    batches = [torch.randn(ROWS, WIDTH)] * 2
+    with report.guard("AutoBatchAddon"), limited_memory():
+        trainer = Squares.add_on(AutoBatchAddon)(Network, DEVICE, optimizer=adamw, seed=0, log_bar=False)
+        trainer.run(1, batches)
+        sizes = [each["samples"] for each in trainer.memory_errors]
+        size = trainer.fitting_size
+        report.check("AutoBatchAddon", size is not None, f"{size} of {ROWS} rows fit; {sizes} did not")
+        del trainer
+    free_memory()
+    with report.guard("find_batch_size"), limited_memory():
+        trainer = Squares(Network, DEVICE, optimizer=adamw, seed=0, log_bar=False)
+        rows = torch.randn(ROWS, WIDTH)
+        found = zae.find_batch_size(trainer, DataLoader(Rows(rows), batch_size=ROWS))
+        report.check("find_batch_size", found.micro_batch_size < ROWS, str(found))
+    free_memory()
+
+
+class Rows(TensorDataset):
+    """Samples that are tensors, not tuples of one."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        return self.tensors[0][index]
+
+
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """Let the device have no more memory than the limit."""
+    free_memory()
+    if IS_EMULATED:
+        from emulation import core
+
+        core().set_limit(torch.cuda.memory_allocated() + LIMIT)
+    else:
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + LIMIT) / total)
+    try:
+        yield
+    finally:
+        if IS_EMULATED:
+            core().set_limit(0)
+        else:
+            torch.cuda.set_per_process_memory_fraction(1.0)
