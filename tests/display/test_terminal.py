@@ -210,6 +210,8 @@ BESIDE = """
             from tqdm import tqdm
             for _ in tqdm(range(3), desc="inner", leave=False): time.sleep(0.15)
         if step == 10: print("left open", end="")
+        if step == 1: print("\\033[31mcolored\\033[0m")
+        if step == 2: sys.stderr.write("\\033[1;32mcolored error\\033[m\\n")
 """
 
 
@@ -219,12 +221,14 @@ def test_what_a_step_writes_is_in_whole_lines_above_the_bar(tmp_path: Path, colu
     text = path.read_text().replace("        time.sleep(0.02)\n", f"        time.sleep(0.02){BESIDE}")
     handler = "import logging; logging.basicConfig(format='%(message)s')\nimport sys; before = sys.stdout, sys.stderr\n"
     path.write_text(f"{handler}{text}assert (sys.stdout, sys.stderr) == before\n")
-    lines = screen(on_a_terminal((path, end), columns))
-    for line in ("printed", "begun ended", "logged", "one", "two", "to standard error"):
+    lines = screen(re.sub(r"\x1b\[[0-9;]*m", "", on_a_terminal((path, end), columns)))
+    for line in ("printed", "begun ended", "logged", "one", "two", "to standard error", "colored", "colored error"):
         assert line in lines, lines
     assert any(line.endswith("UserWarning: warned of") for line in lines)
     assert "left open" in lines
-    assert not [line for line in lines if re.search(r"epoch \d/3 \|.*(printed|begun|warned|logged|one|two)", line)]
+    assert not [
+        line for line in lines if re.search(r"epoch \d/3 \|.*(printed|begun|warned|logged|one|two|colored)", line)
+    ]
 
 
 def test_a_standard_error_that_takes_nothing_does_not_end_the_run(tmp_path: Path, shown: Any) -> None:

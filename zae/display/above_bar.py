@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from typing import Any
 
 from tqdm.contrib import DummyTqdmFile
 
 __all__ = ["AboveBar"]
+
+_MOVE = re.compile(r"\r|\x1b(?!\[[0-9;]*m)")
+"""What begins a move of the cursor; a sequence that ends in m sets a colour."""
 
 
 class AboveBar(DummyTqdmFile):
@@ -46,9 +50,7 @@ class AboveBar(DummyTqdmFile):
         if os.getpid() != self._process:
             return self._write_beside(text)
         # A newline alone on standard error moves the cursor to the line of another bar.
-        is_move = text.startswith(("\r", "\x1b")) or (
-            self._name == "stderr" and not self._held() and not text.strip("\n")
-        )
+        is_move = bool(_MOVE.match(text)) or (self._name == "stderr" and not self._held() and not text.strip("\n"))
         if is_move or self._is_writing:
             self._wrapped.write(text)
             return len(text)
