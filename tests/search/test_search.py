@@ -387,6 +387,19 @@ def test_a_name_that_is_not_in_the_space(tmp_path, caplog):
     assert caplog.text.count("neither make_trainer nor run has read 'wd' of the space") == 1
 
 
+@pytest.mark.parametrize("space", [None, SPACE], ids=["suggested", "of the space"])
+def test_a_parameter_that_is_asked_of_optuna_is_read(space, tmp_path, caplog):
+    def ask(trial):
+        rate = trial.suggest_float("lr", *SPACE["lr"][:2], log=True)
+        return make_trainer({"lr": rate, "bias": trial.suggest_categorical("bias", SPACE["bias"])})
+
+    def run_two(trainer, trial):
+        trainer.run(trial.suggest_int("epochs", *SPACE["epochs"]), batches(), batches())
+
+    search(ask, space, 1, run=run_two, folder=tmp_path)
+    assert "has read" not in caplog.text
+
+
 def test_a_folder_with_another_search(tmp_path):
     search(make_trainer, SPACE, 1, run=run, folder=tmp_path, seed=0)
     for changed, said in (
@@ -464,6 +477,18 @@ class Graded(Line):
 def make_graded(trial: Any) -> Any:
     optimizer = torch.optim.SGD
     return Graded(torch.nn.Linear(4, 1), "cpu", optimizer=optimizer, monitor="grade", monitor_mode="max", log_bar=False)
+
+
+def test_the_score_that_run_returns_has_the_direction_of_the_trainer(tmp_path):
+    """As the error says; a trainer whose monitor is better where it is smaller looks for the smallest score."""
+
+    def returns(trainer, trial):
+        return float(trial.number)
+
+    with pytest.raises(ConfigError, match="for one that run returns, give the trainer monitor_mode='max'"):
+        search(make_trainer, SPACE, 2, "maximize", run=returns, folder=tmp_path / "a")
+    found = search(make_graded, {"epochs": (1, 3)}, 2, "maximize", run=returns, folder=tmp_path / "a", seed=0)
+    assert (found.best_value, found.best_trial.number) == (1.0, 1)
 
 
 def test_the_direction_is_that_of_the_monitor(tmp_path):

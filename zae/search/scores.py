@@ -77,7 +77,8 @@ class Score:
         return ConfigError(
             f"direction={self.directions[0]!r}, and the trainer has monitor={history.monitor!r}, where the "
             f"{'smallest' if wanted == 'minimize' else 'largest'} is best; write direction={wanted!r}, or leave it "
-            "out, or choose another monitor, or objective=... for another score"
+            "out, or choose another monitor, or objective=... for another score; for one that run returns, give the "
+            f"trainer monitor_mode={'max' if wanted == 'minimize' else 'min'!r}"
         )
 
     def _checked(self, found: Any) -> list[float]:

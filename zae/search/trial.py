@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,13 @@ class Trial(Mapping[str, Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(self.asked, name):
             raise AttributeError(f"a trial has no attribute {name!r}; parameters are entries: trial[{name!r}]")
-        return getattr(self.asked, name)
+        found = getattr(self.asked, name)
+        return partial(self._suggest, found) if name.startswith("suggest_") else found
+
+    def _suggest(self, suggest: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        """Return what optuna suggests; who asks for it has read it."""
+        self.read.add(name)
+        return suggest(name, *args, **kwargs)
 
     def __repr__(self) -> str:
         return f"Trial({self.number}, {self._all()})"
