@@ -366,6 +366,25 @@ def test_samples_without_names_are_those_of_ones_own_steps(kind: str) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
+class Squares(Trainer):
+    """A step over batches that are one tensor."""
+
+    def train_step(self, batch: Any) -> Any:
+        return {"loss": self.model(batch).square().mean()}
+
+    test_step = train_step
+
+
+@pytest.mark.parametrize("data", [POINTS[0], [*POINTS[0]]], ids=["tensor", "list of tensors"])
+def test_samples_that_are_tensors_make_a_batch(data: Any) -> None:
+    given = {"train_dataset": data, "eval_dataset": data, "num_train_epochs": 1}
+    trainer = Squares.add_on(HuggingFaceAddon)(torch.nn.Linear(4, 1), "cpu", **given)
+    with torch.no_grad():
+        expected = trainer.model(POINTS[0]).square().mean().item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert trainer.train().global_step == 2
+
+
 NO_DATASETS: dict[str, tuple[Any, str]] = {
     "name": ("imdb", r"='imdb' is a name; load it: datasets.load_dataset\('imdb'\)\['train'\]"),
     "empty list": ([], r" is a list without samples; give it data"),

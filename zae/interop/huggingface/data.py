@@ -38,7 +38,8 @@ def _collate_equal(rows: Any) -> Any:
     """Collate rows of equal lengths; rows that have no names, such as those of a TensorDataset, as torch does."""
     import transformers
 
-    if rows and not isinstance(rows[0], Mapping) and not hasattr(rows[0], "__dict__"):
+    has_names = not rows or isinstance(rows[0], Mapping) or hasattr(rows[0], "__dict__")
+    if not has_names or isinstance(rows[0], torch.Tensor):
         return torch.utils.data.default_collate(rows)
     try:
         return transformers.default_data_collator(rows)
