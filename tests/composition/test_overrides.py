@@ -6,7 +6,6 @@ import copy
 import functools
 import pickle
 import tempfile
-import warnings
 
 import pytest
 import torch
@@ -188,20 +187,6 @@ def test_what_somebody_has_put_around_a_loaders_batches_is_called(monkeypatch):
     monkeypatch.setattr(kind, "__next__", lambda self: (called.append(self), plain(self))[1])
     make(Task).run(1, DataLoader(Samples(), batch_size=2))
     assert len(called) >= 4
-
-
-def test_a_dataset_that_ends_early_ends_the_epoch_as_in_torch():
-    class Short(Samples):
-        def __getitem__(self, index):
-            if index == 5:
-                raise StopIteration
-            return super().__getitem__(index)
-
-    loader = DataLoader(Short(), batch_size=2)
-    assert len([*loader]) == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert make(Task).run(1, loader)["step"] == 2
 
 
 @pytest.mark.parametrize("add_ons", [(), (Clipping,)], ids=["plain", "overridden"])
