@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zae.composition.calls import explained_call
 from zae.composition.introspect import AddOnPart
 from zae.errors import ConfigError
 from zae.interop.huggingface import hub
@@ -87,6 +88,7 @@ class SavingPart(AddOnPart):
 
     # --------------------------------------------------------------------------------------------------- saving
 
+    @explained_call("save_model('folder'), or save_model('weights.safetensors')")
     def save_model(self, path: str | Path | None = None, *, metadata: Mapping[str, Any] | None = None) -> Path:
         """Save the model as a folder that ``from_pretrained`` loads, or its weights as a file.
 

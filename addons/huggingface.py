@@ -14,6 +14,7 @@ import torch
 from zae.addon import AddOnBase
 from zae.addons.hf_evaluation import EvaluationPart
 from zae.addons.hf_saving import SavingPart
+from zae.composition.calls import explained_call
 from zae.composition.options import options_of
 from zae.errors import ConfigError, OptionError
 from zae.interop.huggingface import length, optimizers
@@ -215,6 +216,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
         self._loss_sum = self.reduce(self._loss_sum) / self.world_size
         super().on_run_end()
 
+    @explained_call("train(), or train(resume_from_checkpoint=True)")
     def train(self, resume_from_checkpoint: Any = None) -> Any:
         """Train on ``train_dataset``, as long as ``num_train_epochs`` or ``max_steps`` say.
 

@@ -978,6 +978,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         return found
 
     @hook
+    @explained_call("evaluate(loader)")
     def validate(self) -> dict[str, float]:
         """Evaluate the ``valid_loader`` of the run, record the metrics and update the best."""
         run = self.current_run
@@ -1145,6 +1146,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     _option_places: ClassVar[Any] = {"monitor_mode": "history.direction"}  # Options that a part of the trainer holds.
 
     @classmethod
+    @explained_call("Task.add_on(AMPAddon)(model, ..., precision='bf16'): options are those of the class that it makes")
     def add_on(cls, *add_ons: type[AddOnBase] | str) -> type[Composed]:
         """Return this class with add-ons; their order does not matter, and this class is unchanged.
 

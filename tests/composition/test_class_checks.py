@@ -574,6 +574,28 @@ def test_an_attribute_set_by_init_that_hides_a_method_is_refused():
         make(Measured)
 
 
+@pytest.mark.parametrize(("name", "value"), {"best": 1e9, "device": "cpu", "history": [], "current_run": None}.items())
+def test_an_attribute_set_by_init_that_the_trainer_reads_is_refused(name, value):
+    class Own(Task):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            setattr(self, name, value)
+
+    with pytest.raises(TaskError, match=f"Own.__init__ sets self.{name}, which the trainer keeps for itself; give"):
+        make(Own)
+
+
+@pytest.mark.parametrize("value", [None, 0.5])
+def test_a_validation_that_gives_no_metrics_is_refused(value):
+    class Own(Task):
+        def validate(self):
+            return value
+
+    found = "None" if value is None else "a float"
+    with pytest.raises(TaskError, match=rf"Own.validate returned {found}, .*write return super\(\).validate\(\), or"):
+        make(Own).run(1, batches(), batches())
+
+
 def test_tasks_with_an_init_of_their_own():
     """Options of a task: keyword-only, positional, supplied by the task itself, with and without ``**kwargs``."""
 

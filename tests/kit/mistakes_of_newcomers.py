@@ -8,7 +8,7 @@ import torch
 
 import zae
 from kit.mistakes import Task, dataset, loader, mistake, trainer_of
-from zae.addons import StateManagerAddon
+from zae.addons import AMPAddon, StateManagerAddon
 from zae.search.result import TrialResult
 
 
@@ -147,3 +147,36 @@ def predict_with_a_batch_size():
 @mistake(zae.OptionError, "log() missing 1 required positional argument: 'step'", "return a number of a batch from the")
 def log_without_a_step():
     trainer_of().log({"accuracy": 0.5})
+
+
+@mistake(zae.OptionError, "add_on() got an unexpected keyword argument 'precision'", "(model, ..., precision='bf16')")
+def option_given_to_add_on():
+    Task.add_on(AMPAddon, precision="bf16")
+
+
+@mistake(zae.OptionError, "plan() missing 1 required positional argument: 'loader'", "write plan(20, loader")
+def plan_of_a_loader():
+    trainer_of().plan(loader())
+
+
+@mistake(zae.OptionError, "validate() takes 1 positional argument but 2 were given", "write evaluate(loader)")
+def validate_with_a_loader():
+    trainer_of().validate(loader())
+
+
+@mistake(
+    zae.OptionError,
+    "'criterion'; here it is train_step(batch), which returns {'loss': ...}",
+    "'train_loader'; here it is loader, an argument of run(n_epoch, loader, valid_loader)",
+)
+def loop_by_hand_in_the_constructor():
+    trainer_of(criterion=torch.nn.MSELoss(), train_loader=loader())
+
+
+@mistake(zae.CheckpointNotFound, "is a folder without a checkpoint", "give the file of weights in it")
+def folder_of_weights():
+    folder = Path("saved")
+    folder.mkdir()
+    trainer_of().save_model(folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    trainer_of().apply_weights(folder)

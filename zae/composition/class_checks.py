@@ -33,8 +33,17 @@ FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "pr
 _OF_DATA = ("evaluate", "predict")
 """Those of them that an add-on may override with a call of ``super()``, for instance to make the loader."""
 
-_PARTS = ("current_run", "history", "loader_position", "nonfinite", "optimization", "progress_checker")
-"""The objects that a trainer is made of."""
+_PARTS = (
+    "current_run",
+    "history",
+    "loader_position",
+    "nonfinite",
+    "optimization",
+    "progress_checker",
+    "best",
+    "device",
+)
+"""The objects that a trainer is made of, and those that it reads by these names: each is of a class of zae or torch."""
 
 _STEPS = ("train_step", "test_step", "predict_step")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -258,7 +267,8 @@ def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
             p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in wanted if p.kind in _POSITIONAL
         )
         raise _error(klass)(
-            f"{klass.__name__}.{name}{signature} does not fit the call in the loop; write def {name}({right})"
+            f"{klass.__name__}.{name}{signature} does not fit the call in the loop; write def {name}({right}), or give "
+            "a method of your own another name"
         ) from None
 
 
@@ -318,7 +328,7 @@ def check_instance(trainer: Any) -> None:
                 "give the attribute another name"
             )
     for name in _PARTS:
-        if not any(c.__module__.startswith("zae.") for c in type(vars(trainer).get(name)).__mro__):
+        if not any(c.__module__.partition(".")[0] in ("zae", "torch") for c in type(getattr(trainer, name)).__mro__):
             raise TaskError(
                 f"{cls.__name__}.__init__ sets self.{name}, which the trainer keeps for itself; give the attribute "
                 "another name"

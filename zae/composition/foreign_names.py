@@ -40,7 +40,7 @@ OPTIONS = _by_name(
     {
         # The model and what computes its loss.
         "model, which may be a function that returns one": "model_init",
-        "train_step(batch), which returns {'loss': ...}": "compute_loss_func loss_fn",
+        "train_step(batch), which returns {'loss': ...}": "compute_loss_func loss_fn criterion loss_func loss_function",
         "train_step(batch), which computes the loss": "label_smoothing_factor label_names",
         "task_of(unit)(unit, ...), or from_arguments(unit=unit, ...), of zae.interop.fairseq2": "unit",
         "an option of from_arguments(unit=unit, ...) of zae.interop.fairseq2": "valid_units",
@@ -156,7 +156,7 @@ OPTIONS = _by_name(
         "timeout (MultiGPUAddon)": "ddp_timeout",
         "FSDPAddon": "fsdp fsdp_config fsdp_plugin",
         "deepspeed_config (DeepSpeedAddon)": "deepspeed deepspeed_plugin ds_config",
-        "mesh (FSDPAddon, TensorParallelAddon)": "root_gang dp_gang",
+        "mesh (FSDPAddon, TensorParallelAddon)": "root_gang dp_gang gangs",
         "tensor_plan (TensorParallelAddon)": "tp_gang",
         "split (PipelineAddon)": "split_spec",
         "pipeline_microbatches (PipelineAddon)": "pipeline_chunks",
@@ -267,6 +267,7 @@ HELPERS = _by_name(
 ATTRIBUTES = _by_name(
     {
         # Calls.
+        "CompileAddon": "compile",
         "run(n_epoch, loader, valid_loader)": "fit",
         "run(n_epoch, loader, valid_loader), or train() of HuggingFaceAddon": "train",
         "evaluate(loader)": "test eval",

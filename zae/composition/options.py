@@ -13,7 +13,7 @@ from operator import attrgetter
 from types import FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
-from zae.composition.foreign_names import foreign_option, synonyms
+from zae.composition.foreign_names import foreign_argument, foreign_option, synonyms
 from zae.composition.introspect import is_add_on, is_base, is_trainer, recipe_of
 from zae.errors import AddOnConflict, OptionError, TaskError, did_you_mean
 
@@ -191,12 +191,15 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
     foreign, owner = foreign_option(name), owners[name].__name__ if name in owners else ""
     if foreign:
         foreign = _own_option_first(name, foreign, options) + _refusal(cls, foreign, owners.values())
-        return f"; {foreign}{f', or the same option of {owner}' if owner else ''}"
+        is_named = not owner or f"({owner})" in foreign or foreign.endswith(f" {owner}")
+        return f"; {foreign}{'' if is_named else f', or the same option of {owner}'}"
     if owner:
         return f": it is an option of {owner}; add it with .add_on({owner})"
     near = did_you_mean(name, options)
     if near:
         return near
+    if of_run := foreign_argument(name):
+        return f"; here it is {of_run}, an argument of run(n_epoch, loader, valid_loader)"
     for option, of in owners.items():
         prefix = name.removesuffix(f"_{option}")  # Of ema_decay: ema, as in EMAAddon.
         if prefix != name and prefix.replace("_", "") in of.__name__.lower():

@@ -547,6 +547,12 @@ class Run:
             with suppress(EvaluationAborted):
                 trainer.on_validation_begin()
                 metrics = trainer.validate()
+                if not isinstance(metrics, Mapping):
+                    raise TaskError(
+                        f"{type(trainer).__name__}.validate returned {kind_of(metrics)}, and the loop needs the "
+                        "metrics of the validation: write return super().validate(), or give a method of your own "
+                        "another name"
+                    )
                 progress.pending_validation = ""
                 if moment == "step":  # Else it is in the line of the epoch.
                     self.display.validation(RunView(self))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zae import optim
 from zae.common import random_state
+from zae.composition.calls import explained_call
 from zae.composition.introspect import hook, is_overridden, slots_of
 from zae.data import sharding
 from zae.data.gather import why_not
@@ -202,6 +203,7 @@ def plan_memory(self: Any, plan: RunPreview) -> None:
     """Change ``plan.memory``, the bytes of one process, to those of a rank; called by ``plan``, not for lazy models."""
 
 
+@explained_call("plan(20, loader, valid_loader), with the arguments of run")
 def plan(
     self: Trainer,
     n_epoch: int | None,
