@@ -334,6 +334,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Generator, ...]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 2,
+        "current_device": lambda: 0,
         "default_generators": generators,
         "get_rng_state": lambda index: generators[index].get_state(),
         "set_rng_state": lambda state, index: generators[index].set_state(state),
@@ -392,8 +393,26 @@ def test_a_run_goes_on_on_a_machine_with_fewer_devices_and_says_what_that_change
     monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
     rng.restore(state)
     assert torch.equal(torch.rand(3), expected[0])
-    said = [record.getMessage().partition(":")[0] for record in caplog.records]  # Once for each machine, not each time.
-    assert said == [f"the saved random state is of 2 xpu devices, and {n} visible here" for n in ("1 is", "0 are")]
+    rng.restore(state)
+    said = [record.getMessage().partition(":")[0] for record in caplog.records]  # Once, and only where none is left.
+    assert said == ["the saved random state is of a device of kind xpu, and none is visible here"]
+
+
+def test_the_stream_of_the_current_device_goes_to_the_current_one(
+    accelerator: tuple[torch.Generator, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run may go on on another device than it began on."""
+    monkeypatch.setattr(torch.xpu, "current_device", lambda: 1)
+    state = rng.capture()
+    here, other = (torch.rand(3, generator=each) for each in (accelerator[1], accelerator[0]))
+    monkeypatch.setattr(torch.xpu, "current_device", lambda: 0)
+    rng.restore(state)
+    assert torch.equal(torch.rand(3, generator=accelerator[0]), here)
+    assert torch.equal(torch.rand(3, generator=accelerator[1]), other)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    rng.restore(state)
+    assert torch.equal(torch.rand(3, generator=accelerator[0]), here)
+    assert not caplog.records
 
 
 def test_noise_in_an_evaluation_on_an_accelerator_leaves_training_alone_and_a_resume_is_exact(

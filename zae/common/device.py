@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +17,7 @@ from zae.common.walk import children_of, fields_of, is_dataclass, with_items
 from zae.errors import ConfigError
 
 __all__ = [
+    "as_current",
     "can_copy_async",
     "cpu_computes_in_bf16",
     "exchange_current",
@@ -91,6 +93,16 @@ def exchange_current(device: torch.device | None) -> torch.device | None:
     before = torch.device(device.type, module.current_device())
     module.set_device(device)
     return before
+
+
+@contextmanager
+def as_current(device: torch.device) -> Iterator[None]:
+    """Make a device the current one of this process for the block; an accelerator that is not in use stays so."""
+    before = exchange_current(device) if count_devices(device.type, begun=True) else None
+    try:
+        yield
+    finally:
+        exchange_current(before)
 
 
 def _module_with_current(device: torch.device | None) -> Any:

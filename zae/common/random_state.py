@@ -71,7 +71,11 @@ def seed_everything(seed: int) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """Return the state of every random stream of the process, as tensors and JSON values only."""
+    """Return the state of every random stream of the process, as tensors and JSON values only.
+
+    The states of the devices of a kind begin with that of the current one, which may have another index where they are
+    restored.
+    """
     streams = _read()
     twister = streams.numpy["state"]
     version, words, gauss_next = streams.python
@@ -85,7 +89,9 @@ def capture() -> dict[str, Any]:
         },
         "python": [version, list(words), gauss_next],
     }
-    return state | {kind: found[0] if kind == "mps" else found for kind, found in streams.devices.items()}
+    for kind, found in streams.devices.items():
+        state[kind] = found[0] if kind == "mps" else [found[index] for index in _current_first(kind, len(found))]
+    return state
 
 
 def comparable() -> tuple[bytes, bytes, str]:
@@ -101,7 +107,8 @@ def comparable() -> tuple[bytes, bytes, str]:
 def restore(state: Mapping[str, Any]) -> None:
     """Restore every random stream or, on an error, none.
 
-    The states of devices that are not visible here are skipped, with a warning.
+    The first state of a kind is given to its current device. States without a device here are skipped; where there is
+    none at all, with a warning.
     """
     before = _read()
     try:
@@ -249,6 +256,12 @@ def _devices(kind: str, begun: bool = False) -> int:
     return count_devices(kind, "get_rng_state", "set_rng_state", begun=begun)
 
 
+def _current_first(kind: str, count: int) -> list[int]:
+    """Return the indices of devices, that of the current one first."""
+    current = 0 if kind == "mps" else int(getattr(torch, kind).current_device())
+    return [current, *(index for index in range(count) if index != current)]
+
+
 def _read_device(kind: str, index: int) -> torch.Tensor:
     module: Any = getattr(torch, kind)
     state: torch.Tensor = module.get_rng_state() if kind == "mps" else module.get_rng_state(index)
@@ -343,19 +356,19 @@ def _numpy_state(key: torch.Tensor, pos: int, has_gauss: int, cached_gaussian: f
 
 
 def _restore_devices(kind: str, states: list[torch.Tensor]) -> None:
-    """Set the streams of the devices of a kind that this machine has."""
-    here = min(_devices(kind), len(states))
-    for index in range(here):
-        _write_device(kind, index, states[index].cpu())
-    if here < len(states):
-        _warn_of_lost(kind, len(states), here)
+    """Set the streams of the devices of a kind that this machine has, the current one first."""
+    here = _devices(kind)
+    if not here:
+        _warn_of_lost(kind)
+        return
+    for index, state in zip(_current_first(kind, here), states):
+        _write_device(kind, index, state.cpu())
 
 
 @functools.cache
-def _warn_of_lost(kind: str, saved: int, here: int) -> None:
-    """Warn, once in a process, that some streams of a state have no device here."""
+def _warn_of_lost(kind: str) -> None:
+    """Warn, once in a process, that the streams of a state have no device here."""
     _log.warning(
-        "the saved random state is of %d %s device%s, and %d %s visible here: random numbers that the model draws on a "
-        "device, for dropout for instance, differ from those of an uninterrupted run",
-        saved, kind, "" if saved == 1 else "s", here, "is" if here == 1 else "are",
+        "the saved random state is of a device of kind %s, and none is visible here: random numbers that the model "
+        "draws on a device, for dropout for instance, differ from those of an uninterrupted run", kind,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zae.common.device import as_current
 from zae.common.model_weights import check_types, extra_names, fit_weights, own_names
 from zae.errors import CheckpointMismatch, ZaeError, printable
 from zae.loop import addon_state, module_state
@@ -59,13 +60,15 @@ class CoreState:
         weights = {key: each for key, each in weights.items() if key not in extra} if extra else weights
         # A pending validation may read a training metric of the epoch that was just closed.
         is_open = bool(progress.epoch_batch or progress.pending_validation)
+        with as_current(trainer.device):  # Its random stream is the first of those that are saved.
+            position = trainer.loader_position.state_dict()
         return {
             "model": weights,
             "optimizer": optimizers,
             **optimization.state_dict(trainer.unwrap()),
             **progress.entries(),
             "records": {**trainer.history.state_dict(is_open), **optimization.records()},
-            "position": trainer.loader_position.state_dict(),
+            "position": position,
             "module": module_state.read_module(trainer.unwrap(), trainer._in_training),
             **({"extra_state": extra} if extra else {}),
             **({"devices": devices} if devices else {}),

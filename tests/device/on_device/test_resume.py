@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from device.on_device import killed
-from device.on_device.tasks import assert_same
+from device.on_device.tasks import DEVICE, Task, adamw, assert_same, dense, loader, weights
+from zae.addons import StateManagerAddon
 
 
 def compare(tmp_path, composition):
@@ -30,3 +32,21 @@ def test_resumes_to_the_same_bits(tmp_path, composition):
 @pytest.mark.parametrize("composition", sorted({*killed.COMPOSITIONS} - {"plain", "fp16_ema_accumulation"}))
 def test_all_resume_to_the_same_bits(tmp_path, composition):
     compare(tmp_path, composition)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0)])
+def test_on_a_device_with_another_index(first, second, tmp_path):
+    """The stream of the device that the trainer had goes to the one that it has now."""
+
+    def make(index, folder, **options):
+        cls = Task.add_on(StateManagerAddon)
+        return cls(dense, f"{DEVICE}:{index}", optimizer=adamw, save_path=tmp_path / folder, seed=0, **options)
+
+    whole = make(first, "whole")
+    whole.run(2, loader())
+    torch.get_device_module(DEVICE).manual_seed_all(77)
+    make(first, "cut").run(1, loader())
+    torch.get_device_module(DEVICE).manual_seed_all(99)
+    resumed = make(second, "cut", resume=True)
+    resumed.run(2, loader())
+    assert_same(weights(resumed.model), weights(whole.model))
