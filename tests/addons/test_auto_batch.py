@@ -76,7 +76,7 @@ class Short(Counting):
 
 
 def network(dropout: float = 0.0) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 2)).double()
 
@@ -140,7 +140,7 @@ def test_parts_with_every_other_add_on(entry: Any, tmp_path: Path) -> None:
     """As in tests/test_table.py, of a network without BatchNorm and dropout."""
     found = []
     for add_ons, options in (((), {}), ((AutoBatchAddon,), {"micro_batch_size": 3})):
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -286,7 +286,7 @@ class Wide(Trainer):
 def _train_wide(task: Any, device: Any, size: int, count: int = 120) -> Any:
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(*(torch.randn(count, *tail, generator=generator).double() for tail in ((1,), ())))
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(1, 100_000), nn.Linear(100_000, 1)).double()
     trainer = task(model, device, optimizer=lambda p: torch.optim.SGD(p, lr=1e-4), log_bar=False)

@@ -294,7 +294,7 @@ def warm() -> None:
     model = classifier()
     scheduled = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(scheduled, max_lr=0.1, total_steps=99)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         options: dict[str, Any] = {"scheduler_step_on_batch": True, "log_bar": False}
         Task(model, "cpu", optimizer=scheduled, scheduler=scheduler, **options).run(1, hand.loader())
 

@@ -83,7 +83,7 @@ def _plain(folder: Path) -> tuple[Trainer, Any, Any]:
 def _two_shards(folder: Path) -> tuple[Trainer, Any, Any]:
     """Two ranks that each save their parts."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.25), nn.Linear(8, 2))
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) / 2)

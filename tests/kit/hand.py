@@ -40,7 +40,7 @@ def loader(size: int = 22, batch_size: int = 4, seed: int = 3, **options: Any) -
 
 def network(seed: int = 1) -> nn.Sequential:
     """All that watching could disturb: dropout draws numbers, BatchNorm has buffers and a mode."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.25), nn.Linear(8, 2))
 
@@ -161,7 +161,7 @@ def evaluate(
     kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
     total, seen = 0.0, 0
     model.eval()
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         model.load_state_dict(kept if average is None else average)
         for inputs, targets in batches:
             with autocast(precision):
@@ -183,7 +183,7 @@ class Gan(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2)
             self.generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
             self.critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))

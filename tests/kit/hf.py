@@ -86,7 +86,7 @@ HEADS: dict[str, tuple[str, Any]] = {
 def make_model(head: str = "sequence", seed: int = 0) -> nn.Module:
     """A model with random weights, always the same for a seed."""
     name, config = HEADS[head]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         settings = config()
         settings.num_labels = 2 if head == "question" else 3

@@ -114,7 +114,7 @@ def make(
 ) -> Any:
     """Return a trainer with an optimizer and a scheduler that are made already."""
     sparse = optimizer is torch.optim.SparseAdam
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Net(sparse).to(dtype)
     made = optimizer(parameters_of(model), lr=lr)

@@ -56,7 +56,7 @@ class Float32Regression(Regression):
 
 
 def line(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Linear:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Linear(3, 1, dtype=dtype)
 

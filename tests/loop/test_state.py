@@ -248,7 +248,7 @@ class Named(nn.Sequential):
 
 
 def chain(order: list[int], kind: Any = AdamW) -> Any:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = Named(nn.Linear(4, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     return build(model=model, optimizer=kind(model.groups(order), lr=0.1))
@@ -316,7 +316,7 @@ def test_a_group_that_training_has_added_is_added_again() -> None:
     """By the names of its parameters; a new trainer need not do it."""
 
     def make() -> Any:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
         model[0].requires_grad_(False)

@@ -50,7 +50,7 @@ def make(name: str, **options: Any) -> Any:
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """A matrix of 4096 numbers, which is quantized, and smaller ones, which are not."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         layers = [nn.Linear(4, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(64, 2)).to(dtype)
