@@ -273,9 +273,17 @@ class LeftInEvaluation(Task):
         return out
 
 
+class ClipsTooEarly(Task):
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        out = super().train_step(batch)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        return out
+
+
 @pytest.mark.parametrize(
     ("cls", "said"),
     [
+        (ClipsTooEarly, "ClipsTooEarly.train_step calls clip_grad_norm_, and backward() is done after it"),
         (WithoutGraph, "WithoutGraph.train_step returned a loss that no parameter takes part in"),
         (LeftInEvaluation, "LeftInEvaluation.train_step leaves the model in evaluation mode"),
     ],

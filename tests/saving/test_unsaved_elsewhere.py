@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import types
 import warnings
 from functools import partial
 
@@ -239,10 +240,13 @@ class Large(Task):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.rows, self.array = torch.zeros(100_000), np.zeros(100_000)
+        self.columns, self.part = np.zeros((100, 1000), order="F"), np.zeros((100, 100))[::2, ::2]
 
     def train_step(self, batch):
         self.rows[12_345] += 1
         self.array[12_345] += 1
+        self.columns[50, 500] += 1
+        self.part[7, 7] += 1
         return super().train_step(batch)
 
 
@@ -257,6 +261,65 @@ def factor():
     return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, at)
 
 
+def in_sequence():
+    """A schedule in a schedule, of which one is a function of the script."""
+    at = factor()
+    later = torch.optim.lr_scheduler.ConstantLR
+    return lambda optimizer: torch.optim.lr_scheduler.SequentialLR(optimizer, [at(optimizer), later(optimizer)], [9])
+
+
+class Level:
+    """A configuration of the script, whose class has the values."""
+
+    value = 0
+
+
+MODULE = types.ModuleType("config")
+MODULE.value = 0
+
+
+class OfConfiguration(Task):
+    def train_step(self, batch):
+        Level.value += 1
+        MODULE.value += 1
+        return super().train_step(batch)
+
+
+class OfClass(Task):
+    level = 0
+
+    def train_step(self, batch):
+        type(self).level += 1
+        return super().train_step((batch[0] * self.level, batch[1]))
+
+
+class Private(Task):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._mean = 0.0
+
+    def train_step(self, batch):
+        self._mean += 1.0
+        return super().train_step((batch[0] * self._mean, batch[1]))
+
+
+class Hidden(Sampler):
+    """Keeps its weights in a private attribute."""
+
+    def __init__(self):
+        self._weights = torch.ones(24)
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        return iter(torch.multinomial(self._weights, 24).tolist())
+
+
+def hide(loader):
+    loader.sampler._weights[0] += 1
+
+
 NAMED = {
     "weights of a sampler": (lambda: (weighted(WeightedRandomSampler), reweight), {}, ["'loader.sampler.weights'"]),
     "epochs of a sampler": (
@@ -269,7 +332,28 @@ NAMED = {
     "a global tensor": (lambda: (loader_of(), None), {"task": OfBank}, ["'BANK (read by OfBank.train_step)'"]),
     "a global module": (lambda: (loader_of(), None), {"task": OfTeacher}, ["'TEACHER (read by OfTeacher.train_step)'"]),
     "a stream of a step": (lambda: (loader_of(), None), {"task": OfScript}, ["'STREAM (read by OfScript.train_step)'"]),
-    "one entry of many": (lambda: (loader_of(), None), {"task": Large}, ["'Task.array', 'Task.rows'"]),
+    "one entry of many": (
+        lambda: (loader_of(), None),
+        {"task": Large},
+        ["'Task.array', 'Task.columns', 'Task.part', 'Task.rows'"],
+    ),
+    "a private attribute of a sampler": (
+        lambda: (loader_of(sampler=Hidden(), shuffle=None), hide),
+        {},
+        ["'loader.sampler._weights'"],
+    ),
+    "a private attribute of the task": (lambda: (loader_of(), None), {"task": Private}, ["'Task._mean'"]),
+    "an attribute of the task's class": (lambda: (loader_of(), None), {"task": OfClass}, ["'Task.level'"]),
+    "attributes of a class and a module": (
+        lambda: (loader_of(), None),
+        {"task": OfConfiguration},
+        ["'Level.value (read by OfConfiguration.train_step)'", "'MODULE.value (read by OfConfiguration.train_step)'"],
+    ),
+    "a schedule in a schedule": (
+        lambda: (loader_of(), None),
+        {"scheduler": in_sequence},
+        ["'passed (read by scheduler['0'])'"],
+    ),
     "a schedule": (lambda: (loader_of(), None), {"scheduler": factor}, ["'passed (read by scheduler['0'])'"]),
 }
 
@@ -304,10 +388,27 @@ def normed():
     return nn.Sequential(first, nn.ReLU(), second, third)
 
 
+class Seeded(Sampler):
+    """Sets another attribute than ``epoch`` in ``set_epoch``."""
+
+    def __init__(self):
+        self.seed = 0
+
+    def set_epoch(self, epoch):
+        self.seed = 100 + epoch
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        return iter(torch.randperm(24, generator=torch.Generator().manual_seed(self.seed)).tolist())
+
+
 SILENT = {
     "weight_norm, spectral_norm, prune": (lambda: (loader_of(), None), {"model": normed}),
     "a sampler with a state": (lambda: (weighted(Stateful), reweight), {}),
     "set_epoch": (lambda: (loader_of(sampler=Counting(True), shuffle=None), None), {}),
+    "what set_epoch sets": (lambda: (loader_of(sampler=Seeded(), shuffle=None), None), {}),
     "nothing": (lambda: (loader_of(), None), {}),
 }
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ __all__ = [
     "leaves_of",
     "local_part",
     "map_tensors",
+    "names_in",
     "names_read_by",
     "search",
     "tensors_in",
@@ -202,7 +203,8 @@ def search(
 def names_read_by(function: Any, depth: int = 2) -> dict[str, Any]:
     """Return what a function reads from its closure and from the globals of its module, by name.
 
-    What its helpers in the same module read is among them.
+    What it reads of the modules and classes among them, ``config.level`` for instance, and what its helpers in the same
+    module read, is there too.
     """
     if isinstance(function, partial):
         return names_read_by(function.func, depth)
@@ -214,10 +216,23 @@ def names_read_by(function: Any, depth: int = 2) -> dict[str, Any]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         with suppress(ValueError):  # The cell is still empty.
             found[name] = cell.cell_contents
+    names = _names_in(function.__code__)
+    for place, holder in list(found.items()):
+        if isinstance(holder, (ModuleType, type)) and place != "__class__":  # That is the class that super() needs.
+            found |= {f"{place}.{name}": vars(holder)[name] for name in names if name in vars(holder)}
     for value in list(found.values()) if depth else ():
         if isinstance(value, FunctionType) and value.__module__ == function.__module__:
             found = {**names_read_by(value, depth - 1), **found}
     return found
+
+
+def names_in(function: Any) -> set[str]:
+    """Return the names of attributes and globals in a function, method or property; none for anything else."""
+    if isinstance(function, property):
+        function = function.fget
+    elif isinstance(function, (MethodType, classmethod, staticmethod)):
+        function = function.__func__
+    return _names_in(inspect.unwrap(function).__code__) if isinstance(function, FunctionType) else set()
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from zae.common.torch_private import version_of
-from zae.common.walk import local_part
+from zae.common.walk import local_part, names_in
 from zae.composition.introspect import is_add_on, is_base, is_marked, mentions_super
 from zae.errors import AddOnError, StepError, TaskError
 from zae.optim import needs_closure, parameters_of
@@ -30,6 +30,7 @@ __all__ = ["FirstStep", "unmoved", "weights_of"]
 
 _log = logging.getLogger("zae")
 _SHOWN = 16  # Numbers of each parameter that are kept for an epoch.
+_CLIPS = {"clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"}
 _WITHOUT_VALUE = ("on_step_begin", "backward", "normalize", "unscale", "clip", "zero_grad", "logging", "on_step_end")
 _WITH_VALUE = (
     "batch_context",
@@ -188,6 +189,7 @@ class FirstStep:
             raise self._of_a_loop_by_hand("has removed the gradients of the batches before it in the window")
         if after != gradients:
             raise self._of_a_loop_by_hand("has changed gradients itself (to clip them, write gradient_clip=...)")
+        self._warn_of_clip()
         if self._scheduler_steps() != taken:
             raise self._of_a_loop_by_hand("steps a scheduler, as the trainer does (scheduler_step_on_batch=...)")
         if is_training and not self._is_model_training() and trainer.is_main:
@@ -196,6 +198,17 @@ class FirstStep:
                 "statistics, unless it begins with self.model.train(); leave model.eval() out of train_step",
                 type(trainer).__name__,
             )
+
+    def _warn_of_clip(self) -> None:
+        """Warn of a ``train_step`` that clips what backward() is still to compute."""
+        trainer = self._trainer
+        clips = sorted(names_in(type(trainer).train_step) & _CLIPS)
+        if clips and trainer.is_main:
+            _log.warning(
+                "%s.train_step calls %s, and backward() is done after it: the gradients of its batch do not exist yet, "
+                "and are not clipped. For these write gradient_clip=...",
+                type(trainer).__name__, clips[0],
+            )  # fmt: skip
 
     def _gradients(self) -> dict[int, tuple[int, int]]:
         """Return which parameters of the optimizers have a gradient, and how often it was changed in place."""

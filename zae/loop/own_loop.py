@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from zae.common.walk import names_in
 from zae.composition.introspect import is_overridden
 from zae.data.loaders import Proxy
 from zae.errors import TaskError
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
     from zae.loop.run import Run
 
 __all__ = ["loader_of_epoch", "without_loop"]
+
+_log = logging.getLogger("zae")
+# What counts the batches of a loop, or reads something else beside them.
+_COUNTERS = {"count", "enumerate", "islice", "iter", "len", "next", "range", "zip"}
 
 
 class _OwnLoop(Proxy):
@@ -40,8 +46,15 @@ class _OwnLoop(Proxy):
     def _loop(self) -> Generator[Any]:
         """Yield what `run_batch` takes; this is the loop of `Trainer.run_epoch` from within."""
         run, trainer = self._run, self._run.trainer
+        if run.has_begun_epoch:  # A generator of the user has asked for its iterator before the default loop began.
+            yield from self.passed
+            return
         loader = trainer.wrap_loader(self.passed, True)
         run.open_epoch(loader)
+        used = trainer.progress_checker.epoch_batch
+        if used and names_in(self._owner().run_epoch) & _COUNTERS:
+            self._warn_of_rest(used)
+            used = 0
         is_complete = True
         with trainer.epoch_context():
             batches = run.batches(loader)
@@ -61,6 +74,8 @@ class _OwnLoop(Proxy):
                         "loader: self.run_batch(batch), and leave batches out, or repeat them, in the loader"
                     )
                 if is_left:
+                    if used:
+                        self._warn_of_rest(used)
                     run.end_epoch_here()
                 if run.after_step():
                     is_complete = run.ends_epoch(loader, batches)
@@ -82,10 +97,23 @@ class _OwnLoop(Proxy):
                 "for batch in loader: self.run_batch(batch)"
             )
 
+    def _warn_of_rest(self, used: int) -> None:
+        """Warn that an epoch which a resume continues gives the override the rest of its batches."""
+        if self._run.trainer.is_main:
+            _log.warning(
+                "this epoch was resumed after %d of its batches, and %s.run_epoch is given the rest: where it counts "
+                "the batches itself, or reads something else beside them, it begins anew there, and may differ from "
+                "an uninterrupted run. Count by self.progress_checker.epoch_batch, read other data in the loader or in "
+                "train_step, or save at the ends of epochs only",
+                used, self._owner().__name__,
+            )  # fmt: skip
+
+    def _owner(self) -> Any:
+        """Return the class whose ``run_epoch`` is called."""
+        return next(each for each in type(self._run.trainer).__mro__ if "run_epoch" in vars(each))
+
     def _error(self, what: str) -> TaskError:
-        cls = type(self._run.trainer)
-        owner = next(each for each in cls.__mro__ if "run_epoch" in vars(each))
-        return TaskError(f"{owner.__name__}.run_epoch {what}")
+        return TaskError(f"{self._owner().__name__}.run_epoch {what}")
 
 
 @contextmanager

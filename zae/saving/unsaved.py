@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from zae import optim
 from zae.common import random_state
 from zae.common.torch_private import unsaved_buffers, version_of
-from zae.common.walk import names_read_by
+from zae.common.walk import names_in, names_read_by
 from zae.composition.introspect import recipe_of
 from zae.composition.options import options_of
 from zae.data.loader_state import STREAMS, functions_of, parts_of, read_stream, streams_of
@@ -40,21 +40,25 @@ _MOST = 1 << 16  # Numbers of an array, or of a list, that are compared.
 _SHOWN = 10
 _PLAIN = (bool, int, float, complex, np.generic, type(None))
 _CONTAINERS = (list, tuple, dict, set, deque)
+_KINDS = (bool, int, float, Tensor, np.ndarray, *STREAMS, *_CONTAINERS)
 _CLOSED = (type, ModuleType, FunctionType, MethodType, Iterator, DataLoader, Dataset, Sampler, logging.Logger)
 
 
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults", "param_names")  # What torch saves, or sets itself.
+_SAMPLERS = ("sampler", "batch_sampler")
+_LIBRARIES = ("torch", "torchdata", "datasets", "zae")  # What their samplers keep, they compute.
 _GONE = "absent"  # In place of the class of a module that was removed.
 
 
 class Unsaved:
     """Finds what has changed since the run began and is not in the state.
 
-    It compares the public attributes of the task, unless its class has a ``state_dict``, those of optimizers that save
-    with torch's ``state_dict`` alone, those of samplers and datasets without a state, and in the model's modules
+    It compares the attributes of the task and of its class, unless that has a ``state_dict``, those of optimizers that
+    save with torch's ``state_dict`` alone, those of samplers and datasets without a state, and in the model's modules
     numbers, random streams, and tensors that are not persistent buffers; and what methods of the task, functions of the
-    loader and of a schedule read from a closure or from the globals of their module. Of large values it compares a
-    sample.
+    loader and of a schedule read from a closure, from the globals of their module, and of the modules and classes
+    there. Private attributes are those of the task that its methods name, and those of a user's sampler. Of large
+    values it compares a sample.
 
     The methods get the trainer as ``owner`` of attributes, its plain model, and its `Optimization`. An add-on that
     saves attributes of modules names them in a property ``saved_attributes``: ``model.metric.count``, for instance.
@@ -154,13 +158,16 @@ def _warn_of_replaced(saved: Mapping[str, str], present: Mapping[str, str]) -> N
 
 
 def _of_task(owner: object) -> Iterator[tuple[str, Any]]:
-    """Yield the public attributes of a task, unless a class of the user saves a state of its own.
+    """Yield the attributes of a task and of its class, unless a class of the user saves a state of its own.
 
     An attribute that a class of zae names, as an option or by an annotation, or that an add-on declares, is not one.
+    Private ones are those that a method of the user names.
     """
     cls = type(owner)
-    if any("state_dict" in vars(each) and "layer" not in vars(each) for each in cls.__mro__ if not _is_of_zae(each)):
+    users = [each for each in cls.__mro__ if each is not object and not _is_of_zae(each)]
+    if any("state_dict" in vars(each) and "layer" not in vars(each) for each in users):
         return
+    named = {name for each in users for value in vars(each).values() for name in names_in(value)}
     declared = {name for name, (_, taker) in options_of(cls).items() if _is_of_zae(taker)}
     for each in cls.__mro__:
         for kind in ("state_attributes", "rank_state_attributes", "process_attributes"):
@@ -168,8 +175,12 @@ def _of_task(owner: object) -> Iterator[tuple[str, Any]]:
         if _is_of_zae(each):
             declared.update(vars(each).get("__annotations__", ()))
     place = recipe_of(cls)[0].__name__
-    for name, value in sorted(vars(owner).items()):
-        if name not in declared and not name.startswith("_") and not _is_of_zae(type(value)):
+    of_class = {name: value for each in reversed(users) for name, value in vars(each).items() if name in named}
+    of_class = {name: value for name, value in of_class.items() if isinstance(value, _KINDS)}
+    for name, value in sorted((of_class | vars(owner)).items()):
+        if name.startswith("_") and (name not in named or name.startswith("__")):
+            continue
+        if name not in declared and not _is_of_zae(type(value)):
             yield f"{place}.{name}", value
 
 
@@ -179,13 +190,12 @@ def _is_of_zae(cls: type) -> bool:
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield what modules contain beside parameters, persistent buffers and the state that they save themselves."""
-    kinds = (bool, int, float, Tensor, np.ndarray, *STREAMS, *_CONTAINERS)
     for place, module in model.named_modules(prefix="model"):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             continue
         computed = _computed_in_forward(module)
         for name, value in vars(module).items():
-            if isinstance(value, kinds) and name not in ("training", *computed) and not name.startswith("_"):
+            if isinstance(value, _KINDS) and name not in ("training", *computed) and not name.startswith("_"):
                 yield f"{place}.{name}", value
         for name in unsaved_buffers(module):
             yield f"{place}.{name}", getattr(module, name)
@@ -199,14 +209,16 @@ def _computed_in_forward(module: nn.Module) -> set[str]:
 
 
 def _of_data(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the public attributes of samplers and datasets that have no state of their own."""
+    """Yield the attributes of samplers and datasets that have no state of their own: private ones of samplers alone."""
     for place, part in parts_of(loader).items():
         if is_stateful(part) or not hasattr(part, "__dict__"):
             continue
-        # What `set_epoch` sets, a resume sets again.
-        given = ("epoch",) if callable(getattr(part, "set_epoch", None)) else ()
+        setter = getattr(part, "set_epoch", None)  # What it sets, a resume sets again.
+        given = {"epoch"} | names_in(setter) if callable(setter) else set()
+        is_users = type(part).__module__.partition(".")[0] not in _LIBRARIES
         for name, value in vars(part).items():
-            if not name.startswith("_") and name not in given:
+            is_private = name.startswith("_") and not (is_users and place in _SAMPLERS)
+            if not is_private and name not in given:
                 yield f"loader.{place}.{name}", value
 
 
@@ -221,12 +233,19 @@ def _of_functions(owner: object, loader: Any, optimization: Optimization) -> Ite
     ]
     functions += functions_of(loader)
     for key, scheduler in optimization.schedulers.items():
-        several = getattr(scheduler, "lr_lambdas", None) or ()
-        functions += [(f"scheduler[{key!r}]", each) for each in several]
+        functions += [(f"scheduler[{key!r}]", each) for each in _lambdas_of(scheduler)]
     for place, function in functions:
         for name, value in names_read_by(function).items():
             if isinstance(value, nn.Module) or not (isinstance(value, (*_CLOSED, str)) or callable(value)):
                 yield f"{name} (read by {place})", value
+
+
+def _lambdas_of(scheduler: Any) -> list[Any]:
+    """Return the functions of a schedule, and of the schedules in it, as SequentialLR has them."""
+    found = list(getattr(scheduler, "lr_lambdas", None) or ())
+    for inner in getattr(scheduler, "_schedulers", ()):
+        found += _lambdas_of(inner)
+    return found
 
 
 def _of_optimizer(place: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
@@ -295,8 +314,7 @@ def _part_of(value: Any) -> Any:
     """Return a mark of a tensor or an array: its elements, or of a large one some, and whether it was written to."""
     try:
         if isinstance(value, np.ndarray):
-            some = value.reshape(-1)[:: max(1, value.size // _MOST)]
-            return (value.shape, hashlib.sha256(some.tobytes()).digest())
+            return (value.shape, hashlib.sha256(_some_of(value).tobytes()).digest())
         whole = value.detach()
         # Each dimension by itself first: to reshape what was expanded would make all of it.
         flat = whole[tuple(slice(None, None, max(1, size // _MANY)) for size in whole.shape)].reshape(-1)
@@ -306,6 +324,16 @@ def _part_of(value: Any) -> Any:
         return (tuple(value.shape), mark, version_of(value) if is_large else None)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return None  # Sparse, nested, on the device "meta".
+
+
+def _some_of(array: np.ndarray) -> np.ndarray:
+    """Return some elements of an array, without a copy of it, and few of one that lies in a file."""
+    most = _MANY if isinstance(array, np.memmap) or isinstance(array.base, np.memmap) else _MOST
+    flags = array.flags
+    if not (flags.c_contiguous or flags.f_contiguous):
+        array = array[tuple(slice(None, None, max(1, size // _MANY)) for size in array.shape)]
+    flat = array.reshape(-1, order="A")
+    return flat[:: max(1, flat.size // most)]
 
 
 def _place_in(stream: Any) -> Any:
