@@ -38,11 +38,11 @@ def run_blocks(blocks):
 
 
 def test_the_scripts_of_the_pages_run_on_two_ranks(tmp_path):
-    """All pages, one after the other; two runs end with two ranks, whose ledgers agree."""
+    """All pages, one after the other; the run ends with two ranks, whose ledgers agree."""
     pages = (PAGE, *ENGINES)
     shown = run_blocks(block for path in pages for block in read_blocks(path, "python"))
     assert shown == "".join(text for path in pages for text in read_blocks(path, "text"))
-    for folder in ("run", "compressed"):
+    for folder in ("run",):
         manifest = newest_valid(Path(folder), load_checkpoint)[1][0]
         assert (manifest["world_size"], manifest["step"]) == (2, 8)
         first, second = (read_ledger(f"{folder}/ledger-{rank}.jsonl") for rank in (0, 1))

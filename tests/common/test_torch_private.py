@@ -77,11 +77,15 @@ def test_the_weights_are_the_same_without_one_name(name, expected, monkeypatch):
 
 
 def test_only_one_module_reads_private_names():
-    """Of torch and Python; those of DeepSpeed and of Accelerate are read in one module each."""
+    """Of torch and Python; those of DeepSpeed, Accelerate and Lightning are read in one module each."""
     sources = source_names.read_sources()
     own = source_names.own_private_names(sources)
     found = {each.name for each in sources if source_names.foreign_private_names(each, own)[0]}
-    libraries = {"zae.interop.accelerate.accelerator", "zae.interop.deepspeed.zero"}
+    libraries = {
+        "zae.interop.accelerate.accelerator",
+        "zae.interop.deepspeed.zero",
+        "zae.interop.lightning.module",
+    }
     assert found == {"zae.common.torch_private"} | libraries
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "end_by_kill",
     "find",
     "fingerprint_of",
+    "forward_pre_hooks",
     "found_overflow",
     "has_bf16_of_x86",
     "has_gradient_hooks",
@@ -147,6 +148,12 @@ def unsaved_buffers(module: nn.Module) -> list[str]:
         return list(names)
     saved = module.state_dict()
     return [name for name, _ in module.named_buffers(recurse=False) if name not in saved]
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """Return what is called before each forward of a module."""
+    hooks = getattr(module, "_forward_pre_hooks", {})
+    return list(hooks.values())
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

@@ -8,7 +8,8 @@ import re
 import sys
 from typing import Any
 
-from tqdm.contrib import DummyTqdmFile
+from tqdm import tqdm
+from tqdm.utils import ObjectWrapper
 
 __all__ = ["AboveBar"]
 
@@ -16,7 +17,7 @@ _MOVE = re.compile(r"\r|\x1b(?!\[[0-9;]*m)")
 """What begins a move of the cursor; a sequence that ends in m sets a colour."""
 
 
-class AboveBar(DummyTqdmFile):
+class AboveBar(ObjectWrapper):
     """Stands for standard output or standard error while a bar is shown: tqdm clears the bar before each line.
 
     What moves the cursor, as another bar does, is written as it is. A forked process, as a worker of a loader, has no
@@ -31,60 +32,71 @@ class AboveBar(DummyTqdmFile):
     def __init__(self, name: str) -> None:
         stream = getattr(sys, name)
         super().__init__(stream)
-        handlers = [each for each in _handlers() if each.stream is stream]
-        own = {"_name": name, "_process": os.getpid(), "_handlers": handlers, "_is_writing": False}
+        own = {
+            "stands_for": name,
+            "below": stream,
+            "process": os.getpid(),
+            "handlers": [each for each in _handlers() if each.stream is stream],
+            "held": "",  # The beginning of a line that has not ended.
+            "is_writing": False,
+        }
         for key, value in own.items():
             self.wrapper_setattr(key, value)  # Others are attributes of the stream.
         setattr(sys, name, self)
-        for each in handlers:
+        for each in own["handlers"]:
             each.stream = self
 
     def __eq__(self, other: object) -> bool:
         """Return whether it writes to the same stream: tqdm asks whether a bar and a line share the terminal."""
-        return self._wrapped is getattr(other, "_wrapped", other)
+        around = other.wrapper_getattr("_wrapped") if isinstance(other, ObjectWrapper) else other
+        return bool(around is self.below)
 
     __hash__ = object.__hash__
 
-    def write(self, text: Any, nolock: bool = False) -> int:
+    def write(self, text: Any) -> int:
         """Write the lines of a text; what follows the last one waits for its end."""
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             return self._write_beside(text)
         # A newline alone on standard error moves the cursor to the line of another bar.
-        is_move = bool(_MOVE.match(text)) or (self._name == "stderr" and not self._held() and not text.strip("\n"))
-        if is_move or self._is_writing:
-            self._wrapped.write(text)
+        is_newline = self.stands_for == "stderr" and not self.held and not text.strip("\n")
+        if self.is_writing or is_newline or _MOVE.match(text):
+            self.below.write(text)
             return len(text)
-        self.wrapper_setattr("_is_writing", True)  # Another bar that is cleared for the line writes here as well.
-        try:
-            super().write(text, nolock)
-        finally:
-            self.wrapper_setattr("_is_writing", False)
+        lines, end, rest = (self.held + text).rpartition("\n")
+        self.wrapper_setattr("held", rest)
+        if end:
+            self._write_lines(lines)
         return len(text)
+
+    def _write_lines(self, lines: str) -> None:
+        """Let tqdm clear its bars, and write whole lines in their place."""
+        self.wrapper_setattr("is_writing", True)  # Another bar that is cleared for the lines writes here as well.
+        try:
+            tqdm.write(lines, file=self.below)
+        finally:
+            self.wrapper_setattr("is_writing", False)
 
     def _write_beside(self, text: Any) -> int:
         """Write whole lines of a forked process over the bar of the other process, which draws it again."""
-        self._buf.append(text)
-        if text.endswith("\n"):
-            self._wrapped.write(("\r\x1b[K" if self._wrapped.isatty() else "") + self._held())
-            self._wrapped.flush()
-            self._buf.clear()
+        held = self.held + text
+        if held.endswith("\n"):
+            self.below.write(("\r\x1b[K" if self.below.isatty() else "") + held)
+            self.below.flush()
+            held = ""
+        self.wrapper_setattr("held", held)
         return len(text)
-
-    def _held(self) -> str:
-        """Return the beginning of a line that has not ended."""
-        return "".join(self._buf)
 
     def end(self) -> None:
         """Put the stream back, and write the beginning of a line that has not ended."""
-        if getattr(sys, self._name) is self:
-            setattr(sys, self._name, self._wrapped)
-        for each in self._handlers:
+        if getattr(sys, self.stands_for) is self:
+            setattr(sys, self.stands_for, self.below)
+        for each in self.handlers:
             if each.stream is self:
-                each.stream = self._wrapped
-        rest = self._held()
-        self._buf.clear()
+                each.stream = self.below
+        rest = self.held
+        self.wrapper_setattr("held", "")
         if rest:  # On a terminal the next bar would overwrite it.
-            self._wrapped.write(rest + ("\n" if self._wrapped.isatty() else ""))
+            self.below.write(rest + ("\n" if self.below.isatty() else ""))
 
 
 def _handlers() -> list[Any]:

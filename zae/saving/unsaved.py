@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zae import optim
 from zae.common import random_state
-from zae.common.torch_private import unsaved_buffers, version_of
+from zae.common.torch_private import forward_pre_hooks, unsaved_buffers, version_of
 from zae.common.walk import names_in, names_read_by
 from zae.composition.introspect import recipe_of
 from zae.composition.options import options_of
@@ -203,7 +203,7 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _computed_in_forward(module: nn.Module) -> set[str]:
     """Return the attributes that torch computes of parameters in each forward: by weight_norm, spectral_norm, prune."""
-    hooks = [each for each in module._forward_pre_hooks.values() if type(each).__module__.startswith("torch.nn.utils")]
+    hooks = [each for each in forward_pre_hooks(module) if type(each).__module__.startswith("torch.nn.utils")]
     names = [getattr(each, key, None) for each in hooks for key in ("name", "_tensor_name")]
     return {name for name in names if isinstance(name, str)}
 
