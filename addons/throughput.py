@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from array import array
@@ -15,17 +16,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_flags, check_number, describe_batch
+from zae.common.device import name_of_device
 from zae.common.walk import leading_dimension
 from zae.errors import ConfigError, kind_of
 from zae.loop.step_output import StepOutput
 
-__all__ = ["PEAK_FLOPS", "ThroughputAddon"]
+__all__ = ["PEAK_FLOPS", "ThroughputAddon", "peak_flops_of"]
 
 PEAK_FLOPS = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A40": 150e12,
-    "A10": 125e12, "L4": 121e12, "RTX 4090": 165e12,
+    "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12,
+    "A100": 312e12, "L40S": 362e12, "A40": 150e12, "A10": 125e12, "L4": 121e12, "RTX 4090": 165e12,
 }  # fmt: skip
-"""Dense bfloat16 matrix products a second by part of a device's name, as its maker states them."""
+"""Dense bfloat16 matrix products a second by words of a device's name, as its maker states them."""
+
+_SLOWER = {"Laptop", "Mobile", "MIG", "D"}
+"""Words of the names of devices that are slower than the one whose name they have in theirs."""
 
 
 class _Meter:
@@ -238,7 +243,7 @@ class ThroughputAddon(AddOnBase):
             of_one = self._meter.counted_samples
             steps = samples / of_one if samples is not None and of_one else len(ordered)
             found["flops_per_second"] = self.step_flops * steps / seconds
-            peak = self.peak_flops or _peak_of(self.device)
+            peak = self.peak_flops or peak_flops_of(name_of_device(self.device))
             found |= {"mfu": found["flops_per_second"] / peak} if peak else {}
         memory = _peak_memory(self.device)
         return found | ({"peak_memory_mib": memory / 2**20} if memory else {})
@@ -249,7 +254,7 @@ class ThroughputAddon(AddOnBase):
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Note what the share of the peak is of."""
-        peak = self.peak_flops or _peak_of(self.device)
+        peak = self.peak_flops or peak_flops_of(name_of_device(self.device))
         note, why_not = f"throughput/mfu is the share of {peak:.4g} FLOP/s" if peak else "", self._why_not_counted()
         note = f"operations are not counted: {why_not}" if self.count_flops and why_not else note
         return [*super().plan_lines(plan), *([note] if note else [])]
@@ -279,18 +284,32 @@ def _count(tokens: Callable[[Any], Any], batch: Any) -> Any:
     return count
 
 
-def _peak_of(device: torch.device) -> float | None:
-    """Return the operations a second of a device; None where they are not known."""
-    if device.type != "cuda":
+def peak_flops_of(name: str) -> float | None:
+    """Return the bfloat16 operations a second of a device by its name; None where they are not known.
+
+    Parameters
+    ----------
+    name : str
+        The name, as of ``torch.cuda.get_device_name()``.
+
+    Examples
+    --------
+    >>> peak_flops_of("NVIDIA A100-SXM4-80GB")
+    312000000000000.0
+    >>> peak_flops_of("NVIDIA RTX A4000") is None
+    True
+    """
+    words = set(re.split(r"[^A-Za-z0-9]+", name))
+    if words & _SLOWER:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if all(word in name for word in part.split())), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if words.issuperset(part.split())), None)
 
 
 def _peak_memory(device: torch.device) -> int:
     """Return the largest number of bytes that were in use so far; 0 where that is not known."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+    of_device = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
+    if of_device is not None:
+        return int(of_device(device))
     if sys.platform == "win32":
         return 0
     import resource

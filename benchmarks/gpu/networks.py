@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu.settings import DEVICE, SMALL
-from zae.addons.throughput import PEAK_FLOPS
+from zae.addons.throughput import peak_flops_of
 
 VOCABULARY, LENGTH, ROWS = (96, 16, 2) if SMALL else (50304, 1024, 8)
 WIDTH, DEPTH, HEADS = (32, 2, 2) if SMALL else (768, 12, 12)
@@ -78,8 +78,7 @@ def gpt_flops() -> float:
 
 def peak_flops() -> float | None:
     """Return the bfloat16 operations a second that the device can make; None where that is not known."""
-    name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAK_FLOPS.items() if all(word in name for word in part.split())), None)
+    return peak_flops_of(torch.cuda.get_device_name())
 
 
 @dataclass(frozen=True)

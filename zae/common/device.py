@@ -22,6 +22,7 @@ __all__ = [
     "cpu_computes_in_bf16",
     "exchange_current",
     "is_out_of_memory",
+    "name_of_device",
     "parse_device",
     "plain_tensors",
     "release_memory",
@@ -138,8 +139,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release_memory() -> None:
     """Free what only reference cycles hold, and what torch keeps of an accelerator's memory."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    found = accelerator()
+    if found is not None and count_devices(found.type, "empty_cache", begun=True):
+        getattr(torch, found.type).empty_cache()
+
+
+def name_of_device(device: torch.device) -> str:
+    """Return the name that the maker gave to an accelerator; empty where torch does not know it."""
+    ask = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return "" if ask is None else str(ask(device))
 
 
 def plain_tensors(batch: Any) -> list[Tensor] | None:
