@@ -330,11 +330,20 @@ def _is_native(precision: str, device: torch.device) -> bool:
     """Return whether a device supports a precision natively."""
     if precision == "fp32":
         return True
-    if device.type == "cuda":
-        return precision == "fp16" or torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
         return precision == "bf16" and cpu_computes_in_bf16()
-    return precision == "fp16"
+    return precision == "fp16" or _accelerator_computes_in_bf16(device)
+
+
+def _accelerator_computes_in_bf16(device: torch.device) -> bool:
+    """Return whether an accelerator has kernels for bfloat16; False where its module of torch does not know."""
+    ask = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
+    if ask is None:
+        return False
+    try:
+        return bool(ask(including_emulation=False))
+    except TypeError:  # Not every accelerator emulates it.
+        return bool(ask())
 
 
 def _check_weights(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_count, check_flags, check_folder
@@ -127,8 +127,7 @@ class ProfilerAddon(AddOnBase):
         """Start a profiler for the steps to warm up and to record."""
         _, warmup, active, _ = self.profile_schedule
         first, plan = self.progress_checker.step, schedule(wait=0, warmup=warmup, active=active, repeat=1)
-        activities = [ProfilerActivity.CPU]
-        activities += [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+        activities = [ProfilerActivity.CPU] if self.device.type == "cpu" else supported_activities()
         profiler = profile(
             activities=activities,
             schedule=lambda step: plan(max(step - first, 0)),
@@ -186,7 +185,7 @@ class ProfilerAddon(AddOnBase):
                 "at a time", self.progress_checker.step,
             )  # fmt: skip
             return
-        key = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        key = "self_cpu_time_total" if self.device.type == "cpu" else "self_device_time_total"
         self.profile_table = events.table(sort_by=key, row_limit=self.profile_rows)
         step = self.progress_checker.step
         if self.is_main:

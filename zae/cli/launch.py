@@ -75,10 +75,10 @@ def _count_gpus(arguments: argparse.Namespace) -> int:
     """Count the GPUs of this machine; refuse to guess without one."""
     import torch
 
-    if arguments.slurm or arguments.cpu or not torch.cuda.is_available():
+    if arguments.slurm or arguments.cpu or not torch.accelerator.is_available():
         where = "each machine of the job" if arguments.slurm else "this machine, which has no GPU"
         raise ConfigError(f"give the number of ranks for {where}: -n 2")
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count()
 
 
 def _torchrun(arguments: argparse.Namespace, ranks: int) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import zae
+from zae.common.device import name_of_device
 from zae.common.walk import flatten
 from zae.composition.introspect import add_ons_of
 from zae.composition.options import option_values, options_of
@@ -114,6 +115,6 @@ def _environment(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"zae": zae.__version__, "python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    name = f"{device} ({made})" if (made := name_of_device(device)) else str(device)
     threads = {"cpus": os.cpu_count(), "threads": torch.get_num_threads()}
     return {**found, "platform": f"{platform.system()} {platform.machine()}", "device": name, **threads}

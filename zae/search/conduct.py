@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import json
 import logging
@@ -20,6 +19,7 @@ from torch import nn
 
 from zae.addon import AddOnBase
 from zae.common import random_state
+from zae.common.device import release_memory
 from zae.composition.introspect import is_engine_slot, slots_of
 from zae.composition.metaclass import compose
 from zae.errors import ConfigError, NonFiniteError, kind_of, printable
@@ -137,7 +137,7 @@ class Search:
                     error.add_note(f"zae: trial {trial.number} of the search in {self.folder} had {trial}")
                     raise
                 values, why = None, printable(f"{type(error).__name__}: {error}", kept="")
-        _free()
+        release_memory()  # Trainers are part of reference cycles.
         if values is not None and any(math.isnan(each) for each in values):
             values, why = None, "the score is NaN"
         states = self.optuna.trial.TrialState
@@ -264,10 +264,3 @@ def _count(run: Callable[..., Any]) -> int:
 def _plain(value: Any) -> Any:
     """Return a parameter as JSON."""
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
-
-
-def _free() -> None:
-    """Give back the memory of a trial: trainers are part of reference cycles."""
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zae.common import random_state
+from zae.common.torch_private import accelerator
 
 __all__ = [
     "Calls",
@@ -38,17 +39,20 @@ def streams() -> dict[str, Any]:
     return {**own, "numpy": (name, bytes(key), *rest), **devices}
 
 
+def _read_autocast() -> tuple[Any, ...]:
+    found = accelerator()
+    kinds = ["cpu", *([] if found is None else [found.type])]
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
 def _set_autocast(value: tuple[Any, ...]) -> None:
-    for device, (enabled, dtype) in zip(("cpu", "cuda"), value):
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
+    for kind, enabled, dtype in value:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
 
 
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
-    "autocast": (
-        lambda: tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-        _set_autocast,
-    ),
+    "autocast": (_read_autocast, _set_autocast),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
