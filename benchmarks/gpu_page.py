@@ -18,6 +18,7 @@ MARK = "<!-- gpu -->"
 HEADING = "## On a GPU"
 NOTHING = "Nothing was measured on a GPU yet; `.ci/gpu` does it on a machine that has one."
 NAMES = {"by hand": "manual loop", "zae": "zae", "Lightning": "Lightning", "Transformers": "Transformers' Trainer"}
+FURTHER = ("saves", "compiled", "copies")
 EXPLAINED = """\
 - Batches lie on the GPU, and a step is measured between two batches of a run, after waiting for the GPU: neither the
   loader nor what a library does before its first step or after its last one is in the figure.
@@ -54,6 +55,9 @@ def measured(results: dict[str, Any]) -> list[str]:
     if rows:
         parts.append("The peak of the GPU's memory while a model trains with AdamW, in units of its weights.")
         parts.append("\n".join(["| | peak |", "|---|---|", *rows]))
+    further = further_figures(results)
+    if further:
+        parts.append(further)
     parts.append(verdicts(results))
     return parts
 
@@ -91,13 +95,19 @@ def verdicts(results: dict[str, Any]) -> str:
     lines = []
     for name in results["seconds"]:
         checks = [each for each in results["checks"] if each["section"] == name]
-        made = [each for each in checks if each["passed"] is not None]
-        passed = sum(each["passed"] for each in made)
-        failed = [f"{each['name']} ({each['detail']})" for each in made if not each["passed"]]
-        lines.append(
-            f"- {name}: {passed} of {len(made)} checks passed{'; failed: ' if failed else ''}{'; '.join(failed)}"
-        )
+        passed = [each for each in checks if each["verdict"] == "ok"]
+        failed = [each for each in checks if each["verdict"] == "failed"]
+        if passed or failed:
+            text = f"- {name}: {len(passed)} of {len(passed) + len(failed)} checks passed"
+            named = "; ".join(f"{each['name']} ({each['detail']})" for each in failed)
+            lines.append(f"{text}; failed: {named}" if failed else text)
     return "\n".join(["What was checked on it:", "", *lines])
+
+
+def further_figures(results: dict[str, Any]) -> str:
+    """List what the sections of `--full` have measured."""
+    found = [each for each in results["checks"] if each["section"] in FURTHER and each["figures"]]
+    return "\n".join(f"- {each['section']}, {each['name']}: {each['detail']}" for each in found)
 
 
 def put_into(page: str, text: str) -> str:

@@ -111,16 +111,22 @@ def by_transformers(job: Job, model: nn.Module, loader: Clock) -> None:
         trainer.train()
 
 
+PEERS: dict[str, tuple[str, Train]] = {
+    "Lightning": ("lightning", by_lightning),
+    "Transformers": ("transformers", by_transformers),
+}
+"""By name: the package, and how it trains."""
+
+
 def contestants() -> dict[str, Train]:
     """Return zae and the peers that are installed, by name."""
-    found: dict[str, Train] = {"zae": by_zae}
-    for name, package, train in (
-        ("Lightning", "lightning", by_lightning),
-        ("Transformers", "transformers", by_transformers),
-    ):
-        if importlib.util.find_spec(package):
-            found[name] = train
-    return found
+    missing = missing_peers()
+    return {"zae": by_zae} | {name: train for name, (_, train) in PEERS.items() if name not in missing}
+
+
+def missing_peers() -> list[str]:
+    """Return the peers that are not installed."""
+    return [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package) is None]
 
 
 def seconds_of_a_step(job: Job, train: Train) -> float:

@@ -83,13 +83,14 @@ def peak_flops() -> float | None:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, for how many steps, and in which precision."""
+    """What is trained, for how many steps and rounds, and in which precision."""
 
     title: str
     network: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
     steps: int
     is_bf16: bool
+    rounds: int = 1
     flops: float | None = None
 
     def model(self) -> nn.Module:

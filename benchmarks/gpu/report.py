@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,13 +24,25 @@ class Report:
         self._section = ""
         self._began = time.perf_counter()
 
-    def check(self, name: str, passed: bool | None, detail: str = "", **figures: float) -> None:
-        """Note a check that passed or failed, or (None) could not be made here; and print its line."""
-        entry = {"section": self._section, "name": name, "passed": passed, "detail": detail, "figures": figures}
+    def check(self, name: str, passed: bool, detail: str = "", **figures: float) -> None:
+        """Note a check that passed or failed."""
+        self._note("ok" if passed else "failed", name, detail, figures)
+
+    def measured(self, name: str, detail: str, **figures: float) -> None:
+        """Note figures that fail nothing by themselves."""
+        self._note("measured", name, detail, figures)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Note a check that cannot be made here."""
+        self._note("left out", name, reason, {})
+
+    def _note(self, verdict: str, name: str, detail: str, figures: Figures) -> None:
+        """Keep an entry, and print its line."""
+        entry = {"section": self._section, "name": name, "verdict": verdict, "detail": detail, "figures": figures}
         self.checks.append(entry)
-        verdict = {True: "ok", False: "FAILED", None: "left out"}[passed]
-        verdict += f" on {WHERE}" if IS_EMULATED else ""
-        text = f"{verdict}: {detail}" if detail else verdict
+        text = verdict.upper() if verdict == "failed" else verdict
+        text += f" on {WHERE}" if IS_EMULATED else ""
+        text += f": {detail}" if detail else ""
         elapsed = time.perf_counter() - self._began
         sys.stdout.write(f"[{elapsed:6.1f}] {self._section}: {name}: {text}\n")
         sys.stdout.flush()
@@ -52,19 +65,15 @@ class Report:
             section(self)
         self.seconds[name] = round(time.perf_counter() - began, 1)
 
-    def failed(self, section: str | None = None) -> Sequence[str]:
+    def failed(self) -> list[str]:
         """Return the names of the checks that failed, with their sections."""
-        found = [each for each in self.checks if each["passed"] is False]
-        return [f"{each['section']}: {each['name']}" for each in found if section in (None, each["section"])]
+        return [f"{each['section']}: {each['name']}" for each in self.checks if each["verdict"] == "failed"]
 
     def summary(self) -> str:
         """Say in one line how many checks were made, and which failed."""
         failed = self.failed()
-        left_out = sum(each["passed"] is None for each in self.checks)
-        made = len(self.checks) - left_out
-        parts = [f"{made} checks on {WHERE}", f"{len(failed)} failed"]
-        if left_out:
-            parts.append(f"{left_out} left out")
-        parts.append(f"{sum(self.seconds.values()):.0f} s")
-        text = ", ".join(parts)
+        count = Counter(each["verdict"] for each in self.checks)
+        made = count["ok"] + count["failed"]
+        seconds = sum(self.seconds.values())
+        text = f"{made} checks on {WHERE}, {len(failed)} failed, {count['left out']} left out, {seconds:.0f} s"
         return f"{text}: {'; '.join(failed)}" if failed else text

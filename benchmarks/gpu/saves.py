@@ -38,15 +38,18 @@ def run(report: Report) -> None:
     """Save in both ways, and by torch.save for comparison."""
     with tempfile.TemporaryDirectory() as name:
         by_torch = seconds_of_torch_save(Path(name) / "by_hand.pt")
-        report.check("torch.save by hand", True, f"{by_torch:.2f} s, {3 * WEIGHTS / GIB:.2f} GiB", seconds=by_torch)
+        report.measured("torch.save by hand", f"{by_torch:.2f} s, {3 * WEIGHTS / GIB:.2f} GiB", seconds=by_torch)
         stalls = {}
         for title, is_async in {"direct": False, "in the background": True}.items():
             with report.guard(title):
                 stalls[title] = measure(report, title, Path(name) / title, is_async)
     if len(stalls) == 2:
         direct, background = stalls["direct"], stalls["in the background"]
-        verdict = None if IS_EMULATED else background < direct
-        report.check("the background is the shorter stall", verdict, f"{background:.3f} s and {direct:.3f} s")
+        title = "the background is the shorter stall"
+        if IS_EMULATED:
+            report.leave_out(title, "times on an emulation mean nothing")
+        else:
+            report.check(title, background < direct, f"{background:.3f} s and {direct:.3f} s")
 
 
 def seconds_of_torch_save(path: Path) -> float:
@@ -92,5 +95,5 @@ def measure(report: Report, title: str, folder: Path, is_async: bool) -> float:
     stall = median(later) - plain
     detail = f"stall {stall:.3f} s (the first {first - plain:.3f} s), a step {plain * 1e3:.1f} ms, peak {highest:.2f}"
     figures = {"stall_seconds": stall, "first_stall_seconds": first - plain, "step_seconds": plain, "peak": highest}
-    report.check(title, True, f"{detail} of the weights", **figures)
+    report.measured(title, f"{detail} of the weights", **figures)
     return stall

@@ -37,12 +37,12 @@ def run_checks(folder, *arguments):
 
 
 def assert_all_passed(done, results, sections):
-    failed = [each for each in results["checks"] if each["passed"] is False]
+    failed = [each for each in results["checks"] if each["verdict"] == "failed"]
     assert not failed, f"on an emulation:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     assert done.returncode == 0, done.stderr[-6000:]
     assert list(results["seconds"]) == sections
-    passed = {each["section"] for each in results["checks"] if each["passed"]}
-    assert passed == {*sections} - {"graphs"}  # The emulation has no graphs, which the section says.
+    done_in = {each["section"] for each in results["checks"] if each["verdict"] in ("ok", "measured")}
+    assert done_in == {*sections} - {"graphs"}  # The emulation has no graphs, which the section says.
     assert results["is_emulated"]
     assert "on an emulation" in done.stdout.splitlines()[-1]
 
