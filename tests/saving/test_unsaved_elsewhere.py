@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import itertools
 import random
 import types
@@ -320,6 +321,19 @@ def hide(loader):
     loader.sampler._weights[0] += 1
 
 
+class Centred(nn.Linear):
+    """Keeps a mean in a private attribute."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self._mean = torch.zeros(2)
+
+    def forward(self, x):
+        out = super().forward(x)
+        self._mean = 0.9 * self._mean + 0.1 * out.detach().mean(0)
+        return out - self._mean
+
+
 NAMED = {
     "weights of a sampler": (lambda: (weighted(WeightedRandomSampler), reweight), {}, ["'loader.sampler.weights'"]),
     "epochs of a sampler": (
@@ -342,6 +356,7 @@ NAMED = {
         {},
         ["'loader.sampler._weights'"],
     ),
+    "a private attribute of a module": (lambda: (loader_of(), None), {"model": Centred}, ["'model._mean'"]),
     "a private attribute of the task": (lambda: (loader_of(), None), {"task": Private}, ["'Task._mean'"]),
     "an attribute of the task's class": (lambda: (loader_of(), None), {"task": OfClass}, ["'Task.level'"]),
     "attributes of a class and a module": (
@@ -388,6 +403,14 @@ def normed():
     return nn.Sequential(first, nn.ReLU(), second, third)
 
 
+class OfLibrary(Task):
+    """Reads what a library counts for itself."""
+
+    def train_step(self, batch):
+        colorsys.calls = getattr(colorsys, "calls", 0) + 1
+        return super().train_step(batch)
+
+
 class Seeded(Sampler):
     """Sets another attribute than ``epoch`` in ``set_epoch``."""
 
@@ -409,6 +432,7 @@ SILENT = {
     "a sampler with a state": (lambda: (weighted(Stateful), reweight), {}),
     "set_epoch": (lambda: (loader_of(sampler=Counting(True), shuffle=None), None), {}),
     "what set_epoch sets": (lambda: (loader_of(sampler=Seeded(), shuffle=None), None), {}),
+    "a library": (lambda: (loader_of(), None), {"task": OfLibrary}),
     "nothing": (lambda: (loader_of(), None), {}),
 }
 
@@ -419,6 +443,18 @@ def test_what_is_saved_or_computed_again_is_not_named(kind, tmp_path, caplog):
     (straight, resumed), lacks = told(make, tmp_path, caplog, **options)
     assert resumed == straight
     assert not lacks
+
+
+def test_another_loader_of_a_later_call_is_not_named(tmp_path, caplog):
+    digests = []
+    for folder, limits in ((tmp_path / "straight", (None,)), (tmp_path / "parts", (2, None))):
+        for limit in limits:
+            trainer = trainer_of(folder, Task, lambda: nn.Linear(4, 2))
+            trainer.run(1, loader_of(TensorDataset(X[:16], Y[:16])))
+            trainer.run(1, loader_of(), max_steps=limit)
+        digests.append(hand.digest(trainer.unwrap()))
+    assert digests[0] == digests[1]
+    assert not [each for each in caplog.messages if "resumes from lacks" in each]
 
 
 def test_a_cache_is_exact_and_said_to_be_possible(tmp_path, caplog):

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ __all__ = [
     "flatten",
     "has_same_bits",
     "is_dataclass",
+    "is_of_library",
     "is_sharded",
     "json_safe",
     "leading_dimension",
@@ -203,8 +205,8 @@ def search(
 def names_read_by(function: Any, depth: int = 2) -> dict[str, Any]:
     """Return what a function reads from its closure and from the globals of its module, by name.
 
-    What it reads of the modules and classes among them, ``config.level`` for instance, and what its helpers in the same
-    module read, is there too.
+    What it reads of the user's modules and classes among them, ``config.level`` for instance, and what its helpers in
+    the same module read, is there too.
     """
     if isinstance(function, partial):
         return names_read_by(function.func, depth)
@@ -218,12 +220,23 @@ def names_read_by(function: Any, depth: int = 2) -> dict[str, Any]:
             found[name] = cell.cell_contents
     names = _names_in(function.__code__)
     for place, holder in list(found.items()):
-        if isinstance(holder, (ModuleType, type)) and place != "__class__":  # That is the class that super() needs.
+        is_open = isinstance(holder, (ModuleType, type)) and not is_of_library(holder)
+        if is_open and place != "__class__":  # That is the class that super() needs.
             found |= {f"{place}.{name}": vars(holder)[name] for name in names if name in vars(holder)}
     for value in list(found.values()) if depth else ():
         if isinstance(value, FunctionType) and value.__module__ == function.__module__:
             found = {**names_read_by(value, depth - 1), **found}
     return found
+
+
+def is_of_library(holder: ModuleType | type) -> bool:
+    """Return whether a module or a class is of Python, of zae, or of an installed package, and not of the user."""
+    name = holder.__name__ if isinstance(holder, ModuleType) else holder.__module__
+    root = name.partition(".")[0]
+    if root == "zae" or root in sys.stdlib_module_names:
+        return root != "__main__"
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def names_in(function: Any) -> set[str]:

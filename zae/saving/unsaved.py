@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from zae import optim
 from zae.common import random_state
 from zae.common.torch_private import forward_pre_hooks, unsaved_buffers, version_of
-from zae.common.walk import names_in, names_read_by
+from zae.common.walk import is_of_library, names_in, names_read_by
 from zae.composition.introspect import recipe_of
 from zae.composition.options import options_of
 from zae.data.loader_state import STREAMS, functions_of, parts_of, read_stream, streams_of
@@ -45,8 +45,9 @@ _CLOSED = (type, ModuleType, FunctionType, MethodType, Iterator, DataLoader, Dat
 
 
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults", "param_names")  # What torch saves, or sets itself.
+_OF_LOADER = "loader."
+_OF_MODULES = frozenset(vars(nn.Module()))  # What each module has.
 _SAMPLERS = ("sampler", "batch_sampler")
-_LIBRARIES = ("torch", "torchdata", "datasets", "zae")  # What their samplers keep, they compute.
 _GONE = "absent"  # In place of the class of a module that was removed.
 
 
@@ -56,9 +57,9 @@ class Unsaved:
     It compares the attributes of the task and of its class, unless that has a ``state_dict``, those of optimizers that
     save with torch's ``state_dict`` alone, those of samplers and datasets without a state, and in the model's modules
     numbers, random streams, and tensors that are not persistent buffers; and what methods of the task, functions of the
-    loader and of a schedule read from a closure, from the globals of their module, and of the modules and classes
-    there. Private attributes are those of the task that its methods name, and those of a user's sampler. Of large
-    values it compares a sample.
+    loader and of a schedule read from a closure, from the globals of their module, and of the user's modules and
+    classes there. Private attributes are those of the task that its methods name, and those of the user's own samplers
+    and modules. Of large values it compares a sample.
 
     The methods get the trainer as ``owner`` of attributes, its plain model, and its `Optimization`. An add-on that
     saves attributes of modules names them in a property ``saved_attributes``: ``model.metric.count``, for instance.
@@ -67,6 +68,7 @@ class Unsaved:
     def __init__(self) -> None:
         self.names: list[str] = []
         self._begun: dict[str, Any] | None = None
+        self._begun_loader: tuple[int, int] | None = None  # Of the present call of run.
         self.modules: dict[str, str] = {}  # The class of each module that training has replaced, added or removed.
         self._begun_modules: dict[str, str] = {}
 
@@ -83,10 +85,23 @@ class Unsaved:
         present = _classes_in(model)
         if self._begun is None and is_main:
             _warn_of_replaced(self.modules, present)
+        self._take_loader(owner, model, optimization)
         is_lazy = any(isinstance(each, LazyModuleMixin) for each in model.modules())
         # A lazy module becomes one of another class, with other attributes, in its first forward.
         if self._begun is None and not is_lazy and not optim.has_lazy(model.parameters()):
             self._begun, self._begun_modules = self._marks(owner, model, optimization), present
+
+    def _take_loader(self, owner: object, model: nn.Module, optimization: Optimization) -> None:
+        """Compare the data with those of this call of ``run``, where the script gives it another loader."""
+        run = getattr(owner, "current_run", None)
+        loader = None if run is None else run.user_loader
+        # By id: the trainer holds the loader of the call before.
+        present = (id(loader), id(getattr(loader, "dataset", None)))
+        if self._begun is not None and present != self._begun_loader:
+            now = self._marks(owner, model, optimization)
+            self._begun = {name: mark for name, mark in self._begun.items() if not name.startswith(_OF_LOADER)}
+            self._begun |= {name: mark for name, mark in now.items() if name.startswith(_OF_LOADER)}
+        self._begun_loader = present
 
     def state_dict(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
         """Name what has changed since this run began, or the one that it resumed."""
@@ -193,9 +208,10 @@ def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for place, module in model.named_modules(prefix="model"):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             continue
-        computed = _computed_in_forward(module)
+        computed = _OF_MODULES | _computed_in_forward(module)
+        is_users = not is_of_library(type(module))
         for name, value in vars(module).items():
-            if isinstance(value, _KINDS) and name not in ("training", *computed) and not name.startswith("_"):
+            if isinstance(value, _KINDS) and name not in computed and (is_users or not name.startswith("_")):
                 yield f"{place}.{name}", value
         for name in unsaved_buffers(module):
             yield f"{place}.{name}", getattr(module, name)
@@ -215,11 +231,11 @@ def _of_data(loader: Any) -> Iterator[tuple[str, Any]]:
             continue
         setter = getattr(part, "set_epoch", None)  # What it sets, a resume sets again.
         given = {"epoch"} | names_in(setter) if callable(setter) else set()
-        is_users = type(part).__module__.partition(".")[0] not in _LIBRARIES
+        # What the samplers of a library keep to themselves, they compute.
+        shows_all = place in _SAMPLERS and not is_of_library(type(part))
         for name, value in vars(part).items():
-            is_private = name.startswith("_") and not (is_users and place in _SAMPLERS)
-            if not is_private and name not in given:
-                yield f"loader.{place}.{name}", value
+            if (shows_all or not name.startswith("_")) and name not in given:
+                yield f"{_OF_LOADER}{place}.{name}", value
 
 
 def _of_functions(owner: object, loader: Any, optimization: Optimization) -> Iterator[tuple[str, Any]]:
