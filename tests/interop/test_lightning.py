@@ -77,6 +77,15 @@ def test_a_transformer_with_accumulation_and_clipping():
     assert len(set(ours.rates)) == 4
 
 
+def test_a_module_that_is_given_to_the_trainer_itself_has_steps():
+    with pytest.raises(
+        TaskError, match=r"Or take the steps of the Autoencoder, as task_of\(model\)\(model, ...\) of zae"
+    ):
+        Trainer(Autoencoder())
+    with pytest.raises(TaskError, match=r"task_of\(model\)"):
+        Trainer(model=Autoencoder(), max_epochs=3)
+
+
 def test_hooks_are_called_in_the_order_of_lightning():
     """With batch norm, and averages beside, which change nothing."""
     theirs, ours = build(Hooked), build(Hooked)

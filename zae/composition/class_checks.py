@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -286,7 +286,7 @@ def _check_steps(cls: Any) -> None:
 # ------------------------------------------------------------------------------------------------ an instance
 
 
-def check_complete(cls: Any, kwargs: Mapping[str, Any]) -> None:
+def check_complete(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a class without train_step or test_step, with the lines to write for what it was called with."""
     missing = sorted(cls.__abstractmethods__, key=lambda name: (name not in _STEPS, name != "train_step", name))
     if not missing:
@@ -303,10 +303,16 @@ def check_complete(cls: Any, kwargs: Mapping[str, Any]) -> None:
         "test_step": ["", "    def test_step(self, batch):", "        return self.train_step(batch)"],
     }
     lines = [f"class {name}(Trainer):", *(line for m in missing for line in bodies.get(m, [f"    def {m}(self): ..."]))]
+    model = args[0] if args else kwargs.get("model")
+    has_steps = callable(getattr(model, "training_step", None))
+    of_model = (
+        f"\n\nOr take the steps of the {type(model).__name__}, as task_of(model)(model, ...) of zae.interop.lightning"
+    )
     raise TaskError(
         f"{cls.__name__} cannot be instantiated: it has no {' and no '.join(missing)}. Write:\n\n"
         + "\n".join(lines)
         + f"\n\ntrainer = {made}(model, optimizer=optimizer, ...)"
+        + (of_model if has_steps else "")
         + meant_class(cls, kwargs)
     )
 

@@ -103,7 +103,7 @@ class TrainerMeta(ABCMeta):
                 f"{cls.__name__} is an add-on and does not run alone; "
                 f"write Task.add_on({cls.__name__})(...), or class MyTrainer({cls.__name__}, Task), with your own Task"
             )
-        check_complete(cls, kwargs)
+        check_complete(cls, args, kwargs)
         if (made := cls.make_from(args, kwargs)) is not None:
             return made
         args, kwargs = expand_call(cls, args, kwargs)
