@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import tempfile
@@ -131,6 +132,7 @@ def missing_peers() -> list[str]:
 
 def seconds_of_a_step(job: Job, train: Train) -> float:
     """Train a new model, and return the seconds of a step."""
+    gc.collect()  # Trainers before this one are cycles, and hold their models.
     model = job.model()
     loader = Clock(job.batches())
     with warnings.catch_warnings():
