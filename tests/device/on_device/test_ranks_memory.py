@@ -88,3 +88,21 @@ def test_no_device_holds_more_than_its_part_and_a_tensor(runs, tmp_path):
     assert core().peak(0) == in_parent
     assert {value.device.type for value in trainer.unwrap().parameters()} == {"cpu"}
     assert all(value.isfinite().all() for value in weights(trainer.unwrap()).values())
+
+
+class Short(Measuring):
+    """Leaves no room on the device as a state is read, so that there is none for a whole tensor."""
+
+    def model_state(self):
+        core().set_limit(core().allocated(self.device.index) + LARGEST // 4)
+        return super().model_state()
+
+
+@pytest.mark.exhaustive
+def test_short_memory_in_a_save_is_named(tmp_path):
+    """It is no rank that did not take part: what helps is more memory, or a checkpoint in shards."""
+    options = {"save_path": tmp_path / "run", "save_format": "safetensors"}
+    trainer = Short.add_on(FSDPAddon, StateManagerAddon)(Deep(), BOTH, optimizer=adamw, **options)
+    with pytest.raises(torch.OutOfMemoryError, match=r"out of memory.*\[rank \d of 2\]") as raised:
+        trainer.run(1, BATCHES[:2])
+    assert "save_format='sharded'" in "\n".join(raised.value.__notes__)
