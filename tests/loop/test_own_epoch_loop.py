@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kit.rank_tasks import forks
-from zae import Every, TaskError, Trainer
+from zae import CheckpointMismatch, Every, TaskError, Trainer
 from zae.addons import GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 
 
@@ -144,6 +144,27 @@ def test_a_resume_within_an_epoch_says_that_a_count_begins_anew(cls, limit, is_t
     for text in said:
         assert f"{cls.__name__}.run_epoch is given the rest" in text
         assert "self.progress_checker.epoch_batch" in text
+
+
+class Lazy(Plain):
+    """The default loop over a generator function, which asks for the iterator within the epoch."""
+
+    def run_epoch(self, loader):
+        def changed():
+            yield from loader
+
+        return super().run_epoch(changed())
+
+
+@pytest.mark.parametrize("cls", [Through, Lazy])
+def test_a_loader_that_a_resume_cannot_find_is_named_before(cls, tmp_path, caplog):
+    options = {"save_path": tmp_path, "save_every": Every(steps=1), "seed": 0, "resume": "auto"}
+    make(cls, StateManagerAddon, **options).run(2, shuffled(), max_steps=8)
+    said = [each for each in caplog.messages if f"{cls.__name__}.run_epoch gives super().run_epoch" in each]
+    assert len(said) == 1
+    assert "cannot be resumed" in said[0]
+    with pytest.raises(CheckpointMismatch, match="the loader is not the one"):
+        make(cls, StateManagerAddon, **options).run(2, shuffled())
 
 
 def test_break_ends_the_epoch():

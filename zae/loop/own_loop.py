@@ -39,6 +39,7 @@ class _OwnLoop(Proxy):
         if self._steps is not None:
             raise self._error("iterates over its loader a second time; one call is one epoch: give run() more epochs")
         if self._run.has_begun_epoch:  # The default loop reads this loader, with something of the user around it.
+            self._warn_of_wrapper()
             return iter(self.passed)
         self._steps = self._loop()
         return self._steps
@@ -47,6 +48,7 @@ class _OwnLoop(Proxy):
         """Yield what `run_batch` takes; this is the loop of `Trainer.run_epoch` from within."""
         run, trainer = self._run, self._run.trainer
         if run.has_begun_epoch:  # A generator of the user has asked for its iterator before the default loop began.
+            self._warn_of_wrapper()
             yield from self.passed
             return
         loader = trainer.wrap_loader(self.passed, True)
@@ -95,6 +97,16 @@ class _OwnLoop(Proxy):
             raise self._error(
                 "has made no epoch; call super().run_epoch(loader), or iterate over the loader that it is given: "
                 "for batch in loader: self.run_batch(batch)"
+            )
+
+    def _warn_of_wrapper(self) -> None:
+        """Warn, once, of a loader around that of the run, which a resume looks for in vain."""
+        if self._run.trainer.history.is_first_remark("the loader of run_epoch"):
+            self._run.say(
+                f"{self._owner().__name__}.run_epoch gives super().run_epoch(...) something else than its loader, and "
+                "a checkpoint of this run cannot be resumed within it; write the loop itself: for batch in loader: "
+                "self.run_batch(batch), with what you change of the batch, or give run() that other loader",
+                logging.WARNING,
             )
 
     def _warn_of_rest(self, used: int) -> None:
