@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 
-def run_tests(kind: str, *arguments: str) -> None:
-    """Run pytest on an emulated device of a kind, and fail with its output."""
+def run_tests(kind: str, *arguments: str, files: Sequence[str] = ("",)) -> None:
+    """Run pytest on an emulated device of a kind, on some files or all of them, and fail with its output."""
     paths = (HERE / "emulation" / "site", ROOT, ROOT / "tests")
     environment = {
         **os.environ,
@@ -22,7 +23,6 @@ def run_tests(kind: str, *arguments: str) -> None:
     }
     environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short"]
-    done = subprocess.run(
-        [*command, *arguments, str(HERE / "on_device")], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    places = [str(HERE / "on_device" / name) for name in files]
+    done = subprocess.run([*command, *arguments, *places], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"on an emulation of {kind}:\n{done.stdout[-12_000:]}\n{done.stderr[-4_000:]}"

@@ -62,13 +62,9 @@ def by_zae(*addons, **options):
     Squares.add_on(*addons)(Deep, DEVICE, optimizer=adamw, seed=0, **options).run(1, BATCHES)
 
 
-def test_peak_is_that_of_the_loop_by_hand():
-    assert peak(by_zae) < peak(by_hand) + 0.02
-
-
-def test_a_save_takes_no_memory_of_the_device(tmp_path):
-    assert peak(lambda: by_zae(StateManagerAddon, save_path=tmp_path / "run")) < peak(by_hand) + 0.02
-
-
-def test_ema_takes_one_copy_of_the_weights():
-    assert peak(lambda: by_zae(EMAAddon)) < peak(by_hand) + 1.02
+def test_peak_is_that_of_the_loop_by_hand(tmp_path):
+    """With a save as well; the average of EMAAddon takes as much as the weights."""
+    allowed = peak(by_hand) + 0.02
+    assert peak(by_zae) < allowed
+    assert peak(lambda: by_zae(StateManagerAddon, save_path=tmp_path / "run")) < allowed
+    assert peak(lambda: by_zae(EMAAddon)) < allowed + 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import wandb
 from torch.utils.data import DataLoader, TensorDataset
 
 import zae
@@ -58,6 +59,7 @@ def test_basic_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # The client reads its variables once in a process.
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.randn(16, 4), torch.arange(16) % 3)
