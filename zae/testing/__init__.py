@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,11 +11,14 @@ from zae.addon import AddOnBase
 from zae.common import random_state
 from zae.composition.introspect import is_add_on
 from zae.errors import AddOnError
-from zae.testing.checks import CHECKS
+from zae.testing import checks
 from zae.testing.kit import AddOnFault, Kit, PlainTask, in_new_folder
 from zae.trainer import Trainer
 
 __all__ = ["CHECKS", "AddOnFault", "Kit", "PlainTask", "check_addon"]
+
+CHECKS: dict[str, Callable[[Kit], Iterator[str]]] = checks.ALL
+"""Every check, by the name that ``allow`` takes, in the order in which they run."""
 
 
 def check_addon(

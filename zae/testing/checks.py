@@ -19,7 +19,7 @@ from zae.testing import watch
 from zae.testing.kit import CLIP, Kit, Loader, build_optimizer, build_scheduler, in_new_folder
 from zae.trainer import Trainer
 
-__all__ = ["CHECKS"]
+__all__ = ["ALL"]
 
 FIXED = ("run", "run_epoch", "run_batch", "evaluate", "inference", "predict", "_run")
 
@@ -500,5 +500,5 @@ def _with_two_ranks(probe: Any) -> Any:
     return Ranked
 
 
-CHECKS = {name.removeprefix("check_"): function for name, function in list(vars().items()) if name.startswith("check_")}
+ALL = {name.removeprefix("check_"): function for name, function in list(vars().items()) if name.startswith("check_")}
 """Every check, by the name that ``allow`` takes, in the order in which they run."""
