@@ -175,7 +175,7 @@ def test_a_schedule_brings_its_rates(source: Any, tmp_path: Path) -> None:
 
 
 def test_the_average_begins_at_the_weights_that_were_taken(source: Any, tmp_path: Path) -> None:
-    """F-10: not at those that the model was made with; or it is the saved one, where it is asked for."""
+    """Not at those that the model was made with; or it is the saved one, where it is asked for."""
     for parts, expected in ((("model",), source.model_state()), (("model", "EMAAddon"), source.average)):
         trainer = build(tmp_path / str(len(parts)), start_from=source.save_path, start_with=parts)
         trainer.setup()
