@@ -45,8 +45,12 @@ def build(kind: str) -> Path:
 
 def _cache() -> Path:
     """Return the folder of built extensions, outside of any virtual environment."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "zae-emulated-device"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError:  # An account without a home folder.
+        home = Path("/var/tmp")
+    return (home if os.access(home, os.W_OK) else Path("/var/tmp")) / "zae-emulated-device"
 
 
 def _key(kind: str) -> str:
