@@ -9,7 +9,7 @@ from typing import Any
 from zae.addon import AddOnBase, replaces
 from zae.common.argument_checks import check_count
 from zae.common.walk import leading_dimension
-from zae.composition.introspect import is_marked
+from zae.compose.introspect import is_marked
 from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.sharding import shares_of
 from zae.errors import ConfigError, LoaderError, StepError

@@ -19,7 +19,7 @@ from zae.addon import AddOnBase, replaces
 from zae.common.argument_checks import check_flags
 from zae.common.device import cpu_computes_in_bf16
 from zae.common.torch_private import found_overflow
-from zae.composition.introspect import add_ons_of
+from zae.compose.introspect import add_ons_of
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 from zae.optimizers import low_precision
 

@@ -18,28 +18,28 @@ from torch import Tensor, nn
 
 from zae.addon import AddOnBase, replaces
 from zae.addons.sharded import ShardingAddon
+from zae.checkpoint.folder import Group
 from zae.common import random_state
 from zae.common.argument_checks import check_number
 from zae.common.device import exchange_current
+from zae.common.fingerprint import fingerprints
 from zae.common.model_weights import named_parameters
 from zae.common.torch_private import count_devices
-from zae.composition.introspect import add_ons_of
+from zae.compose.introspect import add_ons_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard
 from zae.display.notebook import Output, draw_elsewhere, is_in_a_notebook
+from zae.distributed import shards
+from zae.distributed import spawn as launching
+from zae.distributed.blocks import check_shapes
+from zae.distributed.collectives import all_reduce, gather_objects, open_host_group
+from zae.distributed.drift import DriftCheck, Meetings, note_culprit
+from zae.distributed.mesh import DIMENSIONS, Mesh, check_mesh
+from zae.distributed.rank_process import is_spawned, note_failure, show, tell_failures_early
+from zae.distributed.stop_flag import StopFlag
 from zae.errors import ConfigError, DistributedError
-from zae.launch import shards
-from zae.launch import spawn as launching
-from zae.launch.blocks import check_shapes
-from zae.launch.collectives import all_reduce, gather_objects, open_host_group
-from zae.launch.drift import DriftCheck, Meetings, note_culprit
-from zae.launch.mesh import DIMENSIONS, Mesh, check_mesh
-from zae.launch.rank_process import is_spawned, note_failure, show, tell_failures_early
-from zae.launch.stop_flag import StopFlag
 from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
-from zae.saving.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
-from zae.sinks.fingerprint import fingerprints
-from zae.storage.checkpoint import Group
+from zae.loop.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
 
 __all__ = ["DistributedAddon"]
 

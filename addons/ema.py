@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from zae.addon import AddOnBase
+from zae.checkpoint.encoding import name_of_key
+from zae.checkpoint.folder import Group, save_weights
 from zae.common import random_state
 from zae.common.argument_checks import check_count
 from zae.common.model_weights import fit_name, is_half_weight, own_names, plain_names, plain_state, shapes_of_average
@@ -21,8 +23,6 @@ from zae.common.walk import is_sharded, local_part
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.optim import has_lazy
 from zae.preview.memory import bytes_in
-from zae.storage.checkpoint import Group, save_weights
-from zae.storage.encoding import name_of_key
 
 __all__ = ["EMAAddon"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from zae.addons.distributed import DistributedAddon
 from zae.addons.replicated import ReplicatedAddon
 from zae.common.argument_checks import check_flags
-from zae.composition.introspect import slots_of
+from zae.compose.introspect import slots_of
 from zae.errors import ConfigError
 
 __all__ = ["MultiGPUAddon"]

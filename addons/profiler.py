@@ -11,11 +11,11 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from zae.addon import AddOnBase
+from zae.checkpoint.filesystem import reason
 from zae.common.argument_checks import check_count, check_flags, check_folder
 from zae.common.torch_private import is_profiling
 from zae.errors import ConfigError
 from zae.loop.step_output import StepOutput
-from zae.storage.filesystem import reason
 
 __all__ = ["ProfilerAddon"]
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check_reducer
+from zae.distributed.blocks import check_tables
+from zae.distributed.collectives import average, broadcast
 from zae.errors import DistributedError
-from zae.launch.blocks import check_tables
-from zae.launch.collectives import average, broadcast
 from zae.optimizers.quantized import check_replicated
 
 if TYPE_CHECKING:
     from zae.addons.distributed import DistributedAddon as AddOnPart  # An engine derives from both.
 else:
-    from zae.composition.introspect import AddOnPart
+    from zae.compose.introspect import AddOnPart
 
 __all__ = ["Replica", "ReplicatedAddon"]
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_file
+from zae.common.redact import redact, secrets_in
 from zae.errors import CheckpointError, ConfigError
 from zae.preview.describe import describe
 from zae.report.page import write
 from zae.report.records import Records, Run
-from zae.sinks.redact import redact, secrets_in
 
 __all__ = ["ReportAddon"]
 

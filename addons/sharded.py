@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae.checkpoint.encoding import name_of_key
 from zae.common import random_state
 from zae.common.null_context import NULL_CONTEXT
 from zae.common.walk import is_sharded
-from zae.composition.introspect import AddOnPart, replaces
+from zae.compose.introspect import AddOnPart, replaces
 from zae.data import sharding
 from zae.data.divided import check_same_data, marks_of
+from zae.distributed import shards
+from zae.distributed.collectives import host_group
+from zae.distributed.rank_process import has_lost_peer
 from zae.errors import ConfigError, DistributedError
-from zae.launch import shards
-from zae.launch.collectives import host_group
-from zae.launch.rank_process import has_lost_peer
 from zae.loop.addon_state import gather_tensors
-from zae.storage.encoding import name_of_key
 
 __all__ = ["ShardingAddon"]
 

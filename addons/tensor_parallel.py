@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.addons.distributed import DistributedAddon
+from zae.common.fingerprint import fingerprint
 from zae.common.null_context import NULL_CONTEXT
 from zae.common.torch_private import is_compiled
 from zae.common.walk import is_sharded, tensors_in
+from zae.distributed import shards
+from zae.distributed.blocks import check_divisible, check_even, divided_dimensions
+from zae.distributed.collectives import broadcast, gather_objects
 from zae.errors import ConfigError, DistributedError
-from zae.launch import shards
-from zae.launch.blocks import check_divisible, check_even, divided_dimensions
-from zae.launch.collectives import broadcast, gather_objects
-from zae.sinks.fingerprint import fingerprint
 
 __all__ = ["TensorParallelAddon"]
 

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zae import Trainer
 from zae.addons import FSDPAddon, MultiGPUAddon
-from zae.launch.spawn import spawn
+from zae.distributed.spawn import spawn
 
 WIDTHS = {64: 1.05, 512: 1.01}
 """Widths of the MLP, and the most that the median may be."""

@@ -22,7 +22,7 @@ from torch import nn
 
 from zae import Trainer
 from zae.addons import FSDPAddon, StateManagerAddon
-from zae.launch.spawn import spawn
+from zae.distributed.spawn import spawn
 
 
 class Task(Trainer):

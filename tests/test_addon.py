@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zae import AddOnBase, CheckpointMismatch, Trainer, hook, replaces
-from zae.composition.metaclass import LAYERS, hooks_of
+from zae.compose.metaclass import LAYERS, hooks_of
 
 
 class Task(Trainer):
@@ -91,7 +91,7 @@ def test_every_hook_is_one_that_the_loop_calls():
     import zae
 
     folder = Path(zae.__file__).parent
-    sources = "\n".join(path.read_text() for path in [*folder.rglob("*.py"), *folder.parent.glob("addons/*.py")])
+    sources = "\n".join(path.read_text() for path in [*folder.rglob("*.py"), *folder.parent.glob("addons/**/*.py")])
     for name in set(hooks_of(Trainer)) - {"barrier"}:
         assert any(call in sources for call in (f"self.{name}", f"trainer.{name}", f'decide("{name}"')), name
 

@@ -118,7 +118,7 @@ def test_python_suggests_the_name_that_was_meant(capsys):
 def test_names_that_need_an_add_on():
     from kit.mistakes import trainer_of
 
-    for name, owner in zae.composition.foreign_names.OWNERS.items():
+    for name, owner in zae.compose.foreign_names.OWNERS.items():
         assert name in dir(getattr(zae.addons, owner))
         with pytest.raises(zae.MissingError) as caught:
             getattr(trainer_of(), name)

@@ -18,8 +18,8 @@ from kit import faults, hand
 from kit.blocks import find_page, read_dockerfile
 from zae import Every
 from zae.addons import StateManagerAddon
+from zae.checkpoint.folder import list_checkpoints, load_checkpoint
 from zae.errors import CheckpointMismatch, ConfigError, StepError
-from zae.storage.checkpoint import list_checkpoints, load_checkpoint
 
 
 def _parts() -> tuple[str, list[str]]:

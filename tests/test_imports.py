@@ -58,16 +58,16 @@ def test_the_search_finds_what_it_looks_for(tmp_path):
     """What is imported at once, in a function, for type checkers, and what closes a circle."""
     path = tmp_path / "module.py"
     path.write_text(
-        "from typing import TYPE_CHECKING\nimport zae.errors\nfrom zae.storage import filesystem\n"
+        "from typing import TYPE_CHECKING\nimport zae.errors\nfrom zae.checkpoint import filesystem\n"
         "if TYPE_CHECKING:\n    from zae.trainer import Trainer\ndef late():\n    from zae.addons import EMAAddon\n"
     )
     found = dict(imports.imports_of(path))
-    now = {"zae.errors": True, "zae.storage.filesystem": True, "zae.addons.EMAAddon": False}
+    now = {"zae.errors": True, "zae.checkpoint.filesystem": True, "zae.addons.EMAAddon": False}
     assert {name: found[name] for name in now} == now
     assert not any("trainer" in name.lower() for name in found)
     assert imports.circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
-    assert imports.is_allowed("zae.loop.state", "zae.storage.encoding")
-    assert not imports.is_allowed("zae.data.position", "zae.storage.filesystem")
+    assert imports.is_allowed("zae.loop.state", "zae.checkpoint.encoding")
+    assert not imports.is_allowed("zae.data.position", "zae.checkpoint.filesystem")
     assert not imports.is_allowed("zae.loop.run", "zae.trainer")
     assert not imports.is_allowed("zae.trainer", "zae.addons.ema")
     assert ("loop", "data") in imports.package_edges()
@@ -85,7 +85,7 @@ def test_optional_packages_are_imported_only_when_they_are_used(path):
         light = ("zae.errors", "zae.cli", "zae.display.text")  # They import the standard library alone.
         assert all(name.startswith(light) for name in at_import if name.startswith("zae."))
     if path.name in ("errors.py", "foreign_names.py"):
-        allowed = ("zae.errors.", "zae.composition.foreign_names")
+        allowed = ("zae.errors.", "zae.compose.foreign_names")
         assert not any(name.startswith("zae.") and not name.startswith(allowed) for name in at_import)
 
 

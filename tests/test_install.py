@@ -71,7 +71,7 @@ def modules() -> list[str]:
     """Every file of the package, by its place in an installation."""
     paths = [path.relative_to(ROOT) for path in (ROOT / "zae").rglob("*.py")]
     core = [path.as_posix() for path in paths if path.parts[1] != "addons"]
-    return sorted([*core, *(f"zae/addons/{path.name}" for path in (ROOT / "addons").glob("*.py"))])
+    return sorted([*core, *(f"zae/{path.relative_to(ROOT)}" for path in (ROOT / "addons").rglob("*.py"))])
 
 
 def test_the_repository_has_the_link():
@@ -115,7 +115,8 @@ def test_archives_hold_each_file_once(built):
     assert set(templates) <= set(inner)
     add_ons = [name for name in inner if "addons/" in name and name.endswith(".py")]
     folder = "zae/addons" if is_linked else "addons"
-    assert sorted(add_ons) == sorted(f"{folder}/{path.name}" for path in (ROOT / "addons").glob("*.py"))
+    here = [path.relative_to(ROOT / "addons").as_posix() for path in (ROOT / "addons").rglob("*.py")]
+    assert sorted(add_ons) == sorted(f"{folder}/{name}" for name in here)
 
 
 def test_an_editable_install_is_found_by_every_script(built, tmp_path):

@@ -22,8 +22,8 @@ from zae import Trainer
 
 ROOT = Path(zae.__file__).resolve().parent.parent
 CORE = sorted((ROOT / "zae").rglob("*.py"))
-ADDONS = sorted((ROOT / "addons").glob("*.py"))
-ADAPTERS = [path for path in CORE if {"interop", "search"} & set(path.parts)]
+ADDONS = sorted((ROOT / "addons").rglob("*.py"))
+ADAPTERS = [path for path in CORE if "search" in path.parts]
 KIT = sorted((ROOT / "zae" / "testing").glob("*.py"))
 FILES = [*CORE, *KIT, *ADDONS]
 OPTIONAL = (

@@ -14,7 +14,7 @@ import yaml
 import zae
 from kit import imports
 from kit.blocks import read_setup
-from zae.storage import manifest
+from zae.checkpoint import manifest
 
 ROOT = imports.ROOT
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))

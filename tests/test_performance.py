@@ -22,8 +22,8 @@ from zae.addons import (
     MultiGPUAddon,
     StateManagerAddon,
 )
-from zae.addons.jsonl_logger import JSONLLoggerAddon
-from zae.addons.tensorboard_logger import TensorBoardLoggerAddon
+from zae.addons.loggers.jsonl_logger import JSONLLoggerAddon
+from zae.addons.loggers.tensorboard_logger import TensorBoardLoggerAddon
 from zae.loop.progress import Every
 
 ROOT = Path(__file__).resolve().parent.parent

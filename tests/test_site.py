@@ -15,8 +15,9 @@ import zae.search
 from kit import addon_pages
 from kit.blocks import DOCS, FIRST, README
 from zae import schedulers, testing
-from zae.composition.introspect import hooks_of
-from zae.interop import lightning, transformers
+from zae.addons import lightning
+from zae.addons.huggingface import transformers
+from zae.compose.introspect import hooks_of
 from zae.tuning import batch_size, learning_rate, model_summary
 
 MODULES = (zae, zae.addons, zae.errors, zae.search, schedulers, testing, lightning, transformers, batch_size,

@@ -24,8 +24,8 @@ from zae.addons import (
     PipelineAddon,
     TensorParallelAddon,
 )
-from zae.composition.metaclass import arrange
-from zae.storage.encoding import decode, encode
+from zae.checkpoint.encoding import decode, encode
+from zae.compose.metaclass import arrange
 
 _ENGINES = (
     AccelerateAddon, DeepSpeedAddon, FSDPAddon, PipelineAddon, TensorParallelAddon,

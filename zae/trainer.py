@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae import optim
+from zae.checkpoint.folder import Weights, read_weights, save_weights
 from zae.common import argument_checks, random_state
 from zae.common.device import can_copy_async, exchange_current, parse_device, to_device
 from zae.common.model_weights import without_wrappers
 from zae.common.null_context import NULL_CONTEXT
-from zae.composition.calls import explained_call, run_call
-from zae.composition.foreign_names import missing_attribute
-from zae.composition.metaclass import TrainerMeta, compose, hook, slots_of
+from zae.compose.calls import explained_call, run_call
+from zae.compose.foreign_names import missing_attribute
+from zae.compose.metaclass import TrainerMeta, compose, hook, slots_of
 from zae.data.gather import batches_of
 from zae.data.loaders import length_of, set_epoch
 from zae.data.position import LoaderPosition
@@ -39,6 +40,7 @@ from zae.loop.first_step import FirstStep
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.own_loop import loader_of_epoch, without_loop
+from zae.loop.predictions import Predictions
 from zae.loop.progress import Every, ProgressChecker, RunLimits
 from zae.loop.run import Run
 from zae.loop.state import CoreState
@@ -46,8 +48,6 @@ from zae.loop.step_output import StepOutput, count_targets, explain_failure, rea
 from zae.optim import checks
 from zae.optim.optimization import Optimization
 from zae.preview import describe, explain, preview
-from zae.sinks.predictions import Predictions
-from zae.storage.checkpoint import Weights, read_weights, save_weights
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed

@@ -8,7 +8,7 @@ from harness import ACCUMULATE, CLIP, PATIENCE, Job, loss_of
 
 import zae
 from zae.addons import EarlyStoppingAddon, GradientAccumulationAddon, StateManagerAddon
-from zae.addons.jsonl_logger import JSONLLoggerAddon
+from zae.addons.loggers.jsonl_logger import JSONLLoggerAddon
 
 NAME = "zae"
 FAST_DATA = False

@@ -28,10 +28,10 @@ from zae.addons import (
     PipelineAddon,
     StateManagerAddon,
 )
-from zae.addons import activation_offload as module_of_the_add_on
-from zae.launch.activations import offload
-from zae.launch.activations.offload import HostStorage, Offloaded
-from zae.launch.activations.recompute import Recomputed
+from zae.addons.activation_offload import addon as module_of_the_add_on
+from zae.addons.activation_offload import offload
+from zae.addons.activation_offload.offload import HostStorage, Offloaded
+from zae.addons.gradient_checkpointing.recompute import Recomputed
 
 CPU = torch.device("cpu")
 

@@ -241,7 +241,7 @@ def test_the_optimizer_and_schedule_of_a_lightning_module(master_weights: bool) 
     """What ``configure_optimizers`` and ``configure_model`` make in a run, as in the loop by hand."""
     from lightning.pytorch import LightningModule
 
-    from zae.interop.lightning import task_of
+    from zae.addons.lightning import task_of
 
     class Module(LightningModule):
         def configure_model(self) -> None:

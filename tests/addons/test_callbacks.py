@@ -16,9 +16,9 @@ from kit.faults import forked
 from kit.table import Watcher
 from zae import ConfigError, Trainer
 from zae.addons import AMPAddon, CallbackAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
+from zae.addons.callbacks.calls import EVENTS, FOREIGN_EVENTS
+from zae.addons.callbacks.trainer_state import TrainerControl
 from zae.errors import MissingError
-from zae.interop.callbacks import EVENTS, FOREIGN_EVENTS
-from zae.interop.trainer_state import TrainerControl
 
 
 class Task(Trainer):

@@ -19,7 +19,7 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 from kit.loggers import scalars, wandb_history
 from zae import Trainer
 from zae.addons import CallbackAddon, GradientAccumulationAddon, StateManagerAddon
-from zae.interop.callbacks import FOREIGN_EVENTS
+from zae.addons.callbacks.calls import FOREIGN_EVENTS
 
 
 class Line(nn.Module):

@@ -16,7 +16,7 @@ from zae import DistributedError
 from zae.addon import AddOnBase
 from zae.addons import EMAAddon, LedgerAddon, MultiGPUAddon, StateManagerAddon
 from zae.cli.diff import compare, read_ledger
-from zae.sinks.fingerprint import fingerprints
+from zae.common.fingerprint import fingerprints
 
 
 class NoiseAddon(AddOnBase):

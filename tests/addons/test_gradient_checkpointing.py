@@ -25,8 +25,8 @@ from zae.addons import (
     PipelineAddon,
     StateManagerAddon,
 )
+from zae.addons.gradient_checkpointing.recompute import Recomputed
 from zae.errors import StepError
-from zae.launch.activations.recompute import Recomputed
 
 
 class Block(nn.Module):

@@ -17,8 +17,8 @@ from kit.loggers import lines
 from kit.rank_tasks import F64, Seen, Task, build, dataset, distance, forks, loader, network, same, weights
 from zae import ConfigError, Trainer
 from zae.addons import EarlyStoppingAddon, EMAAddon, JSONLLoggerAddon, MultiGPUAddon, StateManagerAddon
+from zae.distributed import transfer
 from zae.errors import CheckpointMismatch
-from zae.launch import transfer
 
 
 def spawned(devices, **options):

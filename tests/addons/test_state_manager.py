@@ -25,10 +25,10 @@ from kit.hand import digest, loader, network
 from kit.table import Task, core_of, fingerprint
 from zae import AddOnBase, ConfigError, Every
 from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
+from zae.addons.state_manager.saver import format_for
+from zae.checkpoint.folder import load_checkpoint
 from zae.common.random_state import seed_everything
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
-from zae.saving.saver import format_for
-from zae.storage.checkpoint import load_checkpoint
 
 
 class Scored(Task):

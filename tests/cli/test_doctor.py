@@ -13,10 +13,10 @@ import torch
 
 from kit import faults, hand
 from zae.addons import EMAAddon, StateManagerAddon
+from zae.checkpoint.folder import list_checkpoints, newest_valid, save_checkpoint
+from zae.checkpoint.locks import FolderLock
 from zae.cli import main
 from zae.cli.doctor import examine
-from zae.saving.locks import FolderLock
-from zae.storage.checkpoint import list_checkpoints, newest_valid, save_checkpoint
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import torch
 
 from kit import faults, hand
 from zae.addons import EMAAddon, LoggerAddon, StateManagerAddon
+from zae.checkpoint.manifest import read_manifest, seal
 from zae.cli import main
 from zae.cli.script import import_file
 from zae.preview.provenance import describe_code
-from zae.storage.manifest import read_manifest, seal
 
 
 def build(folder: Path | str, *add_ons: Any, lr: float = 0.1, **options: Any) -> Any:

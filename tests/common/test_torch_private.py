@@ -82,9 +82,9 @@ def test_only_one_module_reads_private_names():
     own = source_names.own_private_names(sources)
     found = {each.name for each in sources if source_names.foreign_private_names(each, own)[0]}
     libraries = {
-        "zae.interop.accelerate.accelerator",
-        "zae.interop.deepspeed.zero",
-        "zae.interop.lightning.module",
+        "zae.addons.accelerate.accelerator",
+        "zae.addons.deepspeed.zero",
+        "zae.addons.lightning.module",
     }
     assert found == {"zae.common.torch_private"} | libraries
 

@@ -26,8 +26,8 @@ from kit.hand import digest, network
 from kit.table import Task, core_of, fingerprint
 from zae import LoaderError
 from zae.addons import GradientAccumulationAddon
+from zae.checkpoint.encoding import decode, encode
 from zae.data.loaders import check_loader, describe, has_pinned_batches, length_of
-from zae.storage.encoding import decode, encode
 
 
 def build(*add_ons: Any, **options: Any) -> Any:

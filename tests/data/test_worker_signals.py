@@ -19,7 +19,7 @@ from kit import faults, hand
 from kit.faults import Child, answer, build, everything, forked, wait_for
 from zae import Every
 from zae.addons import StateManagerAddon
-from zae.storage.checkpoint import newest_valid
+from zae.checkpoint.folder import newest_valid
 
 TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 STATUS = {TERM: 143, INT: 130, USR1: 143, HUP: 129}

@@ -45,8 +45,8 @@ from zae.addons import (
     StateManagerAddon,
     TensorBoardLoggerAddon,
 )
-from zae.interop.deepspeed.config import ELEMENTWISE
-from zae.interop.deepspeed.zero import load_library
+from zae.addons.deepspeed.config import ELEMENTWISE
+from zae.addons.deepspeed.zero import load_library
 
 LIMIT = 1e-6
 F32 = torch.float32

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from kit.engine_table import BEGIN, END, FEATURES, PAGE, TABLE, Cell, Row, page, refusal
 from kit.engines import ENGINES, Engine, build, data, distance, net, sgd, weights
 from zae.addons import MultiGPUAddon, StateManagerAddon
-from zae.interop.deepspeed.zero import load_library
+from zae.addons.deepspeed.zero import load_library
 
 SAMPLE = {  # One of each kind of check; the features of one engine are in each engine's own tests too.
     ("pipeline", "clip"), ("pipeline", "sharded state"), ("accelerate", "AMP"), ("accelerate", "other ranks"),

@@ -22,8 +22,8 @@ from kit.faults import wait_for
 from kit.ranks import each_rank, on_ranks
 from zae import AddOnConflict, ConfigError, DistributedError, Trainer
 from zae.addons import CompileAddon, EMAAddon, FSDPAddon, GradientAccumulationAddon, GradientCheckpointingAddon
-from zae.launch.collectives import BUCKET, broadcast
-from zae.saving.rank_states import RankStates
+from zae.distributed.collectives import BUCKET, broadcast
+from zae.loop.rank_states import RankStates
 
 
 def trainer_of(model: nn.Module, task: type[Task] = Task, add_ons: tuple[type, ...] = (), **options: object) -> Task:

@@ -32,8 +32,8 @@ from zae.addons import (
     PipelineAddon,
     TensorParallelAddon,
 )
-from zae.launch.pipeline.chain import Chain
-from zae.launch.pipeline.schedules import SCHEDULES, Schedule
+from zae.addons.pipeline.chain import Chain
+from zae.addons.pipeline.schedules import SCHEDULES, Schedule
 
 LIMIT = 1e-12
 PIPELINE = ENGINES["pipeline"]

@@ -17,7 +17,7 @@ from kit.engines import F64, Engine, Task, build, distance, sgd, weights
 from kit.stages import VOCABULARY, Language, Outputs, Records, Skips, in_halves
 from zae import ConfigError
 from zae.addons import PipelineAddon
-from zae.launch.pipeline.chain import Chain, fake_loss
+from zae.addons.pipeline.chain import Chain, fake_loss
 
 
 class Fits(Mean):

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from kit.engines import ENGINES, Task, build, data, net, weights
 from kit.faults import RefusingDisk, installed
 from zae.addons import EMAAddon, HuggingFaceAddon, PEFTAddon, StateManagerAddon
+from zae.checkpoint.folder import list_checkpoints
+from zae.checkpoint.manifest import verify
 from zae.errors import CheckpointError, ConfigError, ZaeError
-from zae.storage.checkpoint import list_checkpoints
-from zae.storage.manifest import verify
 
 STEPS, NEVER = 3, 1 << 20
 REFUSALS = [(errno.ENOSPC, 1), (errno.EIO, NEVER)]

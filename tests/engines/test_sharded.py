@@ -30,11 +30,9 @@ from kit.faults import Child, Disk, KillingDisk, RefusingDisk, installed
 from kit.ranks import each_rank
 from zae.__main__ import main
 from zae.addons import EMAAddon, StateManagerAddon
-from zae.common.walk import tensors_in
-from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, NonFiniteError
-from zae.saving.rank_states import RankStates
-from zae.saving.saver import Job
-from zae.storage.checkpoint import (
+from zae.addons.state_manager.saver import Job
+from zae.checkpoint.filesystem import SHARDS
+from zae.checkpoint.folder import (
     Group,
     Share,
     load_checkpoint,
@@ -43,8 +41,10 @@ from zae.storage.checkpoint import (
     plan_share,
     save_checkpoint,
 )
-from zae.storage.filesystem import SHARDS
-from zae.storage.manifest import parse, read_manifest, seal, verify
+from zae.checkpoint.manifest import parse, read_manifest, seal, verify
+from zae.common.walk import tensors_in
+from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, NonFiniteError
+from zae.loop.rank_states import RankStates
 
 LIMIT = 1e-12
 ROWS, BATCH, STEPS = 84, 12, 14

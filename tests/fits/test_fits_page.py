@@ -23,7 +23,7 @@ def test_the_page_of_fits_is_that_of_the_tests():
 
 
 OF_S3 = ["flask", "flask-cors", "moto[s3]", "s3fs"]
-"""What tests/saving/test_s3.py needs of the extra: the client, and a local server."""
+"""What tests/addons/state_manager/test_s3.py needs of the extra: the client, and a local server."""
 
 
 def test_the_extra_has_what_the_marked_tests_need():

@@ -7,7 +7,7 @@ import torch
 
 import zae
 from kit.blocks import FIRST, ROOT, table_rows
-from zae.composition import foreign_names
+from zae.compose import foreign_names
 
 
 def rows(name):

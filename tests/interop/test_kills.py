@@ -33,7 +33,7 @@ from zae.addons import (
     PEFTAddon,
     StateManagerAddon,
 )
-from zae.storage import filesystem
+from zae.checkpoint import filesystem
 
 pytestmark = pytest.mark.exhaustive
 

@@ -26,7 +26,7 @@ from zae.addons import (
     MultiGPUAddon,
     StateManagerAddon,
 )
-from zae.interop.transformers import from_arguments
+from zae.addons.huggingface.transformers import from_arguments
 
 TESTS = Path(__file__).parents[1]
 

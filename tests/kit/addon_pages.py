@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kit import options_page
 from zae import AddOnConflict, Trainer
-from zae.composition.introspect import function_of, hooks_of, is_add_on, is_base, is_marked
-from zae.composition.options import options_of
+from zae.compose.introspect import function_of, hooks_of, is_add_on, is_base, is_marked
+from zae.compose.options import options_of
 from zae.loop.addon_state import declaring
 
 FOLDER = options_page.PAGE.parent / "addons"

@@ -29,11 +29,11 @@ from torch import nn
 
 from kit import hand
 from zae import AddOnBase, Trainer
-from zae.storage import filesystem
-from zae.storage.encoding import encode
-from zae.storage.filesystem import FileSystem
-from zae.storage.manifest import seal
-from zae.storage.tensor_bytes import byte_view
+from zae.checkpoint import filesystem
+from zae.checkpoint.encoding import encode
+from zae.checkpoint.filesystem import FileSystem
+from zae.checkpoint.manifest import seal
+from zae.checkpoint.tensor_bytes import byte_view
 
 OPERATIONS = [name for name in vars(FileSystem) if not name.startswith("_")]
 CHANGING = ("mkdir", "create", "write", "fsync", "rename")  # What a full disk refuses.

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from zae import Trainer
-from zae.addons.logger import LoggerAddon
-from zae.sinks.base import Sink
+from zae.addons.loggers.base import Sink
+from zae.addons.loggers.logger import LoggerAddon
 
 
 class Task(Trainer):

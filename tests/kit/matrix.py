@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # When it is ru
 from torchmetrics import MeanMetric
 
 import zae
-import zae.composition.metaclass
+import zae.compose.metaclass
 from kit import oracle
 from kit.oracle import Options, Outcome
 from kit.table import Watcher
@@ -333,7 +333,7 @@ def page() -> str:
 
     found = {name: getattr(zae.addons, name) for name in zae.addons.__all__ if name.endswith("Addon")}
     found = {n: a for n, a in found.items() if not any(b is not a and issubclass(b, a) for b in found.values())}
-    names = sorted(found, key=lambda name: (zae.composition.metaclass.LAYERS.index(found[name].layer), name))
+    names = sorted(found, key=lambda name: (zae.compose.metaclass.LAYERS.index(found[name].layer), name))
     refusals: list[str] = []
     rows = []
     for name in names:

@@ -11,7 +11,7 @@ from typing import Any
 
 import zae.addons
 from zae import AddOnBase, Trainer
-from zae.composition.metaclass import options_of
+from zae.compose.metaclass import options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "options.md"

@@ -49,7 +49,7 @@ from zae.addons import (
     TrackioLoggerAddon,
     WandBLoggerAddon,
 )
-from zae.storage.encoding import encode
+from zae.checkpoint.encoding import encode
 
 Options = Callable[[Path], Mapping[str, Any]]
 

@@ -22,9 +22,9 @@ from kit import faults, hand
 from kit.faults import answer, build, wait_for
 from zae import Every
 from zae.addons import GradientAccumulationAddon, JSONLLoggerAddon, StateManagerAddon
-from zae.storage import filesystem
-from zae.storage.checkpoint import load_checkpoint
-from zae.storage.manifest import verify
+from zae.checkpoint import filesystem
+from zae.checkpoint.folder import load_checkpoint
+from zae.checkpoint.manifest import verify
 
 # --- exceptions
 

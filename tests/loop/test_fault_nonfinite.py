@@ -18,10 +18,10 @@ from zae.addons import (
     GradientAccumulationAddon,
     StateManagerAddon,
 )
+from zae.checkpoint.folder import list_checkpoints, load_weights
+from zae.checkpoint.manifest import verify
 from zae.errors import ConfigError, NonFiniteError
 from zae.loop.nonfinite import LATEST, NonFiniteGuard
-from zae.storage.checkpoint import list_checkpoints, load_weights
-from zae.storage.manifest import verify
 
 
 class Bad(faults.Task):

@@ -23,8 +23,8 @@ from zae.addons import (
     StateManagerAddon,
 )
 from zae.addons.mpu import MultiGPUAddon
+from zae.checkpoint.folder import list_checkpoints, newest_valid
 from zae.errors import DistributedError
-from zae.storage.checkpoint import list_checkpoints, newest_valid
 
 # --- signals
 

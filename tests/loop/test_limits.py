@@ -15,7 +15,7 @@ from kit.faults import build, everything
 from kit.ranks import on_ranks
 from zae import ConfigError, Every
 from zae.addons import EarlyStoppingAddon, MultiGPUAddon, StateManagerAddon
-from zae.storage.checkpoint import newest_valid
+from zae.checkpoint.folder import newest_valid
 
 HOUR = 3600.0
 

@@ -22,8 +22,8 @@ from zae.addons import (
     SpikeGuardAddon,
     StateManagerAddon,
 )
+from zae.checkpoint.folder import load_weights
 from zae.errors import NonFiniteError
-from zae.storage.checkpoint import load_weights
 
 BAD = 5  # The batch with a NaN, of twelve.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from zae import AddOnBase, Trainer, replaces
 from zae.addons import AMPAddon, GradientAccumulationAddon, StateManagerAddon
-from zae.composition.introspect import hooks_of
+from zae.compose.introspect import hooks_of
 from zae.loop.step_output import StepOutput
 
 

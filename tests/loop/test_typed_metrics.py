@@ -26,9 +26,9 @@ from zae.addons import (
     StateManagerAddon,
 )
 from zae.loop.epoch_log import EpochLog, merge_logs
+from zae.loop.predictions import Predictions
 from zae.metrics import Last, Max, Mean, Min, Sum
 from zae.metrics.reductions import Partial, merge_sums
-from zae.sinks.predictions import Predictions
 
 ROWS = torch.arange(1.0, 12.0)[:, None]
 

@@ -18,9 +18,9 @@ from kit import optimizers
 from kit.matrix import first_difference
 from zae import CheckpointError
 from zae.addons import StateManagerAddon
+from zae.checkpoint import encoding
 from zae.common.walk import map_tensors
 from zae.optim.state import copy_optimizer, load_optimizer_state, move_to_device, places_on_device
-from zae.storage import encoding
 
 STEPS = 4
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

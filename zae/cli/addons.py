@@ -139,8 +139,8 @@ def _describe(listed: InstalledAddon) -> dict[str, Any]:
             f"{listed.name} of {listed.distribution} {listed.version} cannot be imported: {type(error).__name__}: "
             f"{error}; install what it needs, or uninstall {listed.distribution}"
         ) from None
-    from zae.composition.introspect import hooks_of, is_add_on, is_base
-    from zae.composition.options import own_options
+    from zae.compose.introspect import hooks_of, is_add_on, is_base
+    from zae.compose.options import own_options
 
     if not is_add_on(cls):
         raise ConfigError(f"{listed.name} of {listed.distribution} is not an add-on; it has to derive from AddOnBase")

@@ -22,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     """Verify the checkpoint, and write its weights."""
     # It imports torch, which takes seconds: not for --help.
+    from zae.checkpoint.folder import load_weights, newest_valid, save_weights
+    from zae.checkpoint.manifest import verify
     from zae.cli.doctor import folders_below
-    from zae.storage.checkpoint import load_weights, newest_valid, save_weights
-    from zae.storage.manifest import verify
 
     path, out = Path(arguments.path).expanduser(), Path(arguments.out).expanduser()
     if not path.is_dir():

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     """Return what ``trainer.explain()`` returns."""
     with script.trainer_of(arguments) as (trainer, _):
-        from zae.composition.introspect import add_ons_of
+        from zae.compose.introspect import add_ons_of
         from zae.preview.explain import lines_of
 
         text = str(trainer.explain())

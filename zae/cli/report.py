@@ -87,8 +87,8 @@ def load_run(path: Path, name: str, others: Sequence[Path] = ()) -> Run:
 
 def _only_run_in(folder: Path) -> Path:
     """Return a folder without a log, or the folder in it that has the one run; ConfigError where there are several."""
+    from zae.checkpoint.folder import list_checkpoints
     from zae.report.records import find_log
-    from zae.storage.checkpoint import list_checkpoints
 
     if (folder / "manifest.json").exists() or list_checkpoints(folder):
         return folder
@@ -103,8 +103,8 @@ def _only_run_in(folder: Path) -> Path:
 
 def _examine_all(path: Path, records: Records | None, others: Sequence[Path]) -> list[dict[str, Any]]:
     """Return what doctor reports of the checkpoints in a folder and in those in it, or where a log says they are."""
+    from zae.checkpoint.folder import list_checkpoints
     from zae.cli.doctor import examine  # It imports torch, which takes seconds: not for --help.
-    from zae.storage.checkpoint import list_checkpoints
 
     if path.is_dir():
         folders = [path, *sorted(each for each in path.iterdir() if each.is_dir() and not each.is_symlink())]
@@ -119,8 +119,8 @@ def _examine_all(path: Path, records: Records | None, others: Sequence[Path]) ->
 
 def _records_in(newest: tuple[dict[str, Any], dict[str, Any]] | None) -> Records:
     """Return the records that a checkpoint contains: a run that was not logged has them there too."""
+    from zae.checkpoint.folder import load_state
     from zae.report.records import Records
-    from zae.storage.checkpoint import load_state
 
     if newest is None:
         return Records()

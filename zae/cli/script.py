@@ -103,8 +103,8 @@ def making(make: Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, A
 
     It gets what makes one, the class, and its arguments: further ones by position, and all that have a name by name.
     """
-    from zae.composition.metaclass import TrainerMeta
-    from zae.composition.options import options_of
+    from zae.compose.metaclass import TrainerMeta
+    from zae.compose.options import options_of
 
     meta: Any = TrainerMeta
     original = meta.__call__
@@ -124,9 +124,9 @@ def making(make: Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, A
 
 def variant(cls: Any, gone: Collection[Any], added: Sequence[Any]) -> Any:
     """Return a trainer class without some of its add-ons, and with others."""
-    from zae.composition.introspect import recipe_of
-    from zae.composition.leave_out import leave_out
-    from zae.composition.metaclass import compose
+    from zae.compose.introspect import recipe_of
+    from zae.compose.leave_out import leave_out
+    from zae.compose.metaclass import compose
 
     root, present = recipe_of(cls)
     kept = [each for each in present if each not in gone and each not in added]
@@ -136,7 +136,7 @@ def variant(cls: Any, gone: Collection[Any], added: Sequence[Any]) -> Any:
 
 def options_for(made: Any, cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that a variant of a class takes too, and wrong ones, which it refuses."""
-    from zae.composition.options import options_of
+    from zae.compose.options import options_of
 
     known, own = options_of(made), options_of(cls)
     return {name: value for name, value in given.items() if name in known or name not in own}

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zae.checkpoint.encoding import decode, encode
+from zae.checkpoint.tensor_bytes import byte_view
 from zae.common.walk import copy_of, tensors_in
-from zae.composition.introspect import is_add_on
+from zae.compose.introspect import is_add_on
 from zae.errors import AddOnError, CheckpointError, CheckpointMismatch
-from zae.storage.encoding import decode, encode
-from zae.storage.tensor_bytes import byte_view
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from zae import optim
 from zae.common.model_weights import load_fitted, plain_state
 from zae.common.walk import map_tensors
-from zae.composition.introspect import hook
+from zae.compose.introspect import hook
 from zae.errors import ConfigError
 from zae.loop.epoch_log import EpochLog
 from zae.loop.history import History, Metrics, MetricsDict

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from zae.common.torch_private import version_of
 from zae.common.walk import local_part, names_in
-from zae.composition.introspect import is_add_on, is_base, is_marked, mentions_super
+from zae.compose.introspect import is_add_on, is_base, is_marked, mentions_super
 from zae.errors import AddOnError, StepError, TaskError
 from zae.optim import needs_closure, parameters_of
 from zae.schedulers.lengths import steps_taken

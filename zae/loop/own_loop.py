@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from zae.common.walk import names_in
-from zae.composition.introspect import is_overridden
+from zae.compose.introspect import is_overridden
 from zae.data.loaders import Proxy
 from zae.errors import TaskError
 

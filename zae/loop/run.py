@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zae import optim
-from zae.composition.introspect import is_overridden, mentions_super
+from zae.compose.introspect import is_overridden, mentions_super
 from zae.data.loaders import describe, length_of
 from zae.data.workers import check_epoch_of_workers, ignore_dead_workers
 from zae.display.notebook import choose_display

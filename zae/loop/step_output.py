@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zae.common.argument_checks import describe_batch, describe_value
 from zae.common.walk import leading_dimension
-from zae.composition.introspect import hook
+from zae.compose.introspect import hook
 from zae.errors import StepError
 
 __all__ = ["StepOutput", "count_targets", "explain_failure", "loss_numbers", "read_output", "sample_weight"]

@@ -14,8 +14,8 @@ import torch
 import zae
 from zae.common.device import name_of_device
 from zae.common.walk import flatten
-from zae.composition.introspect import add_ons_of
-from zae.composition.options import option_values, options_of
+from zae.compose.introspect import add_ons_of
+from zae.compose.options import option_values, options_of
 from zae.loop.progress import Every
 from zae.optim import has_lazy
 

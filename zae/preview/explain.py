@@ -13,8 +13,8 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zae.composition.introspect import add_ons_of, hooks_of, is_add_on, is_marked
-from zae.composition.options import option_values, own_options
+from zae.compose.introspect import add_ons_of, hooks_of, is_add_on, is_marked
+from zae.compose.options import option_values, own_options
 from zae.loop.progress import Every
 
 __all__ = ["LOOP", "Line", "Text", "explain", "lines_of", "owners_of", "shown_option"]

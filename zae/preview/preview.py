@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from zae import optim
 from zae.common import random_state
-from zae.composition.calls import explained_call
-from zae.composition.introspect import hook, is_overridden, slots_of
+from zae.compose.calls import explained_call
+from zae.compose.introspect import hook, is_overridden, slots_of
 from zae.data import sharding
 from zae.data.gather import why_not
 from zae.data.loader_state import facts_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zae.composition.introspect import add_ons_of, recipe_of
+from zae.compose.introspect import add_ons_of, recipe_of
 from zae.data.loader_state import FINGERPRINT, facts_of
 from zae.preview.describe import describe_options
 

@@ -15,9 +15,9 @@ from string import Template
 from typing import Any
 
 import zae
+from zae.checkpoint.filesystem import replace_file
 from zae.report.records import THROUGHPUT, Run, Series, metrics_of, split_key
 from zae.report.sections import SECTIONS, overview, subtitle, text_of
-from zae.storage.filesystem import replace_file
 
 __all__ = ["render", "write"]
 

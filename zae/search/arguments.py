@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zae.common.argument_checks import check_count, describe_value
+from zae.distributed.spawn import launched_world
 from zae.errors import ConfigError, did_you_mean
-from zae.launch.spawn import launched_world
 from zae.search.space import check_space, describe_space
 from zae.search.study import NAME
 

@@ -9,11 +9,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from zae.checkpoint.locks import FolderLock
 from zae.common.argument_checks import check_count, check_flags
 from zae.display.terminal import write_line
 from zae.display.text import duration, number
 from zae.errors import ConfigError, printable
-from zae.saving.locks import FolderLock
 from zae.search import arguments, huggingface
 from zae.search.conduct import Search
 from zae.search.huggingface import BestRun

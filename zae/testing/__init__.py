@@ -9,7 +9,7 @@ from torch import nn
 
 from zae.addon import AddOnBase
 from zae.common import random_state
-from zae.composition.introspect import is_add_on
+from zae.compose.introspect import is_add_on
 from zae.errors import AddOnError
 from zae.testing import checks
 from zae.testing.kit import AddOnFault, Kit, PlainTask, in_new_folder

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zae.addon import AddOnBase, as_saved
-from zae.composition.introspect import is_engine_slot, is_marked
+from zae.compose.introspect import is_engine_slot, is_marked
 from zae.errors import CheckpointError
 from zae.testing import watch
 from zae.testing.kit import CLIP, Kit, Loader, build_optimizer, build_scheduler, in_new_folder

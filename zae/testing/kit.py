@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from zae.common.random_state import seed_everything
-from zae.composition.introspect import function_of, hooks_of, kinds_of
-from zae.composition.options import options_of
+from zae.compose.introspect import function_of, hooks_of, kinds_of
+from zae.compose.options import options_of
 from zae.errors import ZaeError
 from zae.testing import watch
 from zae.trainer import Trainer

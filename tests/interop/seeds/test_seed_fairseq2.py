@@ -1,6 +1,6 @@
 """The snippets of fairseq2's page of its trainer, word for word, with units and readers of tests/kit/fairseq2_parts.py.
 
-``Trainer(unit=...)`` is ``zae.interop.fairseq2.from_arguments(unit=...)``, which the message for ``zae.Trainer`` names.
+``Trainer(unit=...)`` is ``zae.addons.fairseq2.from_arguments(unit=...)``, which the message for ``zae.Trainer`` names.
 The page's own ``__init__``, ``_do_run``, ``_run_step`` and ``_validate`` show how its trainer works: a class here that
 defines one is told what is called instead. fairseq2 is not installed: ``TrainUnit`` is the class of the page, and its
 registry of metrics and ``TorchProfiler`` are stand-ins with their names.
@@ -21,7 +21,7 @@ from torch import nn
 from kit.fairseq2_parts import FakeGang, Reader, ScoreUnit, Unit, batches, network, parallel_gangs
 from kit.snippets import run, said_by
 from zae import Trainer
-from zae.interop.fairseq2 import from_arguments
+from zae.addons.fairseq2 import from_arguments
 from zae.testing import PlainTask
 
 
@@ -156,8 +156,7 @@ def test_the_call() -> None:
     }  # fmt: skip
     said = said_by(CALL, {**given, "Trainer": Trainer})
     assert (
-        "'unit'; here it is task_of(unit)(unit, ...), or from_arguments(unit=unit, ...), of zae.interop.fairseq2"
-        in said
+        "'unit'; here it is task_of(unit)(unit, ...), or from_arguments(unit=unit, ...), of zae.addons.fairseq2" in said
     )
     metrics = run(CALL, {**given, "Trainer": from_arguments})["trainer"]()
     assert (metrics["step"], metrics["epoch"]) == (30, 10)

@@ -2,8 +2,9 @@
 
 The names of models and of sets, "bert-base-uncased" and "imdb", are folders and sets that are made here: nothing is
 downloaded. ``Trainer`` is ``zae.Trainer.add_on(HuggingFaceAddon)``, which the message for ``zae.Trainer`` names. What
-is no Python is left out: the commands of launchers, which tests/launch and tests/engines start. ``push_to_hub=True``
-needs a server, which tests/interop/test_hf_saving.py has, and ``evaluate.load`` a network: the accuracy is computed.
+is no Python is left out: the commands of launchers, which tests/distributed and tests/engines start.
+``push_to_hub=True`` needs a server, which tests/addons/huggingface/test_hf_saving.py has, and ``evaluate.load`` a
+network: the accuracy is computed.
 """
 
 from __future__ import annotations

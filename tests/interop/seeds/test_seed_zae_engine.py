@@ -1,7 +1,7 @@
 """The two snippets of zae-engine's document, word for word on the CPU; zae_engine.trainer.addons is zae.addons here.
 
-The second one is a script that starts its ranks: tests/launch/test_distributed.py runs it (examples/ddp_seed.py). Here
-its definitions are executed, and its main on a machine with one device is refused by its own assertion.
+The second one is a script that starts its ranks: tests/distributed/test_distributed.py runs it (examples/ddp_seed.py).
+Here its definitions are executed, and its main on a machine with one device is refused by its own assertion.
 """
 
 from __future__ import annotations

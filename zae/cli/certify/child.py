@@ -19,16 +19,16 @@ from zae.addon import AddOnBase
 from zae.cli import script
 from zae.cli.certify import loop, recipe
 from zae.cli.certify.jobs import Job
+from zae.common.fingerprint import fingerprint
 from zae.common.walk import map_tensors
-from zae.composition.introspect import add_ons_of, is_engine_slot
-from zae.composition.metaclass import load_installed
-from zae.composition.options import options_of
+from zae.compose.introspect import add_ons_of, is_engine_slot
+from zae.compose.metaclass import load_installed
+from zae.compose.options import options_of
 from zae.data.loaders import copy_with, length_of
 from zae.errors import ConfigError, ZaeError
 from zae.loop.addon_state import GENERATORS
 from zae.loop.step_output import StepOutput, loss_numbers
 from zae.optim import parameters_of
-from zae.sinks.fingerprint import fingerprint
 
 __all__ = ["work"]
 

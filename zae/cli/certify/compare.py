@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from zae.composition.options import join
+from zae.compose.options import join
 from zae.testing.watch import difference, shared_entries
 
 __all__ = ["first_difference", "largest", "update_difference"]

@@ -18,7 +18,7 @@ from zae.errors import ZaeError
 
 __all__ = ["Job", "JobFailed", "OutOfTime", "Workshop"]
 
-_PRELOADED = ["zae.cli.certify.preload", "zae.addons.mpu", "zae.addons.state_manager"]
+_PRELOADED = ["zae.cli.certify.preload", "zae.addons.mpu", "zae.addons.state_manager.addon"]
 _POLL = 0.002  # Seconds between two looks at a process.
 
 

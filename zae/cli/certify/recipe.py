@@ -11,7 +11,7 @@ from torch import nn
 from zae import optim
 from zae.cli.certify.loop import Recipe, Uncovered
 from zae.common.random_state import seed_everything
-from zae.composition.introspect import add_ons_of, hooks_of, is_add_on, is_trainer
+from zae.compose.introspect import add_ons_of, hooks_of, is_add_on, is_trainer
 from zae.data.loaders import length_of, parts_with_epoch
 from zae.schedulers.lengths import is_per_step, is_plateau
 from zae.schedulers.warmup import takes_total_steps

@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str, Any]:
     """Verify every checkpoint in a folder, reading all of their bytes, or only their manifests; nothing is changed."""
-    from zae.saving.checkpointer import crashes_in, weight_files
-    from zae.storage.checkpoint import list_checkpoints  # It imports torch, which takes seconds: not for --help.
+    from zae.addons.state_manager.checkpointer import crashes_in, weight_files
+    from zae.checkpoint.folder import list_checkpoints  # It imports torch, which takes seconds: not for --help.
 
     folder = Path(path)
     paths = [folder] if (folder / "manifest.json").exists() else list_checkpoints(folder)
@@ -65,8 +65,8 @@ def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str
 
 def examine_url(url: str) -> dict[str, Any]:
     """Verify every checkpoint that `FsspecCheckpointer` has stored under a URL: download one after the other."""
-    from zae.saving.checkpointer import Retention
-    from zae.saving.remote import FsspecCheckpointer
+    from zae.addons.state_manager.checkpointer import Retention
+    from zae.addons.state_manager.remote import FsspecCheckpointer
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -107,7 +107,7 @@ def _examine_stored(store: Any, path: Path) -> dict[str, Any]:
 
 def folders_below(folder: Path) -> list[str]:
     """Return the folders of checkpoints that are in a folder, at most two levels below, as they are to be given."""
-    from zae.storage.checkpoint import list_checkpoints
+    from zae.checkpoint.folder import list_checkpoints
 
     near = [each for pattern in ("*", "*/*") for each in folder.glob(pattern)]
     return sorted(str(each) for each in near if each.is_dir() and not each.is_symlink() and list_checkpoints(each))
@@ -115,7 +115,7 @@ def folders_below(folder: Path) -> list[str]:
 
 def _examine_one(path: Path, reads_all: bool) -> dict[str, Any]:
     """Read the manifest of one checkpoint, and verify it."""
-    from zae.storage.manifest import read_manifest, verify
+    from zae.checkpoint.manifest import read_manifest, verify
 
     found: dict[str, Any] = {"name": path.name, "whole": False, "bytes": _size(path)}
     try:
@@ -204,7 +204,7 @@ def _left_behind(folder: Path) -> list[str]:
 
 def _holder(folder: Path) -> str | None:
     """Return the process that saves into the folder."""
-    from zae.saving.locks import FolderLock
+    from zae.checkpoint.locks import FolderLock
 
     try:
         FolderLock(folder).check()

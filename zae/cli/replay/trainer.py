@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zae.addons.state_manager.checkpointer import Checkpointer
+from zae.checkpoint.filesystem import original_name, step_of
+from zae.checkpoint.folder import list_checkpoints, load_checkpoint
 from zae.cli import script
 from zae.cli.replay.observe import Replay, ReplayAddon
-from zae.composition.introspect import add_ons_of
-from zae.composition.metaclass import load_installed
-from zae.composition.options import options_of
+from zae.compose.introspect import add_ons_of
+from zae.compose.metaclass import load_installed
+from zae.compose.options import options_of
 from zae.errors import CheckpointDamaged, ConfigError
 from zae.loop.progress import Every
-from zae.saving.checkpointer import Checkpointer
-from zae.storage.checkpoint import list_checkpoints, load_checkpoint
-from zae.storage.filesystem import original_name, step_of
 
 __all__ = ["making"]
 

@@ -70,8 +70,8 @@ class Found:
 
 def find_runs(folders: Iterable[Path]) -> Found:
     """Group the checkpoints below the folders by folder and run; ConfigError if one of them is not a folder."""
-    from zae.storage.filesystem import original_name
-    from zae.storage.manifest import read_manifest  # It imports torch, which takes seconds: not for --help.
+    from zae.checkpoint.filesystem import original_name
+    from zae.checkpoint.manifest import read_manifest  # It imports torch, which takes seconds: not for --help.
 
     found, runs, seen = Found(), dict[tuple[str, str], Run](), set[str]()
     for top in folders:
@@ -102,7 +102,7 @@ def find_runs(folders: Iterable[Path]) -> Found:
 
 def _candidates(top: Path) -> Iterator[tuple[Path, OSError | None]]:
     """Yield each folder that may be a checkpoint, and each that cannot be listed; links are not followed."""
-    from zae.storage.filesystem import MANIFEST, entries_of, holds_checkpoint, original_name
+    from zae.checkpoint.filesystem import MANIFEST, entries_of, holds_checkpoint, original_name
 
     waiting = [top]
     while waiting:

@@ -1,0 +1,1 @@
+"""Accelerate as the engine of a trainer."""

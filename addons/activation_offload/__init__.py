@@ -1,0 +1,1 @@
+"""Activation offloading: keep activations in the memory of the host until the backward."""

@@ -1,0 +1,157 @@
+"""Activation offloading: keep what the backward needs in the memory of the host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from zae.addon import AddOnBase
+from zae.addons.activation_offload.offload import HostStorage, offload
+from zae.addons.gradient_checkpointing.recompute import find_own_checkpointing
+from zae.common.argument_checks import check_count, check_flags
+from zae.distributed.blocks import choose_outermost, describe_blocks, parse_blocks
+from zae.errors import ConfigError
+
+__all__ = ["ActivationOffloadAddon"]
+
+_log = logging.getLogger("zae")
+
+
+class ActivationOffloadAddon(AddOnBase):
+    """Keep what chosen modules save for the backward in the memory of the host: less memory on the device.
+
+    In the forward, saved tensors are copied to pinned memory, and the backward copies them back, in the order of the
+    computation: the device does not compute meanwhile, and the host does not wait. Weights are bitwise the same with
+    and without it. Parameters and buffers stay on the device. With GradientCheckpointingAddon on the same modules, only
+    their inputs are saved, and these are offloaded.
+
+    On a CPU it does nothing, and warns once: what is saved is in the memory of the host already. In what is compiled,
+    the compiler decides what is kept, and nothing is offloaded. The same holds for modules within a call of
+    ``torch.utils.checkpoint`` of your own: offload a module around the call instead.
+
+    **The gain has not been measured on a real device**: there, its effect depends on how long a copy takes compared
+    with the computation. Its copies are tested on a CPU.
+
+    Parameters
+    ----------
+    offload_modules : str, type, list of them, or callable
+        The modules: classes, names of classes or of modules, or a function of name and module; in ``"layers.*"`` the
+        star is one part of a name. By default those that a ``ModuleList``, ``ModuleDict`` or ``Sequential`` repeats;
+        ``plan()`` shows them.
+    offload_min_bytes : int
+        Smaller tensors stay on the device.
+    offload_pinned : bool
+        Whether the copies are in pinned memory. Without it the host waits for each copy, and can swap them.
+
+    Raises
+    ------
+    ConfigError
+        No module is meant, or what would be offloaded is computed again by a module around it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae.addons import ActivationOffloadAddon
+    >>> from zae.testing import PlainTask
+    >>> blocks = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()) for _ in range(3)]
+    >>> model, batches = torch.nn.Sequential(*blocks, torch.nn.Linear(2, 1)), [(torch.ones(4, 2), torch.ones(4, 1))]
+    >>> trainer = PlainTask.add_on(ActivationOffloadAddon)(model, "cpu", optimizer=torch.optim.SGD)
+    >>> for note in trainer.plan(1, batches).notes:
+    ...     print(note)
+    kept on the host until the backward: 3 of Sequential (0 to 2)
+    ActivationOffloadAddon does nothing: what cpu saves for the backward is in the memory of the host already
+    >>> trainer.run(1, batches)["step"]
+    1
+    """
+
+    layer = "model"
+    outside = ("GradientCheckpointingAddon",)  # So that the inputs of what is computed again are offloaded.
+    process_attributes = {"_undo_offload": None}
+    excludes = {
+        "PipelineAddon": "the stages of a pipeline are traced, and hooks of saved tensors are not; leave "
+        "ActivationOffloadAddon out, or train with FSDPAddon",
+        "DeepSpeedAddon": "its hooks find the parameters of a module by its forward; leave ActivationOffloadAddon out, "
+        "or train with FSDPAddon",
+    }
+
+    def __init__(
+        self,
+        *args: Any,
+        offload_modules: Any = None,
+        offload_min_bytes: int = 1024,
+        offload_pinned: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.offload_modules = parse_blocks(offload_modules, "offload_modules")
+        self.offload_min_bytes = check_count("offload_min_bytes", offload_min_bytes, least=0)
+        (self.offload_pinned,) = check_flags(offload_pinned=offload_pinned)
+        self._undo_offload: Callable[[], None] | None = None
+
+    def offloaded(self) -> Mapping[str, nn.Module]:
+        """Return the modules whose saved tensors are offloaded, by name.
+
+        Returns
+        -------
+        dict of str to Module
+            The outermost ones: what a module in another one saves is offloaded with it.
+        """
+        model = self.unwrap()
+        found = choose_outermost(model, self.offload_modules, "offload_modules", "offloaded")
+        if own := find_own_checkpointing(model):
+            raise ConfigError(
+                f"{own} checkpoints its layers itself, within which nothing is to be offloaded; call its "
+                "gradient_checkpointing_disable(), and add GradientCheckpointingAddon"
+            )
+        recomputed = self.checkpointed() if hasattr(self, "checkpointed") else {}
+        for name in found:
+            around = [each for each in recomputed if name.startswith(f"{each}.")]
+            if around:
+                raise ConfigError(
+                    f"offload_modules: {name} is in {around[0]}, which is computed again: nothing of {name} is kept "
+                    f"to be offloaded. Name {around[0]}, whose inputs are kept, or a module around it"
+                )
+        return found
+
+    def wrap_model(self, model: nn.Module) -> Any:
+        """Let the modules save on the host, around what computes them again and before an engine wraps them."""
+        self._restore_saving()
+        wrapped = super().wrap_model(model)
+        if self.mode == "train":
+            blocks, reason = self.offloaded(), self._why_idle()
+            if not reason:
+                storage = HostStorage(self.device, self.offload_min_bytes, self.offload_pinned)
+                self._undo_offload = offload(blocks, storage)
+            elif self.is_main:
+                _warn(reason)
+        return wrapped
+
+    def teardown(self) -> None:
+        """Restore the forwards of the modules."""
+        self._restore_saving()
+        super().teardown()
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Name the modules, and why nothing is offloaded."""
+        notes, reason = [f"kept on the host until the backward: {describe_blocks(self.offloaded())}"], self._why_idle()
+        return [*super().plan_lines(plan), *notes, *([f"ActivationOffloadAddon does nothing: {reason}"] * bool(reason))]
+
+    def _why_idle(self) -> str:
+        """Return why nothing is offloaded; empty on a device with a memory of its own."""
+        if self.device.type != "cpu":
+            return ""
+        return f"what {self.device} saves for the backward is in the memory of the host already"
+
+    def _restore_saving(self) -> None:
+        undo, self._undo_offload = self._undo_offload, None
+        if undo is not None:
+            undo()
+
+
+@cache  # One warning for each process.
+def _warn(reason: str) -> None:
+    _log.warning("ActivationOffloadAddon does nothing: %s", reason)

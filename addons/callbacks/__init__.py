@@ -1,0 +1,1 @@
+"""Callbacks, of zae and of Transformers."""

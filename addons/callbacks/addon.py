@@ -1,0 +1,398 @@
+"""Callbacks: objects that are called at the events of a run, those of Transformers included."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zae.addon import AddOnBase
+from zae.addons.callbacks import trainer_state
+from zae.addons.callbacks.calls import Callbacks
+from zae.addons.callbacks.trainer_state import RunReader, TrainerControl, TrainerState
+from zae.errors import ConfigError
+from zae.loop.progress import SIGNALED, TIME_IS_UP
+from zae.loop.step_output import StepOutput
+
+__all__ = ["CallbackAddon"]
+
+_log = logging.getLogger("zae")
+_ACTIONS = {"should_log": "log", "should_evaluate": "validate", "should_save": "save", "should_epoch_stop": "end_epoch"}
+_BY_STEP = ("should_save", "should_evaluate", "should_log")
+
+
+class CallbackAddon(AddOnBase):
+    """Call callbacks at the events of a run: plain objects, and those of Transformers and Forgather as they are.
+
+    A plain callback is any object with methods named as zae's events, which get the trainer and what the hook of that
+    name gets: ``on_run_begin(trainer)``, ``on_run_end(trainer)``, ``on_epoch_begin(trainer)``,
+    ``on_epoch_end(trainer)``, ``on_step_begin(trainer, batch)``, ``on_step_end(trainer, outputs)``,
+    ``on_validation_begin(trainer)``, ``on_validation_end(trainer, metrics)``, ``on_log(trainer, metrics, step)``,
+    ``on_save(trainer, path)``, ``on_load(trainer, path)`` and ``on_exception(trainer, error)``. It asks by
+    ``trainer.stop(reason)`` and ``trainer.request(action)``.
+
+    A method ``(args, state, control, **kwargs)`` is called as Transformers does, at its events and in its order, with
+    `TrainerState`, `TrainerControl` and the keywords model, processing_class, optimizer, lr_scheduler,
+    train_dataloader, eval_dataloader, metrics and logs; it needs no Transformers. A flag that any rank sets counts on
+    all of them: at once after a validation, an epoch and the last step, else after the next step, because no step waits
+    for the ranks to agree.
+
+    Checkpoints contain ``log_history``, and for each rank the state of each callback that has ``state_dict`` and
+    ``load_state_dict``, names attributes in ``state_attributes``, or is an ``ExportableState`` of Transformers.
+
+    Parameters
+    ----------
+    callbacks : sequence
+        Instances, or classes that need no arguments; they are called in this order.
+    callback_args : object, optional
+        The ``args`` of Transformers' events, a TrainingArguments for instance; None makes them of this run:
+        metric_for_best_model is ``monitor``, eval_strategy follows ``valid_every``, and so on.
+
+    Raises
+    ------
+    ConfigError
+        A callback has no method named as an event, or one that would never be called, or cannot be.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Trainer
+    >>> from zae.addons import CallbackAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> class Halve:
+    ...     def on_epoch_end(self, trainer):
+    ...         for group in trainer.optimizers["0"].param_groups:
+    ...             group["lr"] /= 2
+    >>> class StopEarly:
+    ...     def on_step_end(self, args, state, control, **kwargs):
+    ...         control.should_training_stop = state.epoch >= 1.5
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> trainer = Task.add_on(CallbackAddon)(model, "cpu", optimizer=optimizer, callbacks=[Halve, StopEarly()])
+    >>> metrics = trainer.run(3, [torch.ones(8, 2)] * 4)
+    >>> metrics["step"], metrics["stop_reason"], optimizer.param_groups[0]["lr"]
+    (6, 'the callback StopEarly set should_training_stop in on_step_end', 0.05)
+    """
+
+    layer = "observe"
+    slot = "callbacks"
+    state_attributes = ("_shared_state",)
+    rank_state_attributes = ("_callback_states",)
+
+    def __init__(self, *args: Any, callbacks: Sequence[Any] = (), callback_args: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if isinstance(callbacks, (str, Mapping)) or not isinstance(callbacks, Iterable):
+            raise ConfigError(f"callbacks={callbacks!r:.80}; write a list of them: callbacks=[...]")
+        self._callbacks = Callbacks(callbacks)
+        self.callback_args = callback_args
+
+    # ------------------------------------------------------------------------------------------ which there are
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks, in the order of their calls; a copy of the list."""
+        return list(self._callbacks.items)
+
+    @property
+    def _reader(self) -> RunReader:
+        return RunReader(self, self._callbacks.in_epoch)
+
+    @property
+    def state(self) -> TrainerState:
+        """Where the run stands, as callbacks of Transformers read it."""
+        self._read_callback_state()
+        return self._callbacks.state
+
+    @property
+    def control(self) -> TrainerControl:
+        """What callbacks have asked for."""
+        return self._callbacks.control
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, also during a run: it is called from the next event on.
+
+        Parameters
+        ----------
+        callback : object or type
+            An instance, or a class that needs no arguments.
+
+        Raises
+        ------
+        ConfigError
+            It has no method named as an event, or is there already.
+        """
+        self._callbacks.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, or the first one of a class, and return it; None where there is none."""
+        found = self._callbacks.pop(callback)
+        return found
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, or the first one of a class; an instance that is not there is refused."""
+        if self.pop_callback(callback) is None and not isinstance(callback, type):
+            names = ", ".join(type(each).__name__ for each in self.callbacks)
+            raise ConfigError(f"{callback!r:.80} is not among the callbacks ({names or 'none'}); nothing was removed")
+
+    # ------------------------------------------------------------------------------------------------- the calls
+
+    def _call_plain(self, event: str, *args: Any) -> None:
+        """Call an event of zae."""
+        self._callbacks.call(event, self, *args)
+
+    def call_event(self, event: str, **more: Any) -> None:
+        """Call an event of Transformers, and do what the callbacks ask for."""
+        if not self._callbacks.wants(event):
+            return
+        self._read_callback_state()
+        run = self.current_run
+        if self._callbacks.args is None:
+            self._callbacks.args = self._reader.arguments()
+        one = {name: next(iter(each.values())) if len(each) == 1 else each or None
+               for name, each in (("optimizer", self.optimizers), ("lr_scheduler", self.schedulers))}  # fmt: skip
+        keywords = {
+            "model": self.unwrap(),
+            "processing_class": getattr(self, "processing_class", None),
+            **one,
+            "train_dataloader": run.loader,
+            "eval_dataloader": run.current_loader if run.is_evaluating else run.valid_loader,
+            **more,
+        }
+        for flag, name in self._callbacks.call_foreign(event, self._callbacks.args, keywords):
+            self._obey_flag(flag, name, event)
+
+    def _obey_flag(self, flag: str, name: str, event: str) -> None:
+        """Do what a flag asks for, or warn that it cannot be done."""
+        run = self.current_run
+        if self.mode != "train" or not run.is_call:
+            return
+        if flag == "should_training_stop":
+            self.stop(f"the callback {name} set {flag} in {event}")
+        elif flag == "should_evaluate" and run.valid_loader is None:
+            self._warn_of_flag(f"the callback {name} set {flag}, and run() has no valid_loader: nothing is evaluated")
+        elif flag == "should_save" and not hasattr(self, "save_state"):
+            self._warn_of_flag(f"the callback {name} set {flag}, and there is no StateManagerAddon: nothing is saved")
+        else:
+            self.request(_ACTIONS[flag])
+
+    def _warn_of_flag(self, text: str) -> None:
+        if text not in self._callbacks.warned and self.is_main:
+            _log.warning("%s", text)
+        self._callbacks.warned.add(text)
+
+    def _read_callback_state(self) -> None:
+        self._reader.read(self._callbacks.state)
+
+    # --------------------------------------------------------------------------------------------------- the run
+
+    def setup(self) -> None:
+        """Call ``on_init_end`` the first time."""
+        super().setup()
+        if not self._callbacks.was_set_up:
+            self._callbacks.was_set_up = True
+            self.call_event("on_init_end")
+            self._callbacks.args = self.callback_args
+
+    def on_run_begin(self) -> None:
+        """Call ``on_train_begin``, and ask again for what the loaded state had been asked for."""
+        super().on_run_begin()
+        run, self._callbacks.args = self.current_run, self.callback_args
+        self._callbacks.in_epoch = run.in_epoch
+        self._reader.begin(self._callbacks.state)
+        self._reader.read_best(self._callbacks.state)
+        self._callbacks.run_began, self._callbacks.first_step = time.monotonic(), self.progress_checker.step
+        if self._callbacks.ends_epoch and self.progress_checker.epoch_batch:
+            run.end_epoch_here()
+        self._callbacks.ends_epoch = False
+        self.control.reset(*vars(self.control))
+        self._call_plain("on_run_begin")
+        self.call_event("on_train_begin")
+
+    def on_run_end(self) -> None:
+        """Log the speed of the run, and call ``on_train_end``."""
+        super().on_run_end()
+        seconds = time.monotonic() - self._callbacks.run_began
+        logs = self._reader.end_logs(seconds, self._callbacks.first_step)
+        self._log_callbacks(logs)
+        self._call_plain("on_run_end")
+        self.call_event("on_train_end")
+
+    def on_exception(self, error: BaseException) -> None:
+        """Call ``on_exception``."""
+        super().on_exception(error)
+        try:
+            self._call_plain("on_exception", error)
+        except Exception as other:  # The first error matters.
+            _log.warning("on_exception of a callback has failed: %s: %s", type(other).__name__, other)
+
+    def on_save(self, path: Path) -> None:
+        """Call ``on_save``."""
+        super().on_save(path)
+        self._reader.read_best(self._callbacks.state)
+        self.control.reset("should_save")
+        self._call_plain("on_save", path)
+        self.call_event("on_save")
+
+    def on_load(self, path: Path) -> None:
+        """Call ``on_load``."""
+        super().on_load(path)
+        self._call_plain("on_load", path)
+
+    # ----------------------------------------------------------------------------------------- epochs and steps
+
+    def on_epoch_begin(self) -> None:
+        """Call ``on_epoch_begin`` of plain callbacks."""
+        super().on_epoch_begin()
+        self._call_plain("on_epoch_begin")
+
+    @contextmanager
+    def epoch_context(self) -> Iterator[None]:
+        """Call Transformers' ``on_epoch_begin`` and ``on_epoch_end``, which comes before the logs of the epoch."""
+        with super().epoch_context():
+            self.control.reset("should_epoch_stop")
+            self.call_event("on_epoch_begin")
+            yield
+        if self.progress_checker.stop_reason not in (SIGNALED, TIME_IS_UP):  # After these the epoch is resumed.
+            self.call_event("on_epoch_end")
+
+    def on_epoch_end(self) -> None:
+        """Call ``on_epoch_end`` of plain callbacks."""
+        super().on_epoch_end()
+        self._call_plain("on_epoch_end")
+
+    def on_step_begin(self, batch: Any) -> None:
+        """Call ``on_step_begin``."""
+        super().on_step_begin(batch)
+        self.control.reset(*_BY_STEP)
+        self._call_plain("on_step_begin", batch)
+        self.call_event("on_step_begin")
+
+    def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
+        """Call ``on_substep_end`` after each batch of a window but the last."""
+        found = super().micro_step(batch, count)
+        if self.current_run.micro_index + 1 < count and self.current_run.computation == 1:
+            self.call_event("on_substep_end")
+        return found
+
+    def optimizer_step(self) -> bool:
+        """Call ``on_pre_optimizer_step`` and ``on_optimizer_step``."""
+        self.call_event("on_pre_optimizer_step")
+        stepped = super().optimizer_step()
+        self.call_event("on_optimizer_step")
+        return stepped
+
+    def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
+        """Call ``on_step_end``."""
+        super().on_step_end(outputs)
+        self._call_plain("on_step_end", outputs)
+        self.call_event("on_step_end")
+
+    # ---------------------------------------------------------------------------------- evaluations and the logs
+
+    def on_validation_begin(self) -> None:
+        """Note the time, and the best before this validation."""
+        super().on_validation_begin()
+        self._reader.read_best(self._callbacks.state)
+        self._begin_evaluation(self.current_run.valid_loader)
+        self._call_plain("on_validation_begin")
+
+    def on_validation_end(self, metrics: Mapping[str, float]) -> None:
+        """Call ``on_evaluate``."""
+        super().on_validation_end(metrics)
+        self.control.reset("should_evaluate")
+        self._call_plain("on_validation_end", metrics)
+        self.call_event("on_evaluate", metrics=self._callbacks.evaluation)
+        self._reader.read_best(self._callbacks.state)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, and call ``on_evaluate``."""
+        self._begin_evaluation(args[0] if args else kwargs.get("loader"))
+        found = super().evaluate(*args, **kwargs)
+        metrics = {key if key.startswith("eval_") else f"eval_{key}": value for key, value in found.items()}
+        self.call_event("on_evaluate", metrics=self._with_speed(metrics, "eval"))
+        return found
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict, and call ``on_predict``."""
+        self._begin_evaluation(args[0] if args else kwargs.get("loader"))
+        found = super().predict(*args, **kwargs)
+        self.call_event("on_predict", metrics=self._with_speed({}, "test"))
+        return found
+
+    def evaluation_batches(self, loader: Any) -> Iterator[Any]:
+        """Call ``on_prediction_step`` after each batch of an evaluation."""
+        batches = super().evaluation_batches(loader)
+        return self._follow_predictions(batches) if self._callbacks.wants("on_prediction_step") else batches
+
+    def _follow_predictions(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            yield batch
+            self.call_event("on_prediction_step")
+
+    def _begin_evaluation(self, loader: Any) -> None:
+        self._callbacks.evaluation_began, self._callbacks.evaluated = time.monotonic(), loader
+
+    def _with_speed(self, metrics: dict[str, Any], split: str) -> dict[str, Any]:
+        """Add how fast the evaluation was, and the epoch."""
+        self._read_callback_state()
+        seconds = time.monotonic() - self._callbacks.evaluation_began
+        speed = trainer_state.speed(split, seconds, *trainer_state.counts_of(self._callbacks.evaluated))
+        return {**metrics, **speed, "epoch": self._callbacks.state.epoch}
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Call ``on_log``, and keep the record in ``log_history``."""
+        super().log(metrics, step)
+        self._call_plain("on_log", metrics, step)
+        logs = trainer_state.logs_of(metrics)
+        if any(key.startswith("valid/") for key in metrics):
+            logs = self._callbacks.evaluation = self._with_speed(logs, "eval")
+        self._log_callbacks(logs)
+
+    def _log_callbacks(self, logs: dict[str, Any]) -> None:
+        """Keep a record, and call Transformers' ``on_log``."""
+        self._read_callback_state()
+        state = self._callbacks.state
+        logs["epoch"] = state.epoch
+        state.log_history.append({**logs, "step": state.global_step})
+        self.control.reset("should_log")
+        self.call_event("on_log", logs=logs)
+
+    # ------------------------------------------------------------------------------------------------- the state
+
+    @property
+    def _shared_state(self) -> dict[str, Any]:
+        """What all ranks have alike."""
+        return {
+            "log_history": self._callbacks.state.log_history,
+            "total_flos": self._callbacks.state.total_flos,
+            "ends_epoch": self.current_run.ends_epoch_here,
+        }
+
+    @_shared_state.setter
+    def _shared_state(self, found: Mapping[str, Any]) -> None:
+        self._callbacks.state.log_history = [dict(each) for each in found["log_history"]]
+        self._callbacks.state.total_flos = found["total_flos"]
+        self._callbacks.ends_epoch = found["ends_epoch"]
+
+    @property
+    def _callback_states(self) -> dict[str, Any]:
+        """The states of the callbacks."""
+        return self._callbacks.state_dict()
+
+    @_callback_states.setter
+    def _callback_states(self, states: Mapping[str, Any]) -> None:
+        self._callbacks.load_state_dict(states)
+
+    def adapt_state(self, entry: Any) -> Any:
+        """Check the states of callbacks; a state that was saved without this add-on begins them."""
+        if entry is None:
+            return {"shared_state": self._shared_state, "callback_states": {}}
+        if isinstance(entry, Mapping):
+            self._callbacks.check(entry.get("callback_states"))
+        return entry

@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO as the engine of a trainer."""

@@ -1,0 +1,354 @@
+"""ZeRO: optimizer states, gradients and parameters in parts on several devices, with the engine of DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zae.addons.deepspeed import config as settings
+from zae.addons.deepspeed.zero import Zero, load_library
+from zae.addons.distributed import DistributedAddon
+from zae.common.argument_checks import check_count, check_flags
+from zae.compose.introspect import add_ons_of
+from zae.distributed.blocks import check_divisible
+from zae.distributed.collectives import broadcast
+from zae.errors import ConfigError
+from zae.optim import as_dict
+
+__all__ = ["DeepSpeedAddon"]
+
+_DEFAULT_STAGE = 2
+_SHOWN = 5
+
+
+class DeepSpeedAddon(DistributedAddon):
+    """Train with DeepSpeed: ZeRO divides optimizer states (1), gradients too (2), and parameters too (3).
+
+    Stage 0 divides nothing. Batches, steps and records are those of `MultiGPUAddon`. Ranks are started by ``run``, or
+    by torchrun; one process trains without DeepSpeed. DeepSpeed steps a copy of the optimizer in float32, clips to
+    ``gradient_clip``, and is given the learning rates of ``scheduler``. What ``run`` leaves in the caller, checkpoints,
+    ``state_dict`` and ``save_model`` contain whole float32 tensors under the names of the plain model: they load into
+    one process, another stage, another number of ranks, and into any other engine. All ranks call these methods, and
+    ``evaluate``.
+
+    Parameters
+    ----------
+    zero_stage : {0, 1, 2, 3}, optional
+        What is divided; by default that of ``deepspeed_config``, else 2.
+    deepspeed_bf16 : bool, optional
+        Compute in bfloat16, with weights of the optimizer in float32 (stages 1 to 3): parameters are cast, and the
+        floating tensors that the model is called with. By default that of ``deepspeed_config``, else False.
+    deepspeed_config : dict, str or Path, optional
+        A configuration of DeepSpeed, or its JSON file. "auto" is filled in from the trainer; where an entry differs
+        from the trainer's option, it is refused, as are the sections of an optimizer and a scheduler.
+
+    Raises
+    ------
+    ConfigError
+        An option is invalid, an entry of the configuration is not used here, or the composition cannot be divided.
+    DistributedError
+        As for `MultiGPUAddon`; and where a step left parameters without gradients.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Trainer
+    >>> from zae.addons import DeepSpeedAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    >>> config = {"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}
+    >>> trainer = Task.add_on(DeepSpeedAddon)(model, ["cpu", "cpu"], optimizer=optimizer, deepspeed_config=config)
+    >>> trainer.zero_stage
+    3
+    """
+
+    process_attributes = {"_zero": None}
+    excludes = {
+        "AMPAddon": "DeepSpeed computes in the types of its configuration; leave AMPAddon out, and write "
+        "deepspeed_bf16=True",
+        "CompileAddon": "DeepSpeed has hooks in the model, and compiles it in another way; leave CompileAddon out",
+        "LedgerAddon": "gradients and states lie in flat parts, of which the ledger knows nothing; leave LedgerAddon "
+        "out, or train with MultiGPUAddon or FSDPAddon",
+    }
+
+    def __init__(
+        self,
+        *args: Any,
+        zero_stage: int | None = None,
+        deepspeed_bf16: bool | None = None,
+        deepspeed_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._config = settings.read(deepspeed_config)
+        self._zero: Zero | None = None
+        super().__init__(*args, **kwargs)
+        self.zero_stage = self._option("zero_stage", zero_stage, "zero_optimization", "stage", _DEFAULT_STAGE)
+        if check_count("zero_stage", self.zero_stage, least=0) > 3:
+            raise ConfigError(f"zero_stage={self.zero_stage}; the stages are 0, 1, 2 and 3: write one of them")
+        bf16 = self._option("deepspeed_bf16", deepspeed_bf16, "bf16", "enabled", False)
+        (self.deepspeed_bf16,) = check_flags(deepspeed_bf16=bf16)
+        self._check_options()
+
+    def _option(self, name: str, given: Any, section: str, key: str, default: Any) -> Any:
+        """Return an option, by default that of the configuration."""
+        found = self._config.get(section, {}).get(key, settings.AUTO)
+        if given is None:
+            return default if found == settings.AUTO else found
+        if found not in (settings.AUTO, given):
+            raise ConfigError(
+                f"deepspeed_config has {section}.{key}={found!r}, and the trainer {name}={given!r}; write 'auto' "
+                "there, or leave the option out"
+            )
+        return given
+
+    def _check_options(self) -> None:
+        """Refuse what DeepSpeed cannot train."""
+        if len(as_dict(self.optimization.optimizer)) > 1:
+            raise ConfigError("DeepSpeed steps one optimizer, and the trainer has several; give one with several "
+                              "groups, or train with MultiGPUAddon")  # fmt: skip
+        if self.deepspeed_bf16 and not self.zero_stage:
+            raise ConfigError("zero_stage=0 has no float32 weights beside those in bfloat16; write zero_stage=1")
+        names = {each.__name__ for each in add_ons_of(type(self))}
+        if "EMAAddon" in names and (self.zero_stage == 3 or self.deepspeed_bf16):
+            raise ConfigError(
+                "EMAAddon averages the weights that the model has, which are parts in stage 3 and rounded in bfloat16; "
+                "write zero_stage=2 without deepspeed_bf16, or train with FSDPAddon"
+            )
+        if "PEFTAddon" in names and self.zero_stage == 3:
+            raise ConfigError("PEFTAddon reads the frozen weights, which are parts in stage 3; write zero_stage=2, or "
+                              "train with FSDPAddon")  # fmt: skip
+        if self.deepspeed_bf16 and self._planned_world() == 1 and self.mode == "train":
+            raise ConfigError(
+                "deepspeed_bf16=True is the precision of several ranks, and one process trains without DeepSpeed; give "
+                "a list of devices, or train it with AMPAddon, precision='bf16'"
+            )
+
+    @property
+    def can_save_alone(self) -> bool:  # type: ignore[override]
+        """False with several ranks, since each has a part of the optimizer's state."""
+        return self._world == 1
+
+    @property
+    def pads(self) -> bool:  # type: ignore[override]
+        """True with several ranks, since backward, and the forward of stage 3, are collectives."""
+        return self._world > 1
+
+    # --------------------------------------------------------------------------------------- model and optimizer
+
+    def setup(self) -> None:
+        """Show the engine as the model."""
+        super().setup()
+        if self._zero is not None:
+            self.model = self.current_run.wrapped = self._zero.engine
+
+    def plan_ranks(self, plan: Any) -> None:
+        """Check the configuration before the ranks begin; a model in parts has no sizes to plan with."""
+        if self._zero is not None:
+            raise ConfigError("plan() looks at the plain model, which DeepSpeed has divided; call it before run()")
+        super().plan_ranks(plan)
+        if plan.world_size > 1:
+            self._fill(plan.world_size)
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Tell the stage."""
+        lines = super().plan_lines(plan)
+        if plan.world_size > 1:
+            self._fill(plan.world_size, plan.batch_size)
+        return lines if plan.world_size == 1 else [*lines, f"DeepSpeed, ZeRO stage {self.zero_stage}"]
+
+    def plan_memory(self, plan: Any) -> None:
+        """Divide what the stage divides; the buckets of DeepSpeed are not counted."""
+        super().plan_memory(plan)
+        memory, ranks = plan.memory, plan.world_size
+        if ranks == 1 or self.zero_stage == 0:
+            return
+        part = -(-sum(each.count for each in memory.parts.values() if each.is_trained) // ranks)
+        gradients, optimizer = memory.gradients, memory.optimizer
+        memory.held["float32 weights and optimizer"] = 4 * part + optimizer // ranks
+        memory.held["gradients"] = 4 * part if self.zero_stage > 1 else gradients
+        for each in memory.parts.values():
+            each.itemsize, each.is_trained, each.slots = 2 if self.deepspeed_bf16 else 4, False, 0.0
+            if self.zero_stage == 3:
+                each.divide(0, ranks)
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse a model whose weights DeepSpeed would keep in another precision, or not divide rightly."""
+        super()._check_model(model)
+        named = dict(model.named_parameters())
+        if any(hasattr(each, mark) for each in named.values() for mark in ("ds_id", "_hp_mapping")):
+            raise ConfigError("DeepSpeed has divided this model for another trainer; make a new model, and load the "
+                              "weights of the other one: trainer.save_model(path), apply_weights(path)")  # fmt: skip
+        check_divisible({"": model})
+        if names := [name for name, each in named.items() if each.dtype != torch.float32]:
+            kind = str(named[names[0]].dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{', '.join(names[:_SHOWN])} is {kind}, and DeepSpeed steps weights in float32; write model.float(), "
+                "with deepspeed_bf16=True to compute in bfloat16, or train with MultiGPUAddon"
+            )
+        frozen = [name for name, each in named.items() if not each.requires_grad]
+        if frozen and self.deepspeed_bf16:
+            raise ConfigError(f"{', '.join(frozen[:_SHOWN])} is frozen, and deepspeed_bf16=True would round it for "
+                              "good; leave deepspeed_bf16 out")  # fmt: skip
+
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Start the engine once, with the model and its optimizer."""
+        super().wrap_optimizers(optimizers)
+        if self._world == 1 or self.mode == "test":
+            return
+        (optimizer,) = optimizers.values()
+        if self._zero is None:
+            self._start(optimizer)
+        elif self._zero.optimizer is not optimizer:
+            raise ConfigError("the optimizer was replaced after DeepSpeed has divided it; change its param_groups, or "
+                              "make a new trainer with a new model")  # fmt: skip
+
+    def _start(self, optimizer: Optimizer) -> None:
+        model = self.unwrap()
+        self._check_model(model)
+        settings.check_parameters(optimizer, model)
+        if self.zero_stage:
+            allowed = self._config.get("zero_allow_untested_optimizer", False) is True
+            settings.check_kind(optimizer, allowed)
+        broadcast(each for each in model.buffers() if each.numel())
+        filled = self._fill(self._world)
+        self._zero = Zero(load_library(self.device), model, optimizer, filled)
+
+    def _fill(self, world: int, batch: int | None = None) -> Any:
+        windows, clip = getattr(self, "gradient_accumulation_steps", 1), self.optimization.gradient_clip
+        option = f"gradient_accumulation_steps={windows}"
+        if (together := getattr(self, "global_batch_size", None)) is not None:  # Then they follow from the loader.
+            windows, option = together // (batch * world) if batch else None, f"global_batch_size={together}"
+        truths = {
+            "zero_optimization.stage": (self.zero_stage, f"zero_stage={self.zero_stage}"),
+            "bf16.enabled": (self.deepspeed_bf16, f"deepspeed_bf16={self.deepspeed_bf16}"),
+            "gradient_clipping": (clip, f"gradient_clip={clip}"),
+            **({} if windows is None else {"gradient_accumulation_steps": (windows, option)}),
+        }
+        return settings.fill(self._config, truths, batch, world)
+
+    def wrap_loader(self, loader: Any, training: bool) -> Any:
+        """Refuse a configuration with another batch size than that of the loader."""
+        batch = getattr(loader, "batch_size", None)
+        if training and self._planned_world() > 1 and isinstance(batch, int):
+            self._fill(self._planned_world(), batch)
+        return super().wrap_loader(loader, training)
+
+    def layout(self, parameter: Tensor) -> str:
+        """Return "sharded" for a parameter that lies in parts on the ranks, in stage 3."""
+        return "sharded" if self._zero is not None and self._zero.stage == 3 else super().layout(parameter)
+
+    # ------------------------------------------------------------------------------------------------ a step
+
+    def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
+        """Begin a window of the engine."""
+        if self._zero is not None:
+            self._zero.begin_window([*self.unwrap().parameters()])
+        return super().gradients(batch)
+
+    def sync_context(self, last: bool) -> AbstractContextManager[None]:
+        """Tell the engine which micro-batch is the last one of a step."""
+        if self._zero is not None:
+            self._zero.begin_batch(last)
+        return super().sync_context(last)
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Let the engine differentiate, which brings the gradients of the ranks together."""
+        if self._zero is None:
+            super().backward(loss, **kwargs)
+        else:
+            self._zero.backward(loss, **kwargs)
+
+    def normalize(self, num_targets: list[Any]) -> None:
+        """Divide the parts of the gradients."""
+        if self._zero is None:
+            super().normalize(num_targets)
+            return
+        self._zero.check_used()
+        optimization, before = self.optimization, self.optimization.parameters
+        optimization.parameters = self._zero.gradients()
+        try:
+            super().normalize(num_targets)
+        finally:
+            optimization.parameters = before
+
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the norm over the parts of all ranks."""
+        return super().gradient_norm(parameters) if self._zero is None else self._zero.gradient_norm()
+
+    def clip(self) -> None:
+        """Compute ``grad_norm``; the engine clips in its step."""
+        if self._zero is None:
+            super().clip()
+        elif self.optimization.gradient_clip:
+            self.optimization.grad_norm = self.gradient_norm(self.parameters)
+
+    def optimizer_step(self) -> bool:
+        """Let the engine step; it leaves a step out whose gradients are not finite."""
+        return super().optimizer_step() if self._zero is None else self._zero.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of a step that was left out, and send the buffers of rank 0."""
+        if self._zero is not None:
+            self._zero.drop_window()
+        super().zero_grad()
+        if self._zero is not None:
+            broadcast(each for each in self.unwrap().buffers() if each.numel())
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Evaluate with the module in the engine."""
+        before = self.model
+        if self._zero is not None:
+            self.model = self.unwrap()
+        try:
+            with super().evaluation_context():
+                yield
+        finally:
+            self.model = before
+
+    # ------------------------------------------------------------------------------------------------- the state
+
+    def model_state(self) -> dict[str, Tensor]:
+        """Return the weights in float32, whole on this rank."""
+        state, zero = super().model_state(), self._zero
+        if zero is None or (zero.stage < 3 and not zero.is_bf16):
+            return state
+        named = dict(self.unwrap().named_parameters(remove_duplicate=False))
+        # To the host, one after another: a device has no room for the whole model.
+        return {key: zero.whole(named[key]).cpu() if key in named else value for key, value in state.items()}
+
+    def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Load whole weights, of which each rank keeps its part."""
+        if self._zero is None:
+            super().load_model_state(weights, strict)
+            return
+        named = dict(self.unwrap().named_parameters(remove_duplicate=False))
+        self._zero.set_weights({id(named[key]): value for key, value in weights.items() if key in named})
+        rest = {key: value for key, value in weights.items() if key not in named}
+        self.unwrap().load_state_dict(rest, strict=False)
+
+    def optimizer_state(self, name: str) -> dict[str, Any]:
+        """Return the state of the optimizer, whole on this rank."""
+        if self._zero is None:
+            return super().optimizer_state(name)
+        with self._zero.whole_slots():
+            return super().optimizer_state(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to copy or pickle a model that an engine has divided."""
+        if self._zero is not None:
+            raise ConfigError(
+                f"DeepSpeed has divided the model on {self._world} ranks: the trainer cannot be copied or pickled. "
+                "Call save_state (StateManagerAddon) or save_model(path) on every rank, and load the file into a new "
+                "trainer"
+            )
+        return super().__getstate__()

@@ -1,0 +1,356 @@
+"""Sharded training: each rank holds a part of every parameter, gradient and optimizer state (fully_shard, FSDP2)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zae.addons.distributed import DistributedAddon
+from zae.addons.fsdp.meta_init import MetaInit, is_meta
+from zae.common.argument_checks import check_flags
+from zae.common.model_weights import without_wrappers
+from zae.common.torch_private import overflow_flags
+from zae.common.walk import is_sharded
+from zae.distributed import shards
+from zae.distributed.blocks import (
+    check_shardable,
+    choose_blocks,
+    describe_blocks,
+    parse_blocks,
+    parse_methods,
+)
+from zae.distributed.collectives import average, broadcast
+from zae.distributed.spawn import launched_world
+from zae.errors import ConfigError
+
+__all__ = ["FSDPAddon"]
+
+_log = logging.getLogger("zae")
+
+
+class FSDPAddon(DistributedAddon):
+    """Divide parameters, gradients and optimizer states among several devices (``fully_shard``, FSDP2).
+
+    A block of the model is gathered just before it computes, and freed afterwards. With W ranks, each holds a W-th of
+    the state, and two gathered blocks. Batches, steps and records are those of `MultiGPUAddon`, and so are the
+    weights: a rank gets every W-th sample. Ranks are started by ``run``, or by torchrun.
+
+    ``mesh={"replicate": 2, "shard": 4}`` divides the state among groups of four ranks, and averages gradients over all
+    eight (hybrid sharding). The optimizer may be an instance or a factory. Checkpoints, ``state_dict`` and
+    ``save_model`` contain whole tensors under the names of the plain model: they load into one process, and into any
+    other engine. All ranks call these methods, and ``evaluate``, since each gathers shards.
+
+    Parameters
+    ----------
+    fsdp_blocks : list, callable, optional
+        The modules that are gathered one at a time: classes, names of classes or of modules, or a function of name and
+        module; in ``"layers.*"`` the star is one part of a name. By default the modules that a ``ModuleList``,
+        ``ModuleDict`` or ``Sequential`` repeats; ``plan()`` shows them.
+    reshard_after_forward : bool
+        Free a block after its forward, and gather it again for the backward; False needs more memory and sends less.
+    mp_policy : MixedPrecisionPolicy, optional
+        The types in which blocks compute and gradients are averaged; parameters keep their own. Or use `AMPAddon`.
+    compile_blocks : bool or str
+        Compile each block, with inductor or the named backend of ``torch.compile``.
+    cpu_offload : bool
+        Keep the shards in the memory of the host; only with an accelerator.
+    meta_init : bool
+        Call the factory that was given as ``model`` on the meta device, where it needs no memory. Rank 0 alone calls
+        it again, on the host, and sends one tensor after another: the weights are those of one process.
+    fsdp_methods : list of str
+        Other methods of the model than ``forward`` that compute with its parameters and are called from outside of it:
+        ``["encode"]`` for ``self.model.encode(inputs)``.
+
+    Raises
+    ------
+    ConfigError
+        An option is invalid, no module is a block of ``fsdp_blocks``, or the composition cannot be sharded.
+    DistributedError
+        As for `MultiGPUAddon`; and where only some ranks call a method that gathers shards.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Trainer
+    >>> from zae.addons import FSDPAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> trainer = Task.add_on(FSDPAddon)(model, ["cpu", "cpu"], optimizer=optimizer)
+    >>> len(trainer.devices)
+    2
+    """
+
+    slot = "parallel.data"
+    mesh_dimensions = ("replicate", "shard")
+    process_attributes = {"_sharded": None, "_is_prepared": False, "_held": {}}
+    excludes = {
+        "CompileAddon": "blocks are compiled one at a time, before they are sharded; leave CompileAddon out, and write "
+        "compile_blocks=True"
+    }
+
+    def __init__(
+        self,
+        *args: Any,
+        fsdp_blocks: Any = None,
+        reshard_after_forward: bool = True,
+        mp_policy: Any = None,
+        compile_blocks: bool | str = False,
+        cpu_offload: bool = False,
+        meta_init: bool = False,
+        fsdp_methods: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        self.reshard_after_forward, self.cpu_offload, self.meta_init = check_flags(
+            reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload, meta_init=meta_init
+        )
+        self._meta: Any = None  # What makes the model, with meta_init.
+        self._sharded: Any = None  # The FSDPModule, which later runs find as it is.
+        self._held: dict[str, Tensor] = {}  # The parameters that were sharded.
+        self._is_prepared = False  # Whether one process has prepared the blocks.
+        if self.meta_init:
+            self._meta, args, kwargs = MetaInit.in_place_of_model(args, kwargs)
+        super().__init__(*args, **kwargs)
+        if self.meta_init and len(self.devices) > 1 and not dist.is_initialized() and launched_world() is None:
+            self._meta.check_sent()
+        self.fsdp_blocks, self.mp_policy, self.compile_blocks = parse_blocks(fsdp_blocks), mp_policy, compile_blocks
+        if not isinstance(compile_blocks, (bool, str)):
+            raise ConfigError(f"compile_blocks={compile_blocks!r}; it must be True, False or the name of a backend")
+        self.fsdp_methods = parse_methods(self.unwrap(), fsdp_methods)
+        if self.cpu_offload and all(each.type == "cpu" for each in self.devices):
+            raise ConfigError("cpu_offload=True moves shards from an accelerator to the host, and there is none here; "
+                              "leave it out")  # fmt: skip
+
+    @property
+    def can_save_alone(self) -> bool:  # type: ignore[override]
+        """False where the state lies in parts on several ranks."""
+        return self._world == 1
+
+    @property
+    def pads(self) -> bool:  # type: ignore[override]
+        """True with several ranks, since each forward gathers blocks."""
+        return self._world > 1
+
+    def setup(self) -> None:
+        """Send the parameters outside of the model from rank 0; those of the model are sent as they are sharded."""
+        super().setup()
+        if self._world > 1:
+            broadcast(each for each in self.parameters if not is_sharded(each))
+
+    # ------------------------------------------------------------------------------------------------ the model
+
+    def materialize(self, module: nn.Module) -> None:
+        """Leave a module on the meta device to `wrap_model`; in one process, give it its weights."""
+        if is_meta(module) and self._world > 1:
+            return
+        if is_meta(module):
+            self._meta.fill(module, self.seed)
+        super().materialize(module)
+
+    def wrap_model(self, model: nn.Module) -> Any:
+        """Shard the model in place, once, with the weights of rank 0."""
+        model = super().wrap_model(model)
+        if self._world == 1:
+            self._prepare_alone()
+            return model
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(model, FSDPModule):  # Of an earlier run.
+            self._sharded, self._held = model, self._held or dict(model.named_parameters())
+            return model
+        self._check_model(model)
+        before, on_meta = dict(model.named_parameters()), is_meta(model)
+        if not on_meta:
+            plain = [each for each in model.parameters() if not is_sharded(each)]
+            broadcast([*plain, *(each for each in model.buffers() if each.numel())])
+        self._shard(model)
+        self._sharded = model
+        self._note_replaced(before, dict(model.named_parameters()))
+        if on_meta:
+            self._meta.send(model, self.seed, self.device, self._rank == 0)
+        self._held = dict(model.named_parameters())
+        return model
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse a model that cannot be sharded."""
+        super()._check_model(model)
+        if without_wrappers(model) is not model:
+            raise ConfigError(
+                "torch.compile or DataParallel is around the whole model, whose blocks could then not be "
+                "gathered one at a time; leave it out, and write compile_blocks=True"
+            )
+        check_shardable(model, self.blocks())
+
+    def _shard(self, model: nn.Module) -> None:
+        """Compile and shard each block, the innermost first, and then the rest."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+
+        options: dict[str, Any] = {"mesh": self._data_mesh(), "reshard_after_forward": self.reshard_after_forward}
+        if self.mp_policy is not None:
+            options["mp_policy"] = self.mp_policy
+        if self.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+        for block in sorted(self.blocks().items(), key=lambda item: -item[0].count(".")):
+            self._compile(block[1])
+            fully_shard(block[1], **options)
+        fully_shard(model, **options)
+        for name in self.fsdp_methods:
+            register_fsdp_forward_method(model, name)
+
+    def _compile(self, block: nn.Module) -> None:
+        """Compile a block if it is wanted, before it is sharded."""
+        if self.compile_blocks:
+            block.compile(backend="inductor" if self.compile_blocks is True else self.compile_blocks)
+
+    def _prepare_alone(self) -> None:
+        """In one process, compile the blocks as ranks do, and tell what only ranks do."""
+        if self._is_prepared or len(self.devices) > 1:
+            return
+        self._is_prepared = True
+        for block in self.blocks().values():
+            self._compile(block)
+        if self.mp_policy is not None:
+            _log.warning(
+                "mp_policy is that of sharded parameters, and one process shards none: it computes in the types of the "
+                "parameters. To try the precision here, add AMPAddon with precision='bf16'"
+            )
+
+    def _data_mesh(self) -> Any:
+        """Return the dimensions of the mesh that shard and replicate the model."""
+        names = tuple(name for name in self._mesh().sizes if name in ("replicate", "shard"))
+        mesh = self.build_mesh()
+        return mesh[names] if set(names) < set(mesh.mesh_dim_names) else mesh
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Return the modules that are gathered one at a time, by name.
+
+        Returns
+        -------
+        dict of str to Module
+            Those of ``fsdp_blocks``; by default the repeated children of ``ModuleList``, ``ModuleDict`` and
+            ``Sequential``, the outermost ones.
+        """
+        return choose_blocks(self.unwrap(), self.fsdp_blocks)
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Name the blocks."""
+        lines = super().plan_lines(plan)
+        if plan.world_size == 1:
+            return lines
+        if plan.leaves_out:
+            self._check_padding()
+        found = describe_blocks(self.blocks()) or "none"
+        return [*lines, f"sharded in blocks: {found}; the rest of the model is one more"]
+
+    def plan_memory(self, plan: Any) -> None:
+        """Divide all that belongs to the model."""
+        super().plan_memory(plan)
+        if plan.world_size > 1:
+            for name, _ in self.unwrap().named_parameters():
+                plan.memory.parts[name].divide(0, plan.mesh.get("shard", 1))
+            plan.memory.is_offloaded = self.cpu_offload
+
+    # ------------------------------------------------------------------------------------------------ a step
+
+    def sync_context(self, last: bool) -> AbstractContextManager[None]:
+        """Accumulate whole gradients on this rank, and average shards of them in the last micro-batch."""
+        if self._world > 1:
+            self._sharded.set_requires_gradient_sync(last)
+        return super().sync_context(last)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """In the first step of an epoch, look for parameters that were replaced and forwards that change weights."""
+        inner = super().forward_context()
+        is_first = torch.is_grad_enabled() and not self.progress_checker.epoch_batch
+        if self._world == 1 or self.compile_blocks or not is_first:
+            return inner
+        self._reshard()
+        return shards.forward_keeps_weights(self.unwrap(), self._held, inner)
+
+    def replicas(self) -> dict[str, Tensor]:
+        """Refuse parameters that were replaced, and return those that ranks compare."""
+        if self._world > 1:
+            self._reshard()
+            shards.check_held(self.unwrap(), self._held)
+        return super().replicas()
+
+    def normalize(self, num_targets: list[Any]) -> None:
+        """Average the gradients of parameters outside of the model."""
+        if self._world > 1:
+            shards.check_used(self._held, self.progress_checker.step, self.gather_data)
+            average([each for each in self.parameters if not is_sharded(each)], self._world, self.reduce)
+        super().normalize(num_targets)
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Refuse losses for some parameters each: the backward reaches gathered blocks, not the shards."""
+        if self._world > 1 and (isinstance(loss, Mapping) or "inputs" in kwargs):
+            raise ConfigError(
+                "FSDPAddon differentiates one loss by all parameters, and train_step returned one for each optimizer "
+                "(or backward was given inputs). Return one loss, or train with MultiGPUAddon"
+            )
+        super().backward(loss, **kwargs)
+
+    def on_exception(self, error: BaseException) -> None:
+        """Explain what torch cannot do with parameters that lie in parts."""
+        if self._world > 1:
+            shards.explain_parts(error)
+        super().on_exception(error)
+
+    def unscale(self) -> None:
+        """Let all ranks skip a step in which the float16 gradients of one have overflowed."""
+        super().unscale()
+        scaler = getattr(self, "scaler", None)
+        if self._world > 1 and scaler is not None:
+            for optimizer in self.optimizers.values():
+                for flag in overflow_flags(scaler, optimizer):
+                    flag.copy_(self.reduce(flag).clamp(max=1))
+
+    def zero_grad(self) -> None:
+        """Send the buffers of rank 0 after a step, which may have changed them."""
+        super().zero_grad()
+        if self._world > 1:
+            broadcast(each for each in self.unwrap().buffers() if each.numel())
+
+    # ------------------------------------------------------------------------------ evaluation and state
+
+    def _reshard(self) -> None:
+        """Free the gathered blocks: those that a forward without a backward has left are not gathered again."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.unwrap().modules() if self._world > 1 else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Free the gathered blocks before and after, when other weights may be in the model."""
+        self._reshard()
+        try:
+            with super().evaluation_context():
+                yield
+        finally:
+            self._reshard()
+
+    def model_state(self) -> dict[str, Tensor]:
+        """Return the weights, whole on this rank."""
+        self._reshard()
+        return super().model_state()
+
+    def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Load whole weights, of which each rank keeps its part."""
+        self._reshard()
+        super().load_model_state(weights, strict)
+
+    def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
+        if is_meta(self.unwrap()):
+            self._meta.fill(self.unwrap(), self.seed)
+        super()._take_back(state, rest, loader)

@@ -1,0 +1,83 @@
+"""Models that are made on the meta device, where they need no memory, and get their weights later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zae.common import random_state
+from zae.common.argument_checks import check_model
+from zae.distributed import shards
+from zae.distributed.collectives import broadcast
+from zae.distributed.transfer import find_unpicklable
+from zae.errors import ConfigError
+
+__all__ = ["MetaInit", "is_meta"]
+
+_AS_CLASS = "Task(Net, ...), or Task(functools.partial(Net, width=8), ...)"
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Return whether some tensor of a module is on the meta device."""
+    return any(each.is_meta for each in (*module.parameters(), *module.buffers()))
+
+
+class MetaInit:
+    """What makes a model: it is called on the meta device first, and for the weights later."""
+
+    def __init__(self, factory: Any) -> None:
+        if isinstance(factory, nn.Module) or not callable(factory):
+            raise ConfigError(f"meta_init=True needs what makes the model, its class or a function: {_AS_CLASS}")
+        self.factory: Any = factory
+
+    @classmethod
+    def in_place_of_model(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[MetaInit, tuple[Any, ...], Any]:
+        """Return what makes the model, and the arguments of a trainer with `make_empty` as their model."""
+        made = cls(args[0] if args else kwargs.get("model"))
+        if args:
+            return made, (made.make_empty, *args[1:]), kwargs
+        return made, (), {**kwargs, "model": made.make_empty}
+
+    def make_empty(self) -> nn.Module:
+        """Return a model without weights."""
+        with torch.device("meta"):
+            made: nn.Module = self.factory()
+        return made
+
+    def check_sent(self) -> None:
+        """Refuse a factory that processes which ``run`` starts cannot be sent."""
+        if find_unpicklable(self.factory, "model") is not None:
+            raise ConfigError(
+                "meta_init=True calls model again in the processes that run() starts, and a function is found there "
+                f"only by its name at the top level of a module; write {_AS_CLASS}, or start with torchrun"
+            )
+
+    def make(self, seed: int | None) -> nn.Module:
+        """Return the model that one process makes."""
+        return check_model(self.factory, random_state.isolated() if seed is None else random_state.seeded(seed))
+
+    def fill(self, module: nn.Module, seed: int | None) -> None:
+        """Put new parameters and buffers into a module that was made empty."""
+        for own, other in zip(module.modules(), self.make(seed).modules(), strict=True):
+            own._parameters.update(other._parameters)
+            own._buffers.update(other._buffers)
+
+    def send(self, module: nn.Module, seed: int | None, device: torch.device, is_main: bool) -> None:
+        """Give a sharded module the weights that rank 0 makes, one tensor after another; all ranks call it."""
+        made = self.make(seed) if is_main else None
+        module.to_empty(device=device)
+        sources = {} if made is None else {**dict(made.named_parameters()), **dict(made.named_buffers())}
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            _send(tensor, sources.get(name), device)
+
+
+@torch.no_grad()
+def _send(tensor: Tensor, source: Tensor | None, device: torch.device) -> None:
+    """Copy into a tensor of all ranks, which may be sharded, what rank 0 has."""
+    value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if source is not None:
+        value.copy_(source)
+    broadcast([value] if value.numel() else [])
+    tensor.copy_(shards.like(value, tensor))

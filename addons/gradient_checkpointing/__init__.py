@@ -1,0 +1,1 @@
+"""Activation checkpointing: compute activations again in the backward."""

@@ -1,0 +1,1 @@
+"""The Trainer of Transformers: its arguments, data, evaluation and Hub."""

@@ -1,0 +1,300 @@
+"""Train the models and datasets of Transformers users, with the arguments of their Trainer."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from zae.addon import AddOnBase
+from zae.addons.huggingface import length, optimizers
+from zae.addons.huggingface.data import DatasetsPart
+from zae.addons.huggingface.evaluation import EvaluationPart
+from zae.addons.huggingface.saving import SavingPart
+from zae.addons.huggingface.training import LossPart, train_output
+from zae.compose.calls import explained_call
+from zae.compose.options import options_of
+from zae.errors import ConfigError, OptionError
+from zae.search.huggingface import ModelInit
+
+_log = logging.getLogger("zae")
+OPTIMIZER_ARGUMENTS = (
+    "optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args",
+)  # fmt: skip
+SCHEDULE_ARGUMENTS = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+
+__all__ = ["HuggingFaceAddon"]
+
+
+class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOnBase):
+    """Train a model of Transformers on datasets: the steps, the loaders, and ``train()``.
+
+    ``Trainer.add_on(HuggingFaceAddon)`` is a whole trainer: the loss is that of the model, or of ``compute_loss``,
+    which a class of yours may override as it does in Transformers. Options have the names of ``transformers.Trainer``
+    and ``TrainingArguments``. Where your class has a ``train_step`` or ``test_step``, that one is called.
+
+    ``args=TrainingArguments(...)`` is taken too, or a dict of them: the class gets the add-ons that they ask for, and a
+    warning names those without effect.
+
+    ``optimizer_cls_and_kwargs=(AdamW, {"lr": 1e-3})`` is taken in the place of ``optim``. A ``scheduler`` is stepped
+    after each optimizer step, as Transformers steps it: for one that counts epochs, give
+    ``scheduler_step_on_batch=False``.
+
+    Batches weigh by their targets: with gradient accumulation and on several ranks, each label that is not -100 has
+    the same weight, as with ``num_items_in_batch`` of Transformers.
+
+    Parameters
+    ----------
+    model_init : callable, optional
+        Makes the model; in place of ``model``.
+    num_train_epochs : float
+        Epochs that ``train()`` trains.
+    max_steps : int
+        Optimizer steps that ``train()`` takes, whatever ``num_train_epochs`` says; -1 means no limit.
+    eval_strategy : {"no", "steps", "epoch"}
+        When ``train()`` evaluates.
+    eval_steps : int, optional
+        Steps between evaluations, with ``eval_strategy="steps"``; below 1, the share of the run. The last step is
+        evaluated too. 500 by default.
+    eval_delay : float
+        Epochs or steps, as ``eval_strategy`` says, before the first evaluation.
+    eval_on_start : bool
+        Evaluate before the first step.
+    load_best_model_at_end : bool
+        Load the weights of the best evaluation when ``train()`` ends; needs StateManagerAddon.
+    optim : str, optional
+        The optimizer by its name in Transformers; None is the default of the installed version, AdamW. Biases and
+        norms have no weight decay. It is made where no ``optimizer`` is given.
+    learning_rate : float
+        The largest rate.
+    weight_decay : float
+        Its weight decay.
+    adam_beta1 : float
+        The first coefficient of Adam's averages.
+    adam_beta2 : float
+        The second one.
+    adam_epsilon : float
+        Adam's epsilon.
+    optim_args : str, optional
+        More arguments of the optimizer, for instance ``"momentum=0.9"``.
+    lr_scheduler_type : str
+        The schedule by its name in Transformers, where neither ``optimizer`` nor ``scheduler`` is given.
+    lr_scheduler_kwargs : dict, optional
+        What this schedule takes beside the steps.
+    warmup_steps : float
+        Steps of warm-up; below 1, the share of the run.
+    max_grad_norm : float
+        The ``gradient_clip`` where that is not given; 0 does not clip.
+
+    Raises
+    ------
+    ConfigError
+        An option is invalid, or a dataset is missing.
+    StepError
+        The model returned no loss.
+
+    Examples
+    --------
+    >>> from transformers import BertConfig, BertForSequenceClassification
+    >>> from zae import Trainer
+    >>> from zae.addons import HuggingFaceAddon
+    >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    >>> model = BertForSequenceClassification(BertConfig(vocab_size=32, **sizes))
+    >>> data = [{"input_ids": [2, 5 + i, 3], "labels": i % 2} for i in range(16)]
+    >>> trainer = Trainer.add_on(HuggingFaceAddon)(
+    ...     model, "cpu", train_dataset=data, eval_dataset=data, num_train_epochs=2, learning_rate=1e-3)
+    >>> trainer.train().global_step
+    4
+    """
+
+    layer = "model"
+    rank_state_attributes = ("_loss_sum",)
+    process_attributes: ClassVar[Mapping[str, Any]] = {"_last_step": 0}  # Of a run that ends within an epoch.
+
+    def __init__(
+        self,
+        *args: Any,
+        model_init: Callable[[], Any] | None = None,
+        num_train_epochs: float = 3.0,
+        max_steps: int = -1,
+        eval_strategy: str = "no",
+        eval_steps: float | None = None,
+        eval_delay: float = 0,
+        eval_on_start: bool = False,
+        load_best_model_at_end: bool = False,
+        optim: str | None = None,
+        learning_rate: float = 5e-5,
+        weight_decay: float = 0.0,
+        adam_beta1: float = 0.9,
+        adam_beta2: float = 0.999,
+        adam_epsilon: float = 1e-8,
+        optim_args: str | None = None,
+        lr_scheduler_type: str = "linear",
+        lr_scheduler_kwargs: Mapping[str, Any] | None = None,
+        warmup_steps: float = 0,
+        max_grad_norm: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_init, self.num_train_epochs, self.max_steps = model_init, num_train_epochs, max_steps
+        self._loss_sum, self._last_step = torch.zeros(()), 0
+        self.eval_strategy, self.eval_steps, self.eval_delay = eval_strategy, eval_steps or 500, eval_delay
+        self.eval_on_start, self.load_best_model_at_end = eval_on_start, load_best_model_at_end
+        if eval_strategy not in ("no", "steps", "epoch"):
+            raise ConfigError(f"eval_strategy={eval_strategy!r}; write 'no', 'steps' or 'epoch'")
+        if load_best_model_at_end and not hasattr(self, "restore_best"):
+            raise ConfigError(
+                "load_best_model_at_end=True needs the best checkpoint; write Trainer.add_on(HuggingFaceAddon, "
+                "StateManagerAddon)(..., save_path=folder)"
+            )
+
+    @classmethod
+    def make_from(cls, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Make a trainer of ``args=TrainingArguments(...)``, with the add-ons that these need.
+
+        They may be the second argument, as in Transformers, a dict, or a file. What has no effect here is a warning.
+        """
+        given, positional, known = dict(options), list(args), list(options_of(cls))
+        second = positional[1] if len(positional) > 1 and known[1] == "device" else None
+        if isinstance(second, Mapping) or hasattr(second, "per_device_train_batch_size"):
+            given["args"] = positional.pop(1)
+        arguments = None if "args" in known else given.pop("args", None)  # A class may have such an option itself.
+        if arguments is None:
+            return super().make_from(args, options)
+        if len(positional) > 1:
+            raise OptionError("name what is given beside args: model, args=..., device=..., train_dataset=...")
+        from zae.addons.huggingface.transformers import from_arguments
+
+        carried = from_arguments(arguments)
+        trainer = carried.trainer(cls, *(positional or (given.pop("model", None),)), **given)
+        trainer.args = carried.args
+        if carried.report:
+            _log.warning("%s", carried.report)
+        return trainer
+
+    @classmethod
+    def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace the options that stand for others: ``model_init``, ``tokenizer`` and ``group_by_length``."""
+        given = dict(super().expand_options(options))
+        if (model_init := given.get("model_init")) is not None:
+            if given.get("model") is not None:
+                raise OptionError("model and model_init are both given; keep one of them")
+            given["model"] = given["model_init"] = ModelInit(model_init, options)
+        if (tokenizer := given.pop("tokenizer", None)) is not None:
+            warnings.warn("tokenizer= is now processing_class=; use that name", DeprecationWarning, stacklevel=3)
+            given.setdefault("processing_class", tokenizer)
+        if given.pop("group_by_length", False):
+            given["train_sampling_strategy"] = "group_by_length"
+        if given.get("mode", "train") != "train":
+            return given
+        beside = [name for name in ("optimizer_cls_and_kwargs", *OPTIMIZER_ARGUMENTS) if name in given]
+        if given.get("optimizer") is not None and beside:
+            raise OptionError(
+                f"{beside[0]}={given[beside[0]]!r} is given beside optimizer, which has its own settings; leave one "
+                "of them out"
+            )
+        made = _recipe(given)
+        given.pop("optimizer_cls_and_kwargs", None)
+        return {**given, **made}
+
+    def on_step_end(self, outputs: Sequence[Any]) -> None:
+        """Add the loss of the step to the sum of which ``train()`` returns the mean; evaluate a cut epoch."""
+        super().on_step_end(outputs)
+        losses = [output.loss.detach() * output.weight for output in outputs if isinstance(output.loss, torch.Tensor)]
+        if losses:  # Several optimizers have a loss each, and no sum.
+            self._loss_sum = self._loss_sum + sum(losses) / sum(output.weight for output in outputs)
+        if self.progress_checker.step == self._last_step:
+            self.request("validate")
+
+    def on_run_end(self) -> None:
+        """Take the mean over the ranks of the sum of losses."""
+        self._loss_sum = self.reduce(self._loss_sum) / self.world_size
+        super().on_run_end()
+
+    @explained_call("train(), or train(resume_from_checkpoint=True)")
+    def train(self, resume_from_checkpoint: Any = None) -> Any:
+        """Train on ``train_dataset``, as long as ``num_train_epochs`` or ``max_steps`` say.
+
+        Parameters
+        ----------
+        resume_from_checkpoint : str, Path or bool, optional
+            A checkpoint to continue from; True takes the newest one of ``save_path``.
+
+        Returns
+        -------
+        transformers.trainer_utils.TrainOutput
+            ``global_step``, ``training_loss`` (the mean over the steps) and ``metrics``: ``train_runtime``,
+            ``train_samples_per_second``, ``train_steps_per_second``, ``train_loss`` and ``epoch``.
+        """
+        if resume_from_checkpoint:
+            if not hasattr(self, "resume_from"):
+                raise ConfigError(
+                    f"train(resume_from_checkpoint={resume_from_checkpoint!r}) needs checkpoints, and this trainer "
+                    "keeps none; write Trainer.add_on(HuggingFaceAddon, StateManagerAddon)(..., save_path=folder)"
+                )
+            self.resume_from(resume_from_checkpoint)
+        loader = self.get_train_dataloader()
+        started, batches = time.time(), self.progress_checker.batch
+        self._last_step = 0 if self.eval_strategy != "epoch" else length.cut_at(self, self.steps_in(loader))
+        length.train(self, self, loader)
+        progress = self.progress_checker  # A resumed run has another one.
+        samples = (progress.batch - batches) * self.loading.train_batch_size * self.data_size
+        epoch = progress.epoch + progress.epoch_step / (self.steps_in(loader) or progress.epoch_step or 1)
+        return train_output(started, samples, progress.step, float(self._loss_sum) / max(progress.step, 1), epoch)
+
+    def hyperparameter_search(self, *args: Any, folder: Any = None, **kwargs: Any) -> Any:
+        """Search for the best options, as ``transformers.Trainer.hyperparameter_search`` does.
+
+        Each trial is a new trainer with the options of this one and the parameters in their place. This trainer is not
+        trained: build the best one of ``BestRun.hyperparameters``.
+
+        Parameters
+        ----------
+        *args, **kwargs : object
+            Those of `zae.search.hyperparameter_search` after ``folder``: ``hp_space``, ``compute_objective``,
+            ``n_trials``, ``direction``, ``backend``, ``hp_name`` and optuna's.
+        folder : str or Path, optional
+            Where the search is: give one to continue it after an interruption. By default a new one in ``save_path``,
+            or in ``trainer_output``.
+
+        Returns
+        -------
+        BestRun, or list of them
+            ``run_id``, ``objective``, ``hyperparameters`` and ``run_summary``, the table of all trials.
+
+        Raises
+        ------
+        ConfigError
+            The trainer has no ``model_init``.
+        """
+        from zae import search
+
+        if not isinstance(self.model_init, ModelInit):
+            raise ConfigError(
+                "hyperparameter_search makes a new model for each trial; give model_init=..., a function, in the place "
+                "of the model"
+            )
+        place = search.new_folder(getattr(self, "save_path", "trainer_output")) if folder is None else folder
+        make = self.model_init.trainer_of(type(self))
+        return search.hyperparameter_search(make, HuggingFaceAddon._train_and_evaluate, place, *args, **kwargs)
+
+    def _train_and_evaluate(self) -> Any:
+        """Train, and evaluate what no validation has."""
+        self.train()
+        return self.history.test_metrics or self.evaluate()
+
+
+def _recipe(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is not given of the optimizer, the schedule and the clipping, as Transformers would have it."""
+    made: dict[str, Any] = {"gradient_clip": given.get("max_grad_norm", 1.0), "scheduler_step_on_batch": True}
+    if given.get("optimizer") is None:
+        optimizer = {name: given[name] for name in OPTIMIZER_ARGUMENTS if name in given}
+        schedule = {name: given[name] for name in SCHEDULE_ARGUMENTS if name in given}
+        factory = replace(optimizers.optimizer(**optimizer), cls_and_kwargs=given.get("optimizer_cls_and_kwargs"))
+        made |= {"optimizer": factory, "scheduler": optimizers.schedule(**schedule)}
+    return {name: given.get(name, value) for name, value in made.items()}

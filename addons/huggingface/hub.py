@@ -1,0 +1,438 @@
+"""Save a model as a folder for ``from_pretrained``, and upload such folders to the Hugging Face Hub.
+
+``training_args.bin`` of Transformers is a pickle: to load it runs code, and it contains the token. Here the arguments
+are ``training_args.json``, without tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from zae.checkpoint.filesystem import MANIFEST, make_directory, not_saved, replace_file
+from zae.checkpoint.folder import save_weights
+from zae.checkpoint.manifest import is_whole
+from zae.checkpoint.tensor_bytes import byte_count
+from zae.common.redact import redact
+from zae.errors import CheckpointError, ConfigError, did_you_mean, kind_of, printable
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = [
+    "Push",
+    "Uploader",
+    "check_metadata",
+    "has_file_suffix",
+    "log_metrics",
+    "model_exists",
+    "save_folder",
+    "save_metrics",
+]
+
+_log = logging.getLogger("zae")
+STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
+ARGUMENTS, METADATA, WEIGHTS = "training_args.json", "zae.json", "model.safetensors"
+_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_FILES = re.compile(r"\.(safetensors|ckpt|pth?|bin|h5|onnx|pkl|pickle|npz|json|zip|tar|gz|msgpack)")
+_SECONDS = 600.0  # How long an upload waits for a checkpoint that another thread writes.
+
+
+# ------------------------------------------------------------------------------------------------- a folder
+
+
+def has_file_suffix(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is that of a file of weights: ``v1.5`` is a folder, and ``model.bin`` a file."""
+    return _FILES.fullmatch(Path(path).suffix.lower()) is not None and not Path(path).is_dir()
+
+
+def save_folder(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    *,
+    processing_class: Any = None,
+    arguments: Any = None,
+    metadata: Mapping[str, Any],
+) -> Path:
+    """Save a model as ``save_pretrained`` does, with its tokenizer, the arguments and the metadata.
+
+    Each file is written under a hidden name and then renamed, the weights last; weights of an earlier save with another
+    number of files are removed. A module without ``save_pretrained`` becomes ``model.safetensors``.
+    """
+    folder = make_directory(Path(os.path.abspath(os.path.expanduser(folder))))
+    texts = {METADATA: json.dumps(redact(_plain(metadata)), indent=2)}
+    if arguments is not None:
+        texts[ARGUMENTS] = json.dumps(redact(_plain(_as_dict(arguments))), indent=2)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".staging-", dir=folder) as made:
+            staging = Path(made)
+            with _without_bars():
+                if (save := getattr(model, "save_pretrained", None)) is not None:
+                    cast("Any", save)(staging, state_dict=dict(weights))
+                else:
+                    save_weights(staging / WEIGHTS, weights, {"format": "pt"})
+                if processing_class is not None:
+                    processing_class.save_pretrained(staging)
+            for name, text in texts.items():
+                (staging / name).write_text(text + "\n", encoding="utf-8")
+            _move_files(staging, folder)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise not_saved(folder, error, byte_count(*weights.values())) from None
+    return folder
+
+
+def _move_files(staging: Path, folder: Path) -> None:
+    """Rename what was staged to its place, and remove weights of an earlier save."""
+    found = sorted((each for each in staging.rglob("*") if each.is_file()), key=lambda each: _is_weights(each.name))
+    for each in found:
+        with open(each, "rb") as file:
+            os.fsync(file.fileno())
+        target = folder / each.relative_to(staging)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(each, target)
+    names = {each.name for each in found}
+    for each in folder.iterdir():
+        if _is_weights(each.name) and each.name not in names:
+            each.unlink()
+
+
+def _is_weights(name: str) -> bool:
+    return _WEIGHTS.fullmatch(name) is not None
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep Transformers from drawing a bar for each file that it writes."""
+    from transformers.utils import logging as bars
+
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+
+
+def model_exists(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder contains a whole model: of ``save_pretrained``, of PEFT, or a checkpoint of zae."""
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        return False
+    if (folder / MANIFEST).is_file():
+        return is_whole(folder)
+    for prefix, config in {"model": "config.json", "adapter_model": "adapter_config.json"}.items():
+        index = folder / f"{prefix}.safetensors.index.json"
+        files = [f"{prefix}.safetensors"]
+        if index.is_file():
+            with contextlib.suppress(ValueError, OSError, KeyError, AttributeError):
+                files = [*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()]
+        if all((folder / name).is_file() for name in (config, *files)):
+            return True
+    return (folder / "config.json").is_file() and (folder / "pytorch_model.bin").is_file()
+
+
+def describe_model(model: nn.Module, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a model: versions, its class, what it was made from, and the user's."""
+    import transformers
+
+    import zae
+
+    base = getattr(getattr(model, "config", None), "_name_or_path", None) or None
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        base = getattr(config, "base_model_name_or_path", None) or base
+    versions = {"zae_version": zae.__version__, "transformers_version": transformers.__version__}
+    about = {"torch_version": torch.__version__, "model_class": type(model).__name__, "base_model": base}
+    return {"library_name": "zae", **versions, **about, **more}
+
+
+def check_metadata(metadata: Any) -> None:
+    """Refuse metadata that JSON cannot hold, before anything is written."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise ConfigError(f"metadata={metadata!r:.60}; write a dict")
+    _check_json("metadata", metadata or {})
+
+
+def _check_json(where: str, value: Any) -> None:
+    """Refuse a value, or one inside it, that JSON would change or cannot hold; an array's number is a number."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{where} has the key {key!r}, and JSON has text as keys; write {str(key)!r}")
+            _check_json(f"{where}[{key!r}]", each)
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            _check_json(f"{where}[{index}]", each)
+    else:
+        plain = _number_of(value)
+        is_kept = isinstance(plain, (str, int, float, type(None)))
+        if not is_kept or (isinstance(plain, float) and not math.isfinite(plain)):
+            raise ConfigError(
+                f"{where} is {value!r:.60}, of {kind_of(value)}, which JSON cannot hold; give text, a number, True or "
+                "False, None, or a list or dict of them, for instance str(value)"
+            )
+
+
+def _as_dict(arguments: Any) -> dict[str, Any]:
+    """Return arguments as a dict; ``TrainingArguments.to_dict`` leaves its tokens out."""
+    return dict(arguments if isinstance(arguments, Mapping) else arguments.to_dict())
+
+
+def _number_of(value: Any) -> Any:
+    """Return the number in an array of one; anything else as it is."""
+    if hasattr(value, "item"):
+        with contextlib.suppress(ValueError, RuntimeError):  # An array of several numbers.
+            return value.item()
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: what is not plain becomes its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(each) for each in value]
+    value = _number_of(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------- metrics
+
+
+def save_metrics(folder: Path, split: str, metrics: Mapping[str, Any], combined: bool) -> Path:
+    """Write ``<split>_results.json``, and with ``combined`` add the metrics to ``all_results.json``."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"save_metrics({split!r}, ...) was given {type(metrics).__name__}; give the dict of evaluate()"
+        )
+    path = folder / f"{split}_results.json"
+    _write_json(path, metrics)
+    if combined:
+        everything = folder / "all_results.json"
+        known: Any = {}
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            known = json.loads(everything.read_text(encoding="utf-8"))
+        _write_json(everything, {**(known if isinstance(known, dict) else {}), **metrics})
+    return path
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    text = json.dumps(_plain(values), indent=4, sort_keys=True).encode()
+    replace_file(path, lambda write: write(text), len(text))
+
+
+def log_metrics(split: str, metrics: Mapping[str, Any]) -> str:
+    """Return metrics as the lines that Transformers prints."""
+    from transformers.trainer_pt_utils import metrics_format
+
+    texts = {str(key): str(value) for key, value in sorted(metrics_format(dict(metrics)).items())}
+    key_width, width = (max(map(len, each), default=0) for each in (texts, texts.values()))
+    rows = [f"  {key: <{key_width}} = {text:>{width}}" for key, text in texts.items()]
+    return "\n".join([f"***** {split} metrics *****", *rows])
+
+
+# ------------------------------------------------------------------------------------------------- the Hub
+
+
+class Push(NamedTuple):
+    """One upload: a model folder, a checkpoint beside it under this name, and its message."""
+
+    folder: Path
+    message: str
+    checkpoint: Path | None = None
+    checkpoint_name: str = ""
+
+
+class _Secret:
+    """A token that no text, log or comparison shows."""
+
+    def __init__(self, value: str | None) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "None" if self.value is None else "'***'"
+
+
+class Uploader:
+    """Upload folders to one repository of the Hub, one at a time in a thread; a failed upload ends no run.
+
+    Parameters
+    ----------
+    repo_id : str
+        The repository; it is created with the first upload.
+    strategy : str
+        When to upload; one of `STRATEGIES`.
+    token : str, optional
+        Else that of ``hf auth login``, or of HF_TOKEN.
+    private : bool, optional
+        Whether a new repository is private.
+    revision : str, optional
+        The branch.
+    api : HfApi, optional
+        The client; by default one of ``huggingface_hub``.
+    """
+
+    def __init__(
+        self,
+        repo_id: str,
+        strategy: str = "every_save",
+        token: str | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        api: Any = None,
+    ) -> None:
+        strategy = str(getattr(strategy, "value", strategy))
+        if strategy not in STRATEGIES:
+            near = did_you_mean(strategy, STRATEGIES)
+            raise ConfigError(f"hub_strategy={strategy!r}; write one of {', '.join(STRATEGIES)}{near}")
+        self.repo_id, self.strategy, self.private, self.revision = str(repo_id), strategy, private, revision
+        self._token, self._api = _Secret(token), api
+        self._thread: threading.Thread | None = None
+        self._pending: Push | None = None  # What failed, or came while another upload was on its way.
+        self._ending = threading.Event()
+        self._has_warned = self._has_repo = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy, which has no upload on its way."""
+        return {**vars(self), "_thread": None, "_ending": None, "_pending": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state, _ending=threading.Event())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an upload is on its way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, push: Push) -> bool:
+        """Begin an upload in a thread; while another one is on its way, keep this one for the end instead."""
+        if self.is_busy:
+            self._pending = push
+            return False
+        self._pending = None
+        self._thread = threading.Thread(target=self._attempt, args=(push,), name="zae-hub", daemon=True)
+        self._thread.start()
+        return True
+
+    def replaced(self, folder: Path, token: str | None, revision: str | None, private: bool | None) -> Uploader:
+        """Return an uploader with other settings, or this one if no setting is given."""
+        if not self.repo_id:
+            self.repo_id = folder.absolute().name
+        if token is None and revision is None and private is None:
+            return self
+        token, revision = token or self._token.value, revision or self.revision
+        private = self.private if private is None else private
+        return Uploader(self.repo_id, self.strategy, token, private, revision, self._api)
+
+    def wait(self) -> None:
+        """Wait for the upload on its way."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self) -> None:
+        """Wait for the upload on its way, and make what failed or was left out; warn if that fails too."""
+        self._ending.set()
+        self.wait()
+        push, self._pending, self._thread = self._pending, None, None
+        if push is not None:
+            try:
+                self.upload(push)
+            except Exception as error:
+                said = "%s was not uploaded to %s: %s. It is in %s; upload it with trainer.push_to_hub()"
+                _log.warning(said, push.message, self.repo_id, self._describe(error), push.folder)
+        self._ending.clear()
+
+    def abandon(self) -> None:
+        """Forget the uploads: the run has ended by an error."""
+        self._ending.set()
+        self._thread = self._pending = None
+        self._ending = threading.Event()
+
+    def upload(self, push: Push) -> Any:
+        """Upload now, and return what the client returns."""
+        client, token = self._client(), self._token.value
+        if push.checkpoint is not None:
+            self._await(push.checkpoint)
+        if not self._has_repo:
+            made = client.create_repo(self.repo_id, token=token, private=self.private, exist_ok=True)
+            self.repo_id, self._has_repo = str(getattr(made, "repo_id", self.repo_id)), True
+        with _snapshot(push) as folder:
+            options = {"commit_message": push.message, "token": token, "revision": self.revision}
+            return client.upload_folder(repo_id=self.repo_id, folder_path=str(folder), **options)
+
+    def explain(self, error: Exception, push: Push) -> CheckpointError:
+        """Return the error for an upload that the user asked for."""
+        return CheckpointError(
+            f"{push.folder} was not uploaded to {self.repo_id}: {self._describe(error)}. Check hub_model_id, hub_token "
+            "and the network, and call push_to_hub() again"
+        )
+
+    def _attempt(self, push: Push) -> None:
+        """Upload in the thread; what fails is tried again at the end."""
+        try:
+            self.upload(push)
+        except Exception as error:
+            self._pending = self._pending or push
+            if not self._has_warned:
+                self._has_warned = True
+                said = "%s was not uploaded to %s: %s; training continues, and it is tried again when the run ends"
+                _log.warning(said, push.message, self.repo_id, self._describe(error))
+
+    def _describe(self, error: Exception) -> str:
+        text = redact(f"{type(error).__name__}: {error}", [self._token.value or ""])
+        return printable(" ".join(text.split()))[:300]
+
+    def _client(self) -> Any:
+        if self._api is None:
+            try:
+                from huggingface_hub import HfApi
+            except ImportError as error:
+                raise ConfigError("push_to_hub needs huggingface_hub: pip install zae[hf]") from error
+            return HfApi(library_name="zae")
+        return self._api
+
+    def _await(self, checkpoint: Path) -> None:
+        """Wait until a checkpoint that another thread writes is whole."""
+        ends = time.monotonic() + _SECONDS
+        while not is_whole(checkpoint):
+            if time.monotonic() > ends or (self._ending.wait(0.05) and not checkpoint.exists()):
+                raise CheckpointError(f"{checkpoint} is not there; it was removed, or not saved")
+
+
+@contextlib.contextmanager
+def _snapshot(push: Push) -> Iterator[Path]:
+    """Yield a folder with the files to upload, as they are now: later saves replace files, and remove checkpoints."""
+    with tempfile.TemporaryDirectory(prefix=".hub-", dir=push.folder) as made:
+        _link(push.folder, Path(made), (each for each in push.folder.iterdir() if each.is_file()))
+        if push.checkpoint is not None:
+            target = Path(made) / push.checkpoint_name
+            target.mkdir()
+            _link(push.checkpoint, target, push.checkpoint.iterdir())
+        yield Path(made)
+
+
+def _link(folder: Path, target: Path, files: Iterable[Path]) -> None:
+    """Link the visible files into another folder of the same disk, or copy them where there are no links."""
+    for each in files:
+        if each.name.startswith((".", "_")):
+            continue
+        try:
+            os.link(each, target / each.name)
+        except OSError:
+            shutil.copy2(each, target / each.name)

@@ -1,0 +1,1 @@
+"""The record of every step, to compare two runs."""

@@ -1,0 +1,93 @@
+"""What a ledger notes of a step: settings of the optimizers, and a hash for each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zae import optim
+from zae.common.fingerprint import fingerprints
+from zae.common.model_weights import named_parameters
+
+__all__ = [
+    "gradient_hashes",
+    "hash_each",
+    "note_settings",
+    "settings_of",
+    "state_hashes",
+    "weight_hashes",
+]
+
+
+def hash_each(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Return the hash of each tensor, by its name; what is not a tensor is left out."""
+    found = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
+    return {name: f"{value % 2**64:016x}" for name, value in zip(found, fingerprints(found.values()))}
+
+
+def weight_hashes(model: nn.Module) -> dict[str, str]:
+    """Return a hash for each weight and buffer of a model."""
+    return hash_each({f"weight:{name}": each for name, each in model.state_dict().items()})
+
+
+def gradient_hashes(model: nn.Module) -> dict[str, str]:
+    """Return a hash for each gradient, the last layer first, as a backward computes them."""
+    parameters = reversed(named_parameters(model).items())
+    return hash_each({f"gradient:{name}": each.grad for name, each in parameters})
+
+
+def state_hashes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
+    """Return a hash for each tensor that an optimizer keeps for a parameter."""
+    found = dict[str, Any]()
+    for name, parameter in named_parameters(model).items():
+        for optimizer in optimizers.values():
+            if parameter in optimizer.state:  # Looking a key up would add it.
+                found |= {f"{key}:{name}": each for key, each in optimizer.state[parameter].items()}
+    return hash_each(found)
+
+
+def settings_of(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    """Return the learning rates and the other numeric settings of each group."""
+    others = {
+        name: [
+            {key: _plain(value) for key, value in group.items() if key not in ("params", "lr") and _is_plain(value)}
+            for group in optimizer.param_groups
+        ]
+        for name, optimizer in optimizers.items()
+    }
+    return {"lr": optim.learning_rates(optimizers), "settings": others}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a setting is a number, or a few of them."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    return value.item() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def note_settings(optimizers: Mapping[str, Optimizer], noted: dict[str, Any]) -> Iterator[None]:
+    """Note the settings again when each optimizer steps, as ``step_one`` may change them before."""
+
+    def note(name: str) -> None:
+        now = settings_of(optimizers)
+        own = {key for key in now["lr"] if len(optimizers) == 1 or key.split("/")[1] == name}
+        noted["lr"] |= {key: now["lr"][key] for key in own}
+        noted["settings"][name] = now["settings"][name]
+
+    hooks = [each.register_step_pre_hook(lambda *_, name=name: note(name)) for name, each in optimizers.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,1 @@
+"""Loggers: where metrics, images and files of a run go."""

@@ -1,0 +1,1 @@
+"""LoRA and other adapters of PEFT."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the layers of a model in stages on several devices."""

@@ -1,0 +1,375 @@
+"""Pipeline parallel training: each rank computes some stages of the model, on parts of each batch in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zae.addons.distributed import DistributedAddon
+from zae.addons.pipeline import parts
+from zae.addons.pipeline.arrangement import Arrangement, check_split
+from zae.addons.pipeline.chain import Chain
+from zae.addons.pipeline.runner import Place, Runner, StagedModel
+from zae.addons.pipeline.schedules import Schedule
+from zae.common.argument_checks import check_count
+from zae.data.rows import Found
+from zae.display.text import format_size
+from zae.distributed.blocks import check_tables
+from zae.distributed.collectives import all_reduce, average, broadcast
+from zae.errors import ConfigError
+from zae.loop.addon_state import ALONE, gather_tensors, is_in_mode
+from zae.loop.step_output import explain_failure, read_output
+from zae.optim import as_dict
+
+__all__ = ["PipelineAddon"]
+
+
+class PipelineAddon(DistributedAddon):
+    """Divide the model into stages, which several devices compute in turn on parts of each batch.
+
+    Each rank holds the parameters, gradients and optimizer states of its stages, and sends activations to the rank with
+    the next one. A batch is divided into micro-batches, so that the stages compute at the same time, in the order of a
+    schedule of ``torch.distributed.pipelining``. The batch size of the loader is that of the step; with
+    ``mesh={"replicate": 2, "pipeline": 2}`` two pipelines of two ranks train on different samples, as `MultiGPUAddon`
+    does.
+
+    ``train_step`` stays as it is. It calls ``self.model(...)`` once. On each rank it runs up to this call, for the
+    inputs of the model; on the rank with the last stage it runs again for each micro-batch, where the call returns what
+    the model has computed. So what comes before the call must not change anything outside. Losses and metrics of the
+    micro-batches are averaged by samples, or by ``num_targets``, and are equal on all ranks; other values that
+    ``train_step`` returns are kept with ``keep_train_outputs=True`` alone. ``test_step`` and ``predict_step`` are
+    called in the same way. Checkpoints, ``state_dict`` and ``save_model`` contain whole tensors under the names of the
+    plain model: they load into one process, another number of stages, and any other engine. All ranks call these
+    methods, and ``evaluate``.
+
+    Weights are those of one process up to the order of summation, where each sample is computed for itself. Dropout
+    draws from a stream of its stage and micro-batch: its masks are those of no other number of stages or micro-batches,
+    and the same with each schedule.
+
+    Parameters
+    ----------
+    split : list of str, int or callable, optional
+        The modules that begin the second stage and later ones, by path: ``["layers.4"]``. Or the number of stages,
+        which are then balanced by parameters, as without it. Or a function of the model and the number of stages,
+        which returns their modules in order; each is called with what the one before returns.
+    pipeline_schedule : str, type or callable
+        "GPipe" or "1F1B", with one stage on each rank; "Interleaved1F1B", "LoopedBFS" or "InterleavedZeroBubble", with
+        several; "ZBVZeroBubble" or "DualPipeV", with two. Or a schedule class of torch, or a function of the stages of
+        a rank, the number of micro-batches and the loss function.
+    pipeline_microbatches : int, optional
+        How many parts a batch is divided into; by default as many as there are stages. The batch size must be a
+        multiple of it; a shorter last batch is filled up with rows that weigh nothing.
+    stages_per_rank : int, optional
+        How many stages a rank has; by default what the schedule needs, or follows from ``split``.
+
+    Raises
+    ------
+    ConfigError
+        An option is invalid, or the model or the composition cannot be divided into stages.
+    StepError
+        A step does not call the model once, or returns what cannot be put together.
+    DistributedError
+        As for `MultiGPUAddon`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae import Trainer
+    >>> from zae.addons import PipelineAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> cls = Task.add_on(PipelineAddon)
+    >>> trainer = cls(model, ["cpu", "cpu"], optimizer=optimizer, split=["2"], pipeline_microbatches=4)
+    >>> len(trainer.devices)
+    2
+    """
+
+    slot = "parallel.pipeline"
+    mesh_dimensions = ("replicate", "pipeline")
+    process_attributes = {"_runner": None, "_chain": None}
+    excludes = {
+        "MultiGPUAddon": "pipelines average their gradients themselves; leave MultiGPUAddon out, and write "
+        "mesh={'replicate': 2, 'pipeline': 2}",
+        "FSDPAddon": "the stages of a pipeline are not sharded; take one of them, or several pipelines: "
+        "mesh={'replicate': 2, 'pipeline': 2}",
+        "TensorParallelAddon": "the layers of a stage are not divided; take one of the two add-ons",
+        "CompileAddon": "a schedule computes forwards and backwards in its own order; leave CompileAddon out, and call "
+        "compile() of the modules within the stages",
+        "LedgerAddon": "a rank has the gradients of its stages alone, which the ledger cannot compare; leave "
+        "LedgerAddon out, or train with MultiGPUAddon or FSDPAddon",
+        "PEFTAddon": "it compares frozen weights, of which a rank has those of its stages alone; leave PipelineAddon "
+        "out, and train adapters with FSDPAddon",
+    }
+
+    def __init__(
+        self,
+        *args: Any,
+        split: Any = None,
+        pipeline_schedule: Any = "1F1B",
+        pipeline_microbatches: int | None = None,
+        stages_per_rank: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.mesh = self.mesh or {"replicate": 1}  # Without sizes, all ranks are one pipeline.
+        self.split, self.pipeline_schedule = check_split(split), pipeline_schedule
+        self.pipeline_microbatches, self.stages_per_rank = (
+            check_count(name, value, optional=True)
+            for name, value in (("pipeline_microbatches", pipeline_microbatches), ("stages_per_rank", stages_per_rank))
+        )
+        self._schedule = Schedule(pipeline_schedule)
+        self._runner: Runner | None = None
+        self._chain: Chain | None = None  # Once this rank has dropped the stages of others.
+        self._check_options()
+
+    def _check_options(self) -> None:
+        """Refuse what a pipeline cannot train."""
+        if len(as_dict(self.optimization.optimizer)) > 1:
+            raise ConfigError("a pipeline differentiates one loss by all parameters, and the trainer has several "
+                              "optimizers; give one with several groups, or train with MultiGPUAddon")  # fmt: skip
+        own = [each for each in type(self).__mro__ if each.__module__.partition(".")[0] != "zae"]
+        if names := [each.__name__ for each in own if "backward" in vars(each)]:
+            raise ConfigError(
+                f"{names[0]} overrides backward, which a schedule does not call; change gradients in clip(), before "
+                "super().clip(), or train with MultiGPUAddon"
+            )
+
+    @property
+    def can_save_alone(self) -> bool:  # type: ignore[override]
+        """False where the stages are on several ranks."""
+        return self._world == 1
+
+    @property
+    def pads(self) -> bool:  # type: ignore[override]
+        """True with several pipelines, which average their gradients in each step."""
+        return self._data_size > 1
+
+    # -------------------------------------------------------------------------------------------------- the stages
+
+    def _arrangement(self) -> Arrangement:
+        """Return how many stages there are, and on which ranks."""
+        ranks = self._mesh().sizes.get("pipeline", 1)
+        if ranks == 1:
+            raise ConfigError(
+                f"mesh={self.mesh!r} leaves 1 rank for the stages; write mesh={{'pipeline': 2}}, or leave "
+                "PipelineAddon out"
+            )
+        given = self.stages_per_rank, self.pipeline_microbatches
+        return Arrangement(self.split, self._schedule, *given, ranks)
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse a model that has no such stages."""
+        if self._chain is None:
+            self._divide(model)
+
+    def _divide(self, model: nn.Module) -> Chain:
+        super()._check_model(model)
+        if self._data_size > 1:
+            check_tables(model)
+        return self._arrangement().chain(model, self.mode == "train")
+
+    def materialize(self, module: nn.Module) -> None:
+        """Move the model to the device once: later, a rank has its stages alone."""
+        if self._chain is None:
+            super().materialize(module)
+
+    def wrap_model(self, model: nn.Module) -> Any:
+        """Keep the stages of this rank, once, with the weights of rank 0."""
+        model = super().wrap_model(model)
+        if self._world == 1:
+            return model
+        arrangement, mesh = self._arrangement(), self.build_mesh()
+        stages = arrangement.stages_of(self._mesh().place(self._rank)["pipeline"])
+        group = mesh.get_group("pipeline") if len(self._mesh().sizes) > 1 else mesh.get_group()
+        place = Place(stages, tuple(dist.get_global_rank(group, rank) for rank in arrangement.owners), group)
+        if self._chain is None:
+            chain = self._divide(model)
+            broadcast(each for each in (*model.parameters(), *model.buffers()) if each.numel())
+            before = dict(model.named_parameters(remove_duplicate=False))
+            parts.keep_own(model, {id(each) for stage in stages for each in chain.names[stage].values()})
+            chain.keep(stages)
+            self._note_replaced(before, dict(model.named_parameters(remove_duplicate=False)))
+            self._chain = chain
+        staged = StagedModel(model)
+        how = self._schedule, arrangement.micro_batches, self.device
+        self._runner = Runner(self._chain, staged, place, *how, lambda: self.forward_context())
+        return staged
+
+    def setup(self) -> None:
+        """Refuse parameters that no stage computes with."""
+        super().setup()
+        known = {id(each) for each in self.unwrap().parameters()}
+        if self._world > 1 and any(id(each) not in known for each in self.parameters):
+            raise ConfigError(
+                "the optimizer trains a parameter that is not of the model, and belongs to no stage; make it one of "
+                "the model, which its forward uses, or train with MultiGPUAddon"
+            )
+
+    def teardown(self) -> None:
+        """Drop the schedules."""
+        super().teardown()
+        self._runner = None
+
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Drop the states of parameters that other ranks have."""
+        super().wrap_optimizers(optimizers)
+        for optimizer in optimizers.values() if self._world > 1 else ():
+            for parameter in [each for each in optimizer.state if each.is_meta]:
+                del optimizer.state[parameter]
+
+    def wrap_loader(self, loader: Any, training: bool) -> Any:
+        """Refuse batches that the micro-batches do not divide."""
+        size = getattr(loader, "batch_size", None)
+        if training and self._planned_world() > 1 and isinstance(size, int):
+            self._arrangement().check_size(size)
+        return super().wrap_loader(loader, training)
+
+    def layout(self, parameter: Tensor) -> str:
+        """Return "stages" for the parameters of the model: each is on the rank of its stage."""
+        return super().layout(parameter) if self._chain is None else "stages"
+
+    def replicas(self) -> dict[str, Tensor]:
+        """Return the parameters of the stages of this rank."""
+        return {name: each for name, each in super().replicas().items() if not each.is_meta}
+
+    # ------------------------------------------------------------------------------------------------------ a step
+
+    def on_run_begin(self) -> None:
+        """Refuse a loss scale."""
+        super().on_run_begin()
+        if self._world > 1 and getattr(self, "scaler", None) is not None:
+            raise ConfigError("precision='fp16' needs a loss scale, which a schedule does not apply; write "
+                              "precision='bf16'")  # fmt: skip
+
+    def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
+        """Compute the gradient of one batch with the schedule."""
+        if self._runner is None:
+            return super().micro_step(batch, count)
+        weighs, found = count > 1 or self._data_size > 1, Found(f"what {type(self).__name__}.train_step returned")
+
+        def finish(out: Any, part: Any, rows: int, total: int) -> Tensor:
+            values, weight = read_output(out, part, self.sample_weight, type(self), self.mode, self.count_targets)
+            try:
+                loss, targets = values["loss"], values.get("num_targets")
+                parts.check_loss(loss)
+                found.add(values, rows, float(weight))
+                if targets is None:
+                    return cast(Tensor, self.scale_loss(loss * (rows / total), None, count))
+                return cast(Tensor, self.scale_loss(loss, targets, count) if weighs else loss * targets)
+            except Exception as error:
+                explain_failure(error, out, part, type(self), self.optimizers)
+                raise
+
+        at = self.progress_checker.batch + self.current_run.micro_index
+        self._runner.run(self.train_step, batch, finish, True, at)
+        values, weight = self._runner.share(found.joined(self.log_train.keeps))
+        if not weighs and values.get("num_targets") is not None:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(values["num_targets"])
+        return values, weight
+
+    def normalize(self, num_targets: list[Any]) -> None:
+        """Average the gradients of several pipelines."""
+        if self._runner is not None and self._data_size > 1:
+            own = [each for each in self.parameters if each.requires_grad and not each.is_meta]
+            average(own, self._data_size, self._sum_over_pipelines)
+        super().normalize(num_targets)
+
+    def _sum_over_pipelines(self, tensor: Tensor) -> Tensor:
+        all_reduce(tensor, self.build_mesh().get_group("replicate"))
+        return tensor
+
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the norm over the gradients of all stages."""
+        if self._runner is None:
+            return super().gradient_norm(parameters)
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        return parts.gradient_norm(gradients, parameters, self._runner.place.group, self.device)
+
+    # -------------------------------------------------------------------------------------------------- evaluation
+
+    def test_step(self, batch: Any) -> Any:
+        """Compute the step of the task with the schedule."""
+        return self._evaluated(super().test_step, batch)
+
+    def predict_step(self, batch: Any) -> Any:
+        """Compute the step of the task with the schedule."""
+        return self._evaluated(super().predict_step, batch)
+
+    def _evaluated(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        if self._runner is None or self._runner.is_running:
+            return step(batch)
+        found = Found(f"what {type(self).__name__}.{self.current_run.test_step} returned")
+
+        def finish(out: Any, part: Any, rows: int, total: int) -> None:
+            targets = out.get("num_targets") if isinstance(out, Mapping) else None
+            found.add(out, rows, float(self.sample_weight(part, targets)))
+
+        self._runner.run(step, batch, finish, False, 0)
+        return self._runner.share(found.joined(True))[0]
+
+    # --------------------------------------------------------------------------------------------------- the state
+
+    def whole_values(self, value: Any, keeps: bool = True) -> Any:
+        """Take from each rank what it has of its stages."""
+        value = super().whole_values(value, keeps)
+        return value if self._chain is None else parts.make_whole(value, keeps, self.gather, self.device)
+
+    def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Load the weights of the stages of this rank."""
+        own = self.unwrap().state_dict()
+        kept = {key: each for key, each in weights.items() if key not in own or not own[key].is_meta}
+        super().load_model_state(kept, strict and self._chain is None)
+
+    def optimizer_state(self, name: str) -> dict[str, Any]:
+        """Return the state of the optimizer, whole on this rank unless it reads alone."""
+        state = super().optimizer_state(name)
+        if self._chain is None or is_in_mode(self, ALONE):
+            return state
+        filled = {**state, "state": parts.fill_states(state["state"], self.gather)}
+        return cast("dict[str, Any]", gather_tensors(self, filled))
+
+    def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
+        """Load the state of the parameters of this rank."""
+        if self._chain is not None:
+            held = [each for group in self.optimizers[name].param_groups for each in group["params"]]
+            places = [place for group in state["param_groups"] for place in group["params"]]
+            away = {place for place, each in zip(places, held) if each.is_meta}
+            state = {**state, "state": {key: each for key, each in state["state"].items() if key not in away}}
+        super().load_optimizer_state(name, state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to copy or pickle a model of which this rank has some stages."""
+        if self._chain is not None:
+            raise ConfigError(
+                f"the stages of {type(self.unwrap()).__name__} are on {self._world} ranks: the trainer cannot be "
+                "copied or pickled. Call save_state (StateManagerAddon) or save_model(path) on every rank, and load "
+                "the file into a new trainer"
+            )
+        return super().__getstate__()
+
+    # ---------------------------------------------------------------------------------------------------- the plan
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Name the stages, and how long the ranks wait for each other."""
+        lines = super().plan_lines(plan)
+        if plan.world_size == 1 or self._chain is not None:
+            return lines
+        return [*lines, *self._arrangement().describe(self._divide(self.unwrap()), format_size)]
+
+    def plan_memory(self, plan: Any) -> None:
+        """Keep the parameters of the rank that has most."""
+        super().plan_memory(plan)
+        if plan.world_size == 1 or self._chain is not None:
+            return
+        memory, chain = plan.memory, self._divide(self.unwrap())
+        memory.parts = self._arrangement().heaviest(chain, memory.parts, lambda part: part.bytes)

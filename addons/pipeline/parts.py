@@ -1,0 +1,121 @@
+"""What lies on the rank of its stage alone: divide a model, and make states whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zae.distributed.collectives import all_reduce
+
+__all__ = ["check_loss", "fill_states", "gradient_norm", "keep_own", "make_whole"]
+
+
+def keep_own(model: nn.Module, kept: Collection[int]) -> None:
+    """Put tensors of the meta device in the place of all parameters and buffers but those with these ids."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, each in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(each) not in kept:
+                twin = made.setdefault(id(each), nn.Parameter(each.detach().to("meta"), each.requires_grad))
+                setattr(module, name, twin)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if id(buffer) not in kept:
+                setattr(module, name, made.setdefault(id(buffer), buffer.to("meta")))
+
+
+def _tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Yield the tensors in dicts, lists and tuples with their places."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _tensors(each, (*path, key))
+    elif type(value) in (list, tuple):
+        for index, each in enumerate(value):
+            yield from _tensors(each, (*path, index))
+
+
+def _replace(value: Any, made: Mapping[tuple[Any, ...], Tensor], path: tuple[Any, ...] = ()) -> Any:
+    if isinstance(value, Tensor):
+        return made.get(path, value)
+    if isinstance(value, Mapping):
+        return {key: _replace(each, made, (*path, key)) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replace(each, made, (*path, index)) for index, each in enumerate(value))
+    return value
+
+
+def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], device: torch.device) -> Any:
+    """Return a value in which tensors of the meta device are those that other ranks have; all ranks call it.
+
+    What was received is in the memory of the host. A rank that does not keep it gets its own value.
+    """
+    held = dict(_tensors(value))
+    absent = {path: (tuple(each.shape), each.dtype) for path, each in held.items() if each.is_meta}
+    ranks = gather((absent, keeps))
+    rank, made = dist.get_rank(), dict[tuple[Any, ...], Tensor]()
+    kinds = {path: kind for each, _ in ranks for path, kind in each.items()}
+    for path, (shape, dtype) in kinds.items():
+        holders = [index for index, (each, _) in enumerate(ranks) if path not in each]
+        if not holders:
+            continue
+        takers = [index for index, (each, takes) in enumerate(ranks) if takes and path in each]
+        if rank in takers:
+            received = torch.empty(shape, dtype=dtype, device=device)
+            _send(received, holders[0], takers, rank)
+            made[path] = received.cpu()
+        elif rank == holders[0]:
+            _send(held[path].detach().to(device).contiguous(), holders[0], takers, rank)
+    return _replace(value, made) if made else value
+
+
+def _send(tensor: Tensor, source: int, takers: Iterable[int], rank: int) -> None:
+    if rank != source:
+        dist.recv(tensor, src=source)
+        return
+    for each in takers:
+        dist.send(tensor, dst=each)
+
+
+def fill_states(
+    states: Mapping[int, Mapping[str, Any]], gather: Callable[[Any], list[Any]]
+) -> dict[int, dict[str, Any]]:
+    """Return the states of all parameters of an optimizer by index: those of other ranks are on the meta device."""
+    named: dict[Any, Any] = {key: each for key, each in states.items() if type(key) is not int}  # Of no parameter.
+    own = {
+        index: {
+            key: ("tensor", tuple(each.shape), each.dtype) if isinstance(each, Tensor) else ("value", each)
+            for key, each in state.items()
+        }
+        for index, state in states.items()
+        if index not in named
+    }
+    found: dict[int, dict[str, Any]] = {}
+    for rank in gather(own):
+        for index, state in rank.items():
+            found.setdefault(index, {key: _empty(*each) for key, each in state.items()})
+    whole = {index: dict(states[index]) if index in states else found[index] for index in sorted(found)}
+    return whole | named
+
+
+def _empty(kind: str, *rest: Any) -> Any:
+    return torch.empty(rest[0], dtype=rest[1], device="meta") if kind == "tensor" else rest[0]
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss without a graph, of which torch would leave the backward out."""
+    if not getattr(loss, "requires_grad", False):
+        raise TypeError("the loss cannot be differentiated")
+
+
+def gradient_norm(gradients: Iterable[Tensor], parameters: Iterable[Tensor], group: Any, device: Any) -> Tensor:
+    """Return the norm over the gradients of all stages, in the widest type of the parameters."""
+    found = [torch.linalg.vector_norm(each).double().square() for each in gradients]
+    square = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
+    all_reduce(square, group)
+    dtypes = [each.dtype for each in parameters]
+    return square.sqrt().to(max(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32))

@@ -1,0 +1,1 @@
+"""Silent faults: compute steps twice and compare."""

@@ -1,0 +1,1 @@
+"""Save and resume: the checkpoints of a run."""

@@ -1,0 +1,520 @@
+"""Checkpoints: saved whole or not at all, kept by a rule, and resumed to the same end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zae.addon import AddOnBase
+from zae.addons.state_manager.checkpointer import (
+    EXACT,
+    Checkpointer,
+    Content,
+    CrashSaver,
+    Retention,
+    WeightFiles,
+    make_checkpointer,
+)
+from zae.addons.state_manager.resume import Resumption, Start
+from zae.addons.state_manager.save_trial import SaveTrial
+from zae.addons.state_manager.saver import Job, check_moment, format_for
+from zae.addons.state_manager.stop_signals import StopSignals
+from zae.checkpoint.folder import Group
+from zae.common.argument_checks import check_flags, check_folder, check_partial
+from zae.common.model_weights import named_parameters
+from zae.common.redact import redact
+from zae.compose.introspect import add_ons_of
+from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
+from zae.loop.progress import SIGNALED, Every
+from zae.loop.rank_states import RankStates, load_from_file
+from zae.preview.provenance import describe_code, describe_run
+
+__all__ = ["StateManagerAddon"]
+
+_log = logging.getLogger("zae")
+
+
+class StateManagerAddon(AddOnBase):
+    """Save the whole state of a run, and resume from it to bitwise the same end.
+
+    A checkpoint is a folder ``step-00000012`` under ``save_path``: the weights under the keys of the model's own
+    ``state_dict``, everything else, and a manifest with the SHA-256 of each file. It is written under a hidden name
+    and renamed, and no file of it is ever read by pickle. It is saved when ``save_every`` is due, when a validation was
+    the best so far, and at the end of a run. At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the step is finished, the state is
+    saved, and the process ends with status 143, 129 or 130; a validation stops between two batches, and the resumed
+    run repeats it first. After an exception the state is saved in ``crash-00000012``. A run resumes from it if
+    ``resume`` names it, or if it is the newest and exact: where a validation has failed, or workers of the loader, in
+    one process. Of several ranks the one that fails first saves it, without the others' random streams.
+
+    ``trainer.checkpointer`` writes and finds the files (see `zae.addons.state_manager.checkpointer.Checkpointer`);
+    the option ``checkpointer`` sets another class for another kind of storage. The hooks ``on_save`` and ``on_load``
+    are called after a checkpoint was saved or loaded.
+
+    Parameters
+    ----------
+    save_path : str or Path
+        The folder of the checkpoints; it is made if it is missing.
+    save_format : {"safetensors", "safetensor", "ckpt", "sharded"}
+        The format of the weights. With "sharded" nothing is gathered: each rank writes the parts that it holds, of the
+        weights, the optimizers and the averages, and rank 0 everything else; all ranks must share the disk. It loads
+        into any engine, and with ``reshard=True`` into any number of processes. Where no tensor lies in parts, it is
+        "safetensors".
+    save_every : Every or int
+        When to save: steps, or ``Every(epochs=1)``.
+    keep_last : int or None
+        How many of the newest to keep; None keeps all.
+    keep_best : int
+        How many of the best by ``monitor`` to keep beside them.
+    resume : bool, "auto", str or Path
+        False starts from scratch. True resumes from the newest checkpoint that is whole, or from a newer exact state of
+        a failed run. "auto" does so if there is one. A path resumes from that checkpoint.
+    mid_epoch : {"skip", "restart"}
+        What a resume within an epoch does with the batches that were used. "skip" continues after them: a sampler
+        skips their samples without loading them, a stream is read again. "restart" reads nothing again: the epoch
+        begins again with the weights of the checkpoint, and its first batches come a second time.
+    reshard : bool
+        Whether to resume with another number of ranks or another batch size: every sample of the open epoch that was
+        not used comes exactly once.
+    overwrite : bool
+        Whether to start from scratch in a folder with the checkpoints of an earlier run; they are removed when the
+        first new one is complete.
+    save_async : bool
+        Continue training when the state is copied, while a thread writes it. A failure is raised after the next step.
+    on_save_error : {"raise", "warn"}
+        What happens if the disk refuses: the run ends, or it warns each time and continues.
+    save_on_signal : bool
+        Whether to handle signals; Python allows it only in the main thread.
+    allow_partial : sequence of str
+        Files of the checkpoint ``resume=path`` that may be missing or damaged, for instance ``["state.json"]``: what
+        they contained starts from scratch.
+    start_from : str or Path, optional
+        A checkpoint, or a folder of them, whose newest whole one is taken, to start a new run from: a fine-tune, or the
+        cooldown of a schedule; or a file of weights. It is read once, if ``resume`` finds nothing in ``save_path``.
+    start_with : tuple of str, optional
+        What to take from ``start_from``; the rest starts from scratch. Any of "model" (the default is ``("model",)``),
+        "optimizer" (the state of each parameter; every setting of the groups is the script's), "scheduler" (with its
+        rates), "progress" (the counters of epochs, steps and batches), "random" (the random streams), and add-ons by
+        the names of their classes, "EMAAddon" for instance.
+    save_weights_every : Every or int, optional
+        When to save the weights alone too, in a file ``weights-00000012.safetensors`` under ``save_path``, or ``.ckpt``
+        with that format, as ``save_model`` does. ``apply_weights`` and ``start_from`` load it; a run resumes only from
+        a checkpoint.
+    keep_weights : int, optional
+        How many of the newest of these files to keep; None keeps all.
+    keep_best_weights : int
+        How many of the best of these files by ``monitor`` to keep beside them. The weights are then also saved when a
+        validation was the best so far; without ``save_weights_every``, only then.
+    checkpointer : type or callable
+        Where checkpoints are stored: a class derived from `zae.addons.state_manager.checkpointer.Checkpointer`, or a
+        ``functools.partial`` of one. ``FsspecCheckpointer.at("s3://bucket/run")`` of `zae.addons.state_manager.remote`
+        stores them in any file system of fsspec, with the files of ``save_weights_every``; ``save_path`` is then a
+        folder for temporary files, and in other functions the paths in it name the checkpoints.
+
+    Raises
+    ------
+    ConfigError
+        An option is invalid, or ``save_path`` is not a folder that can be written to.
+    CheckpointNotFound, CheckpointDamaged, CheckpointMismatch
+        There is nothing to resume from, nothing whole, or the state has other add-ons.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from zae import Trainer
+    >>> from zae.addons import StateManagerAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         return {"loss": self.model(batch).square().mean()}
+    ...     test_step = train_step
+    >>> def train(folder, n_epoch):
+    ...     model = torch.nn.Linear(2, 1)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     trainer = Task.add_on(StateManagerAddon)(
+    ...         model, "cpu", optimizer=optimizer, save_path=folder, resume="auto")
+    ...     return trainer.run(n_epoch, [torch.ones(8, 2)] * 5), trainer
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     first, _ = train(folder, 1)
+    ...     second, trainer = train(folder, 3)
+    ...     first["step"], second["step"], trainer.last_path.name
+    (5, 15, 'step-00000015')
+    """
+
+    layer = slot = "state"
+    _option_places = {
+        "save_format": "checkpointer.model_format",
+        "keep_last": "checkpointer.retention.last",
+        "keep_best": "checkpointer.retention.best",
+        "save_async": "checkpointer.saver.background",
+        "resume": "_resumption.resume",
+        "mid_epoch": "_resumption.mid_epoch",
+        "reshard": "_resumption.reshard",
+        "allow_partial": "_resumption.allow_partial",
+    }
+
+    def __init__(
+        self,
+        *args: Any,
+        save_path: str | Path,
+        save_format: str = "safetensors",
+        save_every: Every | int = Every(epochs=1),  # noqa: B008  (it is frozen)
+        keep_last: int | None = 2,
+        keep_best: int = 1,
+        resume: bool | str | Path = False,
+        mid_epoch: str = "skip",
+        reshard: bool = False,
+        overwrite: bool = False,
+        save_async: bool = False,
+        on_save_error: str = "raise",
+        save_on_signal: bool = True,
+        allow_partial: Sequence[str] = (),
+        start_from: str | Path | None = None,
+        start_with: Sequence[str] | None = None,
+        save_weights_every: Every | int | None = None,
+        keep_weights: int | None = None,
+        keep_best_weights: int = 0,
+        checkpointer: Callable[..., Checkpointer] = Checkpointer,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        model_format = format_for(self.unwrap(), save_format)
+        self.save_path = folder = check_folder(save_path, "save_path").absolute()  # A script may change its own.
+        self.save_every, self.on_save_error = Every.parse(save_every, "save_every", Every(epochs=1)), on_save_error
+        start = Start(start_from, start_with, type(self), folder, resume, allow_partial)
+        self._resumption = Resumption(resume, mid_epoch, reshard, allow_partial, start)
+        self.overwrite, self.save_on_signal = check_flags(overwrite=overwrite, save_on_signal=save_on_signal)
+        retention = Retention.parse(keep_last, keep_best, self.history.direction)
+        weights = WeightFiles(folder, model_format, save_weights_every, keep_weights, keep_best_weights, retention.sign)
+        options: dict[str, Any] = {"warns_of_nonfinite": self.nonfinite.policy != "raise"}
+        options |= {"on_save_error": on_save_error, "in_background": check_flags(save_async=save_async)[0]}
+        self.checkpointer = make_checkpointer(checkpointer, folder, model_format, retention, weights, **options)
+        self._trial = SaveTrial()
+        self._stop_signals, self._crash = StopSignals(), CrashSaver(folder, self.checkpointer.list_saved)
+
+    @property
+    def last_path(self) -> Path | None:
+        """The newest checkpoint of this run, None before the first."""
+        return self.checkpointer.last
+
+    @property
+    def best_path(self) -> Path | None:
+        """The checkpoint with the best score, None while nothing that was validated is saved."""
+        return self.checkpointer.best
+
+    def resume_from(self, resume: bool | str | Path) -> None:
+        """Set the option ``resume`` before the first call of ``run``.
+
+        Parameters
+        ----------
+        resume : bool, "auto", str or Path
+            As the option.
+
+        Raises
+        ------
+        ConfigError
+            The trainer has run already.
+        """
+        self._resumption.begin_from(resume)
+
+    # ---------------------------------------------------------------------------------------------- during a run
+
+    def setup(self) -> None:
+        """Resume, the first time."""
+        resumption, calls = self._resumption, self.progress_checker.run_calls
+        is_due = resumption.is_due(calls, self.progress_checker.is_seeded)
+        super().setup()
+        if is_due:
+            found = self.checkpointer.find(resumption.resume, resumption.allow_partial, self.held_parts())
+            if found is None:
+                resumption.news = resumption.start.apply(self)
+            else:
+                self._resume_from(*found)
+                resumption.note_resumed(found[0], self.progress_checker.run_calls)
+                resumption.restart_epoch(self.progress_checker, self.loader_position)
+        self.checkpointer.begin_run(secrets.token_hex(8), partial(describe_code, type(self), self.unwrap()))
+
+    def on_run_begin(self) -> None:
+        """Take the folder, refuse to mix the checkpoints of two runs in it, and listen to signals."""
+        super().on_run_begin()
+        self._crash.begin(self.progress_checker, self.gather(secrets.token_hex(8))[0])
+        self.checkpointer.has_failed = False
+        open_folder = partial(self.checkpointer.open, self.progress_checker.step, self.overwrite)
+        Group(self.rank, self.gather).together(open_folder if self.is_main else lambda: None, self.save_path)
+        self._resumption.unsaved.begin(self, self.unwrap(), self.optimization, self.is_main)
+        if self.is_main and self._resumption.mid_epoch != "restart":
+            self.loader_position.warn_of_order(self.current_run.current_loader)
+        if (path := self._resumption.must_reload(self.progress_checker.run_calls)) is not None:
+            progress, position = self.progress_checker, dict(vars(self.loader_position))
+            self._resume_from(path, self.checkpointer.read(path, self._resumption.allow_partial, self.held_parts()))
+            # The position in the run and in the data stays as the beginning of this call has checked it.
+            progress.pending_validation = self.progress_checker.pending_validation
+            self.progress_checker = progress
+            vars(self.loader_position).update(position)
+        self._trial.begin(self, self._resumption.path is not None)
+        if self.save_on_signal:
+            self.current_run.signals = self._stop_signals.install()
+        if news := self._resumption.take_news(self.current_run, self.checkpointer.shown):
+            self.current_run.say(news)
+
+    def checkpoint(self) -> None:
+        """Save if it is due, or if the validation of this moment was the best; stop after a signal."""
+        if self.current_run.signals and self.progress_checker.stop_reason is None:
+            self.stop(SIGNALED)  # Before super(), where several ranks agree on it.
+        super().checkpoint()
+        if self._trial.is_due and self.progress_checker.step > self.progress_checker.skipped_steps:
+            self._trial.try_state(self)
+        progress, retention = self.progress_checker, self.checkpointer.retention
+        self._crash.rest(progress)
+        if self.checkpointer.saver.is_pending:  # Asked here: a step without a save makes no call.
+            self.checkpointer.sync(self.gather)
+        is_best, in_epoch = self.best.get("step") == progress.step, progress.epoch_batch > 0
+        is_due, requests = self.save_every.is_due(progress), self.current_run.requests
+        if not is_due and (is_best or not in_epoch):  # After a step, most often nothing is due.
+            is_scored = not in_epoch and self._present_score() is not None
+            is_due = retention.wants(self.checkpointer.path_at(progress.step).name, is_scored, is_best)
+        # Before the checkpoint: killed in between, the run resumes before this step and comes here again.
+        if (weights := self.checkpointer.weights).is_used:
+            score, group = self._present_score() if weights.rule.best else None, Group(self.rank, self.gather)
+            self.checkpointer.save_weights(progress, self.save_model, group, score, is_best)
+        is_due = self.current_run.decide("should_checkpoint", is_due)
+        if is_due or "save" in requests:
+            requests.discard("save")
+            self.save_state()
+
+    def on_run_end(self) -> None:
+        """Save the end of the run, unless that was just done; after a signal, end the process."""
+        super().on_run_end()
+        signal = next((each for each in self.gather(self._stop_signals.first) if each is not None), None)
+        self.checkpointer.sync(self.gather)
+        if self.checkpointer.saved_at != self.progress_checker.moment:
+            self.save_state()
+        if signal is not None:
+            self._say_saved(signal)
+            self._stop_signals.end(signal)
+
+    def _say_saved(self, signal: int) -> None:
+        """Say what was saved because of a signal, and where."""
+        path, is_resumed = self.last_path, self._resumption.resume is not False
+        where = "nowhere" if path is None else self.checkpointer.shown(path)
+        then = "started again, the run continues from there" if is_resumed else "resume='auto' continues from there"
+        self.current_run.say(f"signal {signal}: saved at {self.current_run.place}, in {where}; {then}", logging.WARNING)
+
+    def on_exception(self, error: BaseException) -> None:
+        """Save the state apart; nothing that fails here hides the error."""
+        super().on_exception(error)
+        self.checkpointer.has_failed = True
+        run, progress = self.current_run, self.progress_checker
+        in_step = self._crash.was_in_step(progress, run.batch is not None)  # None before the first step.
+        if progress.pending_validation and in_step is not None:
+            in_step = False  # The state is that before the validation, which a resumed run repeats.
+        if not isinstance(error, Exception) or isinstance(error, CheckpointError) or in_step is None:
+            return
+        if (signal := self._stop_signals.first) is not None and not in_step and self.world_size == 1:
+            self.save_state()  # The signal has hit a worker of the loader too: the state is that of the last step.
+            self._say_saved(signal)
+            self._stop_signals.end(signal)
+
+        def write(target: Path, older: Sequence[Path], info: Mapping[str, Any]) -> None:
+            is_exact = not in_step and self.world_size == 1  # One of several ranks has only its own random streams.
+            is_exact = is_exact and self._crash.is_exact(progress, self.loader_position.has_drawn_for_failed)
+            info = {**info, "in_step": in_step, EXACT: is_exact, "score": None}
+            with contextlib.suppress(MonitorError):  # The state is saved, whatever the monitor.
+                info["score"] = self._present_score()
+            self._write_state(target, older, info)
+
+        self._crash.save(progress.step, self.rank, self.world_size, write if self.can_save_alone else None, error)
+
+    def teardown(self) -> None:
+        """Wait for the last save, and give back the folder and the signals."""
+        self._crash.end()
+        self._resumption.leave(self.progress_checker.run_calls)
+        try:
+            self.checkpointer.settle()
+        finally:
+            self.checkpointer.close()
+            signal = None if self.checkpointer.has_failed else self._stop_signals.first
+            try:
+                super().teardown()
+            finally:
+                try:
+                    if signal is not None:
+                        self._stop_signals.end(signal)
+                finally:
+                    self._stop_signals.restore()
+
+    # ---------------------------------------------------------------------------------------------------- saving
+
+    def save_state(self, path: str | Path | None = None) -> Path:
+        """Save a checkpoint now.
+
+        Parameters
+        ----------
+        path : str or Path, optional
+            A folder for it; by default one under ``save_path``, to which ``keep_last`` and ``keep_best`` then apply.
+
+        Returns
+        -------
+        Path
+            The checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            The disk refuses; what was there is unchanged.
+        """
+        self.checkpointer.settle()
+        checkpointer, progress, is_saved = self.checkpointer, self.progress_checker, False
+        if path is None and self._resumption.is_ahead(progress.run_calls):
+            return self._resumption.skip_save()
+        target = checkpointer.path_at(progress.step) if path is None else Path(path).expanduser()
+        self.meet("save_state")
+        score = self._present_score()
+        with checkpointer.add((target.name, score) if path is None else None, progress.moment) as replaces:
+            self._write_state(target, replaces, {"score": score})
+            is_saved = True
+        if is_saved:
+            self.on_save(target)
+        return target
+
+    def _write_state(self, target: Path, replaces: Sequence[Path], info: Mapping[str, Any]) -> None:
+        """Give the state to the checkpointer; the main rank writes it, after an exception this one."""
+        checkpointer, has_failed = self.checkpointer, self.checkpointer.has_failed
+        in_step = self.current_run.batch is not None and not has_failed
+        check_moment(target, self.current_run.is_evaluating, in_step and self.is_main)
+        state = RankStates.read_state(self, in_parts=checkpointer.model_format == "sharded" and not has_failed)
+        info = {**describe_run(self, redact), **info}
+        about = checkpointer.describe(self.progress_checker, add_ons_of(type(self)), self.world_size, info)
+        trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
+        group = Group(self.rank, self.gather_beside)
+        job = Job(target, state, checkpointer.model_format, about, replaces, trained, group)
+        checkpointer.write(job, is_writer=self.is_main or has_failed)
+
+    def _present_score(self) -> float | None:
+        """Return the monitored metric if it was measured on the present weights."""
+        return self.history.score_at(self.progress_checker.step, self.current_run.valid_loader is not None)
+
+    # --------------------------------------------------------------------------------------------------- loading
+
+    def load_state(
+        self, path: str | Path | None = None, strict: bool = True, allow_partial: Sequence[str] = ()
+    ) -> None:
+        """Load a checkpoint: everything, or on an error nothing.
+
+        Parameters
+        ----------
+        path : str or Path, optional
+            A checkpoint, or a folder of them, of which the newest whole one is taken; by default ``save_path``.
+        strict : bool
+            Refuse the state of add-ons that this trainer does not have, and weights that do not fit.
+        allow_partial : sequence of str
+            Files that may be missing or damaged: what they contained stays as it is.
+
+        Raises
+        ------
+        CheckpointNotFound, CheckpointDamaged, CheckpointMismatch
+            With what to do.
+        """
+        self.current_run.check_load()
+        self.checkpointer.settle()
+        place, files = self.save_path if path is None else Path(path).expanduser(), check_partial(allow_partial)
+        self._load_content(*self.checkpointer.newest(place, files, self.held_parts()), strict, files)
+
+    def continue_from(self, state: Mapping[str, Any] | str | Path) -> None:
+        """Continue the call of ``run`` that is under way from another state, when the present step is done.
+
+        Checkpoints of later steps are replaced by the next one.
+
+        Parameters
+        ----------
+        state : mapping, str or Path
+            As for ``Trainer.continue_from``: what ``state_dict`` returned, a checkpoint, or a folder with checkpoints.
+        """
+        if isinstance(state, Mapping):
+            super().continue_from(state)
+        else:
+            self.current_run.continue_with(partial(self._go_back, Path(state).expanduser()))
+
+    def _go_back(self, place: Path) -> None:
+        """Load a checkpoint of the call of run that is under way."""
+        self.checkpointer.settle()
+        found, content = self.checkpointer.newest(place, (), self.held_parts())
+        self.current_run.check_state(content[2])
+        self._load_content(found, content, True, ())
+
+    def _resume_from(self, found: Path, content: Content) -> None:
+        """Load the checkpoint that the run continues from; it counts the calls of run of this script, not its own."""
+        index = self.progress_checker.run_calls.index
+        try:
+            self._resumption.check_ranks(found, content, self.world_size, self.data_size)
+            self._load_content(found, content, True, self._resumption.allow_partial)
+        except CheckpointMismatch as error:
+            if "strict=False" in str(error):  # A resume is always strict.
+                error.add_note("zae: with resume=False, call trainer.load_state(strict=False) before run(), which then "
+                               "trains all of its epochs")  # fmt: skip
+            raise
+        self.progress_checker.run_calls.index = index
+
+    def _load_content(self, found: Path, content: Content, strict: bool, allow_partial: Sequence[str]) -> None:
+        """Load what was read of a checkpoint."""
+        manifest, model, state = content
+        if allow_partial and not (model and state):
+            _log.warning("%s is damaged: %s starts a new run", found, "all but the weights" if model else "the model")
+        if allow_partial and not state:
+            self.apply_weights(model, strict)
+        else:
+            if self._resumption.reshard:
+                state["position"] = {**state["position"], "may_reshard": True}
+            load_from_file(self, {"model": model or self.model_state(), **state}, strict)
+            self.checkpointer.adopt(found, manifest, self.progress_checker.moment)
+            _log.info("loaded %s (step %d)", found, self.progress_checker.step)
+        self.on_load(found)
+
+    def restore_best(self) -> Path:
+        """Load the weights of the best checkpoint into the model (and an average of them, if there is one).
+
+        Returns
+        -------
+        Path
+            The checkpoint.
+
+        Raises
+        ------
+        CheckpointNotFound
+            Nothing that was validated has been saved, or not by the run that this trainer continues; or the best was
+            not saved, or is not kept.
+        """
+        if self.best_path is None and self._resumption.resume is not False:
+            with self.ready():  # It resumes as it is set up.
+                pass
+        path = self.checkpointer.require_best(self.monitor, self.history.best)
+        _, model, state = self.checkpointer.read(path)
+        self.load_evaluation_state({"model": model, **state})
+        return path
+
+    # ------------------------------------------------------------------------------------------- state and plan
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Describe when it saves, and what room that takes."""
+        return super().plan_lines(plan) + self.checkpointer.plan_lines(plan, self.save_every)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Add the name of the run, and the scores of the checkpoints that are kept."""
+        state = super().state_dict()
+        unsaved = self._resumption.unsaved.state_dict(self, self.unwrap(), self.optimization)
+        return {**state, "StateManagerAddon": self.checkpointer.state_dict() | unsaved}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the list of checkpoints, with scores by the present monitor."""
+        own, rest = self.take(state, "StateManagerAddon", strict=False)  # A run without it has no such entry.
+        if own is not None and not (isinstance(own, Mapping) and isinstance(own.get("scores"), Mapping)):
+            raise CheckpointMismatch("the state of StateManagerAddon does not contain a list of scores")
+        super().load_state_dict(rest, strict)
+        if own is None:
+            return
+        scores = None if self.history.has_criterion_of(rest["records"]) else self.history.scores_by_step()
+        self.checkpointer.restore(own, scores)
+        self._resumption.unsaved.load_state_dict(own)

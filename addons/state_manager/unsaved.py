@@ -1,0 +1,358 @@
+"""Find what a run changes and checkpoints lack: in the task, model, optimizers and data, and what functions read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from zae import optim
+from zae.common import random_state
+from zae.common.torch_private import forward_pre_hooks, unsaved_buffers, version_of
+from zae.common.walk import is_of_library, names_in, names_read_by
+from zae.compose.introspect import recipe_of
+from zae.compose.options import options_of
+from zae.data.loader_state import STREAMS, functions_of, parts_of, read_stream, streams_of
+from zae.data.loaders import is_stateful
+from zae.optim.state import with_inner
+
+if TYPE_CHECKING:
+    from zae.optim.optimization import Optimization
+
+__all__ = ["Unsaved"]
+
+_log = logging.getLogger("zae")
+_DEPTH = 4  # Objects in objects: an environment in a replay, and its random stream.
+_LOOKS = 1000  # Objects that are examined in all.
+_MANY = 64  # Elements of a tensor, or entries of a list, that are compared.
+_MOST = 1 << 16  # Numbers of an array, or of a list, that are compared.
+_SHOWN = 10
+_PLAIN = (bool, int, float, complex, np.generic, type(None))
+_CONTAINERS = (list, tuple, dict, set, deque)
+_KINDS = (bool, int, float, Tensor, np.ndarray, *STREAMS, *_CONTAINERS)
+_CLOSED = (type, ModuleType, FunctionType, MethodType, Iterator, DataLoader, Dataset, Sampler, logging.Logger)
+
+
+_OF_OPTIMIZERS = ("state", "param_groups", "defaults", "param_names")  # What torch saves, or sets itself.
+_OF_LOADER = "loader."
+_OF_MODULES = frozenset(vars(nn.Module()))  # What each module has.
+_SAMPLERS = ("sampler", "batch_sampler")
+_GONE = "absent"  # In place of the class of a module that was removed.
+
+
+class Unsaved:
+    """Finds what has changed since the run began and is not in the state.
+
+    It compares the attributes of the task and of its class, unless that has a ``state_dict``, those of optimizers that
+    save with torch's ``state_dict`` alone, those of samplers and datasets without a state, and in the model's modules
+    numbers, random streams, and tensors that are not persistent buffers; and what methods of the task, functions of the
+    loader and of a schedule read from a closure, from the globals of their module, and of the user's modules and
+    classes there. Private attributes are those of the task that its methods name, and those of the user's own samplers
+    and modules. Of large values it compares a sample.
+
+    The methods get the trainer as ``owner`` of attributes, its plain model, and its `Optimization`. An add-on that
+    saves attributes of modules names them in a property ``saved_attributes``: ``model.metric.count``, for instance.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._begun: dict[str, Any] | None = None
+        self._begun_loader: tuple[int, int] | None = None  # Of the present call of run.
+        self.modules: dict[str, str] = {}  # The class of each module that training has replaced, added or removed.
+        self._begun_modules: dict[str, str] = {}
+
+    def begin(self, owner: object, model: nn.Module, optimization: Optimization, is_main: bool) -> None:
+        """Record all values as a run begins; the first time after a resume, warn of what the checkpoint lacks."""
+        if self.names and self._begun is None and is_main:
+            more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
+            _log.warning(
+                "the state that this run resumes from lacks %s, which had changed when it was saved: where training "
+                "reads it, this run may differ from an uninterrupted one, unless it is computed again, as a cache is. "
+                "Save it in state_dict() and load_state_dict() of your class, or as a buffer of the model; "
+                "docs/howto/resume.md says what is saved", ", ".join(map(repr, self.names[:_SHOWN])) + more,
+            )  # fmt: skip
+        present = _classes_in(model)
+        if self._begun is None and is_main:
+            _warn_of_replaced(self.modules, present)
+        self._take_loader(owner, model, optimization)
+        is_lazy = any(isinstance(each, LazyModuleMixin) for each in model.modules())
+        # A lazy module becomes one of another class, with other attributes, in its first forward.
+        if self._begun is None and not is_lazy and not optim.has_lazy(model.parameters()):
+            self._begun, self._begun_modules = self._marks(owner, model, optimization), present
+
+    def _take_loader(self, owner: object, model: nn.Module, optimization: Optimization) -> None:
+        """Compare the data with those of this call of ``run``, where the script gives it another loader."""
+        run = getattr(owner, "current_run", None)
+        loader = None if run is None else run.user_loader
+        # By id: the trainer holds the loader of the call before.
+        present = (id(loader), id(getattr(loader, "dataset", None)))
+        if self._begun is not None and present != self._begun_loader:
+            now = self._marks(owner, model, optimization)
+            self._begun = {name: mark for name, mark in self._begun.items() if not name.startswith(_OF_LOADER)}
+            self._begun |= {name: mark for name, mark in now.items() if name.startswith(_OF_LOADER)}
+        self._begun_loader = present
+
+    def state_dict(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
+        """Name what has changed since this run began, or the one that it resumed."""
+        names, modules = self.names, self.modules
+        if self._begun is not None:
+            now, begun = self._marks(owner, model, optimization), self._begun
+            changed = {name for name, mark in now.items() if name not in begun or begun[name] != mark}
+            names = sorted(changed | (now.keys() & set(names)))
+            classes, before = _classes_in(model), self._begun_modules
+            modules = {path: kind for path, kind in modules.items() if classes.get(path, _GONE) == kind}
+            for path in classes.keys() | before.keys():
+                if classes.get(path) != before.get(path):
+                    modules[path] = classes.get(path, _GONE)
+        found: dict[str, Any] = {"unsaved": list(names)} if names else {}
+        return found | ({"replaced": dict(sorted(modules.items()))} if modules else {})
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take what the state that was loaded names."""
+        self.names, self.modules = list(saved.get("unsaved", ())), dict(saved.get("replaced", {}))
+
+    def _marks(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
+        """Map the name of each value to a mark that is equal while the value has not changed."""
+        held, kept = vars(owner), getattr(owner, "saved_attributes", ())
+        optimizers = {f"optimizer[{name!r}]": each for name, each in optimization.optimizers.items()}
+        every_optimizer = [inner for each in optimizers.values() for inner in with_inner(each)]
+        run = getattr(owner, "current_run", None)
+        loader = None if run is None else run.user_loader
+        # What is saved elsewhere, or is not read again.
+        saved = (owner, held["model"], *every_optimizer, *optimization.schedulers.values(), loader)
+        streams = (*streams_of(loader), *random_state.generators_of(loader))
+        inside = {id(each) for each in (*saved, *streams, *model.modules())}
+        look, found = _Look(inside, _memory_of(model)), {}
+        own = [(*each, _DEPTH) for each in _of_task(owner)]
+        of_model = [(*each, 2) for each in _of_model(model) if each[0] not in kept]
+        of_optimizers = [(*each, _DEPTH) for place, one in optimizers.items() for each in _of_optimizer(place, one)]
+        of_data = [(*each, 2) for each in _of_data(loader)]
+        of_functions = [(*each, 2) for each in _of_functions(owner, loader, optimization)]
+        for name, value, depth in (*own, *of_model, *of_optimizers, *of_data, *of_functions):
+            with contextlib.suppress(Exception):  # For instance a thread fills it: the state is saved without its mark.
+                found[name] = look(value, depth)
+        return found
+
+
+def _classes_in(model: nn.Module) -> dict[str, str]:
+    """Return the class of each module of a model, by its path."""
+    return {path: _class_of(each).__qualname__ for path, each in model.named_modules(prefix="model")}
+
+
+def _class_of(module: nn.Module) -> type:
+    """Return the class of a module; of a lazy one that which its first forward gives it."""
+    becomes = getattr(module, "cls_to_become", None) if isinstance(module, LazyModuleMixin) else None
+    return becomes or type(module)
+
+
+def _warn_of_replaced(saved: Mapping[str, str], present: Mapping[str, str]) -> None:
+    """Warn of modules that training had replaced when the state was saved, and that the script has not replaced."""
+    differ = {
+        path: (kind, present.get(path, _GONE)) for path, kind in saved.items() if present.get(path, _GONE) != kind
+    }
+    if not differ:
+        return
+    shown = [f"{path} was {kind} and is {now}" for path, (kind, now) in [*differ.items()][:_SHOWN]]
+    more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+    _log.warning(
+        "training had replaced modules of the model when the state that this run resumes from was saved, and a "
+        "checkpoint has no modules: %s%s. This run differs from an uninterrupted one; build the model as it was, "
+        "before run()", "; ".join(shown), more,
+    )  # fmt: skip
+
+
+def _of_task(owner: object) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a task and of its class, unless a class of the user saves a state of its own.
+
+    An attribute that a class of zae names, as an option or by an annotation, or that an add-on declares, is not one.
+    Private ones are those that a method of the user names.
+    """
+    cls = type(owner)
+    users = [each for each in cls.__mro__ if each is not object and not _is_of_zae(each)]
+    if any("state_dict" in vars(each) and "layer" not in vars(each) for each in users):
+        return
+    named = {name for each in users for value in vars(each).values() for name in names_in(value)}
+    declared = {name for name, (_, taker) in options_of(cls).items() if _is_of_zae(taker)}
+    for each in cls.__mro__:
+        for kind in ("state_attributes", "rank_state_attributes", "process_attributes"):
+            declared.update(vars(each).get(kind, ()))
+        if _is_of_zae(each):
+            declared.update(vars(each).get("__annotations__", ()))
+    place = recipe_of(cls)[0].__name__
+    of_class = {name: value for each in reversed(users) for name, value in vars(each).items() if name in named}
+    of_class = {name: value for name, value in of_class.items() if isinstance(value, _KINDS)}
+    for name, value in sorted((of_class | vars(owner)).items()):
+        if name.startswith("_") and (name not in named or name.startswith("__")):
+            continue
+        if name not in declared and not _is_of_zae(type(value)):
+            yield f"{place}.{name}", value
+
+
+def _is_of_zae(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "zae"
+
+
+def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what modules contain beside parameters, persistent buffers and the state that they save themselves."""
+    for place, module in model.named_modules(prefix="model"):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            continue
+        computed = _OF_MODULES | _computed_in_forward(module)
+        is_users = not is_of_library(type(module))
+        for name, value in vars(module).items():
+            if isinstance(value, _KINDS) and name not in computed and (is_users or not name.startswith("_")):
+                yield f"{place}.{name}", value
+        for name in unsaved_buffers(module):
+            yield f"{place}.{name}", getattr(module, name)
+
+
+def _computed_in_forward(module: nn.Module) -> set[str]:
+    """Return the attributes that torch computes of parameters in each forward: by weight_norm, spectral_norm, prune."""
+    hooks = [each for each in forward_pre_hooks(module) if type(each).__module__.startswith("torch.nn.utils")]
+    names = [getattr(each, key, None) for each in hooks for key in ("name", "_tensor_name")]
+    return {name for name in names if isinstance(name, str)}
+
+
+def _of_data(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of samplers and datasets that have no state of their own: private ones of samplers alone."""
+    for place, part in parts_of(loader).items():
+        if is_stateful(part) or not hasattr(part, "__dict__"):
+            continue
+        setter = getattr(part, "set_epoch", None)  # What it sets, a resume sets again.
+        given = {"epoch"} | names_in(setter) if callable(setter) else set()
+        # What the samplers of a library keep to themselves, they compute.
+        shows_all = place in _SAMPLERS and not is_of_library(type(part))
+        for name, value in vars(part).items():
+            if (shows_all or not name.startswith("_")) and name not in given:
+                yield f"{_OF_LOADER}{place}.{name}", value
+
+
+def _of_functions(owner: object, loader: Any, optimization: Optimization) -> Iterator[tuple[str, Any]]:
+    """Yield what functions of the user read from a closure, or from the globals of the script."""
+    users = [each for each in type(owner).__mro__ if each.__module__.partition(".")[0] != "zae"]
+    functions = [
+        (f"{each.__name__}.{name}", value)
+        for each in users
+        for name, value in vars(each).items()
+        if isinstance(value, FunctionType)
+    ]
+    functions += functions_of(loader)
+    for key, scheduler in optimization.schedulers.items():
+        functions += [(f"scheduler[{key!r}]", each) for each in _lambdas_of(scheduler)]
+    for place, function in functions:
+        for name, value in names_read_by(function).items():
+            if isinstance(value, nn.Module) or not (isinstance(value, (*_CLOSED, str)) or callable(value)):
+                yield f"{name} (read by {place})", value
+
+
+def _lambdas_of(scheduler: Any) -> list[Any]:
+    """Return the functions of a schedule, and of the schedules in it, as SequentialLR has them."""
+    found = list(getattr(scheduler, "lr_lambdas", None) or ())
+    for inner in getattr(scheduler, "_schedulers", ()):
+        found += _lambdas_of(inner)
+    return found
+
+
+def _of_optimizer(place: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield what an optimizer keeps beside the state that torch saves, unless it has a way of its own to save."""
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        return
+    if getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
+        return
+    for name, value in vars(optimizer).items():
+        if name not in _OF_OPTIMIZERS and not name.startswith("_"):
+            yield f"{place}.{name}", value
+
+
+class _Look:
+    """Turns a value into a mark that can be kept and compared; None for a value that cannot be examined."""
+
+    def __init__(self, inside: set[int], memory: set[int]) -> None:
+        self._inside, self._memory, self._left = inside, memory, _LOOKS
+
+    def __call__(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, (str, bytes)):
+            return (len(value), value[:_LOOKS])
+        if id(value) in self._inside:
+            return None
+        if isinstance(value, (Tensor, np.ndarray)):
+            is_view = isinstance(value, Tensor) and _address(value) in self._memory  # Of what is saved.
+            return None if is_view else _part_of(value)
+        if isinstance(value, STREAMS):
+            return _place_in(value)
+        if not depth or self._left < 0 or isinstance(value, _CLOSED):
+            return None
+        if isinstance(value, _CONTAINERS):
+            return self._entries(value, depth - 1)
+        if type(value).__module__.partition(".")[0] == "zae" or not hasattr(value, "__dict__"):
+            return None
+        own = {name: each for name, each in vars(value).items() if not name.startswith("_")}
+        weights = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
+        return [[_part_of(each) for each in weights], self._entries(own, depth - 1)]
+
+    def _entries(self, value: Any, depth: int) -> Any:
+        entries = value.values() if isinstance(value, Mapping) else value
+        if len(value) <= _MANY:
+            return [self(each, depth) for each in list(entries)]
+        if not isinstance(value, (list, tuple)) or not isinstance(value[0], (*_PLAIN, str)):
+            return [len(value), self(value[-1], depth) if isinstance(value, (list, tuple, deque)) else None]
+        return [len(value), hash(tuple(value[:: max(1, len(value) // _MOST)]))]
+
+
+def _memory_of(model: nn.Module) -> set[int]:
+    """Return where the parameters and persistent buffers of a model lie in memory."""
+    unsaved = {id(getattr(module, name)) for module in model.modules() for name in unsaved_buffers(module)}
+    return {_address(each) for each in (*model.parameters(), *model.buffers()) if id(each) not in unsaved} - {0}
+
+
+def _address(value: Tensor) -> int:
+    try:
+        return value.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # A tensor that consists of others, or lies in parts on the ranks.
+        return 0
+
+
+def _part_of(value: Any) -> Any:
+    """Return a mark of a tensor or an array: its elements, or of a large one some, and whether it was written to."""
+    try:
+        if isinstance(value, np.ndarray):
+            return (value.shape, hashlib.sha256(_some_of(value).tobytes()).digest())
+        whole = value.detach()
+        # Each dimension by itself first: to reshape what was expanded would make all of it.
+        flat = whole[tuple(slice(None, None, max(1, size // _MANY)) for size in whole.shape)].reshape(-1)
+        part = flat[:: max(1, len(flat) // _MANY)].contiguous()
+        is_large = part.numel() < value.numel()
+        mark = part.view(torch.uint8).cpu().numpy().tobytes()
+        return (tuple(value.shape), mark, version_of(value) if is_large else None)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None  # Sparse, nested, on the device "meta".
+
+
+def _some_of(array: np.ndarray) -> np.ndarray:
+    """Return some elements of an array, without a copy of it, and few of one that lies in a file."""
+    most = _MANY if isinstance(array, np.memmap) or isinstance(array.base, np.memmap) else _MOST
+    flags = array.flags
+    if not (flags.c_contiguous or flags.f_contiguous):
+        array = array[tuple(slice(None, None, max(1, size // _MANY)) for size in array.shape)]
+    flat = array.reshape(-1, order="A")
+    return flat[:: max(1, flat.size // most)]
+
+
+def _place_in(stream: Any) -> Any:
+    """Return the state of a random stream in a comparable form."""
+    state = read_stream(stream)
+    return state.numpy().tobytes() if isinstance(state, Tensor) else repr(state)

@@ -1,0 +1,275 @@
+"""Metrics of torchmetrics: updated by what each step returns, computed once an epoch over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zae.addon import AddOnBase
+from zae.addons.torch_metrics.torchmetrics import (
+    combine_ranks,
+    is_metric,
+    load_states,
+    merge_states,
+    numbers_of,
+    read_states,
+    was_updated,
+)
+from zae.errors import CheckpointMismatch, ConfigError, StepError, did_you_mean
+from zae.preview.explain import owners_of
+
+__all__ = ["TorchMetricsAddon"]
+
+_SPLITS = ("train", "valid")
+
+
+class TorchMetricsAddon(AddOnBase):
+    """Update metrics of torchmetrics with what the steps return, and record them with the other metrics of an epoch.
+
+    A step returns the inputs of the metrics beside its loss: ``{"loss": loss, "output": logits, "targets": labels}``.
+    A metric is computed once at the end of each epoch, or evaluation, over the samples of all ranks, and begins anew
+    with the next one. It is recorded under its name, is in every logger, and can be the ``monitor``, by which the best
+    checkpoint is kept. A checkpoint within an epoch contains what each rank has counted in it: a resume continues
+    exactly there. On another number of ranks, rank 0 continues from what all of them had counted, and the others begin
+    at zero, so that each sample of the epoch counts once.
+
+    Training is bitwise the same with and without metrics that draw no random numbers. The inputs are not kept: a metric
+    holds what it needs. Values that a wrapper of torchmetrics keeps beside its states, those of a MetricTracker for
+    instance, are not saved.
+
+    Parameters
+    ----------
+    torch_metrics : Metric, MetricCollection, or dict of str to either
+        The metrics by name; a single one is called like its class. A metric that computes a vector, or a dict, is
+        recorded as ``<name>/<index>``, or ``<name>/<key>``, as are those of a collection in a dict. A metric replaces a
+        number of the same name that the step returns.
+    torch_metrics_inputs : sequence of str, or dict of str to sequence of str
+        The entries of what a step returns that ``update`` is called with, in order. A dict has those of single metrics
+        or collections by name; the others take ``("output", "targets")``.
+    torch_metrics_splits : sequence of {"train", "valid"}
+        Where the metrics are computed: over the batches of training, of evaluations, or of both.
+
+    Raises
+    ------
+    ConfigError
+        At construction, where something is not a metric, or a name is unknown.
+    StepError
+        Where a step does not return an input, or a metric computes no numbers; for a validation before the first step
+        of training, with one batch.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torchmetrics.classification import MulticlassF1Score
+    >>> from zae import Trainer
+    >>> from zae.addons import TorchMetricsAddon
+    >>> class Task(Trainer):
+    ...     def train_step(self, batch):
+    ...         inputs, targets = batch
+    ...         output = self.model(inputs)
+    ...         loss = torch.nn.functional.cross_entropy(output, targets)
+    ...         return {"loss": loss, "output": output, "targets": targets}
+    ...     test_step = train_step
+    >>> model, batches = torch.nn.Linear(2, 3), [(torch.ones(4, 2), torch.tensor([0, 1, 2, 2]))]
+    >>> trainer = Task.add_on(TorchMetricsAddon)(
+    ...     model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), monitor="f1",
+    ...     torch_metrics={"f1": MulticlassF1Score(num_classes=3)})
+    >>> metrics = trainer.run(1, batches, batches)
+    >>> 0 <= metrics["best_valid"]["f1"] <= 1
+    True
+    """
+
+    layer = "control"
+    rank_state_attributes = ("torch_metric_states",)
+
+    def __init__(
+        self,
+        *args: Any,
+        torch_metrics: Any,
+        torch_metrics_inputs: Any = ("output", "targets"),
+        torch_metrics_splits: Any = ("valid",),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        given = _by_name(torch_metrics)
+        self.torch_metrics_inputs = _inputs_of(torch_metrics_inputs, given)
+        splits = (torch_metrics_splits,) if isinstance(torch_metrics_splits, str) else tuple(torch_metrics_splits or ())
+        unknown = [split for split in splits if split not in _SPLITS]
+        if unknown or not splits:
+            raise ConfigError(
+                f"torch_metrics_splits={torch_metrics_splits!r}; write ('valid',), ('train',) or ('train', 'valid')"
+            )
+        self._torch_metrics = {split: {name: _prepared(each) for name, each in given.items()} for split in splits}
+        if owners_of(type(self), "metric_on_epoch_end") == [TorchMetricsAddon]:
+            self.log_test.keeps = False  # Nothing else reads outputs at the end of an evaluation.
+
+    @property
+    def torch_metrics(self) -> dict[str, dict[str, Any]]:
+        """The metrics of this trainer, by split and name; they are copies of those that were given."""
+        return self._torch_metrics
+
+    @property
+    def torch_metric_states(self) -> dict[str, Any]:
+        """What the metrics of training have counted in the open epoch."""
+        if not self.progress_checker.epoch_batch:
+            return {}
+        return {name: read_states(each) for name, each in self._torch_metrics.get("train", {}).items()}
+
+    @torch_metric_states.setter
+    def torch_metric_states(self, states: Mapping[str, Any]) -> None:
+        own = self._torch_metrics.get("train", {})
+        if states and states.keys() != own.keys():
+            raise CheckpointMismatch(
+                f"the state has the metrics {', '.join(states)} of training, and here they are "
+                f"{', '.join(own) or 'none'}; build the trainer with the metrics that it was saved with"
+            )
+        for name, each in own.items():
+            load_states(each, states[name], name) if states else each.reset()
+
+    def merge_ranks(self, entries: Sequence[Any], rank: int) -> Any:
+        """Give rank 0 what all ranks have counted in the open epoch, and the others nothing."""
+        key = "torch_metric_states"
+        counted, own = [each[key] for each in entries if each.get(key)], self._torch_metrics.get("train", {})
+        if rank or len(counted) < 2 or any(each.keys() != own.keys() for each in counted):
+            return {key: counted[0] if counted and not rank else {}}
+        return {key: {name: merge_states(each, [saved[name] for saved in counted]) for name, each in own.items()}}
+
+    def setup(self) -> None:
+        """Move the metrics to the device."""
+        super().setup()
+        for group in self._torch_metrics.values():
+            for each in group.values():
+                each.to(self.device)
+
+    @property
+    def _split(self) -> str:
+        return "train" if self.mode == "train" else "valid"
+
+    @contextmanager
+    def epoch_context(self) -> Iterator[None]:
+        """Reset the metrics of training, unless the epoch is continued."""
+        if not self.progress_checker.epoch_batch:
+            self._reset("train")
+        with super().epoch_context():
+            yield
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Reset the metrics of evaluations."""
+        self._reset("valid")
+        with super().evaluation_context():
+            yield
+
+    def logging(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
+        """Update the metrics with what a step returned."""
+        for name, metric in self._torch_metrics.get(self._split, {}).items():
+            self._update_metric(name, metric, step_dict)
+        super().logging(step_dict, weight)
+
+    def _update_metric(self, name: str, metric: Any, step_dict: Mapping[str, Any]) -> None:
+        inputs = [self._input(name, entry, step_dict) for entry in self.torch_metrics_inputs[name]]
+        try:
+            metric.update(*inputs)
+        except Exception as error:
+            shapes = ", ".join(
+                f"{entry} {tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__}"
+                for entry, each in zip(self.torch_metrics_inputs[name], inputs)
+            )
+            error.add_note(f"zae: the metric {name!r} ({type(metric).__name__}) was updated with {shapes}")
+            raise
+
+    def metric_on_epoch_end(self) -> Mapping[str, float]:
+        """Add the metrics of this mode, computed over all ranks."""
+        # By the history: an override may read what only the other mode has recorded.
+        split, super_metrics = self._split, super().metric_on_epoch_end
+        found = dict(self.history.further_metrics("train" if split == "train" else "test", super_metrics))
+        group = self._torch_metrics.get(split, {})
+        if not any(self.gather_data(any(map(was_updated, group.values())))):
+            return found
+        for name, metric in group.items():
+            if self.data_size > 1:
+                combine_ranks(metric, self.gather_data)
+            found |= numbers_of(name, metric.compute())
+        self._reset(split)
+        return found
+
+    def plan_lines(self, plan: Any) -> list[str]:
+        """Note which entries the steps have to return."""
+        entries = dict.fromkeys(entry for each in self.torch_metrics_inputs.values() for entry in each)
+        steps = " and ".join({"train": "train_step", "valid": "test_step"}[split] for split in self._torch_metrics)
+        note = f"{', '.join(self.torch_metrics_inputs)}: updated with {', '.join(map(repr, entries))} of {steps}"
+        return [*super().plan_lines(plan), note]
+
+    def _reset(self, split: str) -> None:
+        for each in self._torch_metrics.get(split, {}).values():
+            each.reset()
+
+    def _input(self, name: str, entry: str, step_dict: Mapping[str, Any]) -> Any:
+        """Return an entry of what a step returned, without its graph."""
+        if entry in step_dict:
+            value = step_dict[entry]
+            return value.detach() if isinstance(value, Tensor) else value
+        step = "train_step" if self.mode == "train" else "test_step"
+        hint = did_you_mean(entry, map(str, step_dict))
+        raise StepError(
+            f"{type(self).__name__}.{step} returned no {entry!r}, which the metric {name!r} is updated with{hint}; its "
+            f"entries are {', '.join(map(str, step_dict))}. Return it, for instance {{'loss': loss, 'output': logits, "
+            f"'targets': labels}}, or write torch_metrics_inputs={{{name!r}: (...)}}"
+        )
+
+
+def _by_name(given: Any) -> dict[str, Any]:
+    """Return the metrics that were given by name."""
+    if is_metric(given):
+        return {type(given).__name__: given}
+    found: dict[str, Any] = {}
+    if isinstance(given, (Mapping, nn.ModuleDict)):
+        for name, each in given.items():  # Of a MetricCollection, with its prefix.
+            inner = {"": each} if is_metric(each) else _by_name(each)
+            found |= {"/".join(filter(None, (str(name), part))): metric for part, metric in inner.items()}
+    if found:
+        return found
+    raise ConfigError(
+        f"torch_metrics contains {given!r:.60}, which is not a metric of torchmetrics; write "
+        "torch_metrics={'f1': torchmetrics.classification.MulticlassF1Score(num_classes=10)}"
+    )
+
+
+def _inputs_of(given: Any, metrics: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the inputs of each metric."""
+    default: Any = ("output", "targets")
+    by_name = given if isinstance(given, Mapping) else dict.fromkeys(metrics, given)
+    groups = {name: name.rpartition("/")[0] for name in metrics}  # Of the metrics of a collection in a dict.
+    if unknown := [name for name in by_name if name not in {*metrics, *groups.values()}]:
+        raise ConfigError(
+            f"torch_metrics_inputs has {unknown[0]!r}{did_you_mean(str(unknown[0]), metrics)}; the metrics are "
+            f"{', '.join(metrics)}"
+        )
+    found = {name: by_name.get(name, by_name.get(groups[name], default)) for name in metrics}
+    found = {name: (each,) if isinstance(each, str) else each for name, each in found.items()}
+    for name, each in found.items():
+        if not isinstance(each, (tuple, list)) or not each or not all(isinstance(entry, str) for entry in each):
+            raise ConfigError(
+                f"torch_metrics_inputs of {name!r} is {each!r:.60}; give names of what the steps return, for instance "
+                "('output', 'targets')"
+            )
+    return {name: tuple(each) for name, each in found.items()}
+
+
+def _never() -> bool:
+    return False
+
+
+def _prepared(metric: Any) -> Any:
+    """Return a copy of a metric that is reset, and does not itself ask other ranks."""
+    with torch.no_grad():
+        made = metric.clone()
+    for each in made.modules():
+        if is_metric(each):
+            each.distributed_available_fn = _never
+    made.reset()
+    return made

@@ -1,0 +1,105 @@
+"""Stored checkpoints of each present format load to the same state, and lead to the same end."""
+
+from __future__ import annotations
+
+import copy
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kit import frozen
+from kit.rank_tasks import forks
+from zae.__main__ import main
+from zae.checkpoint.folder import load_checkpoint, load_weights
+from zae.checkpoint.manifest import FORMAT, SHARDED_FORMAT, seal
+from zae.errors import CheckpointMismatch
+
+
+def differences(saved: Any, present: Any, path: str = "state") -> list[str]:
+    """Name what a saved state holds and the present one does not, to the last bit; there may be more in that."""
+    if isinstance(saved, dict) and isinstance(present, dict):
+        missing = [f"{path}[{key!r}] is missing" for key in saved if key not in present]
+        both = [key for key in saved if key in present]
+        return missing + [text for key in both for text in differences(saved[key], present[key], f"{path}[{key!r}]")]
+    if isinstance(saved, (list, tuple)) and isinstance(present, (list, tuple)) and len(saved) == len(present):
+        parts = enumerate(zip(saved, present))
+        return [text for i, (a, b) in parts for text in differences(a, b, f"{path}[{i}]")]
+    if isinstance(saved, torch.Tensor) and isinstance(present, torch.Tensor):
+        return [] if torch.equal(saved, present) and saved.dtype == present.dtype else [f"{path}: other numbers"]
+    return (
+        []
+        if saved == present or (saved != saved and present != present)
+        else [f"{path}: {saved!r:.60}, now {present!r:.60}"]
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, case in frozen.CASES.items() if case.ranks == 1])
+def test_frozen_checkpoint_loads_to_what_it_was(name: str, tmp_path: Path) -> None:
+    """The state is read back entry for entry, and its run ends as it did then."""
+    end = frozen.unpack(name, tmp_path)
+    place = tmp_path / "save" / f"step-{frozen.CASES[name].step:08d}"
+    _, model, rest = load_checkpoint(place)
+    saved = {**rest, "model": model}
+    trainer, loader, valid = frozen.CASES[name].build(tmp_path)
+    trainer.load_state_dict(copy.deepcopy(saved))
+    del saved["StateManagerAddon"]["scores"]  # Of the checkpoints beside it, which are not here.
+    assert differences(saved, trainer.state_dict()) == []
+
+    trainer, loader, valid = frozen.CASES[name].build(tmp_path)
+    trainer.run(frozen.EPOCHS, loader, valid)
+    assert_same_end(frozen.end_of(trainer), end)
+
+
+@pytest.mark.parametrize("name", [name for name, case in frozen.CASES.items() if case.ranks == 2])
+def test_frozen_checkpoint_of_two_ranks(name: str, tmp_path: Path) -> None:
+    """The same where two processes have saved, each its parts."""
+    end = frozen.unpack(name, tmp_path)
+    trainer, loader, valid = frozen.CASES[name].build(tmp_path)
+    with forks():
+        trainer.run(frozen.EPOCHS, loader, valid)
+    assert trainer.devices == [torch.device("cpu")] * 2
+    assert_same_end(frozen.end_of(trainer), end)
+
+
+def test_frozen_shards_are_read_without_ranks(tmp_path: Path) -> None:
+    """doctor and consolidate, and a state dict of one process, with whole weights, optimizer state and average."""
+    frozen.unpack("two-shards", tmp_path)
+    place = tmp_path / "save" / f"step-{frozen.CASES['two-shards'].step:08d}"
+    assert main(["doctor", str(tmp_path / "save")]) == 0
+    assert main(["consolidate", str(place), str(tmp_path / "plain.safetensors")]) == 0
+    manifest, model, state = load_checkpoint(place)
+    assert (manifest["model_format"], manifest["world_size"]) == ("sharded", 2)
+    weights = load_weights(tmp_path / "plain.safetensors")
+    assert weights.keys() == model.keys() == state["EMAAddon"]["average"].keys()
+    assert all(torch.equal(weights[name], value) for name, value in model.items())
+    slots = [each["exp_avg"] for _, each in sorted(state["optimizer"]["0"]["state"].items())]
+    assert [each.shape for each in slots] == [each.shape for each in model.values()]
+
+
+def assert_same_end(present: dict[str, Any], end: dict[str, Any]) -> None:
+    """Compare the end of two runs; another processor may round the last bits otherwise."""
+    assert present["progress"] == end["progress"]
+    assert len(present["history"]) == len(end["history"])
+    for row, before in zip(present["history"], end["history"]):
+        assert row == pytest.approx(before, rel=1e-4, abs=1e-6)
+    for key, values in end["weights"].items():
+        assert present["weights"][key] == pytest.approx(values, rel=1e-4, abs=1e-5), key
+
+
+def test_each_present_format_is_stored() -> None:
+    manifests = [json.loads(zipfile.ZipFile(path).read("manifest.json")) for path in frozen.FOLDER.glob("*.zip")]
+    assert {content["format"] for content in manifests} == {FORMAT, SHARDED_FORMAT}
+    assert {content["model_format"] for content in manifests} == {"safetensors", "ckpt", "sharded"}
+
+
+def test_a_newer_format_is_refused_in_words(tmp_path: Path) -> None:
+    frozen.unpack("ckpt", tmp_path)
+    place = tmp_path / "save" / f"step-{frozen.CASES['ckpt'].step:08d}" / "manifest.json"
+    place.write_bytes(seal({**json.loads(place.read_text()), "format": 7, "zae": "9.1"}))
+    trainer, _, _ = frozen.CASES["ckpt"].build(tmp_path)
+    with pytest.raises(CheckpointMismatch, match=r"written by zae '9\.1', format 7; this version reads up to 2"):
+        trainer.setup()

@@ -1,0 +1,104 @@
+"""What a launcher says in the environment: a class that does not join its ranks, and what only Accelerate takes."""
+
+import json
+import time
+
+import pytest
+import torch
+from launch.test_slurm import STEP
+from torch.utils.data import DataLoader, Dataset
+
+from kit.rank_tasks import Task, build, forks, loader
+from zae import ConfigError
+from zae.addons import AMPAddon, MultiGPUAddon
+from zae.checkpoint.locks import FolderLock
+from zae.distributed.launcher import launcher_variables
+
+
+def test_a_class_that_does_not_join_the_ranks_of_a_launcher_is_refused(monkeypatch):
+    """Each rank would train alone, on all of the data; alone in a launcher, or beside others by SLURM, is meant."""
+    for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    trainer = build(Task)
+    assert trainer.run(1, loader(8, 2))["step"] == 4
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert trainer.run(1, loader(8, 2))["step"] == 8
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"started 2 ranks .*add_on\(MultiGPUAddon\).* independent, unset RANK"):
+        trainer.run(1, loader(8, 2))
+    assert trainer.progress_checker.step == 8
+    assert trainer.evaluate(loader(8, 2))
+    monkeypatch.delenv("RANK")
+    assert trainer.run(1, loader(8, 2))["step"] == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("ACCELERATE_USE_FSDP", "true", "FSDP: train with FSDPAddon"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "train with DeepSpeedAddon"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", r"add_on\(AMPAddon, MultiGPUAddon\) and precision='bf16', or .*Acceler"),
+    ],
+)
+def test_what_accelerate_launch_was_asked_for_is_not_passed_over(name, value, text, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    assert build(Task, (MultiGPUAddon,)).run(1, loader(8, 2))["step"] == 4
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"accelerate launch was asked for .*{text}"):
+        build(Task, (MultiGPUAddon,))
+    if name == "ACCELERATE_MIXED_PRECISION":
+        assert build(Task, (AMPAddon, MultiGPUAddon), precision="bf16").run(1, loader(8, 2))["step"] == 4
+
+
+def test_a_shell_of_srun_is_no_task():
+    """`srun --pty bash` has the variables of its step, and the other tasks of the step run no script."""
+    task = {**STEP, "SLURM_JOB_NODELIST": "node1"}
+    assert launcher_variables(task)["RANK"] == "5"
+    assert launcher_variables({**task, "SLURM_PTY_PORT": "40111", "SLURM_PTY_WIN_COL": "80"}) == {}
+
+
+class Slow(Dataset):
+    """Samples of which one takes long in every second rank."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        time.sleep(3.0 * (index == 5))
+        return torch.ones(3), torch.ones(1)
+
+
+class TimesOut(Task):
+    """A step that asks a service, which does not answer one rank."""
+
+    def train_step(self, batch):
+        if self.rank == 1 and self.progress_checker.step == 2:
+            raise RuntimeError("the service timed out")
+        return super().train_step(batch)
+
+
+@pytest.mark.parametrize("who", ["loader", "step"])
+def test_what_times_out_on_one_rank_alone_is_that_rank_s_error(who):
+    """It is no exchange with the others."""
+    if who == "loader":
+        task, data = Task, DataLoader(Slow(), batch_size=1, num_workers=1, timeout=1.0)
+    else:
+        task, data = TimesOut, loader(16, 2)
+    with forks(), pytest.raises(RuntimeError, match=r"timed out.*\[rank 1 of 2\]") as caught:
+        build(task, (MultiGPUAddon,), ["cpu", "cpu"], timeout=60.0).run(1, data)
+    assert type(caught.value) is RuntimeError
+    assert "network" not in str(caught.value.__notes__)
+
+
+def test_a_lock_is_alive_where_the_clock_of_this_host_is_ahead(tmp_path, monkeypatch):
+    """The time of the file is that of the disk, and so is the time that it is compared with."""
+    other = FolderLock(tmp_path)
+    other.acquire()
+    path = tmp_path / ".lock"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere"}))
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)
+    with pytest.raises(ConfigError, match=r"is in use: process .* on host elsewhere"):
+        FolderLock(tmp_path).acquire()

@@ -1,0 +1,1 @@
+"""Checkpoints: write, verify and read them, whole or not at all."""

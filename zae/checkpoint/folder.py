@@ -1,0 +1,652 @@
+"""Write, read and list checkpoints, which are directories that are whole or absent; and weights alone, in one file.
+
+A checkpoint has four files::
+
+    step-00000012/
+        model.safetensors     the state of the model (or model.ckpt, the zip file of torch.save)
+        state.safetensors     every other tensor
+        state.json            everything else, and where the tensors belong (see zae.checkpoint.encoding)
+        manifest.json         step, run, add-ons; size and SHA-256 of the files above; a hash of itself
+
+Where tensors lie in parts on several ranks, it has more files::
+
+        shard-00000.safetensors   the parts that rank 0 has written, and so on for each rank
+        shards.json               for each divided tensor its shape, dtype and parts: rank and offsets
+
+All are listed in the manifest with their SHA-256, and renamed together. torch.distributed.checkpoint plans which rank
+writes which part: a part that several ranks hold is written once. Its own files are not used, because their index is a
+pickle, and because they would have to be read again to be hashed.
+
+`load_checkpoint` reads each byte once and hashes what it has read, and returns nothing before every hash has been
+compared with the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from zae import errors
+from zae.checkpoint import filesystem
+from zae.checkpoint.encoding import decode, encode, strict_json
+from zae.checkpoint.filesystem import (
+    CURE,
+    KNOWN,
+    MANIFEST,
+    MODEL_FILES,
+    SHARDS,
+    STATE,
+    STATE_TENSORS,
+    clear,
+    entries_of,
+    holds_checkpoint,
+    install,
+    is_abandoned,
+    locate,
+    make_directory,
+    not_saved,
+    original_name,
+    read_whole,
+    refuse_foreign,
+    replace_file,
+    set_aside,
+    shard_name,
+    stage,
+    staging_now,
+    step_of,
+    write_file,
+)
+from zae.checkpoint.manifest import FileEntry, Manifest, draft, is_whole, read_manifest, seal, state_text, verify
+from zae.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES, byte_count, separate
+from zae.checkpoint.weights_file import (
+    format_of,
+    iterate_safetensors,
+    load_safetensors,
+    parse_format,
+    read_ckpt,
+    read_model,
+    read_trusted,
+    write_ckpt,
+    write_safetensors,
+)
+from zae.common.argument_checks import check_url
+from zae.common.walk import is_sharded
+from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, ZaeError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import TensorWriteData
+
+    from zae.checkpoint.manifest import Manifest
+
+_Result = TypeVar("_Result")
+
+
+class Group(NamedTuple):
+    """The ranks that do something together, for instance save; by default this process alone."""
+
+    rank: int = 0
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+    def together(self, function: Callable[[], _Result], where: Path, needed: int = 0) -> list[_Result]:
+        """Call a function on every rank, and return what each returned; if one fails, all of them raise its error.
+
+        An error of the disk names ``where``, and how many bytes were ``needed`` there. Where rank 0 writes alone,
+        the others learn from it that this failed.
+        """
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+            if isinstance(raised, OSError) and not isinstance(raised, CheckpointError):
+                error = not_saved(where, raised, needed)
+        outcomes = self.gather((result, None if error is None else _describe(error)))
+        if error is not None:
+            raise error
+        for rank, (_, failed) in enumerate(outcomes):
+            if failed is not None:
+                raise _rebuild(rank, *failed)
+        return [each for each, _ in outcomes]
+
+
+def _describe(error: BaseException) -> tuple[str, str, int | None]:
+    """Return the name of an error of zae, else "", its text, and the number of the system."""
+    name = type(error).__name__
+    is_ours = isinstance(error, ZaeError) and getattr(errors, name, None) is type(error)
+    return name if is_ours else "", str(error) if is_ours else f"{name}: {error}", getattr(error, "errno", None)
+
+
+def _rebuild(rank: int, name: str, text: str, errno: int | None) -> Exception:
+    """Return the error of another rank; `zae.distributed.rank_process` reports the original in its place."""
+    error: ZaeError = getattr(errors, name or "CheckpointError")(f"rank {rank}: {text}")
+    if isinstance(error, CheckpointError):
+        error.errno = errno
+    error.from_rank = rank
+    return error
+
+
+# -------------------------------------------------------------------------------------------------------- planning
+
+
+class Share(NamedTuple):
+    """What one rank writes of a checkpoint: tensors or text by the name of the file; rank 0 has the manifest too."""
+
+    files: dict[str, dict[str, Tensor] | bytes]
+    manifest: Manifest | None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights in it, by their names and the offsets of each part: ``name@0,8``, ``name@`` if whole."""
+        found: dict[str, Tensor] = {}
+        for file, held in self.files.items():
+            for name, each in held.items() if isinstance(held, dict) else ():
+                if file in MODEL_FILES.values():
+                    found[f"{name}@"] = each
+                elif file != STATE_TENSORS and name.startswith(OF_MODEL):
+                    found[name.removeprefix(OF_MODEL)] = each
+        return found
+
+
+def plan_share(
+    directory: Path,
+    model_state: Mapping[str, Tensor],
+    state: Mapping[Any, Any],
+    manifest_info: Mapping[str, Any],
+    *,
+    model_format: str,
+    group: Group = Group(),  # noqa: B008  (it is a tuple)
+) -> Share:
+    """Return what this rank writes of a checkpoint, without writing it; all ranks of the group call it."""
+    files: dict[str, dict[str, Tensor] | bytes] = {}
+    named: dict[str, Tensor] = {}
+
+    def prepare() -> tuple[Manifest | None, list[str]]:
+        structure, tensors = encode(dict(state), with_parts=model_format == "sharded")
+        for kind, held in ((OF_MODEL, model_state), (OF_STATE, tensors)):
+            named.update({f"{kind}{name}": each for name, each in held.items()})
+        away = [name for name, each in named.items() if is_sharded(each) or each.is_meta]
+        if group.rank > 0:
+            return None, away
+        files[MODEL_FILES[model_format]], files[STATE_TENSORS] = dict(model_state), tensors
+        files[STATE] = state_text(directory, structure)
+        return draft(model_format, separate(model_state)[1], manifest_info), away
+
+    prepared = group.together(prepare, directory)
+    manifest = prepared[group.rank][0]
+    if model_format == "sharded":
+        away = set(itertools.chain(*(names for _, names in prepared)))  # What some rank has a part of, or nothing.
+        for file, kind in ((MODEL_FILES[model_format], OF_MODEL), (STATE_TENSORS, OF_STATE)) if files else ():
+            held = cast("dict[str, Tensor]", files[file])
+            files[file] = {name: each for name, each in held.items() if kind + name not in away}
+        parts = {name: each for name, each in named.items() if name in away and not each.is_meta}
+        chunks, described = _divide(parts, group, directory)
+        files = {shard_name(group.rank): chunks, **files}
+        if group.rank == 0:
+            files[SHARDS] = json.dumps(described, separators=(",", ":")).encode()
+    return Share(files, manifest)
+
+
+def _divide(parts: dict[str, Tensor], group: Group, directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the parts of tensors that this rank writes, by name and offsets, and a description of all of them."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(cast("dict[str, Any]", parts), None, group.rank == 0)
+    # Every rank makes the same global plan.
+    plans, _ = planner.create_global_plan(group.together(planner.create_local_plan, directory))
+    chunks, described = dict[str, Tensor](), dict[str, Any]()
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            name, written = item.index.fqn, cast("TensorWriteData", item.tensor_data)
+            kind = {"shape": list(written.size), "dtype": DTYPE_NAMES[written.properties.dtype], "parts": []}
+            described.setdefault(name, kind)["parts"].append([rank, list(written.chunk.offsets)])
+            if rank == group.rank:
+                chunks[chunk_name(name, written.chunk.offsets)] = cast("Tensor", planner.resolve_data(item))
+    places = dict[int, str]()
+    for name, each in chunks.items():  # A file has one entry for tied tensors, and the plan has both.
+        if each.numel() and places.setdefault(each.data_ptr(), name) != name:
+            chunks[name] = each.clone()
+    return chunks, described
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def write_share(
+    directory: str | os.PathLike[str],
+    share: Share,
+    group: Group = Group(),  # noqa: B008  (it is a tuple)
+    check: Callable[[], object] = lambda: None,
+) -> Path:
+    """Write a checkpoint of which each rank has its share; all ranks of the group call it.
+
+    When this returns, the disk has all of it. If it fails on one rank, ``check`` included, it fails on all, and nothing
+    is left. An existing checkpoint with this name stays complete until the new one is, which then replaces it. The
+    directory must be on a disk that all ranks share.
+    """
+    directory, manifest = Path(os.path.abspath(directory)), share.manifest
+    sizes = (len(each) if isinstance(each, bytes) else byte_count(*each.values()) for each in share.files.values())
+    needed = sum(sizes)
+
+    def prepare() -> str | None:
+        if manifest is None:
+            return None
+        refuse_foreign(directory)
+        make_directory(directory.parent)
+        filesystem.disk.mkdir(staging)
+        return str(staging)
+
+    def finish() -> None:
+        if manifest is not None:
+            _install(staging, directory, manifest, {name: each for files in written for name, each in files.items()})
+
+    with stage(directory, needed) if manifest is not None else contextlib.nullcontext(Path()) as staging:
+        staging = Path(group.together(prepare, directory, needed)[0] or "")
+        written = group.together(partial(_write_files, staging, share.files, check), directory, needed)
+        group.together(finish, directory, needed)
+    return directory
+
+
+def _write_files(
+    staging: Path, files: Mapping[str, dict[str, Tensor] | bytes], check: Callable[[], object]
+) -> dict[str, FileEntry]:
+    """Write the files of this rank, and return the size and hash of each."""
+    if not staging.is_dir():
+        raise CheckpointError(f"{staging.parent} is not on a disk that all ranks share; give such a save_path")
+    with contextlib.ExitStack() as hashing:  # Each file is hashed while the next is written, and during the check.
+        outputs = {name: write_file(staging / name, _writer(name, held), hashing) for name, held in files.items()}
+        check()
+    return {name: FileEntry(size=each.size, sha256=each.hexdigest()) for name, each in outputs.items()}
+
+
+def _writer(name: str, content: dict[str, Tensor] | bytes) -> Callable[[Callable[[Any], object]], object]:
+    if isinstance(content, bytes):
+        return lambda write: write(content)
+    return partial(write_ckpt if name == MODEL_FILES["ckpt"] else write_safetensors, tensors=content)
+
+
+def _install(staging: Path, directory: Path, manifest: Manifest, written: Mapping[str, FileEntry]) -> None:
+    """List the files of all ranks in the manifest, and rename the directory."""
+    manifest["files"] |= written
+    text = seal(manifest)
+    write_file(staging / MANIFEST, lambda write: write(text))
+    filesystem.disk.fsync_directory(staging)
+    install(staging, directory)
+
+
+def verify_share(directory: Path, group: Group) -> None:
+    """Read what was written, each rank its own files, and compare the hashes; all ranks call it."""
+
+    def check() -> None:
+        others = {shard_name(rank) for rank in range(ranks) if rank != group.rank}
+        rest = {MODEL_FILES["sharded"], STATE_TENSORS, STATE, SHARDS} if group.rank else set()
+        verify(directory, skip=others | rest)
+
+    ranks = len(group.gather(None))
+    group.together(check, directory)
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model_state: Mapping[str, Tensor],
+    state: Mapping[Any, Any],
+    *,
+    model_format: str = "safetensors",
+    manifest_info: Mapping[str, Any],
+) -> Path:
+    """Write a checkpoint from one process; when this returns, the disk has all of it.
+
+    An existing checkpoint with this name stays complete until the new one is, which then replaces it. What killed
+    processes have left beside it is removed.
+    """
+    directory, kind = Path(os.path.abspath(directory)), parse_format(model_format)
+    write_share(directory, plan_share(directory, model_state, state, manifest_info, model_format=kind))
+    sweep(directory.parent)
+    return directory
+
+
+def sweep(parent: str | os.PathLike[str]) -> list[Path]:
+    """Remove what killed processes have left in a directory, and return it; every save ends with it."""
+    removed: list[Path] = []
+    with contextlib.suppress(OSError, ConfigError):
+        for entry in entries_of(Path(parent)):
+            path = Path(entry.path)
+            with contextlib.suppress(OSError):  # What cannot be removed stays until the next time.
+                if _is_stray(path) and clear(path):
+                    removed.append(path)
+    return removed
+
+
+def _is_stray(path: Path) -> bool:
+    """Return whether a directory entry is a left-over that nobody needs."""
+    if set_aside(path.name, "deleting") is not None:
+        return True
+    if (replaced := set_aside(path.name, "replaced")) is not None:
+        return is_whole(path.with_name(replaced))
+    return path.name not in staging_now and is_abandoned(path.name, time.time() - path.lstat().st_mtime)
+
+
+# ------------------------------------------------------------------------------------------------ weights in one file
+
+
+def save_weights(
+    path: str | os.PathLike[str],
+    model_state: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    writes: bool = True,
+) -> Path:
+    """Write the state of a model as one file; an existing file is replaced atomically.
+
+    With ``writes=False`` everything is checked and nothing written: another process writes the file.
+    """
+    path = Path(os.path.abspath(os.path.expanduser(path)))
+    writer = partial(write_ckpt, tensors=model_state)
+    if format_of(path) == "safetensors":
+        writer = partial(write_safetensors, tensors=model_state, metadata=metadata)
+    separate(model_state)  # What cannot be written is refused before the disk is touched.
+    if not writes:
+        return path
+    replace_file(path, writer, byte_count(*model_state.values()))
+    sweep(path.parent)
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------- reading shards
+
+OF_MODEL, OF_STATE = "model/", "state/"
+"""What the names of divided tensors begin with in shards.json."""
+
+
+def chunk_name(name: str, offsets: Sequence[int]) -> str:
+    """Return the name of one part of a tensor in a shard."""
+    return f"{name}@{','.join(map(str, offsets))}"
+
+
+def read_parts(
+    directory: Path, manifest: Manifest, held: Mapping[str, Tensor] = MappingProxyType({})
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Read and verify the shards of a checkpoint, and return the tensors of the model, and the others.
+
+    They are whole, or laid out as the DTensor that ``held`` has for the beginning of their name: "model/head.weight",
+    "state/optimizer.0.state.3.". Of these, this rank keeps its part alone, and one tensor of a file at a time.
+    """
+    if manifest["model_format"] != "sharded":
+        return {}, {}
+    entry, where = manifest["files"][SHARDS], str(directory / SHARDS)
+    text = read_whole(directory / SHARDS, size=entry["size"], sha256=entry["sha256"])
+    files = {name: manifest["files"][name] for name in map(shard_name, range(manifest["world_size"]))}
+    try:
+        plan = strict_json(text, where)
+        made = _allocate(plan, sum(each["size"] for each in files.values()), held)
+        missing = {name: each.whole.numel() for name, each in made.items()}
+        for rank, (file, each) in enumerate(files.items()):
+            found = [(name, at) for name, about in plan.items() for holder, at in about["parts"] if holder == rank]
+            expected = {chunk_name(name, at): (name, at) for name, at in found}
+            for chunk, part in iterate_safetensors(directory / file, each):
+                if chunk in expected:
+                    name, at = expected.pop(chunk)
+                    made[name].fill(part, at)
+                    missing[name] -= part.numel()
+            if expected or len({chunk_name(*each) for each in found}) < len(found):
+                raise ValueError(f"the parts in {file} are others")
+        if lacking := [name for name, count in missing.items() if count]:
+            raise ValueError(f"the parts of {lacking[0]!r:.80} are not all of it")
+    # Hostile text may have any type anywhere.
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointDamaged(f"{where}: does not describe the shards ({str(error)[:160]!r}). {CURE}") from error
+    model = {name.removeprefix(OF_MODEL): each.tensor() for name, each in made.items() if name.startswith(OF_MODEL)}
+    rest = {name.removeprefix(OF_STATE): each.tensor() for name, each in made.items() if name.startswith(OF_STATE)}
+    return model, rest
+
+
+def _allocate(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _Target]:
+    """Return what is to be filled with what the shards hold, which cannot be more bytes than their files have."""
+    kinds = {name: (tuple(each["shape"]), DTYPES[each["dtype"]]) for name, each in plan.items()}
+    if any(type(size) is not int or size < 0 for shape, _ in kinds.values() for size in shape):
+        raise ValueError("a shape is not a list of sizes")
+    if sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds.values()) > limit:
+        raise ValueError("it claims more than the files hold")
+    found = {}
+    for name, (shape, dtype) in kinds.items():
+        reference = held.get(name, held.get(name.rpartition(".")[0] + "."))
+        fits = reference is not None and is_sharded(reference) and reference.shape == shape
+        found[name] = _Target(torch.empty(shape, dtype=dtype, device="meta"), reference if fits else None)
+    return found
+
+
+class _Target:
+    """A tensor that is read: whole, or the part of it that this rank has of a tensor in the same layout."""
+
+    def __init__(self, whole: Tensor, reference: Any) -> None:
+        self.whole, self._reference, self._first = whole, reference, (0,) * whole.dim()
+        shape = whole.shape
+        chunks = [] if reference is None else reference.__create_chunk_list__()
+        if len(chunks) == 1:
+            self._first, shape = tuple(chunks[0].offsets), chunks[0].sizes
+        else:
+            self._reference = None
+        self._held = torch.zeros(shape, dtype=whole.dtype, device="cpu")
+
+    def fill(self, part: Tensor, offsets: Sequence[int]) -> None:
+        """Copy what overlaps with a part that was read."""
+        whole, ends = self.whole, [first + size for first, size in zip(offsets, part.shape, strict=True)]
+        if part.dtype != whole.dtype or len(ends) != whole.dim() or any(first < 0 for first in offsets):
+            raise ValueError(f"a part of {part.dtype} at {list(offsets)} does not fit {whole.dtype}")
+        if any(end > size for end, size in zip(ends, whole.shape)):
+            raise ValueError(f"a part ends at {ends}, in a tensor of {list(whole.shape)}")
+        own = list(zip(self._first, [first + size for first, size in zip(self._first, self._held.shape)]))
+        both = [(max(first, at), min(last, end)) for (first, last), at, end in zip(own, offsets, ends)]
+        if all(first < last for first, last in both):
+            target = tuple(slice(first - at, last - at) for (first, last), at in zip(both, self._first))
+            source = tuple(slice(first - at, last - at) for (first, last), at in zip(both, offsets))
+            self._held[target] = part[source]
+
+    def tensor(self) -> Tensor:
+        """Return it, in the layout of the reference if there is one."""
+        like = self._reference
+        if like is None:
+            return self._held
+        from torch.distributed.tensor import DTensor
+
+        layout = {"shape": like.shape, "stride": self.whole.stride(), "run_check": False}
+        return DTensor.from_local(self._held.to(like.device), like.device_mesh, like.placements, **layout)
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+_log = logging.getLogger("zae")
+_Content = TypeVar("_Content")
+Weights: TypeAlias = "str | Path | Mapping[str, Tensor]"
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    *,
+    allow_partial: Collection[str] = (),
+    held: Mapping[str, Tensor] = MappingProxyType({}),
+) -> tuple[Manifest, dict[str, Tensor], dict[Any, Any]]:
+    """Read each byte of a checkpoint once, and return its content if every file has the hash in the manifest.
+
+    Of one in shards, ``held`` names tensors of which this rank keeps its part (`zae.checkpoint.folder.read_parts`).
+    """
+    if unknown := sorted(set(allow_partial) - (KNOWN - {MANIFEST})):
+        raise ConfigError(f"allow_partial names {unknown}; write names of {sorted(KNOWN - {MANIFEST})}")
+    directory = locate(Path(directory))
+    manifest = read_manifest(directory)
+    model_state: dict[str, Tensor] = {}
+    model_parts, state_parts = read_parts(directory, manifest, held)
+    try:
+        model_state = {**read_model(directory, manifest), **model_parts}
+    except CheckpointDamaged:
+        if MODEL_FILES[manifest["model_format"]] not in allow_partial:
+            raise
+    state = load_state(directory, manifest, allow_partial, state_parts)
+    return manifest, model_state, state
+
+
+def load_state(
+    directory: Path,
+    manifest: Manifest | None = None,
+    allow_partial: Collection[str] = (),
+    parts: Mapping[str, Tensor] | None = None,
+) -> dict[Any, Any]:
+    """Read and verify what a checkpoint holds beside the model; arguments and errors as for `load_checkpoint`.
+
+    ``parts`` is what `read_parts` returned, where it has been called.
+    """
+    manifest, state = manifest or read_manifest(directory), dict[Any, Any]()
+    parts = read_parts(directory, manifest)[1] if parts is None else parts
+    reading = STATE_TENSORS
+    try:
+        tensors = load_safetensors(directory / STATE_TENSORS, manifest["files"][STATE_TENSORS])
+        reading = STATE
+        entry, where = manifest["files"][STATE], str(directory / STATE)
+        text = read_whole(directory / STATE, size=entry["size"], sha256=entry["sha256"])
+        state = decode(strict_json(text, where), {**tensors, **parts}, where=where)
+    except CheckpointDamaged:
+        if reading not in allow_partial:
+            raise
+    if not isinstance(state, dict):
+        raise CheckpointDamaged(f"{directory / STATE}: contains a {type(state).__name__}, not a dict. {CURE}")
+    return state
+
+
+def list_checkpoints(save_path: str | os.PathLike[str]) -> list[Path]:
+    """List the directories named like checkpoints, the highest step first, without reading them.
+
+    One that a killed save was about to replace comes right after the one that took its place. Raise ConfigError if
+    `save_path` is a file.
+    """
+    found: list[tuple[int, bool, float, Path]] = []
+    for entry in entries_of(Path(save_path)):
+        own = original_name(entry.name)
+        if (step := step_of(own)) is None or not entry.is_dir(follow_symlinks=False):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # Removed since it was listed.
+            age = entry.stat(follow_symlinks=False).st_mtime
+            if not holds_checkpoint(Path(entry.path)):
+                continue
+            found.append((step, own == entry.name, age, Path(entry.path)))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def newest_valid(
+    save_path: str | os.PathLike[str],
+    read: Callable[[Path], _Content] = verify,  # type: ignore[assignment]
+    list_all: Callable[[Any], list[Path]] = list_checkpoints,
+) -> tuple[Path, _Content, list[tuple[Path, str]]] | None:
+    """Find the newest checkpoint that can be read, among those that ``list_all`` returns."""
+    passed_over: list[tuple[Path, str]] = []
+    for path in list_all(save_path):
+        try:
+            return path, read(path), passed_over
+        except (CheckpointDamaged, CheckpointNotFound) as error:
+            passed_over.append((path, str(error)))
+    if not passed_over:
+        return None
+    reasons = "\n".join(f"  {path.name}: {reason}" for path, reason in passed_over)
+    raise CheckpointDamaged(
+        f"{save_path}: all of {len(passed_over)} checkpoints are damaged; restore one from a copy, or move them away "
+        f"to start from scratch:\n{reasons}"
+    )
+
+
+def refuse_links(folder: Path, found: Path | None) -> None:
+    """Refuse to start from scratch, or from an older checkpoint, if a link stands for a newer one."""
+    steps = {path: step_of(path.name) or 0 for path in folder.glob("step-*") if path.is_symlink()}
+    newest = max(steps, key=lambda path: steps[path], default=None)
+    if newest is not None and steps[newest] > (step_of(found.name) or 0 if found else -1):
+        raise CheckpointNotFound(
+            f"{newest} is a link, and links are not followed; write resume={os.path.realpath(newest)!r}, give the "
+            "folder that it points into as save_path, or remove the link"
+        )
+
+
+def put_back(parent: str | os.PathLike[str]) -> None:
+    """Rename what a killed save has moved aside back to its place, unless a whole checkpoint stands there.
+
+    No other process may save into this directory at the same time.
+    """
+    for path in list_checkpoints(parent):
+        place = path.with_name(original_name(path.name))
+        if place != path and not is_whole(place) and is_whole(path):
+            with contextlib.suppress(OSError):  # It stands in until it can be renamed.
+                install(path, place)
+
+
+# ------------------------------------------------------------------------------------------------ weights in one file
+
+
+def read_weights(weights: Weights) -> Mapping[str, Tensor]:
+    """Return weights that are given as a file, or as they are."""
+    if not isinstance(weights, (str, os.PathLike, Mapping)):
+        raise ConfigError(
+            f"weights is a {type(weights).__name__}; give the path of a file, or a state dict: model.state_dict()"
+        )
+    return weights if isinstance(weights, Mapping) else load_weights(weights)
+
+
+def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> dict[str, Tensor]:
+    """Read the state of a model from one file, or from a checkpoint."""
+    if isinstance(path, str) and "://" in path:
+        return _download_weights(path, trust_pickle)
+    path = Path(path).expanduser()
+    if path.is_dir():
+        names = {each.name for each in path.iterdir()}
+        if not holds_checkpoint(path) and (saved := list_checkpoints(path)):
+            raise CheckpointNotFound(
+                f"{path} is a folder of checkpoints; give one of them, for instance the newest: {str(saved[0])!r}. "
+                f"start_from={str(path)!r} of StateManagerAddon takes the newest intact one"
+            )
+        if names and not names & {MANIFEST, STATE}:
+            raise CheckpointNotFound(f"{path} is a folder without a checkpoint; {_instead_of(path, names)}")
+        manifest = read_manifest(path)
+        return {**read_model(path, manifest), **read_parts(path, manifest)[0]}
+    kind = format_of(path)
+    if not path.exists():
+        raise CheckpointNotFound(f"there is no file {path}; give one that save_model wrote, or a checkpoint")
+    path = path.resolve()  # A user's own link is followed: caches of downloads consist of them.
+    if trust_pickle and kind == "ckpt":
+        _log.warning("%s is read with trust_pickle=True: whatever code it contains is run", path)
+        return read_trusted(path)
+    return load_safetensors(path) if kind == "safetensors" else read_ckpt(read_whole(path), str(path))
+
+
+def _instead_of(folder: Path, names: Iterable[str]) -> str:
+    """Return what to give instead of a folder with these names, in which there is no checkpoint."""
+    if "adapter_config.json" in names:
+        return f"it holds an adapter of PEFT: PeftModel.from_pretrained(model, {str(folder)!r})"
+    files = sorted(name for name in names if Path(name).suffix == ".safetensors")
+    if len(files) == 1:
+        return f"give the file of weights in it: {str(folder / files[0])!r}"
+    return "give one, or a file of weights"
+
+
+def _download_weights(url: str, trust_pickle: bool) -> dict[str, Tensor]:
+    """Read the state of a model from one file in a file system of fsspec."""
+    files, place = check_url("weights", url)
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder, place.rpartition("/")[2])
+        format_of(local)
+        try:
+            files.get_file(place, str(local))
+        except FileNotFoundError:
+            raise CheckpointNotFound(f"there is no file {url}; give one that save_weights_every has stored") from None
+        except Exception as error:  # The clients of object storage have their own errors.
+            raise CheckpointError(f"{url} was not loaded: {type(error).__name__}: {error}") from error
+        return load_weights(local, trust_pickle=trust_pickle)

@@ -1,0 +1,261 @@
+"""Checkpoint manifests: draft, seal, parse, and compare with the files of a checkpoint.
+
+A manifest names each file with its size and its SHA-256, and contains a hash of itself, so that a file that was cut,
+changed or taken from another checkpoint is detected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+from zae.checkpoint.encoding import decode, encode, strict_json
+from zae.checkpoint.filesystem import (
+    CURE,
+    MANIFEST,
+    MODEL_FILES,
+    SHARDS,
+    STATE,
+    STATE_TENSORS,
+    locate,
+    open_input,
+    read_whole,
+    shard_name,
+)
+from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST_LIMIT",
+    "SHARDED_FORMAT",
+    "STATE_LIMIT",
+    "FileEntry",
+    "Manifest",
+    "check_progress",
+    "draft",
+    "is_whole",
+    "parse",
+    "read_manifest",
+    "seal",
+    "state_text",
+    "verify",
+]
+
+FORMAT = 1
+"""The format of a checkpoint without shards that this version writes."""
+
+SHARDED_FORMAT = 2
+"""The format of one with shards, and the newest that this version reads."""
+
+MANIFEST_LIMIT = 16 << 20
+"""The largest manifest that is written or read, in bytes."""
+
+STATE_LIMIT = 256 << 20
+"""The largest state.json that is written, and the largest of it and of shards.json that is read, in bytes."""
+
+_LAST = b',\n "sha256": "%s"\n}\n'
+_SEALED = re.compile(rb',\n "sha256": "[0-9a-f]{64}"\n}\n')
+
+
+class FileEntry(TypedDict):
+    """The entry of one file."""
+
+    size: int
+    sha256: str
+
+
+class Manifest(TypedDict):
+    """The content of manifest.json."""
+
+    format: int
+    zae: str  # the version that wrote it
+    run_id: str
+    step: int
+    epoch: int
+    composition: list[str]  # the names of the add-ons
+    world_size: int
+    model_format: str  # a key of MODEL_FILES
+    tied: dict[str, str]  # each tied name in the model's state, and the name that is written for it
+    files: dict[str, FileEntry]
+    info: dict[str, Any]  # what the caller adds
+    sha256: str  # of the manifest without this entry
+
+
+def draft(model_format: str, tied: Mapping[str, str], about: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of a checkpoint that has no files yet, from what the caller says about it."""
+    asked = {"run_id", "step", "epoch", "composition", "world_size", "info"}
+    if unknown := sorted(about.keys() - asked):
+        raise ConfigError(f"manifest_info: the entry {unknown[0]!r} is unknown; write {sorted(asked)}")
+    info, tensors = encode(about.get("info", {}))
+    if tensors:
+        raise ConfigError(f"manifest_info['info'] holds a tensor at {next(iter(tensors))!r}; put it into the state")
+    number = SHARDED_FORMAT if model_format == "sharded" else FORMAT
+    fixed = {"format": number, "zae": _version(), "model_format": model_format, "tied": dict(tied)}
+    content = {**about, **fixed, "files": {}, "info": info, "sha256": ""}
+    if fault := _fault(content):
+        raise ConfigError(f"manifest_info: {fault}")
+    return cast(Manifest, {key: content[key] for key in Manifest.__annotations__})
+
+
+def state_text(directory: Path, structure: Any) -> bytes:
+    """Return the text of state.json for an encoded state."""
+    text = json.dumps(structure, allow_nan=False, separators=(",", ":")).encode()
+    if len(text) > STATE_LIMIT:
+        raise CheckpointError(
+            f"{directory}: the state takes {len(text)} bytes as JSON, the limit is {STATE_LIMIT}; "
+            "keep long lists of numbers as tensors or numpy arrays"
+        )
+    return text
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Return the one valid text of a manifest, with its own hash in it.
+
+    Any other bytes are a manifest that was changed. This rule holds for every format, so that a changed format number
+    is not mistaken for a newer zae.
+    """
+    body = {key: value for key, value in content.items() if key != "sha256"}
+    plain = json.dumps(body, indent=1, allow_nan=False).encode()
+    # The hash is the last entry of the same text: it is inserted before the bracket that ends it.
+    last = _LAST if body else b'{\n "sha256": "%s"\n}\n'
+    text = plain[: -len("\n}")] + last % hashlib.sha256(plain).hexdigest().encode()
+    if len(text) > MANIFEST_LIMIT:
+        raise CheckpointError(f"the manifest takes {len(text)} bytes, the limit is {MANIFEST_LIMIT}; shorten its info")
+    return text
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """Check the text of a manifest, from the file `where`, and return its content with ``info`` decoded.
+
+    Raise CheckpointDamaged if it was changed or does not describe a checkpoint, CheckpointMismatch if it was written
+    by a newer zae.
+    """
+    content = strict_json(data, where)
+    if not isinstance(content, dict) or type(content.get("format")) is not int or content["format"] < 1:
+        raise CheckpointDamaged(f"{where}: names no format of a checkpoint. {CURE}")
+    newer = (
+        f"written by zae {str(content.get('zae'))[:40]!r}, format {content['format']}; "
+        f"this version reads up to {SHARDED_FORMAT}; upgrade zae"
+    )
+    found, got = content.get("sha256"), _digest(data)
+    if found != got:
+        shown = ascii(found[:12])[1:-1] if isinstance(found, str) else "none"
+        either = f" (or it was {newer})" if content["format"] > SHARDED_FORMAT else ""
+        raise CheckpointDamaged(
+            f"{where}: changed since it was written: expected sha256 {shown}, got {got[:12]}{either}. {CURE}"
+        )
+    if content["format"] > SHARDED_FORMAT:
+        raise CheckpointMismatch(f"{where}: {newer}")
+    if fault := _fault(content) or _files_fault(content):
+        raise CheckpointDamaged(f"{where}: {fault}. {CURE}")
+    content["info"] = decode(content["info"], {}, where=where)
+    return cast(Manifest, content)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint, without its other files."""
+    return parse(read_whole(directory / MANIFEST, limit=MANIFEST_LIMIT), str(directory / MANIFEST))
+
+
+def verify(directory: str | os.PathLike[str], *, skip: Collection[str] = ()) -> Manifest:
+    """Read every byte of a checkpoint and compare its hashes with the manifest, which is returned.
+
+    Files that `skip` names are not read, because the caller is going to. Errors are those of `load_checkpoint`.
+    """
+    directory = locate(Path(directory))
+    manifest = read_manifest(directory)
+    for name, entry in manifest["files"].items():
+        if name not in skip:
+            with open_input(directory / name, size=entry["size"]) as source:
+                source.finish(entry["sha256"])
+    return manifest
+
+
+def is_whole(directory: Path) -> bool:
+    """Return whether a checkpoint stands at this place and verifies."""
+    try:
+        return directory.is_dir() and bool(verify(directory))
+    except CheckpointError:
+        return False
+
+
+def _digest(data: bytes) -> str:
+    """Return the hash that a manifest must contain, from its text: the content could be written in several ways."""
+    # Without a last entry in exactly this form it is not sealed, and this is the hash of something else.
+    end = data[-len(_LAST % (b"0" * 64)) :]
+    plain = data.removesuffix(end) + b"\n}" if _SEALED.fullmatch(end) else data
+    return hashlib.sha256(plain).hexdigest()
+
+
+def _version() -> str:
+    """Return the version of the running zae, which need not be the installed one."""
+    return str(getattr(sys.modules.get("zae"), "__version__", "unknown"))
+
+
+def _fault(content: Mapping[str, Any]) -> str | None:
+    """Return which entry of a manifest is missing, unknown or invalid; None if all are valid."""
+
+    def texts(value: Any) -> bool:
+        return all(type(text) is str for text in value)
+
+    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "format": ("a whole number", lambda value: type(value) is int),
+        "zae": ("text", lambda value: type(value) is str),
+        "run_id": ("text", lambda value: type(value) is str),
+        "step": ("a whole number from 0", lambda value: type(value) is int and value >= 0),
+        "epoch": ("a whole number from 0", lambda value: type(value) is int and value >= 0),
+        "composition": ("a list of names", lambda value: type(value) is list and texts(value)),
+        "world_size": ("a whole number from 1", lambda value: type(value) is int and value >= 1),
+        "model_format": (f"one of {list(MODEL_FILES)}", lambda value: type(value) is str and value in MODEL_FILES),
+        "tied": ("a dict of names", lambda value: type(value) is dict and texts(value.values())),
+        "files": ("a dict", lambda value: type(value) is dict),
+        "info": ("a dict", lambda value: type(value) is dict),
+        "sha256": ("text", lambda value: type(value) is str),
+    }
+    for key in sorted(rules.keys() ^ content.keys()):
+        return f"the entry {key!r:.80} is {'missing' if key in rules else 'unknown'}"
+    for key, (kind, fits) in rules.items():
+        if not fits(content[key]):
+            return f"the entry {key!r} is {content[key]!r:.80}, which is not {kind}"
+    return None
+
+
+def _files_fault(content: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the list of files; only known names ever reach the disk."""
+    expected = {MODEL_FILES[content["model_format"]], STATE_TENSORS, STATE}
+    if content["model_format"] == "sharded":
+        if content["format"] != SHARDED_FORMAT:
+            return f"is sharded, and of format {content['format']}"
+        ranks = min(content["world_size"], len(content["files"]))  # A forged number must not take all memory.
+        expected |= {SHARDS, *map(shard_name, range(ranks))}
+    for name in sorted(content["files"].keys() ^ expected):
+        return f"lists the file {name!r:.80}, which is not part of it" if name not in expected else f"lacks {name}"
+    for name, entry in content["files"].items():
+        if type(entry) is not dict or entry.keys() != FileEntry.__annotations__.keys():
+            return f"describes {name} with other entries than {list(FileEntry.__annotations__)}"
+        if type(entry["size"]) is not int or entry["size"] < 0:
+            return f"gives {name} the size {entry['size']!r:.80}"
+        if type(entry["sha256"]) is not str or not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
+            return f"gives {name} the sha256 {entry['sha256']!r:.80}"
+        if name in (STATE, SHARDS) and entry["size"] > STATE_LIMIT:
+            return f"claims {entry['size']} bytes for {name}; the limit is {STATE_LIMIT}"
+    return None
+
+
+def check_progress(found: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose state has another step or epoch than its manifest."""
+    progress = state.get("progress")
+    if not isinstance(progress, Mapping):
+        return
+    for name in ("step", "epoch"):
+        if progress.get(name) != manifest[name]:
+            raise CheckpointMismatch(
+                f"{found}: the manifest says {name} {manifest[name]}, and the state {name} "
+                f"{progress.get(name)!r:.40}; somebody has changed it: load another checkpoint"
+            )

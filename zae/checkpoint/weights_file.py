@@ -1,0 +1,358 @@
+"""Files of tensors: safetensors, and the zip file of ``torch.save``.
+
+Writers call a function with buffers, and `zae.checkpoint.filesystem` owns the file behind it. The library safetensors
+reads its files, each tensor straight into its own memory, so that a file is read once and held once. What is added
+here: ties, the hash, and limits on hostile headers, which are checked before the library sees them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import pickletools
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from zae.checkpoint.encoding import strict_json
+from zae.checkpoint.filesystem import MODEL_FILES, Input, open_input, read_whole
+from zae.checkpoint.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, separate
+from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from zae.checkpoint.manifest import FileEntry, Manifest
+
+__all__ = [
+    "format_of",
+    "iterate_safetensors",
+    "load_safetensors",
+    "parse_format",
+    "read_ckpt",
+    "read_model",
+    "read_safetensors",
+    "read_trusted",
+    "write_ckpt",
+    "write_safetensors",
+]
+
+_log = logging.getLogger("zae")
+
+HEADER_LIMIT = 64 << 20
+"""The largest safetensors header that is written or read, in bytes: some 400,000 tensors."""
+
+_FORMATS = {"safetensors": "safetensors", "safetensor": "safetensors", "ckpt": "ckpt"}
+_SUFFIXES = {**{f".{name}": kind for name, kind in _FORMATS.items()}, ".pt": "ckpt", ".pth": "ckpt"}
+_TIES = "zae.tied"
+_LENGTH = 8  # The file begins with the length of the header, little endian.
+_PADDING = 1 << 16  # White space outside of the header's text: some tools align tensors to a page.
+_KEYS = frozenset({"str", "int", "bool", "float", "None", "bytes_or_str"})  # What a dict in a pickle may have as keys.
+_ORDERED = "collections OrderedDict"
+
+
+def read_model(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Read and verify the model's file of a checkpoint."""
+    name = MODEL_FILES[manifest["model_format"]]
+    path, entry = directory / name, manifest["files"][name]
+    if name == MODEL_FILES["safetensors"]:
+        return load_safetensors(path, entry)
+    return read_ckpt(read_whole(path, size=entry["size"], sha256=entry["sha256"]), str(path))
+
+
+def load_safetensors(path: Path, entry: FileEntry | None = None) -> dict[str, Tensor]:
+    """Read a safetensors file in one pass, and verify it if there is an entry of a manifest."""
+    with open_input(path, size=entry and entry["size"]) as source:
+        try:
+            tensors, _ = read_safetensors(source)
+        except CheckpointDamaged:
+            if entry is not None:  # A file that was changed is reported as such, not by what the change broke.
+                source.finish(entry["sha256"])
+            raise
+        if entry is not None:
+            source.finish(entry["sha256"])
+    return tensors
+
+
+def parse_format(name: str) -> str:
+    """Return "safetensors" or "ckpt" for the name of a format, with or without a leading dot."""
+    found = _FORMATS.get(str(name).removeprefix("."))
+    if found is None:
+        raise ConfigError(f"unknown model format {name!r}; write 'safetensors' or 'ckpt'")
+    return found
+
+
+def format_of(path: PurePath) -> str:
+    """Return the format that the suffix of a file stands for."""
+    found = _SUFFIXES.get(path.suffix.lower())
+    if found is None:
+        *most, last = _SUFFIXES
+        raise ConfigError(f"{path}: unknown suffix {path.suffix!r} for weights; write {', '.join(most)} or {last}")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- safetensors
+
+
+def write_safetensors(
+    write: Callable[[Any], object], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors as one safetensors file, tied ones once.
+
+    `write` is called with one buffer after the other, and may keep them; each tensor is brought to the CPU when its
+    turn comes. Ties are notes in the header, as ``safetensors.torch.save_model`` writes them.
+
+    The library's writers do not fit: ``serialize`` holds all tensors a second time; ``serialize_file`` needs all of
+    them on the CPU at once, does not hash (the file would have to be read again), does not wait for the disk, reports a
+    full disk without its error number, and orders notes differently each time.
+    """
+    kept, tied = separate(tensors)
+    for name, tensor in kept.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"{name!r} is of {tensor.dtype}, which safetensors cannot hold; save it as .ckpt, or convert it"
+            )
+    notes = {**tied, "format": "pt", **(metadata or {})}
+    if tied:
+        notes[_TIES] = json.dumps(tied)  # Another note may look like a tie by chance; this one does not.
+    # The largest elements first, so that each tensor starts at a multiple of its element size.
+    order = sorted(kept, key=lambda name: (-kept[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": notes}
+    end = 0
+    for name in order:
+        begin, end = end, end + kept[name].numel() * kept[name].element_size()
+        entry = {"dtype": DTYPE_NAMES[kept[name].dtype], "shape": list(kept[name].shape), "data_offsets": [begin, end]}
+        header[name] = entry
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH)
+    if len(text) > HEADER_LIMIT:
+        raise CheckpointError(f"{len(kept)} tensors need a header of {len(text)} bytes; the limit is {HEADER_LIMIT}")
+    write(len(text).to_bytes(_LENGTH, "little") + text)
+    for name in order:
+        write(byte_view(dense(kept[name], name)))
+
+
+def read_safetensors(source: Input) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read one safetensors file that may be hostile, and hash all that is read."""
+    try:
+        notes = _check_header(source)
+        # By default the tensors would be views of the mapped file: cutting the file would then end the process, and a
+        # removed file would keep its place on the disk. They would be made on torch's default device.
+        with torch.device("cpu"), safe_open(source.path, framework="pt", backend="pread") as file:
+            tensors: dict[str, Tensor] = file.get_tensors()
+            order = file.offset_keys()
+        for name in order:
+            source.skip(byte_view(tensors[name]))
+        tied = _ties(notes, tensors, str(source.path))
+        tensors.update({alias: tensors[name] for alias, name in tied.items()})
+    # Whatever the library, torch and Python raise for a hostile number is damage, too.
+    except (SafetensorError, ValueError, TypeError, RuntimeError, OverflowError, AttributeError) as error:
+        if isinstance(error, CheckpointDamaged):
+            raise
+        raise CheckpointDamaged(f"{source.path}: not a whole safetensors file ({str(error)[:200]}).") from error
+    hidden = {"__metadata__", _TIES, *tied}
+    return tensors, {key: note for key, note in notes.items() if key not in hidden}
+
+
+def iterate_safetensors(path: Path, entry: FileEntry) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a safetensors file without ties, one at a time, and verify the file at its end."""
+    with open_input(path, size=entry["size"]) as source:
+        try:
+            _check_header(source)
+            with safe_open(path, framework="pt", backend="pread") as file:
+                for name in file.offset_keys():
+                    with torch.device("cpu"):
+                        tensor = file.get_tensor(name)
+                    source.skip(byte_view(tensor))
+                    yield name, tensor
+                    del tensor  # Before the next one is read.
+        except (SafetensorError, ValueError, TypeError, RuntimeError, OverflowError, AttributeError) as error:
+            source.finish(entry["sha256"])  # A file that was changed is reported as such.
+            raise CheckpointDamaged(f"{path}: not a whole safetensors file ({str(error)[:200]}).") from error
+        source.finish(entry["sha256"])
+
+
+def _check_header(source: Input) -> dict[str, str]:
+    """Refuse a header that would cost the library time or memory, or that two readers could read differently."""
+    if source.size < _LENGTH:
+        raise ValueError(f"{source.size} bytes are less than the {_LENGTH} that it begins with")
+    opening = bytearray(_LENGTH)
+    source.fill(memoryview(opening))
+    length = int.from_bytes(opening, "little")
+    if length > min(HEADER_LIMIT, source.size - _LENGTH):
+        raise ValueError(
+            f"its header claims {length} bytes; the file has {source.size}, and the limit is {HEADER_LIMIT}"
+        )
+    text = bytearray(length)
+    source.fill(memoryview(text))
+    if len(text.translate(None, b" \n\t\r")) < (length - _PADDING) // 2:  # Its size is no measure of what is in it.
+        raise ValueError("its header is mostly white space")
+    header = strict_json(bytes(text), str(source.path))
+    if not isinstance(header, dict):
+        raise ValueError(f"its header is a {type(header).__name__}")
+    notes = header.pop("__metadata__", {})
+    if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+        raise ValueError("the metadata of the header is not text")
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"its header describes {name!r:.80} by other entries than dtype, shape and data_offsets")
+        if not isinstance(entry["shape"], list) or len(entry["shape"]) > AXES_LIMIT:
+            raise ValueError(f"{name!r:.80} has a shape that is not a list of at most {AXES_LIMIT} numbers")
+    return notes
+
+
+def _ties(notes: Mapping[str, str], tensors: Mapping[str, Tensor], where: str) -> dict[str, str]:
+    """Return the ties that the notes name: our own entry, else the convention of safetensors.torch.save_model."""
+    if _TIES not in notes:
+        return {key: note for key, note in notes.items() if key not in tensors and key != "format" and note in tensors}
+    tied = strict_json(notes[_TIES].encode(), where)
+    for alias, name in tied.items() if isinstance(tied, dict) else [("", tied)]:
+        if alias in tensors or not isinstance(name, str) or name not in tensors:
+            raise ValueError(f"{alias!r:.80} is tied to {name!r:.80}, which is not in the file")
+    return cast("dict[str, str]", tied)
+
+
+# ------------------------------------------------------------------------------------------------------ torch.save
+
+
+def write_ckpt(write: Callable[[Any], object], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as ``torch.save`` does, as a dict on the CPU that ``weights_only=True`` loads; tied ones once."""
+    kept, tied = separate(tensors)
+    made: dict[str, Tensor] = {}
+    for name, tensor in kept.items():
+        host = dense(tensor, name)
+        # torch.save writes the whole memory behind a view: a view that is less than that is copied.
+        whole = host.untyped_storage().nbytes() == host.numel() * host.element_size()
+        made[name] = host if whole else host.clone()
+    sink = _Sink(write, {host.data_ptr(): byte_view(host) for host in made.values()})
+    torch.save({name: made[tied.get(name, name)] for name in tensors}, cast("IO[bytes]", sink))
+
+
+def read_ckpt(data: bytes, where: str) -> dict[str, Tensor]:
+    """Read what ``torch.save`` wrote to the file `where`, without running any code in it.
+
+    Raise CheckpointDamaged unless it is torch's zip file with a dict of tensors.
+    """
+    try:
+        _refuse_odd_pickle(_refuse_odd_zip(data))
+        made = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    # torch raises nearly any exception for a hostile file; the caller gets ours.
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0][:160]
+        raise CheckpointDamaged(
+            f"{where}: not loaded: contains code, or is cut short ({reason}). "
+            "Get the weights as .safetensors, or as .ckpt with a dict of tensors. If you trust the file, write "
+            "saved = torch.load(path, weights_only=False), and apply_weights(saved['state_dict']) for a checkpoint of "
+            "Lightning, or apply_weights(saved.state_dict()) for a whole module."
+        ) from error
+    if isinstance(made, dict) and _is_state(made.get("state_dict")):  # A checkpoint of Lightning.
+        made = made["state_dict"]
+    if _is_state(made):
+        return dict(made)
+    found = f"a dict with the keys {list(made)[:5]!r:.120}" if isinstance(made, dict) else f"a {type(made).__name__}"
+    keys = [key for key, part in made.items() if _is_state(part)] if isinstance(made, dict) else []
+    hint = f", or give that part: apply_weights(torch.load(path)[{keys[0]!r:.80}])" if keys else ""
+    raise CheckpointDamaged(
+        f"{where}: contains {found}; expected a dict of tensors. Store only the model's state{hint}."
+    )
+
+
+def read_trusted(path: Path) -> dict[str, Tensor]:
+    """Read what ``torch.save`` wrote, and run whatever code it contains."""
+    made = torch.load(path, map_location="cpu", weights_only=False)
+    made = made.state_dict() if isinstance(made, nn.Module) else made
+    made = made["state_dict"] if isinstance(made, dict) and _is_state(made.get("state_dict")) else made
+    if _is_state(made):
+        return dict(made)
+    raise CheckpointDamaged(f"{path}: contains a {type(made).__name__}; expected a state_dict or a torch.nn.Module")
+
+
+def _is_state(made: object) -> bool:
+    return isinstance(made, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in made.items())
+
+
+class _Sink(io.RawIOBase):
+    """The file that torch.save writes to."""
+
+    def __init__(self, write: Callable[[Any], object], owned: Mapping[int, memoryview]) -> None:
+        self._write = write
+        self._owned = owned
+
+    def writable(self) -> bool:
+        """Return True, for torch asks."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Pass a buffer on: the tensor that it shows, else a copy, because torch may reuse its memory."""
+        view = memoryview(data).cast("B")
+        tensor = self._owned.get(np.frombuffer(view, np.uint8).ctypes.data) if view else None
+        self._write(tensor if tensor is not None and len(tensor) == len(view) else bytes(view))
+        return len(view)
+
+
+def _refuse_odd_zip(data: bytes) -> bytes:
+    """Return the pickle in a zip file, and refuse what torch.save does not write: other formats, TorchScript, bombs."""
+    if data[:4] != b"PK\x03\x04":
+        raise ValueError("a bare pickle, or not a zip file of torch.save")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("a compressed zip file, which torch.save does not write")
+        if sum(entry.file_size for entry in entries) > len(data):
+            raise ValueError("a zip file that claims more than it holds")
+        if any("/code/" in entry.filename or entry.filename.endswith("constants.pkl") for entry in entries):
+            raise ValueError("a TorchScript archive, which is a program")
+        pickles = [entry for entry in entries if entry.filename.endswith("data.pkl")]
+        if len(pickles) != 1:
+            raise ValueError(f"{len(pickles)} pickles of tensors, where there must be one")
+        return archive.read(pickles[0])
+
+
+def _refuse_odd_pickle(data: bytes) -> None:
+    """Refuse a pickle that would take long for its size: torch's interpreter is slow, and keys may collide.
+
+    The stack is simulated as pickletools describes each operation, with kinds of values instead of values.
+    """
+    stack: list[str] = []
+    marks: list[int] = []
+    memo: dict[Any, str] = {}
+    calls = 0
+    for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
+        name, before = operation.name, operation.stack_before
+        if count > 2000 + 0.4 * len(data) or calls > 1000 + len(data) / 40:
+            raise ValueError("more operations than a dict of tensors takes")
+        if name == "MARK":
+            marks.append(len(stack))
+            continue
+        has_mark = pickletools.markobject in before
+        start = marks.pop() if has_mark else len(stack) - len(before)
+        taken = stack[start:]
+        del stack[start - (before.index(pickletools.markobject) if has_mark else 0) :]
+        if name in ("SETITEM", "SETITEMS") and not _KEYS.issuperset(taken[1::2] if name == "SETITEM" else taken[::2]):
+            raise ValueError("a dict with keys that are neither text nor small numbers")
+        if name in ("REDUCE", "NEWOBJ"):
+            calls += 1
+            if taken[0] == _ORDERED and taken[1] != "EMPTY_TUPLE":
+                raise ValueError("a dict that is filled in another way than by torch.save")
+        if name in ("BINPUT", "LONG_BINPUT", "PUT"):
+            memo[argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            stack.append(memo[argument])
+        elif operation.stack_after:
+            stack.append(_kind_of(name, operation.stack_after[0].name, argument))
+
+
+def _kind_of(operation: str, made: str, argument: Any) -> str:
+    """Return what an operation of a pickle puts on the stack: the kind of a value, or the name of a function."""
+    if operation in ("GLOBAL", "STACK_GLOBAL", "INST"):
+        if argument != _ORDERED and not str(argument).startswith(("torch ", "torch.")):
+            raise ValueError(f"it names {str(argument)[:80]!r}, which weights do not need")
+        return str(argument)
+    if made == "int" and not -(2**63) <= argument < 2**63:
+        return "a large number"
+    return operation if operation == "EMPTY_TUPLE" else made

@@ -1,0 +1,34 @@
+"""Derive a class without some of its add-ons, for a trial that neither saves nor logs."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from zae.compose.introspect import add_ons_of, kinds_of
+
+__all__ = ["leave_out"]
+
+
+def leave_out(cls: Any, layers: Container[str] = (), add_ons: Container[Any] = ()) -> Any:
+    """Return a class like this one without its add-ons of these layers, and without these; their methods do nothing.
+
+    A class that derives from such an add-on keeps its own methods: the method resolution order passes by the add-on.
+    Other public attributes of the add-on are None.
+    """
+    present = add_ons_of(cls)
+    left_out = [each for each in present if each.layer in layers or each in add_ons]
+    kept = {kind for add_on in present if add_on not in left_out for kind in kinds_of(add_on)}
+    gone = {kind for add_on in left_out for kind in kinds_of(add_on)} - kept
+    if not gone:
+        return cls
+
+    class Passing(type(cls)):  # type: ignore[misc]
+        def mro(cls) -> list[type]:
+            return [each for each in super().mro() if each not in gone]
+
+    others = [each for each in cls.__mro__ if each not in gone]
+    left = {name for each in others for name in vars(each)}
+    public = {name: value for each in gone for name, value in vars(each).items() if name[0] != "_" and name not in left}
+    idle = {name: (lambda self, *args, **kwargs: None) if callable(value) else None for name, value in public.items()}
+    return Passing(cls.__name__, (cls,), {"__module__": cls.__module__, "_partial": True, **idle})

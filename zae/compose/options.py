@@ -1,0 +1,328 @@
+"""Collect the options of a trainer class with their owners, and refuse wrong arguments with the line to write."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
+from operator import attrgetter
+from types import FunctionType, MappingProxyType
+from typing import Any, TypeAlias
+
+from zae.compose.foreign_names import foreign_argument, foreign_option, synonyms
+from zae.compose.introspect import is_add_on, is_base, is_trainer, recipe_of
+from zae.errors import AddOnConflict, OptionError, TaskError, did_you_mean
+
+__all__ = [
+    "check_call",
+    "check_owners",
+    "check_received",
+    "expand_call",
+    "join",
+    "meant_class",
+    "option_values",
+    "options_of",
+    "own_options",
+]
+
+_Options: TypeAlias = "Mapping[str, tuple[inspect.Parameter, type]]"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class _Given:
+    """The default of an option that an outer ``__init__`` passes itself."""
+
+    def __repr__(self) -> str:
+        return "<given by the class>"
+
+
+_GIVEN = _Given()
+
+
+def options_of(cls: Any) -> _Options:
+    """Map each option that a class takes to its parameter and its owner, positional ones first."""
+    # Cached on the class while its __init__ functions stay the same: each new trainer asks twice, and reading every
+    # signature takes longer than a dozen steps of training.
+    inits = [klass.__dict__.get("__init__") for klass in cls.__mro__]
+    known, options = cls.__dict__.get("__options__", (None, {}))
+    if known != inits:
+        found: _Options = {}
+        for klass in reversed(_classes_to_initialize(cls)):
+            if isinstance(klass.__dict__.get("__init__"), FunctionType):
+                found = _outside_of(found, klass)
+        options = MappingProxyType(found)
+        cls.__options__ = inits, options
+    return options
+
+
+def _classes_to_initialize(cls: Any) -> list[Any]:
+    """List the classes up to Trainer, which does not call ``super().__init__``."""
+    mro = list(cls.__mro__)
+    return mro[: 1 + max(index for index, klass in enumerate(mro) if is_trainer(klass))]
+
+
+def _outside_of(inner: _Options, klass: type) -> _Options:
+    """Return the options of a class whose ``__init__`` passes the rest on to one that takes ``inner``."""
+    own = _parameters(klass)
+    positional = [p for p in own if p.kind in _POSITIONAL]
+    keyword = [p for p in own if p.kind is p.KEYWORD_ONLY]
+    takes_args = next((p for p in own if p.kind is p.VAR_POSITIONAL), None)
+    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in own)
+    declared = {p.name for p in (*positional, *keyword)}
+
+    found: dict[str, tuple[inspect.Parameter, type]] = {p.name: (p, klass) for p in positional}
+    reached = [name for name, (p, _) in inner.items() if p.kind in _POSITIONAL]
+    passes_on = takes_args is not None and [p.name for p in positional] == reached[: len(positional)]
+    if passes_on:
+        for name in reached[len(positional) :]:
+            if name in declared:
+                break
+            found[name] = inner[name]
+    if takes_args is not None and (not passes_on or "*" in inner):
+        found["*"] = (takes_args, klass)
+    found |= {p.name: (p, klass) for p in keyword}
+    if takes_kwargs:
+        # An __init__ that neither declares a required argument nor passes positional ones on may give it itself.
+        gives = not is_add_on(klass) and not passes_on
+        for name, (p, owner) in inner.items():
+            if name not in found and name != "*":
+                default = _GIVEN if gives and p.default is p.empty and p.kind in _POSITIONAL else p.default
+                found[name] = (p.replace(kind=p.KEYWORD_ONLY, default=default), owner)
+    return found
+
+
+def _parameters(cls: type) -> list[inspect.Parameter]:
+    init = cls.__dict__.get("__init__")
+    return list(inspect.signature(init).parameters.values())[1:] if isinstance(init, FunctionType) else []
+
+
+def own_options(cls: type) -> dict[str, inspect.Parameter]:
+    """Return the options that a class declares in its own ``__init__``."""
+    return {p.name: p for p in _parameters(cls) if p.kind not in _REST}
+
+
+def option_values(trainer: Any) -> dict[str, Any]:
+    """Return the values of those options that a trainer, or a part of it named in ``_option_places``, has."""
+    places = {name: at for c in type(trainer).__mro__ for name, at in c.__dict__.get("_option_places", {}).items()}
+    found = {}
+    for name in options_of(type(trainer)):
+        with suppress(AttributeError):
+            found[name] = attrgetter(places.get(name, name))(trainer)
+    return found
+
+
+def check_owners(add_ons: Iterable[Any], cls: Any) -> None:
+    """Refuse an option that two unrelated classes declare; a derived class may declare one of its bases again."""
+    owners: dict[str, Any] = {}
+    inside = [c for c in cls.__mro__ if is_trainer(c) and not is_add_on(c)]
+    for klass in dict.fromkeys([*(c for a in add_ons for c in a.__mro__ if is_add_on(c)), *inside]):
+        for name in own_options(klass):
+            owner = owners.setdefault(name, klass)
+            if owner not in klass.__mro__ and klass not in owner.__mro__:
+                raise AddOnConflict(
+                    f"{owner.__name__} and {klass.__name__} both have an option {name!r}; "
+                    "rename one of them, or move it to a common base"
+                )
+
+
+def expand_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace the options that stand for others, whether they are given by position or by name."""
+    positional = [name for name, (p, _) in options_of(cls).items() if p.kind in _POSITIONAL]
+    by_position = dict(zip(positional, args, strict=False))
+    once = {name: value for name, value in by_position.items() if name not in kwargs}
+    expanded = cls.expand_options({**kwargs, **once})
+    once = {name: expanded.pop(name, value) for name, value in once.items()}
+    return (*({**by_position, **once}.values()), *args[len(by_position) :]), expanded
+
+
+def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse an unknown, repeated or missing argument before any ``__init__`` runs."""
+    options = options_of(cls)
+    positional = [name for name, (p, _) in options.items() if p.kind in _POSITIONAL]
+    given = positional[: len(args)]
+    named = {name: entry for name, entry in options.items() if name != "*"}
+    if len(args) > len(positional) and "*" not in options:
+        others = [name for name in named if name not in positional]
+        raise OptionError(
+            f"{cls.__name__} takes {len(positional)} positional arguments ({', '.join(positional)}) "
+            f"and got {len(args)}; name the others: {', '.join(others)}"
+        )
+    unknown = [name for name in kwargs if name not in named]
+    if len(unknown) == 1:
+        raise OptionError(f"unknown argument {unknown[0]!r} for {cls.__name__}{_cure(cls, unknown[0], named)}")
+    if unknown:
+        lines = "".join(f"\n  {name!r}{_cure(cls, name, named)}" for name in unknown)
+        raise OptionError(f"unknown arguments for {cls.__name__}:{lines}")
+    for name in kwargs:
+        if name in given:
+            value, cure = args[given.index(name)], "keep one"
+            if hasattr(value, "param_groups"):
+                cure = f"by position it is an optimizer ({type(value).__name__}), so name that: optimizer=..."
+            raise OptionError(f"{cls.__name__} got {name!r} twice: by position and by name; {cure}")
+    required = {name: owner for name, (parameter, owner) in named.items() if parameter.default is parameter.empty}
+    missing = {name: owner for name, owner in required.items() if name not in kwargs and name not in given}
+    if missing:
+        names = [f"{name!r}" + ("" if owner is cls else f" ({owner.__name__})") for name, owner in missing.items()]
+        example = getattr(cls, "_option_example", lambda name: "...")
+        written = ", ".join(f"{name}={example(name)}" for name in missing)
+        raise OptionError(f"{cls.__name__} needs {join(names)}; write {cls.__name__}(..., {written})")
+
+
+def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
+    """Return what to write instead of an option that the class does not have."""
+    initialized = [
+        klass for klass in _classes_to_initialize(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)
+    ]
+    for index, klass in enumerate(initialized):
+        if not any(p.kind is p.VAR_KEYWORD for p in _parameters(klass)):
+            owner = next((inner for inner in initialized[index + 1 :] if name in own_options(inner)), None)
+            if owner is None:
+                break
+            return (
+                f": {klass.__name__}.__init__ does not pass it on to {owner.__name__}.__init__, which declares it; "
+                "write def __init__(self, ..., **kwargs) there, and super().__init__(..., **kwargs)"
+            )
+    owners = _owners(cls)
+    foreign, owner = foreign_option(name), owners[name].__name__ if name in owners else ""
+    if foreign:
+        foreign = _own_option_first(name, foreign, options) + _refusal(cls, foreign, owners.values())
+        is_named = not owner or f"({owner})" in foreign or foreign.endswith(f" {owner}")
+        return f"; {foreign}{'' if is_named else f', or the same option of {owner}'}"
+    if owner:
+        return f": it is an option of {owner}; add it with .add_on({owner})"
+    near = did_you_mean(name, options)
+    if near:
+        return near
+    if of_run := foreign_argument(name):
+        return f"; here it is {of_run}, an argument of run(n_epoch, loader, valid_loader)"
+    for option, of in owners.items():
+        prefix = name.removesuffix(f"_{option}")  # Of ema_decay: ema, as in EMAAddon.
+        if prefix != name and prefix.replace("_", "") in of.__name__.lower():
+            return f"; did you mean {option!r}, an option of {of.__name__}? Add it with .add_on({of.__name__})"
+    near = did_you_mean(name, owners)
+    if near:
+        owner = owners[near.split("'")[1]].__name__
+        return f"{near[:-1]}, an option of {owner}? Add it with .add_on({owner})"
+    own = next((klass for klass in initialized if not klass.__module__.startswith("zae.")), None)
+    there = f"; it has {', '.join(options)}"
+    if own is None:
+        return there
+    return (
+        f"{there}; if {own.__name__}.__init__ takes it out of its **kwargs, write "
+        f"def __init__(self, *args, {name}=..., **kwargs) there"
+    )
+
+
+def _owners(cls: Any) -> dict[str, Any]:
+    """Return the options of the add-ons that are known, with their owners."""
+    # The last owner wins, so that a derived class of a user does not.
+    parts = ((a, c) for a in _known_add_ons(cls) for c in a.__mro__ if is_add_on(c) or not is_trainer(c))
+    return {o: a for a, c in parts for o in own_options(c)}
+
+
+def _own_option_first(name: str, foreign: str, options: Iterable[str]) -> str:
+    """Name an option that the class has itself, where one stands for the same as the name of another trainer."""
+    known, here = set(options), foreign.removeprefix("here it is ")
+    alike = [each for each in synonyms(name) if each in known]
+    near = difflib.get_close_matches(name, alike, n=1)
+    if not alike or (not near and here.split()[0].rstrip(",;") in known):
+        return foreign
+    return f"here it is {' or '.join(near or alike)}, or {here}"
+
+
+def _refusal(cls: Any, text: str, add_ons: Iterable[Any]) -> str:
+    """Say why the class refuses every add-on that a remedy names; empty where it takes, or has, one of them."""
+    reasons = []
+    for add_on in dict.fromkeys(add_ons):
+        if re.search(rf"\b{add_on.__name__}\b", text):
+            try:
+                cls.add_on(add_on)
+            except AddOnConflict as error:
+                reasons.append(str(error))
+            else:
+                return ""
+    return f"; but {'; '.join(reasons)}" if reasons else ""
+
+
+def meant_class(cls: Any, kwargs: Mapping[str, Any]) -> str:
+    """Describe the class that the arguments of an abstract one belong to, and the names that it has for others.
+
+    It is empty where no add-on that owns one of the arguments brings the steps that the class lacks, and no argument is
+    one of another trainer.
+    """
+    unknown, owners = [name for name in kwargs if name not in options_of(cls)], _owners(cls)
+    wanted = list(dict.fromkeys(owners[name] for name in unknown if name in owners))
+    text, found, bringing = "", cls, [each for each in wanted if _brings_steps(cls, each)]
+    if bringing:
+        with suppress(AddOnConflict):
+            found = cls.add_on(*wanted)
+        of = ", ".join(name for name in unknown if owners.get(name) in bringing)
+        root, present = recipe_of(cls)
+        names = ", ".join(each.__name__ for each in (*present, *wanted))
+        text = (
+            f"\n\nOr take the steps of {bringing[0].__name__}, which has the options that were given ({of}):\n\n"
+            f"trainer = {root.__name__}.add_on({names})(model, ...)"
+        )
+    options = {name: entry for name, entry in options_of(found).items() if name != "*"}
+    others = [name for name in unknown if name not in options and (foreign_option(name) or name in owners)]
+    if others:
+        text += "\n\nArguments of other trainers:"
+        text += "".join(f"\n  {name!r}{_cure(found, name, options)}" for name in others)
+    return text
+
+
+def _brings_steps(cls: Any, add_on: Any) -> bool:
+    """Return whether an abstract class can train with an add-on, which then has its steps."""
+    try:
+        return not cls.add_on(add_on).__abstractmethods__
+    except AddOnConflict:
+        return False
+
+
+def check_received(trainer: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse an ``__init__`` of the user that takes ``**kwargs`` and has not passed them on: options would be lost."""
+    cls, options = type(trainer), options_of(type(trainer))
+    own = [c for c in _classes_to_initialize(cls) if not c.__module__.startswith("zae.") and "__init__" in c.__dict__]
+    values = option_values(trainer) if own else {}
+    for name, value in kwargs.items():
+        default, owner = options[name][0].default, options[name][1]
+        is_plain = type(value) is type(values.get(name)) is type(default) and isinstance(value, (bool, int, float, str))
+        if own and owner not in own and is_plain and values[name] == default != value:
+            names = " or ".join(c.__name__ for c in own)
+            raise TaskError(
+                f"{name}={value!r} was given to {cls.__name__} and lost: {names}.__init__ does not pass it on; write "
+                "super().__init__(*args, **kwargs) there"
+            )
+
+
+def join(names: Iterable[str]) -> str:
+    """Join names by commas and a last "and"."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+@cache
+def _own_entry_points() -> list[metadata.EntryPoint]:
+    """List the entry points of zae: to find them reads the metadata of every installed package."""
+    points = metadata.entry_points(group="zae.addons")
+    return [point for point in points if point.dist is None or point.dist.name == "zae"]
+
+
+def _known_add_ons(cls: Any) -> list[Any]:
+    """List the add-ons that are defined by now, those of zae last; only for errors, as it imports them."""
+    installed, root = [], next(c for c in reversed(cls.__mro__) if is_trainer(c))
+    for point in _own_entry_points():
+        with suppress(ImportError):  # The message is about another mistake.
+            installed.append(point.load())
+    found: dict[Any, None] = {}
+    waiting: list[Any] = [c for c in type.__subclasses__(root) if is_base(c)]
+    while waiting:
+        subclasses: list[Any] = [c for c in type.__subclasses__(waiting.pop()) if is_add_on(c) and c not in found]
+        found |= dict.fromkeys(subclasses)
+        waiting += subclasses
+    return [*(c for c in found if c not in installed), *installed]

@@ -1,0 +1,211 @@
+"""What ranks compare over the store of their group: calls that they make together, weights, and errors."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from zae.common.torch_private import default_store
+from zae.distributed.rank_process import has_lost_peer, is_spawned, summarize
+from zae.errors import DistributedError
+
+__all__ = ["DriftCheck", "Meetings", "note_culprit"]
+
+_LEAST, _MOST = 2.0, 20.0  # Seconds in which the others may answer.
+_PAUSE = 0.02
+_T = TypeVar("_T")
+_AGAIN = "start the script again: with resume='auto' it continues from the newest checkpoint"
+
+
+class Meetings:
+    """The calls that all ranks must make together, which they compare before the first exchange of tensors.
+
+    Without it the exchanges of two different calls meet: gloo ends the process, or a rank takes one for the other.
+    They compare names over the store of the process group, which can be used as before after an error.
+    """
+
+    count = 0
+
+    @classmethod
+    def meet(cls, call: str, timeout: float) -> None:
+        """Wait until all ranks make this call; raise DistributedError where one makes another call, or none."""
+        if (whole := default_store()) is None:
+            return
+        store, rank, world = dist.PrefixStore(f"zae/calls/{cls.count}", whole), dist.get_rank(), dist.get_world_size()
+        who = f"rank {rank} of {world} called {call}"
+        remedy = f"Call {call} on every rank, not under `if self.is_main`; only rank 0 writes files"
+        try:
+            other, missing = ask_store(lambda: cls._exchange(store, call, rank, world, timeout), timeout + _LEAST)
+        except RuntimeError as error:
+            raise DistributedError(f"{who}, and {describe_store()}; {_AGAIN}") from error
+        if missing:
+            names = " and ".join(f"rank {each}" for each in missing)
+            raise DistributedError(
+                f"{who}, and {names} did not within {timeout:g} s. {remedy}. If it is called everywhere, {names} is "
+                "stopped or takes longer: write a longer timeout=..."
+            )
+        cls.count += 1
+        if other != call:
+            raise DistributedError(f"{who}, and another rank called {other}. {remedy}")
+
+    @staticmethod
+    def _exchange(store: Any, call: str, rank: int, world: int, timeout: float) -> tuple[str, list[int]]:
+        """Return the call of another rank where it differs, else this one, and the ranks that make none."""
+        if (other := store.compare_set("call", "", call).decode()) != call:
+            store.set("go", call)  # The others end with this error too, and meet again at their next call.
+            return other, []
+        store.set(f"rank/{rank}", "")
+        if store.add("ranks", 1) == world:
+            store.set("go", call)
+            return call, []
+        try:
+            store.wait(["go"], timedelta(seconds=timeout))
+            return store.get("go").decode(), []
+        except RuntimeError:  # Not DistStoreError with a store of files; a lost store fails the next call.
+            missing = [each for each in range(world) if not store.check([f"rank/{each}"])]
+            store.delete_key(f"rank/{rank}")
+            if store.add("ranks", -1) <= 0:  # It was alone, and the others may continue.
+                store.delete_key("call")
+            return call, missing
+
+
+class DriftCheck:
+    """Compares the hashes of tensors over the ranks, and remembers the last step at which all were the same."""
+
+    def __init__(self) -> None:
+        self.agreed_at = -1
+
+    def begin(self, step: int) -> None:
+        """Note that the ranks begin alike at this step."""
+        self.agreed_at = step
+
+    def check(self, step: int, hashes: Callable[[], Mapping[str, int]], gather: Callable[[Any], list[Any]]) -> None:
+        """Raise DistributedError on all ranks where a tensor differs; all ranks call it, at the same step.
+
+        The hashes are by name. A rank may lack a name that others have: those that have it are compared.
+        """
+        if step == self.agreed_at:
+            return
+        ranks: list[dict[str, int]] = gather(dict(hashes()))
+        names = list(dict.fromkeys(name for each in ranks for name in each))
+        differing = [name for name in names if len({each[name] for each in ranks if name in each}) > 1]
+        if differing:
+            raise DistributedError(_describe(differing, len(names), ranks, self.agreed_at, step))
+        self.agreed_at = step
+
+
+def _describe(differing: Sequence[str], count: int, ranks: Sequence[Mapping[str, int]], agreed: int, step: int) -> str:
+    """Name the first tensor that differs, the ranks by what they hold, the steps, and the next thing to do."""
+    name = differing[0]
+    groups: dict[int, list[int]] = {}
+    for rank, each in enumerate(ranks):
+        if name in each:
+            groups.setdefault(each[name], []).append(rank)
+    held = [f"{'ranks' if group[1:] else 'rank'} {', '.join(map(str, group))}" for group in groups.values()]
+    begun = f"They were the same after step {agreed}, and are not after step {step}"
+    if agreed < 0:
+        begun = f"They were not compared before step {step}"
+    paths = [f"run/ledger-{group[0]}.jsonl" for group in groups.values()][:2]
+    more = f" (and {len(differing) - 1} more of {count} tensors)" if differing[1:] else ""
+    return (
+        f"the weights of the ranks have drifted apart: {name}{more} is one thing on {', another on '.join(held)}. "
+        f"{begun}. Something changes gradients or weights on one rank in another way than on the others, after they "
+        "were averaged: an add-on or a hook that draws from a random stream of its rank, or depends on its batch. To "
+        "find the step and the stage, train again with LedgerAddon, ledger_path='run/ledger-{rank}.jsonl' and "
+        f"ledger_every=1, then: python -m zae diff {' '.join(paths)}"
+    )
+
+
+def note_culprit(error: BaseException, timeout: float) -> None:
+    """Add a note to the error of a rank of a launcher: which other rank is the cause, and what to do."""
+    if isinstance(error, Exception) and (found := _find_culprit(error, timeout)):
+        error.add_note(f"zae: {found}")
+
+
+def _find_culprit(error: Exception, timeout: float) -> str:
+    """Return which rank is the cause of an error, and what to do; "" where it is this one, or its parent says so.
+
+    An exchange fails where a connection was closed, or where nothing came. The rank that does not report the same, or
+    reports another error, is the cause.
+    """
+    if is_spawned() or not dist.is_initialized() or dist.get_world_size() == 1 or (store := default_store()) is None:
+        return ""
+    rank, world, is_lost = dist.get_rank(), dist.get_world_size(), has_lost_peer(error)
+    is_late = "timed out" in str(error).lower()
+    seconds = min(max(_LEAST, timeout / 20), _MOST) if is_late else _LEAST
+    names = [f"zae/failed/{Meetings.count}/{each}" for each in range(world)]
+
+    def collect() -> dict[int, str]:
+        store.set(names[rank], "" if is_lost else summarize(error))
+        answers, deadline = dict[int, str](), time.monotonic() + seconds
+        others = [each for each in range(world) if each != rank] if is_lost else []
+        while len(answers) < len(others) and not any(answers.values()) and time.monotonic() < deadline:
+            new = [other for other in others if other not in answers and store.check([names[other]])]
+            answers |= {other: store.get(names[other]).decode() for other in new}
+            time.sleep(_PAUSE)
+        return answers
+
+    try:
+        answers = ask_store(collect, seconds + _LEAST)
+    except RuntimeError:
+        return f"{describe_store()}; {_AGAIN}" if is_lost else ""
+    return _judge(answers, world, rank, f" within timeout={timeout:g} s" if is_late else "") if is_lost else ""
+
+
+def ask_store(function: Callable[[], _T], seconds: float) -> _T:
+    """Call a function that uses the store, and raise RuntimeError where it has not ended in time.
+
+    Some calls wait without a limit for a process that serves the store and is stopped.
+    """
+    found: list[Any] = []
+
+    def call() -> None:
+        try:
+            found.append((function(), None))
+        except RuntimeError as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=call, name="zae-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    result, error = found[0] if found else (None, RuntimeError(f"the store did not answer within {seconds:g} s"))
+    if error is not None:
+        raise error
+    return cast(_T, result)
+
+
+def _judge(answers: Mapping[int, str], world: int, rank: int, within: str) -> str:
+    """Return what the answers of the other ranks show."""
+    causes = [f"rank {other} of {world} failed: {text}" for other, text in answers.items() if text]
+    if causes:
+        return "; ".join(causes)
+    silent = [other for other in range(world) if other != rank and other not in answers]
+    if not silent:
+        return f"all {world} ranks lost a connection, and none reports another error: look at the network; {_AGAIN}"
+    who = f"rank {' and rank '.join(map(str, silent))} of {world}"
+    if within:
+        return (
+            f"{who} did not answer{within}. It is stopped, waits for something that the others do not, or its machine "
+            f"is gone. End its process if it is still there, and {_AGAIN}. If its work takes that long, write a longer "
+            "timeout=..."
+        )
+    return (
+        f"{who} ended without an error: it was killed, as the system does when memory runs out. If the launcher does "
+        f"not start it again, {_AGAIN}"
+    )
+
+
+def describe_store() -> str:
+    """Return that the store does not answer, and who serves it."""
+    host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    where = f" at {host}:{port}" if host and port else ""
+    if is_spawned():
+        return f"the store of the process group{where} does not answer: the process that started the ranks is stopped"
+    served = "the agent of torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    return f"the store of the process group{where} does not answer: {served}, which serves it, has ended or is stopped"

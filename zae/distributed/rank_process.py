@@ -1,0 +1,344 @@
+"""The process of one spawned rank: join the others, work, report, and end when the parent does."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import platform
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zae.common import random_state
+from zae.common.device import exchange_current, is_out_of_memory
+from zae.distributed import transfer
+from zae.errors import DistributedError
+
+__all__ = [
+    "WHERE",
+    "Report",
+    "Task",
+    "has_lost_peer",
+    "is_spawned",
+    "leave",
+    "main_of_rank",
+    "note_failure",
+    "show",
+    "summarize",
+    "tell_failures_early",
+]
+
+_OF_AN_EXCHANGE = re.compile(r"gloo|nccl", re.IGNORECASE)
+_OF_A_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out|timeout", re.IGNORECASE)
+_OURS = tuple(str(Path(each).parent) for each in (torch.__file__, __file__))
+_LOADING = str(Path(torch.__file__).parent / "utils" / "data")
+_PR_SET_PDEATHSIG = 1
+
+_WITH_FP32_PRECISION = (
+    "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn",
+)  # fmt: skip
+
+WHERE: Any = getattr(signal, "SIGUSR2", None)
+"""The signal that asks a rank for its stack; None on Windows."""
+
+
+def _settings() -> dict[str, Any]:
+    """Settings of torch to copy to a new process."""
+    return {
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "float32": _float32_precision(),
+        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        # A spawned process would spawn the workers of its loaders too, which takes seconds in each epoch.
+        "start": multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
+    }
+
+
+def _apply(settings: dict[str, Any], world: int) -> None:
+    multiprocessing.set_start_method(settings["start"], force=True)
+    torch.set_default_dtype(settings["dtype"])
+    torch.set_num_threads(max(1, settings["threads"] // world))
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
+    _set_float32_precision(settings["float32"])
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = settings["cudnn"]
+
+
+def _float32_precision() -> dict[str, Any]:
+    """Return how precise float32 is, in the names that the script uses.
+
+    Torch refuses to read its older settings, of functions, once a script has used the newer, ``fp32_precision``.
+    """
+    try:
+        return {
+            "matmul": torch.get_float32_matmul_precision(),
+            "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        }
+    except RuntimeError:
+        return {name: attrgetter(name)(torch.backends).fp32_precision for name in _WITH_FP32_PRECISION}
+
+
+def _set_float32_precision(found: dict[str, Any]) -> None:
+    if "matmul" in found:
+        torch.set_float32_matmul_precision(found["matmul"])
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = found["tf32"]
+        return
+    for name, value in found.items():
+        if value != attrgetter(name)(torch.backends).fp32_precision:
+            attrgetter(name)(torch.backends).fp32_precision = value
+
+
+def _random() -> dict[str, Any]:
+    return {key: value for key, value in random_state.capture().items() if key in random_state.HOST}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank needs before it can unpack its work."""
+
+    rank: int
+    devices: tuple[str, ...]
+    meeting: str
+    backend: str
+    timeout: float
+    folder: str
+    parent: int
+    settings: dict[str, Any] = field(default_factory=_settings)
+    random: dict[str, Any] = field(default_factory=_random)
+    seed: int = field(default_factory=torch.initial_seed)  # For the devices, which the parent does not touch.
+
+    @property
+    def world(self) -> int:
+        return len(self.devices)
+
+    @property
+    def where(self) -> Path:
+        """The file to which it writes its stack."""
+        return Path(self.folder, f"where-{self.rank}")
+
+
+@dataclass
+class Report:
+    """A message from a rank to its parent: that it has begun, shows something, is failing, has failed, or is done."""
+
+    kind: str  # "began", "shows", "failing", "failed" or "done"
+    when: float = 0.0
+    lost_peer: bool = False
+    summary: str = ""
+    text: str = ""
+    packed: bytes | None = None
+    shown: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, kind: str, error: BaseException, when: float) -> Report:
+        """Describe an error, and pickle it if possible."""
+        text = "".join(traceback.format_exception(error))
+        lost = has_lost_peer(error) or getattr(error, "from_rank", None) is not None
+        return cls(kind, when, lost, summarize(error), text, _pickle_error(error))
+
+    def rebuild(self, rank: int, world: int) -> BaseException:
+        """Rebuild the error of a rank, with its type if possible."""
+        who = f"rank {rank} of {world}"
+        error: BaseException = DistributedError(f"{self.summary} [{who}]")
+        if self.packed is not None:
+            error = pickle.loads(self.packed)
+            if error.args == (str(error),):
+                error.args = (f"{error.args[0]} [{who}]",)
+        error.add_note(f"\nraised in {who}; its traceback:\n\n{self.text.rstrip()}")
+        return error
+
+
+def has_lost_peer(error: BaseException) -> bool:
+    """Return whether an exchange with other ranks has failed.
+
+    A loader, a database or a script of the user may time out too: what they raise is an error of this rank.
+    """
+    if not isinstance(error, RuntimeError) or is_out_of_memory(error):  # NCCL names itself where memory is short.
+        return False
+    if _OF_AN_EXCHANGE.search(str(error)):
+        return True
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_of_torch = bool(files) and files[-1].startswith(_OURS) and not any(each.startswith(_LOADING) for each in files)
+    return is_of_torch and bool(_OF_A_CONNECTION.search(str(error)))
+
+
+def summarize(error: BaseException) -> str:
+    """Return the type of an error and its text, cut off where it is long."""
+    return traceback.format_exception_only(error)[0].strip()[:500]
+
+
+def _pickle_error(error: BaseException) -> bytes | None:
+    """Pickle an exception, or return None if it does not survive that."""
+    try:
+        data = pickle.dumps(error)
+        again = pickle.loads(data)
+    except Exception:
+        return None
+    return data if type(again) is type(error) and str(again) == str(error) else None
+
+
+class _Line:
+    """The connection to the parent."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._failed_at: float | None = None
+        self.early = False  # Whether a failure is reported at once, before it ends the work.
+
+    def send(self, report: Report) -> None:
+        try:
+            self._connection.send(report)
+        except OSError:  # The parent is gone, and this process is about to be.
+            return
+
+    def report_failure(self, error: BaseException) -> float:
+        """Report at once that this rank has failed, because other ranks fail as a consequence."""
+        if self._failed_at is None:
+            self._failed_at = time.monotonic()
+            self.send(Report.of("failing", error, self._failed_at))
+        return self._failed_at
+
+
+_line: _Line | None = None
+
+
+def is_spawned() -> bool:
+    """Return whether this process is a rank that another one has started and watches."""
+    return _line is not None
+
+
+def note_failure(error: BaseException) -> None:
+    """Report to the parent of a spawned rank that it is failing, before the exception propagates."""
+    if _line is not None and _line.early:
+        _line.report_failure(error)
+
+
+def tell_failures_early() -> None:
+    """Make `note_failure` report."""
+    if _line is not None:
+        _line.early = True
+
+
+def show(*shown: Any) -> None:
+    """Give what the run shows to the function ``show`` of `spawn`, in the parent of a spawned rank."""
+    if _line is not None:
+        _line.send(Report("shows", shown=shown))
+
+
+def main_of_rank(task: Task, connection: Connection) -> None:
+    """Run one rank; the entry point of its process."""
+    global _line
+    _die_with(task.parent)
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # Ctrl-C in the terminal goes to the parent only, which passes it on once.
+    _interrupt_once()
+    _answer_where(task.where)
+    line = _line = _Line(connection)
+    line.send(Report("began"))
+    try:
+        result = _work(task)
+        if task.rank == 0:
+            transfer.pack(result, Path(task.folder, "end"), "the result")
+    except BaseException as error:
+        line.send(Report.of("failed", error, line.report_failure(error)))
+        leave()
+        # The parent shows the error; a second traceback from here would only come between.
+        sys.exit(1)
+    line.send(Report("done"))
+    leave()
+
+
+def _work(task: Task) -> Any:
+    """Join the other ranks, and call the function."""
+    env = {"RANK": task.rank, "LOCAL_RANK": task.rank, "WORLD_SIZE": task.world, "LOCAL_WORLD_SIZE": task.world}
+    os.environ.update({key: str(value) for key, value in env.items()})
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
+        os.environ.setdefault(name, str(loopback))
+    _apply(task.settings, task.world)
+    device = torch.device(task.devices[task.rank])
+    exchange_current(device)
+    waiting = timedelta(seconds=task.timeout)
+    try:
+        dist.init_process_group(
+            task.backend, store=_store(task, waiting), rank=task.rank, world_size=task.world, timeout=waiting
+        )
+    except RuntimeError as error:
+        raise DistributedError(
+            f"rank {task.rank} of {task.world} could not meet the others within timeout={task.timeout:g} s: {error}. "
+            "Where a rank takes long to begin, to import the script for instance, write a longer timeout=..."
+        ) from error
+    # What lay on the caller's device, the first one, belongs on this rank's.
+    elsewhere = {task.devices[0]: task.devices[task.rank]} if device.type != "cpu" else {}
+    given = transfer.unpack(Path(task.folder, "begin"), elsewhere)
+    torch.manual_seed(task.seed)
+    random_state.restore(task.random)
+    random_state.draw_as_rank(task.rank)
+    return given.pop("function")(**given)
+
+
+def _store(task: Task, waiting: timedelta) -> Any:
+    """Return the store of the process group."""
+    if task.meeting.startswith("file://"):
+        path, _, prefix = task.meeting.removeprefix("file://").rpartition("#")
+        return dist.PrefixStore(prefix, dist.FileStore(path, task.world))
+    host, _, port = task.meeting.removeprefix("tcp://").rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, timeout=waiting, wait_for_workers=False)
+
+
+def leave() -> None:
+    """End the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _interrupt_once() -> None:
+    """Handle Ctrl-C only once: a second one would interrupt the cleanup."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _answer_where(path: Path) -> None:
+    """Let the parent ask for the stack of this rank, which works during a deadlock as well."""
+    if WHERE is not None and signal.getsignal(WHERE) == signal.SIG_DFL:  # Else it is the script's own.
+        faulthandler.register(WHERE, os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), all_threads=False)
+
+
+def _die_with(parent: int) -> None:
+    """Kill this process when the parent dies."""
+    if platform.system() == "Linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # It died before that line.
+            os._exit(1)
+        return
+    process = parent_process()
+    if process is not None:
+        threading.Thread(target=_watch, args=(process.sentinel,), name="zae-parent-watch", daemon=True).start()
+
+
+def _watch(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)

@@ -1,0 +1,308 @@
+"""Tensors whose parts lie on several ranks (DTensor): gather them, shard whole ones, compute norms over them.
+
+`forward_keeps_weights` and `DrawsWatch` refuse what a step must not do with such tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from zae.common.walk import has_same_bits, is_sharded, local_part, map_tensors, tensors_in
+from zae.distributed.collectives import all_reduce
+from zae.errors import ConfigError, DistributedError
+
+__all__ = [
+    "DrawsWatch",
+    "by_mesh",
+    "by_part",
+    "check_held",
+    "check_used",
+    "explain_parts",
+    "forward_keeps_weights",
+    "gradient_norm",
+    "like",
+    "local_gradients",
+    "name_of_part",
+    "replace_parameters",
+    "shard_state",
+    "whole",
+]
+
+_SHOWN = 10
+_COMPARED = 16  # Steps in all of which ranks compare which parameters have gradients.
+_EXPLAINED = {
+    "mixed torch.Tensor and DTensor": "gathers parameters for the forward of the model. Where a step calls another "
+    "method of it, self.model.encode(inputs), write fsdp_methods=['encode']; where it calls a part of the model, or "
+    "computes with parameters, as for a penalty, do that in the forward of the model",
+    "storage of size 0": "has freed the blocks that a gradient of gradients needs; train with MultiGPUAddon",
+    "appears to not have been used in the graph": "computes with gathered blocks, not with what parameters() returns; "
+    "read the .grad of each parameter in clip(), or train with MultiGPUAddon",
+    "FSDP does not support deepcopy": "has divided the model, which cannot be copied then; copy it before run()",
+    "in-place operations that require placement changes": "lets each rank hold a part of a parameter, which this "
+    "operation needs whole. If it is of the optimizer, take another one, as AdamW or SGD, or train with MultiGPUAddon",
+}
+
+
+def check_used(named: Mapping[str, Tensor], step: int, gather: Callable[[Any], list[Any]]) -> None:
+    """Refuse gradients of other parameters on one rank than on another; all ranks call it.
+
+    The gradients of a block are averaged as one tensor: those of different parameters of one shape are added to each
+    other, and no exchange fails. Ranks compare in the first steps, and then ever more rarely.
+    """
+    if step >= _COMPARED and step & (step - 1):
+        return
+    found = gather([name for name, each in named.items() if each.grad is not None])
+    for rank, names in enumerate(found):
+        if names != found[0]:
+            only = [", ".join([each for each in one if each not in other][:_SHOWN]) or "none that the other has not"
+                    for one, other in ((found[0], names), (names, found[0]))]  # fmt: skip
+            raise DistributedError(
+                f"ranks have gradients of different parameters: share 0 of the data has {only[0]}, and share {rank} "
+                f"has {only[1]}. Sharded gradients are averaged block by block, so that those of one parameter would "
+                "come into another one. Call all parts of the model on every rank, and multiply what is not wanted by "
+                "0; or train with MultiGPUAddon and find_unused_parameters=True"
+            )
+
+
+def whole(tensor: Any) -> Tensor:
+    """Return a tensor with all of its shards, on every rank; any other tensor itself."""
+    made: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
+    return made
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors that one kernel may take together: those of one mesh, and those that are not divided."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())
+
+
+def part_of(tensor: Any) -> str:
+    """Name the part of a tensor that this rank holds, as only ranks with the same part do; "" for a whole tensor."""
+    if not is_sharded(tensor):
+        return ""
+    mesh = tensor.device_mesh
+    place, names = mesh.get_coordinate(), mesh.mesh_dim_names or [f"dimension {axis}" for axis in range(mesh.ndim)]
+    divided = [axis for axis, each in enumerate(tensor.placements) if not each.is_replicate()]
+    return ", ".join(f"{names[axis]} {place[axis]}" for axis in divided)
+
+
+def name_of_part(name: str, tensor: Any) -> str:
+    """Return a name that only ranks with the same part of a tensor give it."""
+    part = part_of(tensor)
+    return f"{name} (part {part})" if part else name
+
+
+def by_part(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """Group tensors by the part that this rank holds of them."""
+    groups: dict[str, list[Tensor]] = {}
+    for each in tensors:
+        groups.setdefault(part_of(each), []).append(each)
+    return groups
+
+
+def like(value: Any, reference: Any) -> Any:
+    """Return a whole tensor in the layout of another one; each rank keeps its part, and none communicates."""
+    if not is_sharded(reference) or is_sharded(value) or not isinstance(value, Tensor):
+        return value
+    if value.shape != reference.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(
+        value.detach().to(reference.device), reference.device_mesh, reference.placements, src_data_rank=None
+    )
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of gradients in any layouts: local squares, summed over the dimensions that divide them."""
+    sums: dict[Any, list[Tensor]] = {}
+    dtypes = []
+    for gradient in gradients:
+        dtypes.append(gradient.dtype)
+        key, local = None, gradient
+        if is_sharded(gradient):
+            key, local = _dimensions_of(gradient)
+        sums.setdefault(key, []).append(torch.linalg.vector_norm(local).double().square())
+    if not dtypes:
+        return torch.tensor(0.0)
+    total: Any = 0.0
+    for key, squares in sums.items():  # In the order of the parameters, which is the same on every rank.
+        square = torch.stack(squares).sum()
+        for group in () if key is None else key:
+            all_reduce(square, group)
+        total = total + square
+    norm: Tensor = total.sqrt().to(max(dtypes, key=lambda dtype: torch.finfo(dtype).bits))
+    return norm
+
+
+def local_gradients(parameters: Iterable[Tensor]) -> list[Any]:
+    """Return objects whose ``grad`` is this rank's part: kernels for parts on a mesh take seconds to be chosen."""
+    held: list[Any] = [each.grad for each in parameters if each.grad is not None]
+    return [SimpleNamespace(grad=local_part(each)) for each in held]
+
+
+def _dimensions_of(gradient: Any) -> tuple[tuple[Any, ...], Tensor]:
+    """Return the process groups over which a gradient is divided, and this rank's part of it."""
+    from torch.distributed.tensor import Replicate
+
+    if any(place.is_partial() for place in gradient.placements):
+        places = [Replicate() if place.is_partial() else place for place in gradient.placements]
+        gradient = gradient.redistribute(placements=places)
+    mesh = gradient.device_mesh
+    groups = [mesh.get_group(i) for i, place in enumerate(gradient.placements) if not place.is_replicate()]
+    return tuple(groups), gradient.to_local()
+
+
+def replace_parameters(optimizer: Optimizer, present: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    """Let an optimizer hold other parameters, with the state that it has of the old ones.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Changed in place: its groups stay the same objects.
+    present : mapping
+        The old and the new parameter by the id of the old one.
+    """
+    for group in optimizer.param_groups:
+        group["params"][:] = [present[id(each)][1] if id(each) in present else each for each in group["params"]]
+    for old in [each for each in optimizer.state if id(each) in present]:
+        new = present[id(old)][1]
+        state = optimizer.state.pop(old)
+        optimizer.state[new] = _all_like(state, new)
+
+
+def shard_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a whole state of an optimizer in the layout of its parameters."""
+    if "param_groups" not in state:
+        return dict(state)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = dict(zip((place for group in state["param_groups"] for place in group["params"]), held))
+    if not any(map(is_sharded, held)):
+        return dict(state)
+    made = {key: _all_like(each, places.get(key)) for key, each in state["state"].items()}
+    return {**state, "state": made}
+
+
+def check_held(model: nn.Module, held: Mapping[str, Tensor]) -> None:
+    """Refuse parameters other than those that were sharded: a forward would still gather the former ones."""
+    present = dict(model.named_parameters())
+    if names := [name for name in {**held, **present} if held.get(name) is not present.get(name)]:
+        raise ConfigError(
+            f"{', '.join(names[:_SHOWN])} was replaced, added or removed after the model was sharded, and the forward "
+            "would not use the new one. Change weights in place, `with torch.no_grad(): parameter.mul_(0.5)`, and "
+            "layers before run()"
+        )
+
+
+def explain_parts(error: BaseException) -> None:
+    """Note beside an error of torch what FSDPAddon has to do with it, and what to write instead."""
+    for words, note in _EXPLAINED.items():
+        if words in str(error):
+            error.add_note(f"zae: FSDPAddon {note}")
+
+
+@contextmanager
+def forward_keeps_weights(model: nn.Module, parts: Mapping[str, Tensor], inner: Any) -> Iterator[None]:
+    """Refuse a forward that changes weights: those of a gathered block are dropped after it."""
+    check_held(model, parts)
+    names = {(id(each), key): name for name, each, key in _places(model)}
+
+    def check(module: nn.Module, *_: Any) -> None:
+        for key, each in module._parameters.items():
+            part = parts.get(name := names.get((id(module), key), ""))
+            if each is None or part is None or is_sharded(each):
+                continue
+            own = local_part(like(each.detach(), part))
+            if not has_same_bits(own, local_part(part).detach().to(own.dtype)):
+                raise ConfigError(
+                    f"the forward of {type(module).__name__.removeprefix('FSDP')} changes its parameter {name}, which "
+                    "is gathered for it and dropped afterwards: the change would be lost. Compute with a changed copy "
+                    "instead (torch.nn.utils.parametrize), or change parameters in on_step_end of the trainer"
+                )
+
+    hook = module_hooks.register_module_forward_hook(check)
+    try:
+        with inner:
+            yield
+    finally:
+        hook.remove()
+
+
+class DrawsWatch(TorchFunctionMode):
+    """Refuses functions that draw random numbers and take tensors of which each rank has another part.
+
+    So it does gradients of gradients, which torch computes wrongly through such layers.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, is_same: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self._device, self._is_same = device, is_same  # Whether the ranks have the same tensors; all of them ask.
+        self._names = {id(each): name for name, each in model.named_modules()}
+        self._inside: list[str] = []
+        self._hooks: Sequence[Any] = ()
+
+    def __enter__(self) -> DrawsWatch:
+        self._hooks = (
+            module_hooks.register_module_forward_pre_hook(self._begin),
+            module_hooks.register_module_forward_hook(self._end, always_call=True),
+        )
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, module: nn.Module, *_: Any) -> None:
+        self._inside.append(self._names.get(id(module), type(module).__name__))
+
+    def _end(self, *_: Any) -> None:
+        self._inside.pop()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.autograd.grad and (kwargs or {}).get("create_graph"):
+            raise ConfigError(
+                "train_step differentiates gradients (create_graph=True), which torch computes wrongly through layers "
+                "in parts, without an error; leave the penalty out, or train with MultiGPUAddon"
+            )
+        before = self._stream()
+        made = function(*args, **(kwargs or {}))
+        if self._stream() != before:
+            taken = [*tensors_in((args, kwargs))]
+            in_parts = any(not place.is_replicate() for each in taken for place in getattr(each, "placements", ()))
+            if in_parts or not self._is_same(taken):
+                raise ConfigError(
+                    f"{function.__name__} in {(self._inside or ['train_step'])[-1] or 'the model'} draws random "
+                    "numbers for an activation of which each rank has another part: they would not be those of one "
+                    "process. Move it behind the layer that ends the division (RowwiseParallel), or set its p to 0"
+                )
+        return made
+
+    def _stream(self) -> Any:
+        """Return the state of the random streams in a comparable form."""
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            states.append(getattr(torch, self._device.type).get_rng_state(self._device))
+        return [each.numpy().tobytes() for each in states]
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for path, module in model.named_modules():
+        for key in module._parameters:
+            yield f"{path}.{key}" if path else key, module, key
+
+
+def _all_like(state: Any, parameter: Any) -> Any:
+    return map_tensors(lambda value: like(value, parameter), state)

@@ -1,0 +1,390 @@
+"""Ranks: processes that are started, watched and ended together, or those of a launcher such as torchrun.
+
+`spawn` is the whole of it for the caller: it starts one process for each device, calls a function there, returns what
+rank 0 returned, and raises what went wrong. No process outlives it, whatever happens to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import torch
+import torch.distributed as dist
+
+from zae.distributed import transfer
+from zae.distributed.launcher import join, launched_world, local_rank, planned_world
+from zae.distributed.rank_process import WHERE, Report, Task, main_of_rank
+from zae.errors import ConfigError, DistributedError, exit_status
+
+__all__ = ["join", "launched_world", "local_rank", "planned_world", "spawn"]
+
+GRACE = 5.0
+"""Seconds in which the other ranks may end by themselves after one has failed."""
+
+UNWIND = 9.0
+"""Seconds from a rank's error to its end, in which it may save."""
+
+ANSWER = 0.3
+"""Seconds in which a rank writes its stack before it is killed."""
+
+_WHY: dict[int, str] = {  # What a signal often means.
+    signal.SIGKILL: "; the system kills a process so when memory runs out",
+    signal.SIGABRT: "; gloo ends a process so when ranks exchange different tensors: all ranks must call the same "
+    "blocks of the model in the same order. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment for a traceback",
+}
+_CALLS = 20
+
+
+def spawn(
+    function: Callable[..., Any],
+    args: dict[str, Any],
+    devices: Sequence[torch.device],
+    *,
+    backend: str = "gloo",
+    timeout: float = 600.0,
+    init_method: str | None = None,
+    show: Callable[..., Any] | None = None,
+) -> Any:
+    """Call a function in one new process for each device, as the ranks of one process group.
+
+    ``show`` is called here with what a rank gives to `zae.distributed.rank_process.show`.
+    """
+    if not devices:
+        raise ConfigError("devices is empty; give one device for each rank")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "a run on several devices was started while a new process was importing the main script, which would start "
+            'processes without end; call run() under: if __name__ == "__main__":'
+        )
+    with tempfile.TemporaryDirectory(prefix="zae-ranks-") as folder:
+        transfer.pack({**args, "function": function}, Path(folder, "begin"))
+        store, meeting = _meeting_point(init_method, timeout)
+        tasks = [
+            Task(rank, tuple(map(str, devices)), meeting, backend, timeout, folder, os.getpid())
+            for rank in range(len(devices))
+        ]
+        with _Ranks(tasks, show) as ranks:
+            ranks.watch()
+        del store  # It was served by this process until here.
+        # This process computes nothing: the devices are the ranks', and it leaves them alone.
+        return transfer.unpack(Path(folder, "end"), "cpu")
+
+
+def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
+    """Start a store for the process group, on one address; return it, and its address for a rank."""
+    address = parse_address("tcp://127.0.0.1:0" if init_method is None else init_method)
+    if address.scheme == "env":
+        host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
+        if not port.isdigit():
+            raise ConfigError(
+                f"init_method='env://' and MASTER_PORT={port!r}; set it to a port, or leave init_method out: a free "
+                "port is found then"
+            )
+        address = parse_address(f"tcp://{host}:{port}")
+    if address.scheme == "file":
+        if not os.path.isdir(folder := os.path.dirname(address.path)):  # The ranks would wait for it until the timeout.
+            raise ConfigError(f"init_method={init_method!r}: the folder {folder} does not exist; leave init_method out")
+        return None, f"file://{address.path}#{os.getpid()}-{time.time_ns()}"
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address.hostname or "", address.port or 0))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise DistributedError(
+            f"init_method={init_method!r}: port {address.port} of {address.hostname} cannot be used "
+            f"({error.strerror}); leave init_method out, a free port is found then, or name another"
+        ) from error
+    host, port_number = listener.getsockname()
+    store = dist.TCPStore(
+        host,
+        port_number,
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=torch.__version__ >= "2.8",  # The one of torch 2.6 takes no socket.
+    )
+    return store, f"tcp://{host}:{port_number}"
+
+
+def parse_address(text: Any) -> SplitResult:
+    """Return the parts of an ``init_method``; refuse one of which torch could make nothing."""
+    address, why = urlsplit(text if isinstance(text, str) else ""), ""
+    needed = {"tcp": address.hostname, "env": "env", "file": address.path}.get(address.scheme)
+    try:
+        _ = address.port
+    except ValueError as error:
+        why = f" ({error})"
+    if why or not needed:
+        raise ConfigError(
+            f"init_method={text!r}{why}; it must be 'tcp://localhost:12355', 'env://' or 'file:///path'; left out, a "
+            "free port is found"
+        )
+    return address
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Return whether a signal has stopped a process, where the system says so."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+@contextmanager
+def _importable_main() -> Iterator[None]:
+    """Hide the file of a main module that is none: of standard input it is "<stdin>", which no process can import."""
+    main = vars(sys.modules["__main__"])
+    file = None if transfer.main_is_a_file() else main.pop("__file__", None)
+    try:
+        yield
+    finally:
+        if file is not None:
+            main["__file__"] = file
+
+
+class _Ranks:
+    """The processes of one run, and their reports."""
+
+    def __init__(self, tasks: list[Task], show: Callable[..., Any] | None) -> None:
+        self._tasks, self._show = tasks, show
+        self._processes: list[Any] = []
+        self._connections: dict[Any, int] = {}  # The pipe of each rank: a Connection, or on Windows a PipeConnection.
+        self._reports: dict[int, Report] = {}
+        self._died: dict[int, float] = {}  # When a rank was found dead that had not reported its end.
+        self._ended_here: set[int] = set()
+        self._stopped: set[int] = set()  # Those of them that a signal had stopped.
+        self._stood: dict[int, list[str]] = {}  # The calls that a rank was in before it was ended, the latest first.
+        self._deadline: float | None = None
+        self._done: dict[int, float] = {}  # When a rank has reported that its work is done.
+
+    def __enter__(self) -> _Ranks:
+        context = multiprocessing.get_context("spawn")
+        try:
+            for task in self._tasks:
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=main_of_rank, args=(task, theirs), name=f"zae-rank-{task.rank}")
+                with _importable_main():
+                    process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._connections[ours] = task.rank
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        for connection in self._connections:
+            connection.close()
+
+    def watch(self) -> None:
+        """Wait until every rank has ended, and raise the first failure."""
+        with self._pass_signals_on():
+            try:
+                self._wait()
+            except KeyboardInterrupt:
+                # The ranks are in their own process groups: Ctrl-C in a terminal has not reached them.
+                self._signal(signal.SIGINT)
+                with suppress(KeyboardInterrupt):
+                    self._wait()
+                raise
+            finally:
+                self._kill()
+        self._raise_failure()
+
+    def _wait(self) -> None:
+        """Receive reports until every rank has ended, or one has not by its deadline: after a failure, or its work."""
+        open_ends, patience = set(self._connections), self._tasks[0].timeout
+        while alive := {rank: process for rank, process in enumerate(self._processes) if process.is_alive()}:
+            sentinels = [process.sentinel for process in alive.values()]
+            limits = [when + patience for rank, when in self._done.items() if rank in alive]
+            limits += [] if self._deadline is None else [self._deadline]
+            left = min(limits) - time.monotonic() if limits else None
+            if left is not None and left <= 0:
+                self._ask_where()
+                return
+            for ready in wait([*open_ends, *sentinels], left):
+                if ready in open_ends and not self._receive(ready):
+                    open_ends.discard(ready)
+            self._note_deaths()
+        self._note_deaths()  # Of all ranks that ended after the last look.
+
+    def _receive(self, connection: Any) -> bool:
+        """Receive one report; return False when there will be no more."""
+        try:
+            report: Report = connection.recv()
+        except (EOFError, OSError):
+            return False
+        if report.kind == "shows":
+            if self._show is not None:
+                self._show(*report.shown)
+            return True
+        rank = self._connections[connection]
+        self._reports[rank] = report
+        if report.kind == "done":
+            self._done[rank] = time.monotonic()
+        if report.kind in ("failing", "failed"):
+            self._hurry(UNWIND if report.kind == "failing" else GRACE)
+        return True
+
+    def _note_deaths(self) -> None:
+        """Record ranks that have ended without a report."""
+        for connection, rank in self._connections.items():
+            if self._processes[rank].is_alive() or rank in self._died:
+                continue
+            with suppress(EOFError, OSError):
+                while connection.poll() and self._receive(connection):
+                    pass
+            if rank not in self._reports or self._reports[rank].kind == "began":
+                self._died[rank] = time.monotonic()
+                self._hurry(GRACE)
+
+    def _hurry(self, seconds: float) -> None:
+        latest = time.monotonic() + seconds
+        self._deadline = latest if self._deadline is None else min(self._deadline, latest)
+
+    def _ask_where(self) -> None:
+        """Ask the ranks that will be killed for their stacks."""
+        if WHERE is None:
+            return
+        self._signal(WHERE, self._reports)
+        time.sleep(ANSWER)
+        for task in self._tasks:
+            with suppress(OSError):
+                lines = task.where.read_text(errors="replace").splitlines()
+                calls = [line.strip() for line in lines if line.lstrip().startswith("File ")]
+                own = itertools.takewhile(lambda call: not call.endswith("in main_of_rank"), calls)
+                self._stood[task.rank] = list(own)[:_CALLS]
+
+    def _kill(self) -> None:
+        """Kill the remaining processes, stopped ones as well."""
+        for rank, process in enumerate(self._processes):
+            if process.is_alive():
+                self._ended_here.add(rank)
+                if _is_stopped(process.pid):
+                    self._stopped.add(rank)
+                process.kill()
+        for process in self._processes:
+            process.join()
+
+    def _signal(self, number: int, ranks: Collection[int] | None = None) -> None:
+        for rank, process in enumerate(self._processes):
+            if process.is_alive() and process.pid and (ranks is None or rank in ranks):
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    @contextmanager
+    def _pass_signals_on(self) -> Iterator[None]:
+        """Pass signals that ask this process to end on to the ranks, and obey them when these have ended."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        asked: list[int] = []
+
+        def pass_on(number: int, _: object) -> None:
+            if number in asked and number == getattr(signal, "SIGHUP", None):
+                return  # A terminal that is closed and the shell in it send one each.
+            asked.append(number)
+            self._signal(number if len(asked) == 1 else signal.SIGKILL)
+
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
+        numbers = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+        before = {number: signal.signal(number, pass_on) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if asked:
+            if before[asked[0]] == signal.SIG_DFL:
+                raise SystemExit(exit_status(asked[0]))
+            signal.raise_signal(asked[0])
+
+    # ------------------------------------------------------------------------------------------ what went wrong
+
+    def _raise_failure(self) -> None:
+        """Raise the first failure; failures that followed from it are in its notes."""
+        world = len(self._processes)
+        failed = {rank: r for rank, r in self._reports.items() if r.kind in ("failed", "failing")}
+        own = {rank: r for rank, r in failed.items() if not r.lost_peer}
+        dead = {rank: (when, self._processes[rank].exitcode) for rank, when in self._died.items()}
+        first = min(own, key=lambda rank: own[rank].when, default=None)
+        for rank, (when, code) in dead.items():
+            # A rank that is killed makes the others fail, an aborted one may have followed from their failure.
+            if first is None or (when < own[first].when + 1.0 and code != -signal.SIGABRT):
+                raise DistributedError(self._describe_death(rank, code) + self._list_failures(failed))
+        if first is not None:
+            raise own[first].rebuild(first, world)
+        missing = sorted(self._ended_here - failed.keys())
+        if missing and failed:
+            raise DistributedError(self._describe_silence(missing) + self._list_failures(failed))
+        if failed:
+            rank = min(failed, key=lambda each: failed[each].when)
+            raise failed[rank].rebuild(rank, world)
+        if missing:
+            rank = next((each for each in missing if each in self._done), missing[0])
+            raise DistributedError(
+                f"rank {rank} of {world} (process {self._processes[rank].pid}) had done its work and did not end "
+                f"within timeout={self._tasks[0].timeout:g} s, and was ended; look for a thread that it waits for: "
+                "Thread(daemon=True), or one that is joined before run() returns" + self._where([rank])
+            )
+
+    def _describe_silence(self, missing: Sequence[int]) -> str:
+        """Name the ranks that have not answered, and what to look for."""
+        names = " and ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in missing)
+        text = (
+            f"{names} of {len(self._processes)} did not answer within timeout={self._tasks[0].timeout:g} s, and "
+            f"{'were' if missing[1:] else 'was'} ended; "
+        )
+        if stopped := [str(rank) for rank in missing if rank in self._stopped]:
+            text += (
+                f"rank {' and rank '.join(stopped)} was stopped by a signal, SIGSTOP for instance: start the script "
+                "again, with resume='auto' it continues from the newest checkpoint"
+            )
+        if len(stopped) < len(missing):
+            text += (
+                f"{'. Else ' if stopped else ''}look for what only that rank does: an endless loop, a read that does "
+                "not return, a collective that the others do not call. If the work takes that long, write a longer "
+                "timeout=..."
+            )
+        return text + self._where(missing)
+
+    def _describe_death(self, rank: int, code: int | None) -> str:
+        who = f"rank {rank} of {len(self._processes)} (process {self._processes[rank].pid})"
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else "?"
+            return f"{who} was killed by signal {-code} ({name}){_WHY.get(-code, '')}; the others were ended"
+        if rank not in self._reports:
+            return (
+                f"{who} ended with exit code {code} before it began; what it says is printed above. A script that runs "
+                'on several devices begins its run under: if __name__ == "__main__":'
+            )
+        return f"{who} ended with exit code {code} in the middle of the run; the others were ended"
+
+    def _where(self, missing: Sequence[int]) -> str:
+        """Describe the stacks of the ranks that were killed; a stopped one has none."""
+        stood = {rank: "\n    ".join(self._stood.get(rank, [])) for rank in missing}
+        return "".join(f"\n  rank {rank} was, the latest call first, in\n    {at}" for rank, at in stood.items() if at)
+
+    @staticmethod
+    def _list_failures(failed: dict[int, Report]) -> str:
+        """Describe the failures of the other ranks, in one line each."""
+        return "".join(f"\n  rank {rank}: {report.summary}" for rank, report in sorted(failed.items()))

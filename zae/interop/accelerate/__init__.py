@@ -1,1 +1,0 @@
-"""Accelerate: make or check an Accelerator, let it prepare a trainer's objects, and write and read its folders."""

@@ -1,8 +1,0 @@
-"""Units, data readers, gangs and the arguments of fairseq2's trainer, which train as they are."""
-
-from zae.interop.fairseq2.reader import ReaderLoader
-from zae.interop.fairseq2.regime import RegimeAddon, any_of
-from zae.interop.fairseq2.trainer import Carried, from_arguments
-from zae.interop.fairseq2.unit import TrainUnitAddon, task_of
-
-__all__ = ["Carried", "ReaderLoader", "RegimeAddon", "TrainUnitAddon", "any_of", "from_arguments", "task_of"]

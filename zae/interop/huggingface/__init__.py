@@ -1,1 +1,0 @@
-"""Training as Transformers does it: its arguments, datasets, loss, optimizers, metrics and folders."""

@@ -1,0 +1,283 @@
+"""What differs between the ranks in a state: the position in the data, the log of the epoch, and entries of add-ons.
+
+A state has the values of one rank at their usual places. That of several ranks has besides, in the entry of the add-on
+in the slot ``parallel``, a list with those of each rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from zae.common import random_state
+from zae.compose.introspect import is_add_on, slots_of
+from zae.errors import CheckpointMismatch
+from zae.loop.addon_state import (
+    ENTRIES,
+    FROM_FILE,
+    GENERATORS,
+    PARTS,
+    declaring,
+    digest,
+    key_of,
+    state_mode,
+)
+from zae.loop.epoch_log import EpochLog, merge_logs, to_host
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["RankStates", "between_epochs", "derive_streams", "engine_of", "load_entries", "load_from_file"]
+
+_log = logging.getLogger("zae")
+
+
+class RankStates:
+    """The entry of the parallel add-on in a state.
+
+    Parameters
+    ----------
+    world_size : int
+        The number of shares of the data in the run that saved it: of its ranks, without tensor parallelism.
+    ranks : sequence of mapping
+        For each rank its "position" and "log_train", and "add_ons" where their entries differ. It is empty where one
+        rank has saved alone.
+    rank : int or None
+        The rank whose values are in the state itself.
+    """
+
+    def __init__(self, world_size: int = 1, ranks: Sequence[Mapping[str, Any]] = (), rank: int | None = None) -> None:
+        self.world_size, self.ranks, self.rank = world_size, list(ranks), rank
+
+    @classmethod
+    def parse(cls, name: str, entry: Any) -> RankStates:
+        """Return the object for an entry; None is the state of a single process."""
+        if entry is None:
+            return cls()
+        if not (isinstance(entry, Mapping) and isinstance(entry.get("ranks"), list)):
+            raise CheckpointMismatch(f"the state of {name} does not contain a list of ranks")
+        return cls(int(entry["world_size"]), entry["ranks"], entry.get("rank"))
+
+    def as_entry(self) -> dict[str, Any]:
+        """Return the entry."""
+        return {"world_size": self.world_size, "ranks": self.ranks, "rank": self.rank}
+
+    # -------------------------------------------------------------------------------------------------- saving
+
+    @staticmethod
+    def own_part(state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the position and the log of a rank from its state; `read_state` adds the entries of add-ons."""
+        return {"position": state["position"], "log_train": state["records"]["log_train"]}
+
+    @classmethod
+    def read_state(cls, trainer: Trainer, *, in_parts: bool) -> dict[str, Any]:
+        """Return the state to save, with the entries of all ranks, which all call it.
+
+        Each rank has its parts of the tensors, or rank 0 alone has whole ones: those of the others are on the meta
+        device. Of the entries that may differ from rank to rank, digests are compared first: only what differs is sent,
+        and saved for each rank.
+        """
+        with state_mode(trainer, PARTS):
+            state = dict(trainer.state_dict())
+        name, world, varying = engine_of(type(trainer)), trainer.data_size, _varying_entries(type(trainer))
+        for key, each in state.items() if trainer.world_size > 1 else ():
+            if key in varying or not in_parts:
+                state[key] = trainer.whole_values(each, key in varying or trainer.is_main)
+        if world == 1 or name not in state or len(state[name]["ranks"]) != world:
+            return state
+        own = {}
+        for owner, keys in varying.items():
+            if owner in state:
+                own[owner] = state[owner] if keys is None else {key: state[owner][key] for key in keys}
+        digests = trainer.gather_data({owner: digest(entry) for owner, entry in own.items()})
+        differing = [owner for owner in own if len({each.get(owner) for each in digests}) > 1]
+        entries: list[Any] = [{}] * world
+        if differing:
+            entries = trainer.gather_data({owner: to_host(own[owner]) for owner in differing})
+        ranks = [{**each, "add_ons": entry} for each, entry in zip(state[name]["ranks"], entries, strict=True)]
+        return {**state, name: {**state[name], "ranks": ranks}}
+
+    # ------------------------------------------------------------------------------------------------- loading
+
+    @classmethod
+    def with_entries_of(cls, state: Mapping[str, Any], name: str, world: int, rank: int) -> dict[str, Any]:
+        """Return a whole state with the entries of add-ons that this rank has saved."""
+        ranks = _entries_of_ranks(state).get(name, {}).get("ranks", [])
+        if not world == len(ranks) > 1:
+            return dict(state)
+        return {**state, **_complete(state, cls(world, ranks)._entries()[rank])}
+
+    def state_for(
+        self, trainer: Trainer, state: Mapping[str, Any], rank: int, world: int, *, is_known: bool
+    ) -> dict[str, Any]:
+        """Return a state as a rank continues from it; before its number is known, that of rank 0."""
+        if self.world_size != world:
+            if not state["position"].get("may_reshard"):
+                raise CheckpointMismatch(
+                    f"the state was saved with {self.world_size} rank{'s' * (self.world_size > 1)}, and this run has "
+                    f"{world}, which has other batches. Use {self.world_size}, or write reshard=True (an option of "
+                    "StateManagerAddon) to distribute the rest of the data again"
+                )
+            state = {**self._merge(state, rank), **self._merge_entries(trainer, state, rank)}
+        elif is_known and len(self.ranks) == world:
+            own = self.ranks[rank]
+            allowed = {key: value for key, value in state["position"].items() if key == "may_reshard"}
+            records = {**state["records"], "log_train": own["log_train"]}
+            return {**state, "position": {**own["position"], **allowed}, "records": records}
+        return {**state, "position": derive_streams(state["position"], rank)}
+
+    def _merge(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """Return a state for another number of ranks: rank 0 gets all records."""
+        logs = [EpochLog("log_train") for _ in self.ranks]
+        for log, each in zip(logs, self.ranks):
+            log.load_state_dict(each["log_train"])
+        records = dict(state["records"])
+        if rank or logs:
+            records["log_train"] = (EpochLog("log_train") if rank else merge_logs(logs)).state_dict()
+        return {**state, "records": records, "position": {"ranks": self.world_size, **state["position"]}}
+
+    def _merge_entries(self, trainer: Trainer, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """Return the entries of the add-ons that merge those of another number of ranks, as a rank gets them."""
+        merged = {}
+        for name, owner in _merging(type(trainer)).items():
+            whole = state.get(name)
+            if isinstance(whole, Mapping):
+                is_saved = self.ranks and all("add_ons" in each for each in self.ranks)
+                # Those that were the same on all ranks are saved once.
+                entries = [{**whole, **each.get(name, {})} for each in self._entries()] if is_saved else [whole]
+                merged[name] = owner.merge_ranks(trainer, entries, rank)
+        return merged
+
+    def for_ranks(self, trainer: Trainer, state: Mapping[str, Any], world: int) -> RankStates:
+        """Return the parts with which ranks begin that are still to be started: those saved, or merged from them."""
+        if self.world_size == world:
+            return self
+        ranks, merged = [], [name for name in _merging(type(trainer)) if isinstance(state.get(name), Mapping)]
+        for rank in range(world):
+            own = self.state_for(trainer, state, rank, world, is_known=True)
+            ranks.append({**self.own_part(own), "add_ons": {name: own[name] for name in merged}})
+        return RankStates(world, ranks, 0)
+
+    def _entries(self) -> list[Mapping[str, Any]]:
+        """Return the entries of add-ons that each rank has saved."""
+        found = [each.get("add_ons") if isinstance(each, Mapping) else None for each in self.ranks]
+        return [each if isinstance(each, Mapping) else {} for each in found]
+
+    @classmethod
+    def any_in(cls, state: Mapping[str, Any]) -> RankStates:
+        """Return the object for the entry of a state, whatever engine has saved it."""
+        return cls.parse("", next(iter(_entries_of_ranks(state).values()), None))
+
+    @classmethod
+    def streams_in(cls, state: Mapping[str, Any], rank: int, world: int) -> Any:
+        """Return the random streams of a rank, whatever engine has saved the state."""
+        if world == 1:
+            return state["position"]["present"]["random"]
+        ranks = cls.any_in(state).ranks
+        if len(ranks) != world:
+            raise CheckpointMismatch(
+                f"start_with has 'random', but the checkpoint has the random streams of {len(ranks) or 1} ranks, and "
+                f"this run has {world} ranks; leave 'random' out, or use as many ranks"
+            )
+        return ranks[rank]["position"]["present"]["random"]
+
+    def warn_of_others(self, cls: type, rank: int, world: int) -> None:
+        """Warn where add-ons get the state of another rank that may differ from what this rank held."""
+        varying = sorted(_varying_entries(cls).keys() - {GENERATORS})
+        names = sorted({name for each in self._entries() for name in each} - {GENERATORS} - _merging(cls).keys())
+        if names and len(self.ranks) != world and not rank:
+            _log.warning(
+                "the state of %s was saved for each of %d ranks and cannot be divided among %d: every rank begins with "
+                "that of rank 0", ", ".join(names), len(self.ranks), world,
+            )  # fmt: skip
+        elif varying and self.rank not in (None, rank) and not all("add_ons" in each for each in self.ranks or [{}]):
+            _log.warning(
+                "rank %d takes the state of %s from rank %d: a state that one rank has read, or saved alone after an "
+                "exception, does not hold what differs on the others", rank, ", ".join(varying), self.rank,
+            )  # fmt: skip
+
+
+def engine_of(cls: type, state: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return the key of the parallel add-on of a trainer class, or of the one that saved a state; else ""."""
+    engine = slots_of(cls).get("parallel")
+    name = "" if engine is None else str(engine.__name__)
+    return next(iter(_entries_of_ranks(state)), name) if engine is not None and name not in state else name
+
+
+def _entries_of_ranks(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the entry of the parallel add-on in a state, by its key; empty where one process has saved it."""
+    found = {key: each for key, each in state.items() if isinstance(each, Mapping)}
+    return {key: each for key, each in found.items() if isinstance(each.get("ranks"), list)}
+
+
+def _of_one_process(trainer: Trainer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state that an engine has saved as a class without one continues from it: with all of the data."""
+    for key, entry in _entries_of_ranks(state).items():
+        if "world_size" in entry:
+            rest = {name: each for name, each in state.items() if name != key}
+            return RankStates.parse(key, entry).state_for(trainer, rest, 0, 1, is_known=False)
+    return state
+
+
+def load_from_file(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a state that was read from a file, with this rank's own entries put in before any add-on takes its own."""
+    name = engine_of(type(trainer), state)
+    if not name:
+        state = _of_one_process(trainer, state)
+    own = RankStates.with_entries_of(state, name, trainer.data_size, trainer.data_rank)
+    with state_mode(trainer, FROM_FILE):
+        trainer.load_state_dict(own, strict)
+
+
+def load_entries(trainer: Trainer, entries: Mapping[str, Any] | None) -> None:
+    """Load only the entries of add-ons of this rank, into a trainer that was sent here with those of rank 0."""
+    if not entries or trainer.rank == 0:
+        return
+    with state_mode(trainer, ENTRIES):
+        state = trainer.state_dict()
+        trainer.load_state_dict({**state, **_complete(state, entries)})
+
+
+def between_epochs(position: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a position between two epochs, for any loader."""
+    present = {**position["present"], "generators": None, "parts": {}}
+    return {**position, "begin": None, "present": present, "loader": None, "facts": {}}
+
+
+def derive_streams(position: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Derive the random streams of a rank whose own were not saved; rank 0 has those of the position."""
+    if not rank:
+        return {**position}
+    present = {**position["present"], "random": random_state.of_rank(rank, position["present"]["random"])}
+    return {**position, "present": present, "last_batch": None}  # Its own was another one.
+
+
+def _merging(cls: type) -> dict[str, Any]:
+    """Map the names of the entries that another number of ranks merges to their classes."""
+    return {owner.__name__: owner for owner in declaring(cls) if "merge_ranks" in vars(owner)}
+
+
+def _varying_entries(cls: type) -> dict[str, tuple[str, ...] | None]:
+    """Map the entries that may differ from rank to rank to their keys that may; None for all of an entry."""
+    found: dict[str, tuple[str, ...] | None] = {GENERATORS: None}
+    for each in cls.__mro__:
+        if not is_add_on(each):
+            continue
+        if names := tuple(each.__dict__.get("rank_state_attributes", ())):
+            found[each.__name__] = tuple(map(key_of, names))
+        elif (
+            each.__module__.partition(".")[0] != "zae" and "state_dict" in each.__dict__ and each not in declaring(cls)
+        ):
+            found[each.__name__] = None
+    return found
+
+
+def _complete(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete the entries of a rank, which have only the rank_state_attributes of those that declare them."""
+    found = {}
+    for name, own in entries.items():
+        whole = state.get(name)
+        found[name] = {**whole, **own} if isinstance(whole, Mapping) and isinstance(own, Mapping) else own
+    return found
