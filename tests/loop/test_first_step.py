@@ -362,6 +362,21 @@ def test_an_epoch_that_moves_no_weight_is_warned_of_once(caplog: pytest.LogCaptu
     assert not [each for each in caplog.messages if "has changed no weight" in each]
 
 
+class Nan(Task):
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": super().train_step(batch)["loss"] * float("nan")}
+
+
+@pytest.mark.parametrize(("add_on", "option"), [(None, {"on_nonfinite": "skip"}), (AMPAddon, {"precision": "fp16"})])
+def test_an_epoch_whose_steps_were_all_left_out_is_not_warned_of(
+    add_on: Any, option: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Why no weight has moved is said by what left the steps out."""
+    add_ons = [add_on] if add_on else []
+    make(Nan, *add_ons, **{"on_nonfinite": "warn", **option}).run(1, BATCHES)
+    assert not [each for each in caplog.messages if "has changed no weight" in each]
+
+
 class OfOne(TwoHeads):
     keys = "a alone"
 

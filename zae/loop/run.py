@@ -94,6 +94,7 @@ class Run:
         self._warns_of_mode = True
         self.previous_device: torch.device | None = None  # The current one of the process before the trainer's.
         self._weights: dict[str, list[Any]] = {}  # Of each optimizer, as the first epoch began.
+        self._skipped_before = 0  # Steps that were left out before that epoch.
         self.last_epoch = self.last_step = NO_LIMIT
         self.epoch_steps = self.limits.steps_per_epoch or 0
         self.in_epoch: int | None = None
@@ -369,6 +370,7 @@ class Run:
         trainer.optimization.begin_training()
         trainer.zero_grad()  # An exception may have left the gradients of a step.
         self._weights = weights_of(trainer) if self.watches_next_step and not progress.epoch_batch else {}
+        self._skipped_before = progress.skipped_steps
         if isinstance(trainer.model, nn.Module) and not trainer.model.training:
             trainer.model.train()
         self.display.open(RunView(self, wrapped))
@@ -479,7 +481,8 @@ class Run:
                 + (used_up if progress.epoch else "; give it data")
             )
         trainer.nonfinite.sync_counts(progress, trainer)
-        if still := unmoved(self._weights):
+        is_any_taken = progress.skipped_steps - self._skipped_before < progress.epoch_step
+        if is_any_taken and (still := unmoved(self._weights)):
             self._warn_of_unmoved(still)
         self._weights = {}
         if not is_complete:
