@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from device.on_device.compositions import Blocks
 from device.on_device.tasks import DEVICE, MODELS, OPTIMIZERS, Task, adamw, assert_same, loader, train_by_hand, weights
 from emulation.record import record
-from zae.addons import AMPAddon, GradientAccumulationAddon
+from zae.addons import ActivationOffloadAddon, AMPAddon, GradientAccumulationAddon, GradientCheckpointingAddon
 
 
 def train(kind, make_optimizer, *addons, **options):
+    return train_model(MODELS[kind], kind, make_optimizer, *addons, **options)
+
+
+def train_model(make_model, kind, make_optimizer, *addons, **options):
     torch.manual_seed(0)
-    trainer = Task.add_on(*addons)(MODELS[kind](), DEVICE, optimizer=make_optimizer, gradient_clip=1.0, **options)
+    trainer = Task.add_on(*addons)(make_model(), DEVICE, optimizer=make_optimizer, gradient_clip=1.0, **options)
     trainer.run(2, loader(kind))
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {DEVICE}
     assert not record.violations
@@ -40,3 +45,13 @@ def test_fp16_is_a_gradient_scaler_by_hand(optimizer):
 def test_accumulation_is_the_loop_by_hand():
     ours = train("dense", adamw, GradientAccumulationAddon, gradient_accumulation_steps=2)
     assert_same(ours, train_by_hand("dense", adamw, accumulation=2))
+
+
+@pytest.mark.parametrize("with_offloading", [False, True])
+def test_a_forward_that_is_computed_again_draws_the_same_dropout(with_offloading):
+    expected = train_model(Blocks, "dense", adamw)
+    if with_offloading:
+        addons, options = (ActivationOffloadAddon, GradientCheckpointingAddon), {"offload_min_bytes": 1}
+    else:
+        addons, options = (GradientCheckpointingAddon,), {}
+    assert_same(train_model(Blocks, "dense", adamw, *addons, **options), expected)
