@@ -5,7 +5,13 @@ import pytest
 from device.emulation.build import build, compiler
 from device.on_emulation import run_tests
 
-OF_THE_KIND = ("test_training.py", "test_any_accelerator.py", "test_current_device.py", "test_resume.py")
+OF_THE_KIND = (
+    "test_training.py",
+    "test_any_accelerator.py",
+    "test_current_device.py",
+    "test_resume.py",
+    "test_late_errors.py",
+)
 """Where CUDA and another accelerator take different ways; the rest is the same code, and runs with CUDA each time."""
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the emulated device is not built")

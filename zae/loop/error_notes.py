@@ -5,6 +5,7 @@ Nothing is done for it before there is an error: the frames of its traceback hol
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from types import FrameType
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zae.common.argument_checks import describe_batch
+from zae.common.device import is_out_of_memory
 from zae.data.loaders import describe
 from zae.data.workers import add_to_text, dead_workers
 from zae.errors import ZaeError, did_you_mean
@@ -25,10 +27,15 @@ __all__ = ["add_notes", "describe_failed_call"]
 
 _MODULE_CALLS = ("_call_impl", "_wrapped_call_impl")  # The methods of nn.Module behind ``module(...)``.
 _SHOWN = 8  # Parameters of a module.
+_OF_KERNELS = ("CUDA error", "HIP error", "cuDNN error")
+"""How the errors of an accelerator begin that are plain RuntimeErrors, as those of its libraries are."""
 
 
 def add_notes(error: BaseException, run: Run) -> None:
-    """Note on an exception the epoch, step and batch it was raised in, or the loader that raised it."""
+    """Note on an exception the epoch, step and batch it was raised in, or the loader that raised it.
+
+    What a kernel does wrong may be raised by a later call, in a later step: then nothing is said to be its cause.
+    """
     if not isinstance(error, Exception):
         return
     _add_hint(error, run.trainer)
@@ -37,13 +44,16 @@ def add_notes(error: BaseException, run: Run) -> None:
     if run.loader_use == "evaluation":
         place = f"in an evaluation after step {progress.step}"
     place = f"{place}, on {run.trainer.device}"
+    is_late = _may_be_late(error)
     call = ""
     try:
         note = _describe_place(error, place, run)
-        if run.batch is not None and not isinstance(error, ZaeError):
+        if run.batch is not None and not is_late and not isinstance(error, ZaeError):
             call = describe_failed_call(error, run.trainer.unwrap())
     except Exception as other:  # Raised by an object of the user that is described here; the first error matters.
         note = f"{place}; what is known of it could not be described ({type(other).__name__}: {other})"
+    if note and is_late:
+        note = f"noticed {note}. {_why_late()}"
     if not note or f"zae: {note}" in getattr(error, "__notes__", ()) or note in str(error):
         return
     if call:
@@ -51,6 +61,22 @@ def add_notes(error: BaseException, run: Run) -> None:
     has_died = "DataLoader worker (pid" in str(error) or " is dead: " in note
     if not (has_died and add_to_text(error, f"a worker of a loader has died {note}")):
         error.add_note(f"zae: {note}")
+
+
+def _may_be_late(error: Exception) -> bool:
+    """Return whether an accelerator may have failed in an earlier call than the one that has raised the error."""
+    waits_for_kernels = torch.version.cuda and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+    if waits_for_kernels or is_out_of_memory(error) or not isinstance(error, RuntimeError):
+        return False
+    is_of_torch = isinstance(error, getattr(torch, "AcceleratorError", ()))  # From torch 2.8 on.
+    return is_of_torch or str(error).startswith(_OF_KERNELS)
+
+
+def _why_late() -> str:
+    """Say what an error of an accelerator does not tell, and how to find it out."""
+    remedy = "set the environment variable CUDA_LAUNCH_BLOCKING=1, and it is raised by the call that fails"
+    text = "An accelerator reports an error late: a call before this one, or an earlier step, may be its cause"
+    return f"{text}; {remedy}" if torch.version.cuda else text
 
 
 def _describe_place(error: Exception, place: str, run: Run) -> str:
