@@ -19,6 +19,7 @@ from zae.common import random_state
 from zae.common.argument_checks import check_count
 from zae.common.model_weights import fit_name, is_half_weight, own_names, plain_names, plain_state, shapes_of_average
 from zae.common.strides import has_own_elements
+from zae.common.torch_private import alike, in_place
 from zae.common.walk import is_sharded, local_part
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.optim import has_lazy
@@ -101,6 +102,7 @@ class EMAAddon(AddOnBase):
         self.average: dict[str, Tensor] = {}
         self._averaged: list[tuple[Tensor, Tensor]] = []
         self._copied: list[tuple[Tensor, Tensor]] = []
+        self._columns: tuple[list[Any], list[Any]] = [], []  # Both again, in groups that a kernel takes together.
         self._places: list[tuple[str, Any, str | None]] = []  # Of each copied tensor: key, owner, name there.
         self._paired = 0  # The number of parameters when they were paired.
 
@@ -140,6 +142,7 @@ class EMAAddon(AddOnBase):
             (names[id(value)], *(found.get(id(value)) or _place_of_extra(module, names[id(value)], value)))
             for _, value in self._copied
         ]
+        self._columns = [*alike(self._averaged)], [*alike(self._copied)]
         self._paired = len(vars(self).get("parameters", ()))  # A state may be loaded before setup.
 
     def optimizer_step(self) -> bool:
@@ -153,8 +156,8 @@ class EMAAddon(AddOnBase):
                     is_begun = self.progress_checker.epoch >= self.average_start and self.averaging == "exponential"
                     self._update_average(self.decay if is_begun else None)
                 self._follow()
-                for average, buffer in self._copied:
-                    average.copy_(buffer)
+                for averages, buffers in self._columns[1]:
+                    in_place("copy_", averages, buffers)
         return stepped
 
     def _names_to_average(self, state: Mapping[str, Any]) -> list[str]:
@@ -170,11 +173,13 @@ class EMAAddon(AddOnBase):
 
     def _update_average(self, decay: float | None) -> None:
         """Add the weights to the average; None replaces it by them."""
-        for average, weight in self._averaged:
+        for pairs in self._columns[0]:
+            averages, weights = (list(map(local_part, each)) for each in pairs)
             if decay is None:
-                local_part(average).copy_(local_part(weight))
+                in_place("copy_", averages, weights)
             else:
-                local_part(average).mul_(decay).add_(local_part(weight), alpha=1 - decay)
+                in_place("mul_", averages, decay)
+                in_place("add_", averages, weights, alpha=1 - decay)
 
     def scheduler_step(self, when: str) -> None:
         """Update a uniform average at the end of an epoch, before its validation."""
@@ -217,6 +222,7 @@ class EMAAddon(AddOnBase):
 
     def _follow(self) -> None:
         """Follow buffers that the model has replaced, or resized."""
+        is_changed = False
         for index, ((key, owner, name), (average, before)) in enumerate(zip(self._places, self._copied, strict=True)):
             value = owner.get_extra_state() if name is None else owner[name]
             if not isinstance(value, Tensor) or (value is before and value.shape == average.shape):
@@ -224,6 +230,9 @@ class EMAAddon(AddOnBase):
             if value.shape != average.shape:
                 average = self.average[key] = value.detach().clone()
             self._copied[index] = (average, value)
+            is_changed = True
+        if is_changed:
+            self._columns = self._columns[0], [*alike(self._copied)]
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:

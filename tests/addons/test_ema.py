@@ -97,6 +97,76 @@ class Renewing(nn.Module):
         self.calls = int(state)
 
 
+class OfManyKinds(nn.Module):
+    """Weights and buffers of several types and memory layouts; a kernel takes those together that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, **options: Any) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, **options)
+
+        self.scale = nn.Parameter(draw())
+        self.lines = nn.ParameterList(draw(3, 4) for _ in range(3))
+        self.turned = nn.Parameter(draw(4, 3).t())
+        self.narrow = nn.Parameter(draw(5).bfloat16())
+        self.wide = nn.Parameter(draw(5, dtype=torch.float64))
+        self.waves = nn.Parameter(draw(5, dtype=torch.complex64))
+        self.empty = nn.Parameter(draw(0, 3))
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("one", torch.zeros(()).expand(3))
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+        self.register_buffer("ragged", torch.nested.nested_tensor([draw(2), draw(3)], layout=torch.jagged))
+        self.register_buffer("flag", torch.tensor([True, False]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.flag.logical_not_()
+            self.sparse.mul_(0.5)
+        rows = self.norm(inputs) @ sum(self.lines).t() @ self.turned.t()[:3, :3] * self.scale
+        others = (self.narrow, self.wide, self.waves, self.empty)
+        return sum((each.abs().square().sum() for each in others), rows.square().mean())
+
+
+class ByKind(Task):  # type: ignore[misc, valid-type]
+    def train_step(self, batch: Any) -> Any:
+        return {"loss": self.model(batch[0])}
+
+    test_step = train_step
+
+
+@pytest.mark.parametrize("decay", [0.9, None])
+def test_the_average_of_tensors_of_many_kinds(decay: float | None) -> None:
+    """Bit by bit the formula for one tensor; a uniform average begins with the weights themselves."""
+    model = OfManyKinds()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    options = {"averaging": "uniform"} if decay is None else {"decay": decay}
+    trainer = ByKind.add_on(EMAAddon)(model, "cpu", optimizer=optimizer, log_bar=False, **options)
+    expected = {name: each.detach().clone() for name, each in model.named_parameters()}
+    expected["narrow"] = expected["narrow"].float()
+
+    def average(kept: float) -> None:
+        for name, each in model.named_parameters():
+            expected[name].mul_(kept).add_(each.detach(), alpha=1 - kept)
+
+    if decay is None:
+        for epoch in range(3):
+            trainer.run(1, loader())
+            average(epoch / (epoch + 1))
+    else:
+        with trainer.ready():
+            for batch in loader():
+                trainer.run_batch(batch)
+                average(decay)
+    for name, each in expected.items():
+        assert digest(trainer.average[name].resolve_conj()) == digest(each), name
+    for name, each in model.named_buffers():
+        kept = trainer.average[name]
+        assert kept.layout == each.layout
+        assert all(map(torch.equal, *([own.unbind() if own.is_nested else [own.to_dense()] for own in (kept, each)])))
+
+
 def test_buffers_that_are_made_anew_are_followed(tmp_path: Any) -> None:
     """The average holds, saves and evaluates them as they are, whatever object they have become."""
     model = Renewing()

@@ -25,7 +25,7 @@ ELSEWHERE = {
     # What a function of torch reads, which is only compared.
     *("_profile_name", "_sampler_iter", "_reset", "_num_yielded", "_dataset_kind", "_DatasetKind", "_dataset"),
     *("_IterableDataset_len_called", "_num_workers"),
-    *("_foreach_copy_", "_popen"),  # Of torch's optimizers, and of multiprocessing.
+    "_popen",  # Of multiprocessing.
     "_forward_cache",  # Of torchmetrics.
     "_orig_mod",  # Of what torch.compile returns, which is only told from other modules by it.
     "_fingerprint",  # Of a dataset of Hugging Face; one without it is compared by its length.

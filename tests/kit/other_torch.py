@@ -10,6 +10,7 @@ from typing import Any
 
 # Written in C: taken away when torch is imported.
 IN_C = {
+    "": ("_foreach_add_", "_foreach_copy_", "_foreach_mul_"),
     "_C._autograd": ("_profiler_enabled",),
     "_C": ("_len_torch_dispatch_stack", "_len_torch_function_stack"),
     "distributed.Reducer": ("_push_all_rebuilt_params",),
@@ -47,7 +48,7 @@ def remove() -> None:
 
     for owner, names in IN_C.items():
         for name in names:
-            delattr(attrgetter(owner)(torch), name)
+            delattr(attrgetter(owner)(torch) if owner else torch, name)
 
 
 def train(num_workers: int = 1, wrapped: bool = True) -> str:
@@ -58,10 +59,10 @@ def train(num_workers: int = 1, wrapped: bool = True) -> str:
 
     from kit.hand import digest, loader
     from zae import Trainer
-    from zae.addons import StateManagerAddon
+    from zae.addons import EMAAddon, StateManagerAddon
     from zae.addons.replicated import Replica
 
-    class Task(Trainer.add_on(StateManagerAddon)):  # type: ignore[misc]
+    class Task(Trainer.add_on(EMAAddon, StateManagerAddon)):  # type: ignore[misc]
         def train_step(self, batch: Any) -> Any:
             return {"loss": nn.functional.cross_entropy(self.model(batch[0]), batch[1])}
 
@@ -83,15 +84,16 @@ def train(num_workers: int = 1, wrapped: bool = True) -> str:
         trainer = make(folder)
         trainer.plan(4, loader())
         trainer.run(4, loader(num_workers=num_workers))
+    averages = trainer.average.values()
     if not wrapped:
-        return digest(trainer.model)
+        return digest(trainer.model, *averages)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     replica = Replica(trainer.model, find_unused_parameters=False)
     for inputs, _ in loader(shuffle=False):
         replica(inputs).square().mean().backward()
     del replica  # Before its group.
     dist.destroy_process_group()
-    return digest(trainer.model, *(p.grad for p in trainer.model.parameters()))
+    return digest(trainer.model, *averages, *(p.grad for p in trainer.model.parameters()))
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ TABLE = [
     ),
     Entry(
         EMAAddon, fixed(decay=0.0), fixed(decay=0.75), {"decay": 0.75},
-        stateful=True, transient=("_averaged", "_copied", "_paired", "_places"),
+        stateful=True, transient=("_averaged", "_columns", "_copied", "_paired", "_places"),
     ),
     Entry(
         EarlyStoppingAddon, fixed(patience=10**6), fixed(patience=1, delta=9.0), {"patience": 1, "delta": 9.0},

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 __all__ = [
     "accelerator",
+    "alike",
     "arrange_buckets",
     "call_hooks",
     "call_instead",
@@ -39,6 +40,7 @@ __all__ = [
     "has_gradient_hooks",
     "has_own_loading",
     "has_own_shapes",
+    "in_place",
     "is_compiled",
     "is_profiling",
     "last_metric_value",
@@ -171,6 +173,37 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     except AttributeError:
         tensor = tensor.coalesce()
         return tensor.indices(), tensor.values()
+
+
+def alike(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
+    """Yield the columns of rows of tensors, in groups of one type and one device: `in_place` takes a column."""
+    groups: dict[Any, list[tuple[Tensor, ...]]] = {}
+    for row in rows:
+        kind = tuple((type(each), each.device, each.dtype, each.layout, each.is_nested) for each in row)
+        groups.setdefault(kind, []).append(row)
+    for group in groups.values():
+        yield tuple(map(list, zip(*group)))
+
+
+def in_place(method: str, tensors: list[Tensor], argument: list[Tensor] | float, **options: Any) -> None:
+    """Call ``add_``, ``copy_`` or ``mul_`` of each tensor of a group: in one kernel where torch has one for them.
+
+    The argument is a number, or a list with a tensor for each of them. There is no ``div_``: with a
+    number it multiplies by the reciprocal on CUDA, and the kernel for many tensors divides, which rounds otherwise.
+    """
+    others = argument if isinstance(argument, list) else []
+    of_many = {"add_": "_foreach_add_", "copy_": "_foreach_copy_", "mul_": "_foreach_mul_"}
+    together = getattr(torch, of_many[method], None)
+    if together is not None and all(map(_is_plain, (tensors[0], *others[:1]))):
+        together(tensors, argument, **options)
+        return
+    for index, tensor in enumerate(tensors):
+        getattr(tensor, method)(others[index] if others else argument, **options)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the functions of torch for many tensors take a tensor: no subclass, sparse or nested one."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 # ------------------------------------------------------------------------------------------------ optimizers

@@ -260,7 +260,7 @@ def normalize(
         return
     if (total := total_targets(counts, reduce, world_size)) is None:
         return
-    for parameter in parameters:
+    for parameter in parameters:  # One by one, as a loop by hand: torch's kernel for many tensors rounds otherwise.
         if parameter.grad is not None:
             parameter.grad.div_(total / world_size)
 

@@ -1310,6 +1310,9 @@ TORCH_LIBRARY_IMPL(aten, EMU_KEY, m) {
   m.impl("set_.source_Tensor", TORCH_FN(emu_set_tensor));
   m.impl("set_", TORCH_FN(emu_set_none));
   m.impl("copy_", TORCH_FN(emu_copy));
+  // One kernel for many tensors, as on CUDA: by default torch calls a kernel for each of them.
+  for (const char* name : {"_foreach_add_.List", "_foreach_copy_", "_foreach_mul_.Scalar"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("_local_scalar_dense", TORCH_FN(emu_local_scalar));
   m.impl("record_stream", TORCH_FN(emu_record_stream));
   m.impl("is_pinned", TORCH_FN(emu_is_pinned));
