@@ -147,9 +147,9 @@ class GradientAccumulationAddon(AddOnBase):
         """Return the batches of a window; anything else is a window with one batch."""
         return batch if isinstance(batch, (_Window, _List)) else super().micro_batches(batch)
 
-    def steps_in(self, loader: Any) -> int | None:
+    def steps_per_epoch(self, loader: Any) -> int | None:
         """Return the number of windows, with the short one at the end."""
-        length = super().steps_in(loader)
+        length = super().steps_per_epoch(loader)
         return None if length is None else -(-length // self._batches_per_step(loader))
 
     def plan_ranks(self, plan: Any) -> None:

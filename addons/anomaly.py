@@ -116,11 +116,11 @@ class AnomalyAddon(AddOnBase):
             raise self._error(f"the loss is {numbers}; {found}")
         super().backward(loss, **kwargs)
 
-    def may_step(self, outputs: Sequence[StepOutput]) -> bool:
+    def should_step(self, outputs: Sequence[StepOutput]) -> bool:
         """Say where a step that is not finite became so; refuse one of which only a gradient is not."""
         found, self._anomaly, before = self._anomaly, None, self.progress_checker.nonfinite_steps
         try:
-            may = super().may_step(outputs)
+            may = super().should_step(outputs)
         except NonFiniteError as error:
             if found is not None:
                 error.add_note(f"zae: {found}")

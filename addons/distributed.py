@@ -60,7 +60,7 @@ class DistributedAddon(ShardingAddon, AddOnBase):
       a later run finds it as it is. Nothing copies it.
     - ``sync_context(last)`` and ``normalize`` leave in each ``.grad``, or in this rank's part of it, the mean over the
       data of the window.
-    - ``gradient_norm(parameters)`` is a plain number, equal on all ranks; so is what ``may_step`` and
+    - ``gradient_norm(parameters)`` is a plain number, equal on all ranks; so is what ``should_step`` and
       ``optimizer_step`` return.
     - Ranks with the same ``data_rank`` see the same batches and draw the same random numbers.
     - ``layout(parameter)`` tells how the ranks hold a tensor. ``whole(tensor)`` and ``like(whole, reference)`` lead

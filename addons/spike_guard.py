@@ -105,9 +105,9 @@ class SpikeGuardAddon(AddOnBase):
         super().setup()
         self.nonfinite.keeps_buffers = self.nonfinite.policy == "warn"
 
-    def may_step(self, outputs: Sequence[StepOutput]) -> bool:
+    def should_step(self, outputs: Sequence[StepOutput]) -> bool:
         """Leave the step out if its loss or its gradient norm is a spike."""
-        may_step = super().may_step(outputs)
+        should_step = super().should_step(outputs)
         loss, norm = self._mean_loss(outputs), float(self._norm_before_clip())
         scores = {"loss": _score(loss, self._losses, self.spike_warmup),
                   "grad_norm": _score(norm, self._norms, self.spike_warmup)}  # fmt: skip
@@ -121,11 +121,11 @@ class SpikeGuardAddon(AddOnBase):
             if not math.isfinite(loss) and self.nonfinite.keeps_buffers:
                 self.nonfinite.restore_buffers(self.unwrap())
             return False
-        if may_step and math.isfinite(norm) and math.isfinite(loss):
+        if should_step and math.isfinite(norm) and math.isfinite(loss):
             self._losses = [*self._losses, loss][-self.spike_window :]
             self._norms = [*self._norms, norm][-self.spike_window :]
             self._in_a_row = 0
-        return may_step
+        return should_step
 
     def _mean_loss(self, outputs: Sequence[StepOutput]) -> float:
         """Return the mean loss of a step over its batches and ranks; of several losses, their sum."""

@@ -379,7 +379,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             outputs = [*map(StepOutput, self.gradients(batch))]
             self.unscale()
             self.clip()
-            stepped = self.may_step(outputs) and self.optimizer_step()
+            stepped = self.should_step(outputs) and self.optimizer_step()
             if stepped:
                 self.scheduler_step("batch")
             self.zero_grad()
@@ -571,7 +571,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self.optimization.clip(self.gradient_norm)
 
     @hook
-    def may_step(self, outputs: Sequence[StepOutput]) -> bool:
+    def should_step(self, outputs: Sequence[StepOutput]) -> bool:
         """Decide whether the optimizers step; by default, what ``on_nonfinite`` says of losses and norm that are not.
 
         Parameters
@@ -586,7 +586,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         bool
             False leaves the step out: it counts as skipped.
         """
-        return self.nonfinite.may_step(outputs, self.progress_checker, self)
+        return self.nonfinite.should_step(outputs, self.progress_checker, self)
 
     @hook
     def optimizer_step(self) -> bool:
@@ -726,7 +726,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         return batches_of(loader, self.fast_data)
 
     @hook
-    def steps_in(self, loader: Any) -> int | None:
+    def steps_per_epoch(self, loader: Any) -> int | None:
         """Return how many optimizer steps an epoch of this loader takes; None if it has no length."""
         return length_of(loader)
 

@@ -97,7 +97,7 @@ def train(trainer: Any, args: Any, loader: Any = None, valid_loader: Any = None,
             strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
             raise ConfigError(f"eval_strategy={strategy!r} needs data; write eval_dataset=dataset")
         valid_loader = trainer.get_eval_dataloader()
-    steps = trainer.steps_in(loader)
+    steps = trainer.steps_per_epoch(loader)
     if args.max_steps > 0:
         total_steps = args.max_steps
     elif steps:

@@ -185,7 +185,7 @@ class LightningAddon(AttachedModule):
         if not calls:
             raise StepError(
                 f"{type(module).__name__}.optimizer_step did not call its closure, which skips batches in Lightning; "
-                "here the gradient is there already. Use GradientAccumulationAddon, or the hook may_step"
+                "here the gradient is there already. Use GradientAccumulationAddon, or the hook should_step"
             )
         return True
 

@@ -54,7 +54,7 @@ def test_windows_of_every_length(count: int, steps: int) -> None:
         metrics = trainer.run(1, source)
         assert trainer.windows == lengths
         assert (metrics["step"], trainer.progress_checker.batch) == (len(lengths), count)
-        assert trainer.steps_in(batches) == len(lengths)
+        assert trainer.steps_per_epoch(batches) == len(lengths)
         ends.append(digest(trainer.model))
     assert ends[0] == ends[1]
 

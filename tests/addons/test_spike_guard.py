@@ -81,8 +81,8 @@ def test_a_skipped_step_changes_nothing(caplog: pytest.LogCaptureFixture) -> Non
     """The weights and the average are those of a run in which that step did not step; it is recorded everywhere."""
 
     class Reference(Task):
-        def may_step(self, outputs: Any) -> bool:
-            return super().may_step(outputs) and self.progress_checker.step != BAD
+        def should_step(self, outputs: Any) -> bool:
+            return super().should_step(outputs) and self.progress_checker.step != BAD
 
     with caplog.at_level(logging.WARNING, "zae"):
         guarded = train(build(EMAAddon, JSONLLoggerAddon, decay=0.8, jsonl_path="log.jsonl"), batches())

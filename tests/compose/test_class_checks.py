@@ -168,7 +168,7 @@ def test_a_hook_overridden_without_super_ends_the_first_step_before_the_optimize
 
 
 WATCHED = """on_step_begin batch_context gradients micro_batches sync_context to_device micro_step forward_context
-    backward normalize unscale clip may_step step_one optimizer_step zero_grad logging on_step_end"""
+    backward normalize unscale clip should_step step_one optimizer_step zero_grad logging on_step_end"""
 
 
 @pytest.mark.parametrize("name", WATCHED.split())
@@ -184,7 +184,7 @@ def test_each_hook_of_a_step_is_watched(name):
     setattr(InsideAddon, name, inside)
     answers = {
         "batch_context": contextlib.nullcontext(), "sync_context": contextlib.nullcontext(),
-        "forward_context": contextlib.nullcontext(), "may_step": True, "step_one": True, "optimizer_step": True,
+        "forward_context": contextlib.nullcontext(), "should_step": True, "step_one": True, "optimizer_step": True,
     }  # fmt: skip
 
     def outside(self, *args, **kwargs):

@@ -256,8 +256,8 @@ class Skipped(Task):
         is_wrong = batches == 1 and self.rank == self.world_size - 1
         return {"loss": loss * float("nan") if is_wrong else loss}
 
-    def may_step(self, outputs: Any) -> bool:
-        return super().may_step(outputs) and self.progress_checker.batch != 2
+    def should_step(self, outputs: Any) -> bool:
+        return super().should_step(outputs) and self.progress_checker.batch != 2
 
 
 @on_ranks(0, 1, 2, 3)

@@ -296,8 +296,8 @@ class Alone(Task):
         super().on_run_begin()
         self.seen: list[tuple[bool, float]] = []
 
-    def may_step(self, outputs: Any) -> bool:
-        may = super().may_step(outputs)
+    def should_step(self, outputs: Any) -> bool:
+        may = super().should_step(outputs)
         self.seen.append((may, float(torch.rand(()))))
         return may
 

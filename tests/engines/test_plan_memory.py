@@ -66,10 +66,10 @@ class Measured(Task):
 
     resident = 0
 
-    def may_step(self, outputs: Any) -> bool:
+    def should_step(self, outputs: Any) -> bool:
         if self.progress_checker.step:
             Measured.resident = max(Measured.resident, resident("VmRSS"))
-        return super().may_step(outputs)
+        return super().should_step(outputs)
 
 
 PLAN = {

@@ -236,7 +236,7 @@ def check_loop(pseudo_code):
     missing = [verb for verb in expected if verb not in rest]
     assert missing == [], f"not called in this order: {missing}; the run was {calls}"
     quiet = {"launch", "wrap_model", "build_optimizer", "build_scheduler", "batch_context", "epoch_context"}
-    quiet |= {"evaluation_context", "steps_in", "gather", "count_targets", "sample_weight", "step_one", "log"}
+    quiet |= {"evaluation_context", "steps_per_epoch", "gather", "count_targets", "sample_weight", "step_one", "log"}
     quiet |= {"evaluation_batches", "gather_data", "layout", "materialize", "wrap_optimizers"}  # For engines.
     assert set(calls) - set(expected) <= quiet
 

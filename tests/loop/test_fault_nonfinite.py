@@ -172,7 +172,7 @@ def test_the_late_look_of_an_accelerator(folder: Path) -> None:
     class Far(NonFiniteGuard):
         """As if every loss were on an accelerator."""
 
-        def may_step(self, outputs: Any, progress: Any, processes: Any) -> bool:
+        def should_step(self, outputs: Any, progress: Any, processes: Any) -> bool:
             for out, _ in outputs:
                 self._waiting.append(out["loss"].detach())
                 self._steps.append(progress.step + 1)

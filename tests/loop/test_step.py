@@ -71,9 +71,9 @@ def test_a_step_says_when_it_begins_and_ends_and_frees_its_outputs() -> None:
 
 def test_an_override_of_may_step_leaves_steps_out() -> None:
     class EveryOther(Task):
-        def may_step(self, outputs: Any) -> bool:
+        def should_step(self, outputs: Any) -> bool:
             assert all(isinstance(output, StepOutput) for output in outputs)
-            return super().may_step(outputs) and self.progress_checker.step % 2 == 0
+            return super().should_step(outputs) and self.progress_checker.step % 2 == 0
 
     trainer, plain = make(EveryOther), make(Task)
     trainer.run(1, batches())

@@ -32,7 +32,7 @@ OPTIONAL = {name for line in LOOP.splitlines() if "?" in line for name in re.fin
 
 QUERIES = {"rank", "world_size", "data_rank", "data_size", "should_stop", "reduce", "gather", "gather_data", "barrier",
            "gather_beside", "meet", "sample_weight", "layout", "whole", "whole_values", "like", "stop", "request",
-           "state_dict", "should_checkpoint", "steps_in"}  # fmt: skip
+           "state_dict", "should_checkpoint", "steps_per_epoch"}  # fmt: skip
 """What is asked from many places, and is not a part of the sequence; explain() lists those that are overridden."""
 
 

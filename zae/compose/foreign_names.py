@@ -297,7 +297,7 @@ ATTRIBUTES = _by_name(
         "metrics['stop_reason']": "interrupted",
         "mode": "training evaluating testing validating predicting sanity_checking",
         "scheduler=lambda optimizer, total_steps: ...": "estimated_stepping_batches",
-        "steps_in(loader)": "num_training_batches is_last_batch",
+        "steps_per_epoch(loader)": "num_training_batches is_last_batch",
         "the length of the loader": "num_val_batches num_test_batches",
         "the loader's own batch_size": "valid_batch_size",
         # Gradients, optimizers and schedulers.

@@ -172,7 +172,7 @@ class LoaderPosition:
             used = progress.epoch_batch + sum(after <= progress.epoch_batch for after in self._absent)
             self._pad, progress.epoch_batch = place_of(given, before, used, ranks, self._pad)
             wrapped = trainer.wrap_loader(given, True)
-            steps, batches = trainer.steps_in(wrapped) or 0, length_of(wrapped) or 1
+            steps, batches = trainer.steps_per_epoch(wrapped) or 0, length_of(wrapped) or 1
             progress.epoch_step = -(-steps * progress.epoch_batch // batches)
             _log.info("epoch %d is resharded: each remaining sample is used once", progress.epoch + 1)
         kept = {key: value for key, value in resume.items() if key not in ("may_reshard", "ranks")}

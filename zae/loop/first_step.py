@@ -40,7 +40,7 @@ _WITH_VALUE = (
     "to_device",
     "micro_step",
     "forward_context",
-    "may_step",
+    "should_step",
     "step_one",
     "optimizer_step",
 )

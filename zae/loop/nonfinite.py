@@ -79,7 +79,7 @@ class NonFiniteGuard:
                 "without the batch that has caused it"
             )
 
-    def may_step(self, outputs: Sequence[StepOutput], progress: ProgressChecker, processes: Processes) -> bool:
+    def should_step(self, outputs: Sequence[StepOutput], progress: ProgressChecker, processes: Processes) -> bool:
         """Return whether the optimizer may step: False only with "skip"; "raise" raises before anything is stepped.
 
         ``progress`` counts the steps that are not finite; ``processes`` are the hooks of the trainer for several ranks.
@@ -101,10 +101,10 @@ class NonFiniteGuard:
             # The NaN of one rank is in the gradients of every rank, but in its own loss only: all ranks skip the step.
             bad = float(processes.reduce(torch.tensor(float(bad), device=processes.device))) > 0
         if bad:
-            may_step = self._apply_policy(outputs, own, progress, processes)
-            if not may_step:
+            should_step = self._apply_policy(outputs, own, progress, processes)
+            if not should_step:
                 self.restore_buffers(processes.unwrap())
-            return may_step
+            return should_step
         if self._steps and self._steps[-1] - self._steps[0] >= LATEST - 1:
             self.read_pending(progress, processes)
         return True

@@ -647,8 +647,8 @@ class Run:
 
     def steps_per_epoch(self, wrapped: Any) -> int | None:
         """Return the optimizer steps of an epoch over a loader that ``wrap_loader`` returned; None is unknown."""
-        known = [count for count in (self.limits.steps_per_epoch, self.trainer.steps_in(wrapped)) if count is not None]
-        return min(known, default=None)
+        counts = (self.limits.steps_per_epoch, self.trainer.steps_per_epoch(wrapped))
+        return min((count for count in counts if count is not None), default=None)
 
     def total_steps(self) -> int | None:
         """Return the steps that the last call of ``run`` was planned to take; None for a loader without a length."""

@@ -51,7 +51,7 @@ LOOP = """
     ?                unscale()
                     clip()  # when gradient_clip > 0
     ?                    norm = gradient_norm(parameters)
-    ?                may_step(outputs)  # else the step is left out: on_nonfinite="skip"
+    ?                should_step(outputs)  # else the step is left out: on_nonfinite="skip"
                     stepped = optimizer_step():
     ?                    step_one(optimizer)
                     if stepped: scheduler_step("batch")  # when scheduler_step_on_batch

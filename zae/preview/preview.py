@@ -83,7 +83,7 @@ class Preview:
         """Count steps and epochs as `Run` and the loop do."""
         found, run, progress = self.found, self.run, self.trainer.progress_checker
         (last_epoch, last_step), wrapped = run.end_of_call(), self._wrapped_loader()
-        found.batches_per_epoch, in_loader = length_of(wrapped), self.trainer.steps_in(wrapped)
+        found.batches_per_epoch, in_loader = length_of(wrapped), self.trainer.steps_per_epoch(wrapped)
         found.steps_per_epoch = in_epoch = run.steps_per_epoch(wrapped)
         found.first_step = progress.step + 1
         if run.limits.max_time is not None:

@@ -90,7 +90,7 @@ class ReplayAddon(AddOnBase):
             }
         super().clip()
 
-    def may_step(self, outputs: Sequence[StepOutput]) -> bool:
+    def should_step(self, outputs: Sequence[StepOutput]) -> bool:
         """Finish the row of the step."""
         row = self._row
         if row is not None:
@@ -104,7 +104,7 @@ class ReplayAddon(AddOnBase):
             if ends and self.replay.raises:
                 self.replay.notes.append(f"the run itself ends at step {row['step']}: on_nonfinite='raise'")
                 self.replay.last = row["step"]
-        return super().may_step(outputs)
+        return super().should_step(outputs)
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """End the run after the last step."""
