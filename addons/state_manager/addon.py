@@ -244,7 +244,7 @@ class StateManagerAddon(AddOnBase):
         self.checkpointer.has_failed = False
         open_folder = partial(self.checkpointer.open, self.progress_checker.step, self.overwrite)
         Group(self.rank, self.gather).together(open_folder if self.is_main else lambda: None, self.save_path)
-        self._resumption.unsaved.begin(self, self.unwrap(), self.optimization, self.is_main)
+        self._resumption.untracked.begin(self, self.unwrap(), self.optimization, self.is_main)
         if self.is_main and self._resumption.mid_epoch != "restart":
             self.loader_position.warn_of_order(self.current_run.current_loader)
         if (path := self._resumption.must_reload(self.progress_checker.run_calls)) is not None:
@@ -504,8 +504,8 @@ class StateManagerAddon(AddOnBase):
     def state_dict(self) -> dict[str, Any]:
         """Add the name of the run, and the scores of the checkpoints that are kept."""
         state = super().state_dict()
-        unsaved = self._resumption.unsaved.state_dict(self, self.unwrap(), self.optimization)
-        return {**state, "StateManagerAddon": self.checkpointer.state_dict() | unsaved}
+        untracked = self._resumption.untracked.state_dict(self, self.unwrap(), self.optimization)
+        return {**state, "StateManagerAddon": self.checkpointer.state_dict() | untracked}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the list of checkpoints, with scores by the present monitor."""
@@ -517,4 +517,4 @@ class StateManagerAddon(AddOnBase):
             return
         scores = None if self.history.has_criterion_of(rest["records"]) else self.history.scores_by_step()
         self.checkpointer.restore(own, scores)
-        self._resumption.unsaved.load_state_dict(own)
+        self._resumption.untracked.load_state_dict(own)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zae import optim
 from zae.addons.state_manager.checkpointer import Content
-from zae.addons.state_manager.unsaved import Unsaved
+from zae.addons.state_manager.untracked import UntrackedState
 from zae.checkpoint.filesystem import MODEL_FILES, STATE, STATE_TENSORS
 from zae.checkpoint.folder import list_checkpoints, load_state, load_weights, newest_valid
 from zae.checkpoint.manifest import read_manifest, verify
@@ -331,7 +331,7 @@ class Resumption:
             raise ConfigError("allow_partial is for one checkpoint that is known to be damaged; give resume=<its path>")
         (self.reshard,) = check_flags(reshard=reshard)
         self.resume, self.mid_epoch, self.allow_partial = resume, mid_epoch, check_partial(allow_partial)
-        self.start, self.unsaved = start, Unsaved()
+        self.start, self.untracked = start, UntrackedState()
         self.path: Path | None = None
         self.news = ""
         self._calls = 0  # Calls of run in the state that was resumed from.
@@ -349,7 +349,7 @@ class Resumption:
     def is_due(self, calls: RunCalls, is_seeded: bool) -> bool:
         """Return whether to look for a checkpoint: once, as the trainer is set up for the first time."""
         # Calls that other processes have made for this one count; what they resumed from is not known here.
-        is_begun = self._is_done or (is_seeded and calls.index > 0 and not calls.is_behind)
+        is_begun = self._is_done or (is_seeded and calls.index > 0 and not calls.must_replay)
         self._is_done = True
         return not is_begun
 
@@ -366,7 +366,7 @@ class Resumption:
         calls = run.trainer.progress_checker.run_calls
         if self.path is None or calls.index > self._calls:  # A new call.
             return news
-        if calls.is_behind:
+        if calls.must_replay:
             return f"call {calls.index} of run() was finished before; nothing to train"
         is_regular = self.path.name.startswith("step-")
         where = shown(self.path.parent if is_regular else self.path)
@@ -378,7 +378,7 @@ class Resumption:
 
     def is_ahead(self, calls: RunCalls) -> bool:
         """Return whether the state belongs to a call of ``run`` that the script has not made yet."""
-        return self.path is not None and calls.is_behind
+        return self.path is not None and calls.must_replay
 
     def leave(self, calls: RunCalls) -> None:
         """Note, as the trainer is torn down, that the script may change it from now on."""
@@ -386,7 +386,7 @@ class Resumption:
 
     def must_reload(self, calls: RunCalls) -> Path | None:
         """Return the checkpoint if the script may have changed its state before the call of ``run`` that continues."""
-        if not self._is_left or calls.is_behind:
+        if not self._is_left or calls.must_replay:
             return None
         self._is_left = False
         return self.path

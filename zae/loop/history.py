@@ -379,7 +379,7 @@ class History:
     def has_criterion_of(self, records: Mapping[str, Any]) -> bool:
         """Return whether saved scores compare with those of now: same monitor, same direction.
 
-        A state without a monitor, which a script may have made, is taken as one that matches.
+        A state without a monitor, which a script may have made, is treated as matching.
         """
         return records.get("monitor") in (None, self.criterion)
 

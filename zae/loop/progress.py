@@ -135,17 +135,17 @@ class RunCalls:
     planned_steps: Any = ...
 
     @property
-    def is_behind(self) -> bool:
+    def must_replay(self) -> bool:
         """Whether the state is of a call that this process has not made yet."""
         return self.index < len(self.starts)
 
     @property
-    def is_new(self) -> bool:
+    def is_new_call(self) -> bool:
         """Whether the next call is not in the state."""
         return self.index == len(self.starts)
 
     @property
-    def is_over(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether the next call is in the state, with another one after it."""
         return self.index + 1 < len(self.starts)
 

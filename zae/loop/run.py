@@ -212,14 +212,14 @@ class Run:
         loader = self.current_loader = self._fit_loader()
         optim.check_closures(trainer.optimizers, type(trainer))
         self.in_epoch = self.steps_per_epoch(loader)
-        if not calls.is_over:
+        if not calls.is_completed:
             has_metric = self.valid_loader is not None or trainer.history.watches_training
             for text in trainer.optimization.check_run(*self.counts_of_call(self.in_epoch), has_metric):
                 if trainer.is_main:
                     _log.warning("%s", text)
         elif trainer.is_main:  # It was checked as it began.
             calls.warn_of_early_end(self.limits.n_epoch, self.limits.max_steps)
-        if calls.is_new:
+        if calls.is_new_call:
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
         calls.index += 1
@@ -297,7 +297,7 @@ class Run:
     def resume_pending_validation(self) -> None:
         """Repeat the validation that the loaded state was saved in, and what follows it."""
         trainer, progress = self.trainer, self.trainer.progress_checker
-        if progress.run_calls.is_behind:  # The state is of a later call.
+        if progress.run_calls.must_replay:  # The state is of a later call.
             return
         trainer.optimization.settings.warn(trainer.is_main)
         if progress.pending_validation == "epoch":
@@ -309,7 +309,7 @@ class Run:
     def _fit_loader(self) -> Any:
         """Wrap the loader, find where the call ends, and refuse a loader that cannot continue a loaded state."""
         progress, position = self.trainer.progress_checker, self.trainer.loader_position
-        calls, is_new = progress.run_calls, progress.run_calls.is_new
+        calls, is_new = progress.run_calls, progress.run_calls.is_new_call
         self.last_epoch, self.last_step = self.end_of_call()
         has_more = progress.epoch < self.last_epoch and progress.step < self.last_step
         if has_more and not is_new:
@@ -326,7 +326,7 @@ class Run:
             self.last_epoch, self.last_step = self.end_of_call()  # An epoch that is left is not one of this call.
         if has_more:
             check_epoch_of_workers(loader, self.last_epoch - progress.epoch - bool(progress.epoch_batch))
-        if calls.is_behind and not calls.is_over:
+        if calls.must_replay and not calls.is_completed:
             position.note_loader(loader)
         return loader
 
@@ -639,9 +639,9 @@ class Run:
         """Return the epoch and the step at which this call ends at the latest; ``sys.maxsize`` means no limit."""
         progress, limits = self.trainer.progress_checker, self.limits
         starts, call = progress.run_starts, progress.run_calls.index
-        if progress.run_calls.is_over:  # It may have ended early.
+        if progress.run_calls.is_completed:  # It may have ended early.
             return starts[call + 1][0], starts[call + 1][1]
-        epoch, step = starts[call] if progress.run_calls.is_behind else (progress.epoch, progress.step)
+        epoch, step = starts[call] if progress.run_calls.must_replay else (progress.epoch, progress.step)
         last_epoch = NO_LIMIT if limits.n_epoch is None else epoch + limits.n_epoch
         return last_epoch, NO_LIMIT if limits.max_steps is None else step + limits.max_steps
 
@@ -669,7 +669,7 @@ class Run:
         """Return the epochs and the optimizer steps of this call, now and to come, of epochs with so many steps."""
         progress, calls = self.trainer.progress_checker, self.trainer.progress_checker.run_calls
         present = (progress.epoch, progress.step)
-        start = present if calls.is_new else calls.starts[calls.index]
+        start = present if calls.is_new_call else calls.starts[calls.index]
         epochs, steps = map(Span, start, present, remaining(progress, *self.end_of_call(), in_epoch))
         return epochs, steps
 

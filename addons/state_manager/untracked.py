@@ -30,7 +30,7 @@ from zae.optim.state import with_inner
 if TYPE_CHECKING:
     from zae.optim.optimization import Optimization
 
-__all__ = ["Unsaved"]
+__all__ = ["UntrackedState"]
 
 _log = logging.getLogger("zae")
 _DEPTH = 4  # Objects in objects: an environment in a replay, and its random stream.
@@ -51,7 +51,7 @@ _SAMPLERS = ("sampler", "batch_sampler")
 _GONE = "absent"  # In place of the class of a module that was removed.
 
 
-class Unsaved:
+class UntrackedState:
     """Finds what has changed since the run began and is not in the state.
 
     It compares the attributes of the task and of its class, unless that has a ``state_dict``, those of optimizers that
@@ -89,7 +89,7 @@ class Unsaved:
         is_lazy = any(isinstance(each, LazyModuleMixin) for each in model.modules())
         # A lazy module becomes one of another class, with other attributes, in its first forward.
         if self._begun is None and not is_lazy and not optim.has_lazy(model.parameters()):
-            self._begun, self._begun_modules = self._marks(owner, model, optimization), present
+            self._begun, self._begun_modules = self._fingerprints(owner, model, optimization), present
 
     def _take_loader(self, owner: object, model: nn.Module, optimization: Optimization) -> None:
         """Compare the data with those of this call of ``run``, where the script gives it another loader."""
@@ -98,17 +98,17 @@ class Unsaved:
         # By id: the trainer holds the loader of the call before.
         present = (id(loader), id(getattr(loader, "dataset", None)))
         if self._begun is not None and present != self._begun_loader:
-            now = self._marks(owner, model, optimization)
-            self._begun = {name: mark for name, mark in self._begun.items() if not name.startswith(_OF_LOADER)}
-            self._begun |= {name: mark for name, mark in now.items() if name.startswith(_OF_LOADER)}
+            now = self._fingerprints(owner, model, optimization)
+            kept = {name: each for name, each in self._begun.items() if not name.startswith(_OF_LOADER)}
+            self._begun = kept | {name: each for name, each in now.items() if name.startswith(_OF_LOADER)}
         self._begun_loader = present
 
     def state_dict(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
         """Name what has changed since this run began, or the one that it resumed."""
         names, modules = self.names, self.modules
         if self._begun is not None:
-            now, begun = self._marks(owner, model, optimization), self._begun
-            changed = {name for name, mark in now.items() if name not in begun or begun[name] != mark}
+            now, begun = self._fingerprints(owner, model, optimization), self._begun
+            changed = {name for name in now if name not in begun or begun[name] != now[name]}
             names = sorted(changed | (now.keys() & set(names)))
             classes, before = _classes_in(model), self._begun_modules
             modules = {path: kind for path, kind in modules.items() if classes.get(path, _GONE) == kind}
@@ -122,8 +122,8 @@ class Unsaved:
         """Take what the state that was loaded names."""
         self.names, self.modules = list(saved.get("unsaved", ())), dict(saved.get("replaced", {}))
 
-    def _marks(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
-        """Map the name of each value to a mark that is equal while the value has not changed."""
+    def _fingerprints(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
+        """Map the name of each value to a fingerprint that is equal while the value has not changed."""
         held, kept = vars(owner), getattr(owner, "saved_attributes", ())
         optimizers = {f"optimizer[{name!r}]": each for name, each in optimization.optimizers.items()}
         every_optimizer = [inner for each in optimizers.values() for inner in with_inner(each)]
@@ -133,15 +133,18 @@ class Unsaved:
         saved = (owner, held["model"], *every_optimizer, *optimization.schedulers.values(), loader)
         streams = (*streams_of(loader), *random_state.generators_of(loader))
         inside = {id(each) for each in (*saved, *streams, *model.modules())}
-        look, found = _Look(inside, _memory_of(model)), {}
+        fingerprint_of = _Fingerprint(inside, _memory_of(model))
+        found: dict[str, Any] = {}
         own = [(*each, _DEPTH) for each in _of_task(owner)]
         of_model = [(*each, 2) for each in _of_model(model) if each[0] not in kept]
         of_optimizers = [(*each, _DEPTH) for place, one in optimizers.items() for each in _of_optimizer(place, one)]
         of_data = [(*each, 2) for each in _of_data(loader)]
         of_functions = [(*each, 2) for each in _of_functions(owner, loader, optimization)]
         for name, value, depth in (*own, *of_model, *of_optimizers, *of_data, *of_functions):
-            with contextlib.suppress(Exception):  # For instance a thread fills it: the state is saved without its mark.
-                found[name] = look(value, depth)
+            with contextlib.suppress(
+                Exception
+            ):  # For instance a thread fills it: the state is saved without its fingerprint.
+                found[name] = fingerprint_of(value, depth)
         return found
 
 
@@ -275,8 +278,8 @@ def _of_optimizer(place: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]
             yield f"{place}.{name}", value
 
 
-class _Look:
-    """Turns a value into a mark that can be kept and compared; None for a value that cannot be examined."""
+class _Fingerprint:
+    """Turns a value into a fingerprint that can be kept and compared; None for a value that cannot be examined."""
 
     def __init__(self, inside: set[int], memory: set[int]) -> None:
         self._inside, self._memory, self._left = inside, memory, _LOOKS
@@ -293,7 +296,7 @@ class _Look:
             is_view = isinstance(value, Tensor) and _address(value) in self._memory  # Of what is saved.
             return None if is_view else _part_of(value)
         if isinstance(value, STREAMS):
-            return _place_in(value)
+            return _rng_state(value)
         if not depth or self._left < 0 or isinstance(value, _CLOSED):
             return None
         if isinstance(value, _CONTAINERS):
@@ -327,7 +330,7 @@ def _address(value: Tensor) -> int:
 
 
 def _part_of(value: Any) -> Any:
-    """Return a mark of a tensor or an array: its elements, or of a large one some, and whether it was written to."""
+    """Return the fingerprint of a tensor or an array: its elements, or some of a large one, and its version."""
     try:
         if isinstance(value, np.ndarray):
             return (value.shape, hashlib.sha256(_some_of(value).tobytes()).digest())
@@ -336,8 +339,8 @@ def _part_of(value: Any) -> Any:
         flat = whole[tuple(slice(None, None, max(1, size // _MANY)) for size in whole.shape)].reshape(-1)
         part = flat[:: max(1, len(flat) // _MANY)].contiguous()
         is_large = part.numel() < value.numel()
-        mark = part.view(torch.uint8).cpu().numpy().tobytes()
-        return (tuple(value.shape), mark, version_of(value) if is_large else None)
+        fingerprint = part.view(torch.uint8).cpu().numpy().tobytes()
+        return (tuple(value.shape), fingerprint, version_of(value) if is_large else None)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return None  # Sparse, nested, on the device "meta".
 
@@ -352,7 +355,7 @@ def _some_of(array: np.ndarray) -> np.ndarray:
     return flat[:: max(1, flat.size // most)]
 
 
-def _place_in(stream: Any) -> Any:
+def _rng_state(stream: Any) -> Any:
     """Return the state of a random stream in a comparable form."""
     state = read_stream(stream)
     return state.numpy().tobytes() if isinstance(state, Tensor) else repr(state)
