@@ -116,7 +116,7 @@ class GradientAccumulationAddon(AddOnBase):
                 f"state ({describe(loader)}); write gradient_accumulation_steps=... instead"
             )
         _check_drop_last(loader, self.global_batch_size)
-        return _quotient(self.global_batch_size, size, self.data_size if shares is None else shares.size)
+        return _quotient(self.global_batch_size, size, self.dp_world_size if shares is None else shares.size)
 
     def count_targets(self, values: Mapping[str, Any], batch: Any) -> Any:
         """Count the samples of a batch, where the size of a step is given in samples."""
@@ -157,7 +157,7 @@ class GradientAccumulationAddon(AddOnBase):
         super().plan_ranks(plan)
         plan.batches_per_step = self.gradient_accumulation_steps
         if self.global_batch_size is not None and plan.batch_size:
-            plan.batches_per_step = _quotient(self.global_batch_size, plan.batch_size, plan.data_size)
+            plan.batches_per_step = _quotient(self.global_batch_size, plan.batch_size, plan.dp_world_size)
 
 
 def _quotient(together: int, batch_size: int, ranks: int) -> int:

@@ -33,7 +33,7 @@ from zae.distributed import shards
 from zae.distributed import spawn as launching
 from zae.distributed.blocks import check_shapes
 from zae.distributed.collectives import all_reduce, gather_objects, open_host_group
-from zae.distributed.drift import DriftCheck, Meetings, note_culprit
+from zae.distributed.drift import CollectiveCalls, DriftCheck, add_failed_rank_note
 from zae.distributed.mesh import DIMENSIONS, Mesh, check_mesh
 from zae.distributed.rank_process import is_spawned, note_failure, show, tell_failures_early
 from zae.distributed.stop_flag import StopFlag
@@ -62,12 +62,14 @@ class DistributedAddon(ShardingAddon, AddOnBase):
       data of the window.
     - ``gradient_norm(parameters)`` is a plain number, equal on all ranks; so is what ``should_step`` and
       ``optimizer_step`` return.
-    - Ranks with the same ``data_rank`` see the same batches and draw the same random numbers.
-    - ``layout(parameter)`` tells how the ranks hold a tensor. ``whole(tensor)`` and ``like(whole, reference)`` lead
-      from parts to the whole and back. All ranks call ``whole`` in one order, between steps, and never after an error.
+    - Ranks with the same ``dp_rank`` see the same batches and draw the same random numbers.
+    - ``layout(parameter)`` tells how the ranks hold a tensor. ``full_tensor(tensor)`` and
+      ``redistribute_like(whole, reference)`` lead from parts to the whole and back. All ranks call ``full_tensor`` in
+      one order, between steps, and never after an error.
     - ``model_state`` and ``optimizer_state`` are whole, under the names of the plain model. While a checkpoint is
       saved, they are in the memory of rank 0 alone.
-    - ``pads`` is True where each forward is a collective: a rank without a batch then takes part with one of weight 0.
+    - ``needs_lockstep_forward`` is True where each forward is a collective: a rank without a batch then takes part
+      with one of weight 0.
     - ``can_save_alone`` is False where a rank cannot save the state without the others.
     - ``test_step`` and ``optimizer_step`` are those of the trainer. An engine with a schedule or a step of its own
       overrides ``gradients``, ``clip``, ``optimizer_step`` and ``zero_grad``.
@@ -186,12 +188,12 @@ class DistributedAddon(ShardingAddon, AddOnBase):
             open_host_group(self.timeout)
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
             mesh = self._mesh()
-            self._data_rank, self._data_size = mesh.data_rank(self._rank), mesh.data_size
+            self._dp_rank, self._dp_world_size = mesh.dp_rank(self._rank), mesh.dp_world_size
             self.device = self._own_device()
-            self.meet("run" if self.current_run.is_call else "evaluate, inference or run_epoch")
+            self.rendezvous("run" if self.current_run.is_call else "evaluate, inference or run_epoch")
             self._begin_streams()
-            if self._data_size < self._world:  # Ranks with the same batches draw alike.
-                leader = mesh.data_leaders()[self._data_rank]
+            if self._dp_world_size < self._world:  # Ranks with the same batches draw alike.
+                leader = mesh.dp_leaders()[self._dp_rank]
                 random_state.restore(self.gather(random_state.capture())[leader])
         super().setup()
         if self._world > 1 and not self._placed:
@@ -209,7 +211,7 @@ class DistributedAddon(ShardingAddon, AddOnBase):
     def plan_ranks(self, plan: Any) -> None:
         """Set the ranks that there are, or will be, and how they divide the work."""
         mesh = self._mesh()
-        plan.world_size, plan.data_size, plan.mesh = mesh.world, mesh.data_size, mesh.sizes
+        plan.world_size, plan.dp_world_size, plan.mesh = mesh.world, mesh.dp_world_size, mesh.sizes
         super().plan_ranks(plan)
         if mesh.world > 1:
             self._check_model(self.model)
@@ -228,12 +230,12 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         """Load the part of this rank from a state that was loaded before its number was known."""
         self._placed = True
         if self._rank_states.ranks:
-            own, self._rank_states = self._rank_states.ranks[self._data_rank], RankStates()
+            own, self._rank_states = self._rank_states.ranks[self._dp_rank], RankStates()
             self.loader_position.load_state_dict(own["position"])
             self.log_train.load_state_dict(own["log_train"])
             load_entries(self, own.get("add_ons"))
         elif self.loader_position.is_restored:
-            self.loader_position.load_state_dict(derive_streams(self.loader_position.state_dict(), self._data_rank))
+            self.loader_position.load_state_dict(derive_streams(self.loader_position.state_dict(), self._dp_rank))
 
     def _own_device(self) -> torch.device:
         """Return the device of this rank."""
@@ -259,7 +261,7 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         """
         if self.seed is not None and not self.progress_checker.is_seeded:
             random_state.seed_everything(self.seed)
-            random_state.draw_as_rank(self._data_rank)
+            random_state.draw_as_rank(self._dp_rank)
             self.progress_checker.is_seeded = True
             self._between_runs = StreamsBetweenRuns()
             return
@@ -299,7 +301,7 @@ class DistributedAddon(ShardingAddon, AddOnBase):
             error.add_note(f"zae: in rank {self._rank} of {self._world}")
         super().on_exception(error)
         if self._world > 1:
-            note_culprit(error, self.timeout)
+            add_failed_rank_note(error, self.timeout)
 
     # -------------------------------------------------------------------------------------------------- the ranks
 
@@ -323,15 +325,19 @@ class DistributedAddon(ShardingAddon, AddOnBase):
 
     @property
     @replaces
-    def data_rank(self) -> int:
+    def dp_rank(self) -> int:
         """The number of this rank's share of the data; under a launcher it is known before the first run."""
-        return self._data_rank if self._world > 1 else self._mesh().data_rank(self.rank)
+        return self._dp_rank if self._world > 1 else self._mesh().dp_rank(self.rank)
 
     @property
     @replaces
-    def data_size(self) -> int:
+    def dp_world_size(self) -> int:
         """The number of shares of the data."""
-        return self._data_size if self._world > 1 else Mesh(self.mesh, self._dimensions(), self.world_size).data_size
+        return (
+            self._dp_world_size
+            if self._world > 1
+            else Mesh(self.mesh, self._dimensions(), self.world_size).dp_world_size
+        )
 
     @replaces
     def reduce(self, value: Tensor) -> Tensor:
@@ -368,7 +374,7 @@ class DistributedAddon(ShardingAddon, AddOnBase):
     def gather_data(self, value: Any) -> list[Any]:
         """Return the values of the first rank of each share of the data."""
         values = self.gather(value)
-        return values if self._data_size == self._world else [values[rank] for rank in self._mesh().data_leaders()]
+        return values if self._dp_world_size == self._world else [values[rank] for rank in self._mesh().dp_leaders()]
 
     def barrier(self) -> None:
         """Wait for every rank, unless an exception is being handled that the others may not have."""
@@ -378,18 +384,18 @@ class DistributedAddon(ShardingAddon, AddOnBase):
 
     # ------------------------------------------------------------------------------- what the ranks agree on
 
-    def meet(self, call: str) -> None:
+    def rendezvous(self, call: str) -> None:
         """Wait until all ranks make this call; the error names it where one does not."""
-        super().meet(call)
+        super().rendezvous(call)
         if self._world > 1:
-            Meetings.meet(call, self.timeout)
+            CollectiveCalls.rendezvous(call, self.timeout)
 
     def save_model(self, path: str | Path | None = None, **options: Any) -> Path:
         """Save the weights; where they lie in parts, all ranks call it, and raise the error of rank 0."""
         save = partial(super().save_model, path, **options)
         if self.can_save_alone:
             return save()
-        self.meet("save_model")
+        self.rendezvous("save_model")
         return Group(self.rank, self.gather).together(save, Path(path or "the model"))[self.rank]
 
     @replaces
@@ -485,16 +491,16 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         """Add the position, random streams and log of each rank; all ranks call it."""
         asks = self._world > 1 and not self._is_failing() and not is_in_mode(self, ENTRIES, ALONE)
         if asks:
-            self.meet("state_dict")
+            self.rendezvous("state_dict")
             self.nonfinite.sync_counts(self.progress_checker, self)
             self._check_drift()
         with self._streams_to_save():
             state = super().state_dict()
-        world = self._mesh().data_size
+        world = self._mesh().dp_world_size
         if world == 1:
             return state
         ranks = self.gather_data(RankStates.own_part(state)) if asks else self._rank_states.ranks
-        return {**state, engine_of(type(self)): RankStates(world, ranks, self._data_rank).as_entry()}
+        return {**state, engine_of(type(self)): RankStates(world, ranks, self._dp_rank).as_entry()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the part of this rank; that of another number of ranks only where its position allows it."""
@@ -502,8 +508,8 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         own, rest = self.take(state, name, strict=False)
         if is_in_mode(self, ENTRIES):
             return super().load_state_dict(rest, strict)
-        saved, world, is_known = RankStates.parse(name, own), self._mesh().data_size, self._world > 1
-        super().load_state_dict(saved.state_for(self, rest, self._data_rank, world, is_known=is_known), strict)
+        saved, world, is_known = RankStates.parse(name, own), self._mesh().dp_world_size, self._world > 1
+        super().load_state_dict(saved.state_for(self, rest, self._dp_rank, world, is_known=is_known), strict)
         saved.warn_of_others(type(self), self.rank, world)
         is_waiting = not is_known and self.loader_position.is_restored
         self._rank_states = saved.for_ranks(self, rest, world) if is_waiting else RankStates()

@@ -127,7 +127,8 @@ class EMAAddon(AddOnBase):
                 self.average[key] = self.average[key].float()
         trained = {id(parameter) for parameter in module.parameters()}
         pairs = {
-            id(value): (self.like(self.average[key].to(value.device), value), value) for key, value in live.items()
+            id(value): (self.redistribute_like(self.average[key].to(value.device), value), value)
+            for key, value in live.items()
         }
         self.average = {key: pairs[id(value)][0] for key, value in live.items()}  # Tied weights share one average.
         self._averaged = [
@@ -252,10 +253,10 @@ class EMAAddon(AddOnBase):
                 for before, (_, weight) in zip(kept, pairs, strict=True):
                     weight.data.copy_(before)
 
-    def held_parts(self) -> dict[str, Tensor]:
+    def local_shards(self) -> dict[str, Tensor]:
         """Let an average lie on the ranks as its weight does."""
         held = {key: each for key, each in self.unwrap().state_dict().items() if is_sharded(each)}
-        return super().held_parts() | {f"state/EMAAddon.average.{name_of_key(key)}": held[key] for key in held}
+        return super().local_shards() | {f"state/EMAAddon.average.{name_of_key(key)}": held[key] for key in held}
 
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
         """Load the average that was evaluated, beside the weights."""
@@ -279,7 +280,7 @@ class EMAAddon(AddOnBase):
             The file.
         """
         if not self.can_save_alone:
-            self.meet("save_average")
+            self.rendezvous("save_average")
         average = self.whole_values(self.average)
         written = {"step": str(self.progress_checker.step), "ema": "true"}
         save = partial(save_weights, Path(path), average, written, self.is_main or self.can_save_alone)

@@ -198,7 +198,7 @@ class ReplicatedAddon(AddOnPart):
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank until the last micro-batch."""
         inner = super().sync_context(last)
-        is_synced = last and not self._takes_turns() and not self.averages_late
+        is_synced = last and not self._takes_turns() and not self.reduces_after_backward
         return inner if self._engine is None or is_synced else self._alone(inner)
 
     def _takes_turns(self) -> bool:

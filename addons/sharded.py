@@ -40,7 +40,7 @@ class ShardingAddon(AddOnPart):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rank, self._world = 0, 1
-        self._data_rank, self._data_size = 0, 1
+        self._dp_rank, self._dp_world_size = 0, 1
         self._shared: list[tuple[Any, bool, Any]] = []
         self._shares: sharding.Shares | None = None
         self._absent = 0
@@ -58,13 +58,13 @@ class ShardingAddon(AddOnPart):
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Return the share of this rank: for the same loader, the same object each time."""
         loader = super().wrap_loader(loader, training)
-        if self._data_size == 1:
+        if self._dp_world_size == 1:
             return loader
         shares = [share for known, use, share in self._shared if known is loader and use == training]
         if not shares:
             if not getattr(loader, "is_sharded", False):
                 check_same_data(self.gather(marks_of(loader)), self.is_main)
-            ranks = sharding.Ranks(self._data_rank, self._data_size, self._from_main, self._all_agree, self.gather)
+            ranks = sharding.Ranks(self._dp_rank, self._dp_world_size, self._from_main, self._all_agree, self.gather)
             shares = [sharding.shard(loader, training, ranks)]
             alike = [each for each in self._shared if each[1] == training]  # Each kind has its own limit.
             others = [each for each in self._shared if each[1] != training]
@@ -74,7 +74,7 @@ class ShardingAddon(AddOnPart):
     def batches(self, loader: Any) -> Iterator[Any]:
         """Note how many samples the other ranks have in each batch."""
         self._shares = sharding.shares_of(loader)
-        if self.pads and self._shares is not None and self._shares.leaves_out:
+        if self.needs_lockstep_forward and self._shares is not None and self._shares.leaves_out:
             self._check_padding()
         try:
             yield from super().batches(loader)
@@ -88,7 +88,7 @@ class ShardingAddon(AddOnPart):
         shares = self._shares
         last = self.progress_checker.epoch_batch + len(found)
         self._leaves_out = shares is not None and shares.leaves_out and last == len(shares)
-        if self._leaves_out and self.pads:
+        if self._leaves_out and self.needs_lockstep_forward:
             return self._padded(list(found))
         return _Given(found, self._note_absent) if self._leaves_out else found
 
@@ -119,7 +119,7 @@ class ShardingAddon(AddOnPart):
         if self._shares is None or (num_targets is not None and not self._is_padded):
             return loss
         own, together = self._shares.share(self.progress_checker.epoch_batch + self.current_run.micro_index)
-        share = own * self._data_size / together
+        share = own * self._dp_world_size / together
         if share == 1:
             return loss
         return {key: each * share for key, each in loss.items()} if isinstance(loss, Mapping) else loss * share
@@ -178,7 +178,7 @@ class ShardingAddon(AddOnPart):
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Take part in the forward of the others where this rank has fewer batches."""
         batches = super().evaluation_batches(loader)
-        return self._in_step(batches, loader) if self.pads and self._world > 1 else batches
+        return self._in_step(batches, loader) if self.needs_lockstep_forward and self._world > 1 else batches
 
     def _in_step(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
         """Yield the batches, with a forward of another one whenever this rank has none and others do."""
@@ -251,12 +251,12 @@ class ShardingAddon(AddOnPart):
         return "sharded" if is_sharded(parameter) else super().layout(parameter)
 
     @replaces
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         """Gather the parts of a tensor on every rank."""
         if not is_sharded(tensor):
             return tensor
         try:
-            return shards.whole(tensor)
+            return shards.full_tensor(tensor)
         except RuntimeError as error:
             if not has_lost_peer(error):
                 error.add_note(
@@ -271,11 +271,11 @@ class ShardingAddon(AddOnPart):
             ) from error
 
     @replaces
-    def like(self, whole: Tensor, reference: Tensor) -> Tensor:
+    def redistribute_like(self, whole: Tensor, reference: Tensor) -> Tensor:
         """Keep this rank's part of a whole tensor."""
-        return shards.like(whole, reference)
+        return shards.redistribute_like(whole, reference)
 
-    def held_parts(self) -> dict[str, Tensor]:
+    def local_shards(self) -> dict[str, Tensor]:
         """Return the weights, and for each parameter what all of its slots begin with."""
         held = {f"model/{key}": each for key, each in self.unwrap().state_dict().items()}
         for name, optimizer in self.optimizers.items():
@@ -283,7 +283,7 @@ class ShardingAddon(AddOnPart):
             held |= {
                 f"state/optimizer.{name_of_key(name)}.state.{index}.": each for index, each in enumerate(parameters)
             }
-        return super().held_parts() | {key: each for key, each in held.items() if is_sharded(each)}
+        return super().local_shards() | {key: each for key, each in held.items() if is_sharded(each)}
 
     def model_state(self) -> dict[str, Tensor]:
         """Return the weights, whole on this rank."""
@@ -292,7 +292,9 @@ class ShardingAddon(AddOnPart):
     def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load whole weights, of which each rank keeps its part."""
         own = self.unwrap().state_dict()
-        super().load_model_state({key: shards.like(value, own.get(key)) for key, value in weights.items()}, strict)
+        super().load_model_state(
+            {key: shards.redistribute_like(value, own.get(key)) for key, value in weights.items()}, strict
+        )
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """Return the state of an optimizer, whole on this rank."""

@@ -266,7 +266,7 @@ class TensorParallelAddon(DistributedAddon):
         if self._world > 1 and not self._same_on_ranks(batch):
             raise DistributedError(
                 f"rank {self._rank} of {self._world} has another batch than the ranks that compute the same layers "
-                "with it. Let the loader depend on data_rank and data_size of the trainer, not on the rank, and draw "
+                "with it. Let the loader depend on dp_rank and dp_world_size of the trainer, not on the rank, and draw "
                 "from torch, numpy.random or random, whose streams these ranks share"
             )
 

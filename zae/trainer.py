@@ -534,7 +534,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
         ``normalize`` divides the gradients by the sum of the targets. A single micro-batch is not scaled.
         """
-        if count == 1 and (num_targets is None or self.data_size == 1):
+        if count == 1 and (num_targets is None or self.dp_world_size == 1):
             return loss
         if isinstance(loss, Mapping):  # Not self.scale_loss: an override scales all of them, once.
             return {key: Trainer.scale_loss(self, each, num_targets, count) for key, each in loss.items()}
@@ -558,7 +558,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     def normalize(self, num_targets: list[Any]) -> None:
         """Divide the gradients by the targets of the window over all ranks, when the steps counted them."""
         if num_targets != [None]:  # Most steps count none.
-            ranks = self.world_size if self.data_size > 1 else 1  # Those of one share count the same targets.
+            ranks = self.world_size if self.dp_world_size > 1 else 1  # Those of one share count the same targets.
             optim.normalize(num_targets, self.optimization.parameters, self.reduce, ranks)
 
     @hook
@@ -907,7 +907,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         dict of str to float
             Means by sample, and what ``metric_on_epoch_end`` adds.
         """
-        self.meet("evaluate")
+        self.rendezvous("evaluate")
         with self.ready():
             return Evaluation(self).metrics(loader)
 
@@ -925,7 +925,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         list of dict
             One for each batch.
         """
-        self.meet("inference")
+        self.rendezvous("inference")
         outputs: list[dict[str, Any]] = []
         with self.ready():
             Evaluation(self).outputs(loader, lambda size, values: outputs.append(values))
@@ -970,7 +970,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         >>> trainer.predict([torch.ones(4, 2), torch.ones(1, 2)])["output"].shape
         torch.Size([5, 3])
         """
-        self.meet("predict")
+        self.rendezvous("predict")
         with self.ready(), Predictions(path, self.is_main) as predictions:
             Evaluation(self).outputs(loader, predictions.add)
             found = predictions.finish()

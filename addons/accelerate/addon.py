@@ -187,7 +187,7 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         CheckpointError
             The folder contains other files, or the disk refuses.
         """
-        self.meet("save_accelerate_state")
+        self.rendezvous("save_accelerate_state")
         with self.ready():
             return folders.save(self.accelerator, folder, Group(self.rank, self.gather))
 
@@ -213,7 +213,7 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         if unknown := [name for name in parts if name not in folders.PARTS]:
             raise ConfigError(f"parts has {unknown[0]!r}{did_you_mean(unknown[0], folders.PARTS)}; available: "
                               f"{', '.join(folders.PARTS)}")  # fmt: skip
-        self.meet("load_accelerate_state")
+        self.rendezvous("load_accelerate_state")
         with self.ready():
             assert self._prepared_parts is not None
             self._load_folder(folders.Folder(folder, self._prepared_parts), parts)

@@ -138,7 +138,7 @@ class DeepSpeedAddon(DistributedAddon):
         return self._world == 1
 
     @property
-    def pads(self) -> bool:  # type: ignore[override]
+    def needs_lockstep_forward(self) -> bool:  # type: ignore[override]
         """True with several ranks, since backward, and the forward of stage 3, are collectives."""
         return self._world > 1
 

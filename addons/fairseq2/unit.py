@@ -139,7 +139,7 @@ class TrainUnitAddon(AddOnBase):
     @replaces
     def normalize(self, num_targets: list[Any]) -> None:
         """Multiply the gradients by the number of ranks over that of the targets of all, as fairseq2 does."""
-        ranks = self.world_size if self.data_size > 1 else 1  # Those of one share count the same targets.
+        ranks = self.world_size if self.dp_world_size > 1 else 1  # Those of one share count the same targets.
         if (total := total_targets(num_targets, self.reduce, ranks)) is None:
             return
         for parameter in self.optimization.parameters:

@@ -136,7 +136,7 @@ class FSDPAddon(DistributedAddon):
         return self._world == 1
 
     @property
-    def pads(self) -> bool:  # type: ignore[override]
+    def needs_lockstep_forward(self) -> bool:  # type: ignore[override]
         """True with several ranks, since each forward gathers blocks."""
         return self._world > 1
 

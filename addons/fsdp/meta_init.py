@@ -80,4 +80,4 @@ def _send(tensor: Tensor, source: Tensor | None, device: torch.device) -> None:
     if source is not None:
         value.copy_(source)
     broadcast([value] if value.numel() else [])
-    tensor.copy_(shards.like(value, tensor))
+    tensor.copy_(shards.redistribute_like(value, tensor))

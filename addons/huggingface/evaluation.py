@@ -90,7 +90,11 @@ class EvaluationPart(AddOnPart):
             raise ConfigError(
                 "prediction_loss_only=True keeps no predictions, which compute_metrics needs; leave one of them out"
             )
-        if predict_with_generate and type(self).pads is not Processes.pads and planned_world(len(self.devices)) > 1:
+        if (
+            predict_with_generate
+            and type(self).needs_lockstep_forward is not Processes.needs_lockstep_forward
+            and planned_world(len(self.devices)) > 1
+        ):
             raise ConfigError(
                 f"predict_with_generate=True generates on each rank as long as its own samples need, and the ranks of "
                 f"{type(self).__name__} compute every forward together; leave predict_with_generate out here, save the "
@@ -119,7 +123,7 @@ class EvaluationPart(AddOnPart):
             return super().test_step(batch)
         is_loss_only = self.outputs.compute_metrics is None
         loss, logits, labels = self.prediction_step(self.model, batch, is_loss_only, self._ignore_keys)
-        return self.outputs.collect(loss, logits, labels, batch, self._main_input, self.data_size == 1)
+        return self.outputs.collect(loss, logits, labels, batch, self._main_input, self.dp_world_size == 1)
 
     def predict_step(self, batch: Any) -> Any:
         """Return the predictions of a batch, with its loss and labels where it has some."""
@@ -331,7 +335,7 @@ class EvaluationPart(AddOnPart):
                 )
             losses.append((float(values.get("loss", 0.0)), size or 1))
 
-        self.meet("predict")
+        self.rendezvous("predict")
         started = time.time()
         with self.ready():
             Evaluation(self).outputs(loader, take)
@@ -369,7 +373,7 @@ class EvaluationPart(AddOnPart):
         """Return the time that an evaluation took, and the epoch that training is in."""
         from transformers.trainer_utils import speed_metrics
 
-        steps = -(-batches // max(self.data_size, 1))
+        steps = -(-batches // max(self.dp_world_size, 1))
         speed: dict[str, float] = speed_metrics(prefix, started, num_samples=samples, num_steps=steps)
         epoch = {"epoch": float(self.progress_checker.epoch)} if with_epoch and self.progress_checker.step else {}
         return speed | epoch

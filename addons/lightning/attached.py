@@ -108,9 +108,9 @@ class AttachedModule(AddOnBase):
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
-    def meet(self, call: str) -> None:
+    def rendezvous(self, call: str) -> None:
         """Note which call is made, for the stage that ``setup`` of the module gets."""
-        super().meet(call)
+        super().rendezvous(call)
         self._asked = call
 
     def setup(self) -> None:

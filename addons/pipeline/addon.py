@@ -148,9 +148,9 @@ class PipelineAddon(DistributedAddon):
         return self._world == 1
 
     @property
-    def pads(self) -> bool:  # type: ignore[override]
+    def needs_lockstep_forward(self) -> bool:  # type: ignore[override]
         """True with several pipelines, which average their gradients in each step."""
-        return self._data_size > 1
+        return self._dp_world_size > 1
 
     # -------------------------------------------------------------------------------------------------- the stages
 
@@ -172,7 +172,7 @@ class PipelineAddon(DistributedAddon):
 
     def _divide(self, model: nn.Module) -> Chain:
         super()._check_model(model)
-        if self._data_size > 1:
+        if self._dp_world_size > 1:
             check_tables(model)
         return self._arrangement().chain(model, self.mode == "train")
 
@@ -253,7 +253,7 @@ class PipelineAddon(DistributedAddon):
         """Compute the gradient of one batch with the schedule."""
         if self._runner is None:
             return super().micro_step(batch, count)
-        weighs, found = count > 1 or self._data_size > 1, Found(f"what {type(self).__name__}.train_step returned")
+        weighs, found = count > 1 or self._dp_world_size > 1, Found(f"what {type(self).__name__}.train_step returned")
 
         def finish(out: Any, part: Any, rows: int, total: int) -> Tensor:
             values, weight = read_output(out, part, self.sample_weight, type(self), self.mode, self.count_targets)
@@ -279,9 +279,9 @@ class PipelineAddon(DistributedAddon):
 
     def normalize(self, num_targets: list[Any]) -> None:
         """Average the gradients of several pipelines."""
-        if self._runner is not None and self._data_size > 1:
+        if self._runner is not None and self._dp_world_size > 1:
             own = [each for each in self.parameters if each.requires_grad and not each.is_meta]
-            average(own, self._data_size, self._sum_over_pipelines)
+            average(own, self._dp_world_size, self._sum_over_pipelines)
         super().normalize(num_targets)
 
     def _sum_over_pipelines(self, tensor: Tensor) -> Tensor:

@@ -228,7 +228,7 @@ class StateManagerAddon(AddOnBase):
         is_due = resumption.is_due(calls, self.progress_checker.is_seeded)
         super().setup()
         if is_due:
-            found = self.checkpointer.find(resumption.resume, resumption.allow_partial, self.held_parts())
+            found = self.checkpointer.find(resumption.resume, resumption.allow_partial, self.local_shards())
             if found is None:
                 resumption.news = resumption.start.apply(self)
             else:
@@ -249,7 +249,7 @@ class StateManagerAddon(AddOnBase):
             self.loader_position.warn_of_order(self.current_run.current_loader)
         if (path := self._resumption.must_reload(self.progress_checker.run_calls)) is not None:
             progress, position = self.progress_checker, dict(vars(self.loader_position))
-            self._resume_from(path, self.checkpointer.read(path, self._resumption.allow_partial, self.held_parts()))
+            self._resume_from(path, self.checkpointer.read(path, self._resumption.allow_partial, self.local_shards()))
             # The position in the run and in the data stays as the beginning of this call has checked it.
             progress.pending_validation = self.progress_checker.pending_validation
             self.progress_checker = progress
@@ -371,7 +371,7 @@ class StateManagerAddon(AddOnBase):
         if path is None and self._resumption.is_ahead(progress.run_calls):
             return self._resumption.skip_save()
         target = checkpointer.path_at(progress.step) if path is None else Path(path).expanduser()
-        self.meet("save_state")
+        self.rendezvous("save_state")
         score = self._present_score()
         with checkpointer.add((target.name, score) if path is None else None, progress.moment) as replaces:
             self._write_state(target, replaces, {"score": score})
@@ -421,7 +421,7 @@ class StateManagerAddon(AddOnBase):
         self.current_run.check_load()
         self.checkpointer.settle()
         place, files = self.save_path if path is None else Path(path).expanduser(), check_partial(allow_partial)
-        self._load_content(*self.checkpointer.newest(place, files, self.held_parts()), strict, files)
+        self._load_content(*self.checkpointer.newest(place, files, self.local_shards()), strict, files)
 
     def continue_from(self, state: Mapping[str, Any] | str | Path) -> None:
         """Continue the call of ``run`` that is under way from another state, when the present step is done.
@@ -441,7 +441,7 @@ class StateManagerAddon(AddOnBase):
     def _go_back(self, place: Path) -> None:
         """Load a checkpoint of the call of run that is under way."""
         self.checkpointer.settle()
-        found, content = self.checkpointer.newest(place, (), self.held_parts())
+        found, content = self.checkpointer.newest(place, (), self.local_shards())
         self.current_run.check_state(content[2])
         self._load_content(found, content, True, ())
 
@@ -449,7 +449,7 @@ class StateManagerAddon(AddOnBase):
         """Load the checkpoint that the run continues from; it counts the calls of run of this script, not its own."""
         index = self.progress_checker.run_calls.index
         try:
-            self._resumption.check_ranks(found, content, self.world_size, self.data_size)
+            self._resumption.check_ranks(found, content, self.world_size, self.dp_world_size)
             self._load_content(found, content, True, self._resumption.allow_partial)
         except CheckpointMismatch as error:
             if "strict=False" in str(error):  # A resume is always strict.

@@ -191,7 +191,7 @@ class TorchMetricsAddon(AddOnBase):
         if not any(self.gather_data(any(map(was_updated, group.values())))):
             return found
         for name, metric in group.items():
-            if self.data_size > 1:
+            if self.dp_world_size > 1:
                 combine_ranks(metric, self.gather_data)
             found |= numbers_of(name, metric.compute())
         self._reset(split)

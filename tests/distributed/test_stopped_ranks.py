@@ -165,9 +165,13 @@ def test_a_rank_of_a_launcher_and_the_store_that_it_serves(world, how, who, wher
 
 def test_ranks_that_all_lost_a_connection():
     """Where nobody reports another error, the network is the cause; a cause is named with its error."""
-    judge = drift._judge
-    assert judge({1: "", 2: ""}, 3, 0, "").startswith("all 3 ranks lost a connection, and none reports another error")
-    assert judge({1: "", 2: "ValueError: bad sample"}, 3, 0, "") == "rank 2 of 3 failed: ValueError: bad sample"
+    summarize_ranks = drift.summarize_ranks
+    assert summarize_ranks({1: "", 2: ""}, 3, 0, "").startswith(
+        "all 3 ranks lost a connection, and none reports another error"
+    )
+    assert (
+        summarize_ranks({1: "", 2: "ValueError: bad sample"}, 3, 0, "") == "rank 2 of 3 failed: ValueError: bad sample"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ under torchrun

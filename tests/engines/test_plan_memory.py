@@ -227,7 +227,7 @@ def test_the_steps_are_those_of_the_ranks(name: str) -> None:
     found = each_rank(engine.world, run, case, many)
     for index, rows in enumerate(many):
         plan = make(case, ["cpu"] * engine.world, width=SMALL).plan(2, data(2, rows), data(2, 3))
-        assert (plan.world_size, plan.data_size) == (engine.world, engine.shares)
+        assert (plan.world_size, plan.dp_world_size) == (engine.world, engine.shares)
         assert plan.effective_batch_size == 2 * 2 * engine.shares
         assert plan.leaves_out == (rows % (2 * engine.shares) in range(1, engine.shares))
         counts = (plan.batches_per_epoch, plan.steps_per_epoch)

@@ -74,7 +74,7 @@ def train(
     made = trainer(path, **{**resumed, **options})
     shares = world // (made.mesh.get("tensor", 1) * made.mesh.get("pipeline", 1))
     made.run(2, data(ROWS, BATCH // shares), **({} if max_steps is None else {"max_steps": max_steps}))
-    assert made.data_size == shares
+    assert made.dp_world_size == shares
     average = {f"average.{name}": made.whole(value).clone() for name, value in made.average.items()}
     return weights(made) | average, made.train_history, made.progress_checker.step
 
@@ -144,7 +144,7 @@ def test_a_rank_reads_what_it_holds_and_one_tensor_at_a_time(tmp_path: Path) -> 
         options = {"model": nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16))), "decay": 0.5}
         made = trainer(tmp_path, optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=None, **options)
         with made.ready():
-            path, held = made.save_state(tmp_path / "step-00000001"), made.held_parts()
+            path, held = made.save_state(tmp_path / "step-00000001"), made.local_shards()
             Path("/proc/self/clear_refs").write_text("5")  # The peak begins here.
             before = peak()
             _, model, state = made.checkpointer.read(path, held=held)
@@ -558,7 +558,7 @@ def test_a_disk_that_hangs_at_an_operation_of_a_thread(saved: Any, victim: int, 
 def save_nan(folder: Path) -> str:
     made, _ = begun(folder)
     with made.ready():
-        _, _, state = made.checkpointer.read(folder / "step-00000004", held=made.held_parts())
+        _, _, state = made.checkpointer.read(folder / "step-00000004", held=made.local_shards())
         slots = [each["exp_avg"] for each in state["optimizer"]["0"]["state"].values()]
         assert all(isinstance(each, DTensor) for each in slots)
         with torch.no_grad():

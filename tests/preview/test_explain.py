@@ -22,7 +22,7 @@ from zae.compose.introspect import function_of, hooks_of
 from zae.preview.explain import LOOP, Line, lines_of, owners_of
 
 STATE = {f"{load}{what}" for load in ("", "load_") for what in ("model_state", "optimizer_state")}
-STATE |= {"load_state_dict", "load_evaluation_state", "held_parts", "weights_to_save"}
+STATE |= {"load_state_dict", "load_evaluation_state", "local_shards", "weights_to_save"}
 NOT_IN_ORDER = STATE | {"sinks"}
 """What add-ons call among themselves; explain() lists it below the loop, when it is overridden."""
 
@@ -30,9 +30,9 @@ STEPS = {"train_step", "test_step"}
 OPTIONAL = {name for line in LOOP.splitlines() if "?" in line for name in re.findall(r"(\w+)\(", line)}
 """What is shown only where somebody overrides it, since it does nothing by itself."""
 
-QUERIES = {"rank", "world_size", "data_rank", "data_size", "should_stop", "reduce", "gather", "gather_data", "barrier",
-           "gather_beside", "meet", "sample_weight", "layout", "whole", "whole_values", "like", "stop", "request",
-           "state_dict", "should_checkpoint", "steps_per_epoch"}  # fmt: skip
+QUERIES = {"rank", "world_size", "dp_rank", "dp_world_size", "should_stop", "reduce", "gather", "gather_data",
+           "barrier", "gather_beside", "rendezvous", "sample_weight", "layout", "full_tensor", "whole_values",
+           "redistribute_like", "stop", "request", "state_dict", "should_checkpoint", "steps_per_epoch"}  # fmt: skip
 """What is asked from many places, and is not a part of the sequence; explain() lists those that are overridden."""
 
 

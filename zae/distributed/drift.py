@@ -15,7 +15,7 @@ from zae.common.torch_private import default_store
 from zae.distributed.rank_process import has_lost_peer, is_spawned, summarize
 from zae.errors import DistributedError
 
-__all__ = ["DriftCheck", "Meetings", "note_culprit"]
+__all__ = ["CollectiveCalls", "DriftCheck", "add_failed_rank_note"]
 
 _LEAST, _MOST = 2.0, 20.0  # Seconds in which the others may answer.
 _PAUSE = 0.02
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 _AGAIN = "start the script again: with resume='auto' it continues from the newest checkpoint"
 
 
-class Meetings:
+class CollectiveCalls:
     """The calls that all ranks must make together, which they compare before the first exchange of tensors.
 
     Without it the exchanges of two different calls meet: gloo ends the process, or a rank takes one for the other.
@@ -33,7 +33,7 @@ class Meetings:
     count = 0
 
     @classmethod
-    def meet(cls, call: str, timeout: float) -> None:
+    def rendezvous(cls, call: str, timeout: float) -> None:
         """Wait until all ranks make this call; raise DistributedError where one makes another call, or none."""
         if (whole := default_store()) is None:
             return
@@ -122,13 +122,13 @@ def _describe(differing: Sequence[str], count: int, ranks: Sequence[Mapping[str,
     )
 
 
-def note_culprit(error: BaseException, timeout: float) -> None:
+def add_failed_rank_note(error: BaseException, timeout: float) -> None:
     """Add a note to the error of a rank of a launcher: which other rank is the cause, and what to do."""
-    if isinstance(error, Exception) and (found := _find_culprit(error, timeout)):
+    if isinstance(error, Exception) and (found := _find_failed_rank(error, timeout)):
         error.add_note(f"zae: {found}")
 
 
-def _find_culprit(error: Exception, timeout: float) -> str:
+def _find_failed_rank(error: Exception, timeout: float) -> str:
     """Return which rank is the cause of an error, and what to do; "" where it is this one, or its parent says so.
 
     An exchange fails where a connection was closed, or where nothing came. The rank that does not report the same, or
@@ -139,7 +139,7 @@ def _find_culprit(error: Exception, timeout: float) -> str:
     rank, world, is_lost = dist.get_rank(), dist.get_world_size(), has_lost_peer(error)
     is_late = "timed out" in str(error).lower()
     seconds = min(max(_LEAST, timeout / 20), _MOST) if is_late else _LEAST
-    names = [f"zae/failed/{Meetings.count}/{each}" for each in range(world)]
+    names = [f"zae/failed/{CollectiveCalls.count}/{each}" for each in range(world)]
 
     def collect() -> dict[int, str]:
         store.set(names[rank], "" if is_lost else summarize(error))
@@ -155,7 +155,7 @@ def _find_culprit(error: Exception, timeout: float) -> str:
         answers = ask_store(collect, seconds + _LEAST)
     except RuntimeError:
         return f"{describe_store()}; {_AGAIN}" if is_lost else ""
-    return _judge(answers, world, rank, f" within timeout={timeout:g} s" if is_late else "") if is_lost else ""
+    return summarize_ranks(answers, world, rank, f" within timeout={timeout:g} s" if is_late else "") if is_lost else ""
 
 
 def ask_store(function: Callable[[], _T], seconds: float) -> _T:
@@ -180,7 +180,7 @@ def ask_store(function: Callable[[], _T], seconds: float) -> _T:
     return cast(_T, result)
 
 
-def _judge(answers: Mapping[int, str], world: int, rank: int, within: str) -> str:
+def summarize_ranks(answers: Mapping[int, str], world: int, rank: int, within: str) -> str:
     """Return what the answers of the other ranks show."""
     causes = [f"rank {other} of {world} failed: {text}" for other, text in answers.items() if text]
     if causes:

@@ -64,7 +64,7 @@ class Mesh:
     Examples
     --------
     >>> mesh = Mesh({"tensor": 2}, ("replicate", "shard", "tensor"), 8)
-    >>> mesh.sizes, mesh.data_size, [mesh.data_rank(rank) for rank in range(8)]
+    >>> mesh.sizes, mesh.dp_world_size, [mesh.dp_rank(rank) for rank in range(8)]
     ({'shard': 4, 'tensor': 2}, 4, [0, 0, 1, 1, 2, 2, 3, 3])
     """
 
@@ -80,7 +80,7 @@ class Mesh:
             )
         self.sizes = {name: sizes[name] for name in DIMENSIONS if name in sizes} if world > 1 else {}
         self.world = world
-        self.data_size = math.prod(size for name, size in self.sizes.items() if name in DATA)
+        self.dp_world_size = math.prod(size for name, size in self.sizes.items() if name in DATA)
 
     def place(self, rank: int) -> dict[str, int]:
         """Return the index of a rank along each dimension."""
@@ -89,18 +89,18 @@ class Mesh:
             rank, found[name] = divmod(rank, self.sizes[name])
         return found
 
-    def data_rank(self, rank: int) -> int:
+    def dp_rank(self, rank: int) -> int:
         """Return the number of a rank's share of the data."""
         place, number = self.place(rank), 0
         for name in self.sizes:
             number = number * self.sizes[name] + place[name] if name in DATA else number
         return number
 
-    def data_leaders(self) -> list[int]:
+    def dp_leaders(self) -> list[int]:
         """List the first rank of each share of the data, in the order of the shares."""
         leaders: dict[int, int] = {}
         for rank in range(self.world):
-            leaders.setdefault(self.data_rank(rank), rank)
+            leaders.setdefault(self.dp_rank(rank), rank)
         return [leaders[number] for number in sorted(leaders)]
 
     def build(self, device: torch.device, timeout: float) -> Any:

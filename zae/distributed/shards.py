@@ -28,13 +28,13 @@ __all__ = [
     "check_used",
     "explain_parts",
     "forward_keeps_weights",
+    "full_tensor",
     "gradient_norm",
-    "like",
     "local_gradients",
     "name_of_part",
+    "redistribute_like",
     "replace_parameters",
     "shard_state",
-    "whole",
 ]
 
 _SHOWN = 10
@@ -73,7 +73,7 @@ def check_used(named: Mapping[str, Tensor], step: int, gather: Callable[[Any], l
             )
 
 
-def whole(tensor: Any) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """Return a tensor with all of its shards, on every rank; any other tensor itself."""
     made: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
     return made
@@ -111,7 +111,7 @@ def by_part(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
     return groups
 
 
-def like(value: Any, reference: Any) -> Any:
+def redistribute_like(value: Any, reference: Any) -> Any:
     """Return a whole tensor in the layout of another one; each rank keeps its part, and none communicates."""
     if not is_sharded(reference) or is_sharded(value) or not isinstance(value, Tensor):
         return value
@@ -223,7 +223,7 @@ def forward_keeps_weights(model: nn.Module, parts: Mapping[str, Tensor], inner: 
             part = parts.get(name := names.get((id(module), key), ""))
             if each is None or part is None or is_sharded(each):
                 continue
-            own = local_part(like(each.detach(), part))
+            own = local_part(redistribute_like(each.detach(), part))
             if not has_same_bits(own, local_part(part).detach().to(own.dtype)):
                 raise ConfigError(
                     f"the forward of {type(module).__name__.removeprefix('FSDP')} changes its parameter {name}, which "
@@ -305,4 +305,4 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _all_like(state: Any, parameter: Any) -> Any:
-    return map_tensors(lambda value: like(value, parameter), state)
+    return map_tensors(lambda value: redistribute_like(value, parameter), state)

@@ -129,18 +129,18 @@ class Processes:
 
     Attributes
     ----------
-    pads : bool
+    needs_lockstep_forward : bool
         Whether a rank without a batch takes part in the forward of the others, with a batch of weight 0.
     can_save_alone : bool
         Whether a rank can save the state without the others, after an error.
-    averages_late : bool
+    reduces_after_backward : bool
         Whether ranks exchange gradients only after the backward of a step, so that a rank whose backward fails leaves
         no other rank waiting.
     """
 
-    pads = False
+    needs_lockstep_forward = False
     can_save_alone = True
-    averages_late = False
+    reduces_after_backward = False
 
     if TYPE_CHECKING:
         device: torch.device
@@ -176,7 +176,7 @@ class Processes:
         """Wait for every rank."""
 
     @hook
-    def meet(self, call: str) -> None:
+    def rendezvous(self, call: str) -> None:
         """Wait until every rank makes this call of a user; before it, no rank has exchanged any tensor for it."""
 
     @hook
@@ -208,13 +208,13 @@ class Processes:
 
     @property
     @hook
-    def data_rank(self) -> int:
+    def dp_rank(self) -> int:
         """The number of this process among the shares of the data; processes with the same number get equal batches."""
         return self.rank
 
     @property
     @hook
-    def data_size(self) -> int:
+    def dp_world_size(self) -> int:
         """The number of shares of the data; at most ``world_size``."""
         return self.world_size
 
@@ -246,12 +246,12 @@ class Processes:
         return "replicated"
 
     @hook
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return a tensor with all of its shards. All ranks call it, in one order, between steps."""
         return tensor
 
     @hook
-    def like(self, whole: Tensor, reference: Tensor) -> Tensor:
+    def redistribute_like(self, whole: Tensor, reference: Tensor) -> Tensor:
         """Return a whole tensor in the layout of another one. All ranks call it, in one order, between steps."""
         return whole
 
@@ -270,7 +270,7 @@ class Processes:
         """
 
         def gathered(tensor: Tensor) -> Tensor:
-            found = self.whole(tensor)
+            found = self.full_tensor(tensor)
             return found if found is tensor else found.to("cpu" if keeps else "meta")
 
         return map_tensors(gathered, value)
@@ -307,7 +307,7 @@ class Processes:
         return state if kept is state else {name: state[name] for name in state if name in kept}
 
     @hook
-    def held_parts(self) -> dict[str, Tensor]:
+    def local_shards(self) -> dict[str, Tensor]:
         """Return the tensors of which this rank holds a part, by the names that they have in a sharded checkpoint."""
         return {}
 

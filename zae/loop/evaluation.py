@@ -151,7 +151,7 @@ class Evaluation:
             if count is not None:
                 further = trainer.metric_on_epoch_end
                 trainer.current_run.say_not_numbers(trainer.log_test, "test_step")
-                metrics = trainer.history.summarize("test", trainer.gather_data, trainer.data_size, further)
+                metrics = trainer.history.summarize("test", trainer.gather_data, trainer.dp_world_size, further)
         if count is None:  # Raised here, where every context has been left as after any evaluation.
             trainer.log_test.clear()
             abandon_workers(batches, wrapped)

@@ -81,7 +81,7 @@ class RankStates:
         """
         with state_mode(trainer, PARTS):
             state = dict(trainer.state_dict())
-        name, world, varying = engine_of(type(trainer)), trainer.data_size, _varying_entries(type(trainer))
+        name, world, varying = engine_of(type(trainer)), trainer.dp_world_size, _varying_entries(type(trainer))
         for key, each in state.items() if trainer.world_size > 1 else ():
             if key in varying or not in_parts:
                 state[key] = trainer.whole_values(each, key in varying or trainer.is_main)
@@ -226,7 +226,7 @@ def load_from_file(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> 
     name = engine_of(type(trainer), state)
     if not name:
         state = _of_one_process(trainer, state)
-    own = RankStates.with_entries_of(state, name, trainer.data_size, trainer.data_rank)
+    own = RankStates.with_entries_of(state, name, trainer.dp_world_size, trainer.dp_rank)
     with state_mode(trainer, FROM_FILE):
         trainer.load_state_dict(own, strict)
 

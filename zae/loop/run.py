@@ -488,7 +488,7 @@ class Run:
         if not is_complete:
             return Metrics(means_of(merge_sums(trainer.gather_data(trainer.log_train.sums()))))
         trainer.log_test.clear()
-        metrics = history.summarize("train", trainer.gather_data, trainer.data_size, trainer.metric_on_epoch_end)
+        metrics = history.summarize("train", trainer.gather_data, trainer.dp_world_size, trainer.metric_on_epoch_end)
         history.record("train", metrics, progress.place, trainer.optimization.learning_rates())
         if trainer.log_every.due_at_epoch(progress.epoch + 1):
             self.log_training(trainer.train_metrics)

@@ -29,7 +29,7 @@ class RunPreview:
         Loader batches in a step; the last step of an epoch may have fewer.
     batch_size, effective_batch_size : int or None
         Samples of a batch, and of a step over all batches and shares of the data.
-    world_size, data_size : int
+    world_size, dp_world_size : int
         How many processes train, and how many of them get different batches.
     mesh : dict of str to int
         How many processes divide the work along each dimension; empty for one.
@@ -59,7 +59,7 @@ class RunPreview:
     batches_per_step: int = 1
     batch_size: int | None = None
     world_size: int = 1
-    data_size: int = 1
+    dp_world_size: int = 1
     mesh: dict[str, int] = field(default_factory=dict)
     leaves_out: bool = False
     epoch_ends: list[tuple[int, int]] = field(default_factory=list)
@@ -81,7 +81,7 @@ class RunPreview:
     @property
     def effective_batch_size(self) -> int | None:
         """The number of samples of a step."""
-        return None if self.batch_size is None else self.batch_size * self.batches_per_step * self.data_size
+        return None if self.batch_size is None else self.batch_size * self.batches_per_step * self.dp_world_size
 
     def due(self, every: Every) -> list[int]:
         """List the steps of this run at which a cadence is due: of epochs, the last steps of those epochs."""

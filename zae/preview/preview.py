@@ -119,9 +119,9 @@ class Preview:
     def _wrapped_loader(self) -> Any:
         """Return the loader of this rank, or that of the first one where the ranks are still to be started."""
         found = self.found
-        if self.run.is_ready or found.data_size == 1:
+        if self.run.is_ready or found.dp_world_size == 1:
             return self.trainer.wrap_loader(self.run.loader, True)
-        shared = sharding.shard(self.run.loader, True, sharding.Ranks(0, found.data_size, list, bool))
+        shared = sharding.shard(self.run.loader, True, sharding.Ranks(0, found.dp_world_size, list, bool))
         shares = sharding.shares_of(shared)
         found.leaves_out = shares is not None and shares.leaves_out
         return shared

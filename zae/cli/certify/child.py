@@ -207,7 +207,7 @@ class WitnessAddon(AddOnBase):
         parts["progress"] = {name: getattr(progress, name) for name in ("step", "epoch", "batch", "skipped_steps")}
         parts["random streams"] = _streams()
         _notes["parts"] = {name: as_plain(value) for name, value in parts.items()}
-        _notes["data_size"] = self.data_size
+        _notes["dp_world_size"] = self.dp_world_size
         super().on_run_end()
 
 

@@ -216,7 +216,7 @@ def ranks(found: Certificate) -> Iterator[Finding]:
     except JobFailed as failure:
         yield Finding(FAILED, f"two ranks: {failure}")
         return
-    one = found.train(leave_out=("parallel", *without), is_exact=True, batches=two["data_size"])
+    one = found.train(leave_out=("parallel", *without), is_exact=True, batches=two["dp_world_size"])
     if one["random"]:
         yield Finding(NOT_TRIED, "steps draw random numbers, and each rank draws its own for its samples")
         return
