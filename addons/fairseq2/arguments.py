@@ -54,7 +54,7 @@ REPORTED = {
     "gradient_check": "ranks compare their weights whenever a state is saved",
     "monitored_gang": "it is for setup_root_gang; a rank that does not answer is given up after the option timeout",
     "no_sync_grad_accumulation": "gradients are always accumulated on each rank, and averaged once in a step",
-    "validate_at_start": "call trainer.evaluate(carried.valid_loader) before the run",
+    "validate_at_start": "call trainer.evaluate(converted.valid_loader) before the run",
     "save_model_only": "a checkpoint has the whole state, so that a run can resume",
     "keep_checkpoint_every_n_steps": "keep_last_n_checkpoints and keep_best_n_checkpoints decide what is kept",
     "hugging_face_saver": "save the model in on_save(path)",

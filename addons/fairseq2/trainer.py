@@ -14,17 +14,17 @@ from zae.addons.fairseq2.metric_bag import metrics_of
 from zae.addons.fairseq2.reader import ReaderLoader, num_accumulate_of
 from zae.addons.fairseq2.regime import RegimeAddon, any_of, every_of
 from zae.addons.fairseq2.unit import task_of
-from zae.compose.converted_arguments import CarriedArguments
+from zae.compose.converted_arguments import ConvertedArgumentsBase
 from zae.compose.introspect import add_ons_of
 from zae.compose.metaclass import load_installed
 from zae.distributed.mesh import DATA
 from zae.errors import ConfigError
 from zae.loop.progress import Every
 
-__all__ = ["Carried", "from_arguments"]
+__all__ = ["ConvertedArguments", "from_arguments"]
 
 
-def from_arguments(**arguments: Any) -> Carried:
+def from_arguments(**arguments: Any) -> ConvertedArguments:
     """Return what trains as ``fairseq2.recipes.trainer.Trainer(**arguments)`` does.
 
     Parameters
@@ -37,8 +37,8 @@ def from_arguments(**arguments: Any) -> Carried:
 
     Returns
     -------
-    Carried
-        ``carried()`` trains. Its ``report`` names each argument that has no effect here, and why.
+    ConvertedArguments
+        ``converted()`` trains. Its ``report`` names each argument that has no effect here, and why.
 
     Raises
     ------
@@ -70,28 +70,28 @@ def from_arguments(**arguments: Any) -> Carried:
     ...     def load_state_dict(self, state):
     ...         self.place = state["place"]
     >>> unit = Unit(torch.nn.Linear(2, 1))
-    >>> carried = from_arguments(
+    >>> converted = from_arguments(
     ...     unit=unit, data_reader=Reader(), optimizer=torch.optim.SGD(unit.model.parameters(), lr=0.1),
     ...     max_num_steps=100, max_num_data_epochs=2, gradient_check=True)
-    >>> trainer = carried.trainer(device="cpu", log_bar=False)
-    >>> carried.train(trainer)["step"]
+    >>> trainer = converted.trainer(device="cpu", log_bar=False)
+    >>> converted.train(trainer)["step"]
     6
-    >>> print(carried.report)
+    >>> print(converted.report)
     gradient_check=True: ranks compare their weights whenever a state is saved
     """
     args = read_arguments(arguments)
-    made = Carried(args, read_gangs(args.root_gang, args.dp_gang, args.tp_gang, args.gangs))
-    for carry in (_carry_training, _carry_precision, _carry_validation, _carry_score):
-        carry(args, made)
-    for carry in (_carry_checkpoints, _carry_records, _carry_debugging):
-        carry(args, made)
+    made = ConvertedArguments(args, read_gangs(args.root_gang, args.dp_gang, args.tp_gang, args.gangs))
+    for convert in (_convert_training, _convert_precision, _convert_validation, _convert_score):
+        convert(args, made)
+    for convert in (_convert_checkpoints, _convert_records, _convert_debugging):
+        convert(args, made)
     for name, why in REPORTED.items():
         if arguments.get(name) not in (None, False):
-            made.tell(name, why)
+            made.report_unused(name, why)
     return made
 
 
-class Carried(CarriedArguments):
+class ConvertedArguments(ConvertedArgumentsBase):
     """What `from_arguments` returns; called, it trains.
 
     Attributes
@@ -152,7 +152,7 @@ class Carried(CarriedArguments):
         if is_tensor and "tensor_plan" not in more:
             raise ConfigError(
                 f"tp_gang has {self.gangs.tensor} ranks, and which layers they divide is not known; write "
-                "carried.trainer(tensor_plan={'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()})"
+                "converted.trainer(tensor_plan={'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()})"
             )
         if self.gangs.data > 1 and not has & set(DATA):
             names.append("FSDPAddon" if is_tensor else "MultiGPUAddon")
@@ -183,23 +183,23 @@ class Carried(CarriedArguments):
         if self._has_trained:
             raise ConfigError(
                 "this call of from_arguments has trained; to train on, call from_arguments again, or run one trainer "
-                "several times: trainer = carried.trainer(), and trainer.run(1, carried.loader)"
+                "several times: trainer = converted.trainer(), and trainer.run(1, converted.loader)"
             )
         self._has_trained = True
         return self.train()
 
-    def tell(self, name: str, why: str) -> None:
+    def report_unused(self, name: str, why: str) -> None:
         """Report an argument."""
         self.report[name] = f"{name}={describe(getattr(self.args, name))}: {why}"
 
 
-def _add_regime(to: Carried, **options: Any) -> None:
+def _add_regime(to: ConvertedArguments, **options: Any) -> None:
     """Add RegimeAddon, once, with these options."""
     to.add_ons += [RegimeAddon] * (RegimeAddon not in to.add_ons)
     to.options.update(options)
 
 
-def _carry_training(args: Arguments, to: Carried) -> None:
+def _convert_training(args: Arguments, to: ConvertedArguments) -> None:
     """Carry the length, the optimizer, the schedule, the gradient clip, accumulation, the seed and the devices."""
     to.options.update(optimizer=args.optimizer, seed=args.seed)
     to.run.update(n_epoch=args.max_num_data_epochs, max_steps=args.max_num_steps)
@@ -213,18 +213,20 @@ def _carry_training(args: Arguments, to: Carried) -> None:
         to.options["device"] = str(to.gangs.device)
 
 
-def _carry_precision(args: Arguments, to: Carried) -> None:
+def _convert_precision(args: Arguments, to: ConvertedArguments) -> None:
     """Carry dtype, amp and fp16_loss_scale."""
     precision = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(args.dtype)
     if args.amp and precision is None:
-        to.tell("amp", f"dtype={args.dtype} computes as without it; write dtype=torch.bfloat16")
+        to.report_unused("amp", f"dtype={args.dtype} computes as without it; write dtype=torch.bfloat16")
     elif args.amp:
         to.add_on("AMPAddon", precision=precision)
     if args.dtype is torch.float16:
         to.options["loss_scale"] = tuple(args.fp16_loss_scale)
-        to.tell("dtype", "a step that overflows counts as a step, and the smallest loss scale is kept, not an error")
+        to.report_unused(
+            "dtype", "a step that overflows counts as a step, and the smallest loss scale is kept, not an error"
+        )
     elif args.fp16_loss_scale != DEFAULTS["fp16_loss_scale"]:
-        to.tell("fp16_loss_scale", "it is for dtype=torch.float16 with amp=True")
+        to.report_unused("fp16_loss_scale", "it is for dtype=torch.float16 with amp=True")
 
 
 def _cadences(args: Arguments, what: str) -> list[Every]:
@@ -239,12 +241,12 @@ def _with_end(args: Arguments, cadences: list[Every]) -> Every:
     return any_of(*dict.fromkeys([*cadences, *ends]))
 
 
-def _carry_validation(args: Arguments, to: Carried) -> None:
+def _convert_validation(args: Arguments, to: ConvertedArguments) -> None:
     """Carry the valid units, their readers, and when they are called."""
     given = [name for name in DEFAULTS if name.startswith("validate_every") and getattr(args, name) is not None]
     if not args.valid_units:
         for name in given:
-            to.tell(name, "there are no valid_units")
+            to.report_unused(name, "there are no valid_units")
         return
     names = _names_of(args.valid_units)
     loaders = dict(zip(names, map(ReaderLoader, args.valid_data_readers), strict=True))
@@ -266,20 +268,20 @@ def _names_of(units: list[Any]) -> list[str]:
     return found
 
 
-def _carry_score(args: Arguments, to: Carried) -> None:
+def _convert_score(args: Arguments, to: ConvertedArguments) -> None:
     """Carry the name of the score, its direction and the early stopper."""
     if args.score_metric_name is not None and not args.valid_units:
         name = "score_metric_descriptor" if args.score_metric_descriptor is not None else "score_metric_name"
-        to.tell(name, "there are no valid_units")
+        to.report_unused(name, "there are no valid_units")
     elif args.score_metric_name is not None:
         to.options.update(monitor=args.score_metric_name, monitor_mode="min" if args.lower_better else "max")
     elif args.lower_better:
-        to.tell("lower_better", "it is for score_metric_name")
+        to.report_unused("lower_better", "it is for score_metric_name")
     if args.early_stopper is not None:
         to.add_on("EarlyStoppingAddon", early_stopper=args.early_stopper)
 
 
-def _carry_checkpoints(args: Arguments, to: Carried) -> None:
+def _convert_checkpoints(args: Arguments, to: ConvertedArguments) -> None:
     """Carry the folder of the checkpoints, when they are saved, and which are kept."""
     if args.save_path is None:
         return
@@ -292,15 +294,17 @@ def _carry_checkpoints(args: Arguments, to: Carried) -> None:
     if models is not None or best_models:
         to.options.update(save_weights_every=every, keep_weights=models or 1, keep_best_weights=best_models)
     if best and not args.valid_units:
-        to.tell("keep_best_n_checkpoints", "the best has the smallest loss of an epoch, as there are no valid_units")
+        to.report_unused(
+            "keep_best_n_checkpoints", "the best has the smallest loss of an epoch, as there are no valid_units"
+        )
     elif best and args.score_metric_name is None:
-        to.tell(
+        to.report_unused(
             "keep_best_n_checkpoints",
             "the best has the smallest loss that valid_units return; write score_metric_name='...' for another score",
         )
 
 
-def _carry_records(args: Arguments, to: Carried) -> None:
+def _convert_records(args: Arguments, to: ConvertedArguments) -> None:
     """Carry when metrics are logged, and where."""
     cadences = _cadences(args, "publish_metrics")
     if cadences:
@@ -313,7 +317,7 @@ def _carry_records(args: Arguments, to: Carried) -> None:
         to.add_on("JSONLLoggerAddon", jsonl_path=Path(args.metrics_dir) / "metrics.jsonl")
 
 
-def _carry_debugging(args: Arguments, to: Carried) -> None:
+def _convert_debugging(args: Arguments, to: ConvertedArguments) -> None:
     """Carry anomaly_detection, the profiler, and the profile of fairseq2 0.2."""
     if args.anomaly_detection:
         to.add_on("AnomalyAddon")
@@ -322,7 +326,7 @@ def _carry_debugging(args: Arguments, to: Carried) -> None:
     if args.profile is None:
         return
     if args.tb_dir is None:
-        to.tell("profile", "traces are written to tb_dir, which is not given")
+        to.report_unused("profile", "traces are written to tb_dir, which is not given")
         return
     skipped, recorded = args.profile
     to.add_on("ProfilerAddon", profile_dir=args.tb_dir, profile_schedule=(max(0, skipped - 1), 1, recorded, 1))

@@ -170,11 +170,11 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
             raise OptionError("name what is given beside args: model, args=..., device=..., train_dataset=...")
         from zae.addons.huggingface.transformers import from_arguments
 
-        carried = from_arguments(arguments)
-        trainer = carried.trainer(cls, *(positional or (given.pop("model", None),)), **given)
-        trainer.args = carried.args
-        if carried.report:
-            _log.warning("%s", carried.report)
+        converted = from_arguments(arguments)
+        trainer = converted.trainer(cls, *(positional or (given.pop("model", None),)), **given)
+        trainer.args = converted.args
+        if converted.report:
+            _log.warning("%s", converted.report)
         return trainer
 
     @classmethod

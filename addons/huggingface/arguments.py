@@ -1,4 +1,4 @@
-"""Read the arguments of Transformers with their older names, and carry those of devices, loaders and loggers.
+"""Read the arguments of Transformers with their older names, and convert those of devices, loaders and loggers.
 
 The tables name what is an option of HuggingFaceAddon, what nothing here reads, and what is refused.
 """
@@ -221,11 +221,11 @@ def _as_type(name: str, value: Any, kinds: set[str]) -> Any:
     return made
 
 
-# ------------------------------------------------------------------- what `from_arguments` does not carry itself
+# ------------------------------------------------------------------- what `from_arguments` does not convert itself
 
 # Arguments of datasets, of the loss in the model and of the Hub: options of HuggingFaceAddon by the same names. For
 # each, what a task without that add-on does.
-IN_LOADER = "HuggingFaceAddon has no such option; for your own: DataLoader(dataset, **carried.loader)"
+IN_LOADER = "HuggingFaceAddon has no such option; for your own: DataLoader(dataset, **converted.loader)"
 _COLUMNS, _HUB = "your own dataset and collate_fn decide", "upload the folder yourself: huggingface_hub.upload_folder"
 _METRICS = "metrics are what test_step and metric_on_epoch_end return"
 HUGGINGFACE = {
@@ -317,38 +317,38 @@ def huggingface_options() -> Mapping[str, Any]:
 # ------------------------------------------------------------------------------------------------ devices and loaders
 
 
-def carry_device(args: Any, to: Any) -> None:
+def convert_device(args: Any, to: Any) -> None:
     """Carry use_cpu, and the arguments of DDP and FSDP, where there are several processes."""
     several = args.world_size > 1
     to.options["device"] = "cpu" if args.use_cpu else "auto" if several else str(args.device)
     if args.n_gpu > 1:
         to.report["n_gpu"] = (
             f"n_gpu={args.n_gpu}: DataParallel is not used; for all of them, start with torchrun, or write "
-            "carried.trainer(Task.add_on(MultiGPUAddon), model, device=['cuda:0', 'cuda:1'])"
+            "converted.trainer(Task.add_on(MultiGPUAddon), model, device=['cuda:0', 'cuda:1'])"
         )
     if several:
         backend = {"backend": args.ddp_backend} if args.ddp_backend else {}
         to.options.update(timeout=float(args.ddp_timeout), **backend)
     if args.fsdp:
-        _carry_fsdp(args, to)
+        _convert_fsdp(args, to)
     elif several:
         unused = args.ddp_find_unused_parameters
         to.add_on("MultiGPUAddon", **({} if unused is None else {"find_unused_parameters": unused}))
     for name in ("ddp_find_unused_parameters", "ddp_static_graph", "ddp_backend", "ddp_timeout"):
         field = next(each for each in dataclasses.fields(args) if each.name == name)
         if not (is_default(args, field) or several):
-            to.tell(name, "there is one process")
+            to.report_unused(name, "there is one process")
         elif not is_default(args, field) and args.fsdp and name == "ddp_find_unused_parameters":
-            to.tell(name, "FSDPAddon has no such option")
+            to.report_unused(name, "FSDPAddon has no such option")
         elif not is_default(args, field) and name == "ddp_static_graph":
-            to.tell(name, "the engines have no such option: steps may use different parameters")
+            to.report_unused(name, "the engines have no such option: steps may use different parameters")
 
 
 _FSDP = ("reshard_after_forward", "cpu_offload")  # Named alike here.
 _FSDP_OF_OTHER_NAME = ("activation_checkpointing", "transformer_layer_cls_to_wrap")
 
 
-def _carry_fsdp(args: Any, to: Any) -> None:
+def _convert_fsdp(args: Any, to: Any) -> None:
     """Carry fsdp and fsdp_config; entries that FSDPAddon has no option for are reported."""
     config = dict(args.fsdp_config or {})
     options: dict[str, Any] = {name: bool(config[name]) for name in _FSDP if name in config}
@@ -364,7 +364,7 @@ def _carry_fsdp(args: Any, to: Any) -> None:
         to.report["fsdp_config"] = f"fsdp_config has {left}: FSDPAddon has no such options"
 
 
-def carry_accelerator(args: Any, to: Any) -> None:
+def convert_accelerator(args: Any, to: Any) -> None:
     """Report the entries of accelerator_config that differ from their defaults."""
     config = args.accelerator_config
     given = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
@@ -376,7 +376,7 @@ def carry_accelerator(args: Any, to: Any) -> None:
         )
 
 
-def carry_loaders(args: Any, to: Any) -> None:
+def convert_loaders(args: Any, to: Any) -> None:
     """Carry the arguments of the loaders."""
     workers = args.dataloader_num_workers
     given: dict[str, Any] = {
@@ -395,13 +395,13 @@ def carry_loaders(args: Any, to: Any) -> None:
         for name in ("persistent_workers", "multiprocessing_context", "in_order"):
             field = next((e for e in dataclasses.fields(args) if e.name == f"dataloader_{name}"), None)
             if field is not None and not is_default(args, field):
-                to.tell(field.name, "it is for workers: dataloader_num_workers=1 or more")
+                to.report_unused(field.name, "it is for workers: dataloader_num_workers=1 or more")
 
 
 # ------------------------------------------------------------------------------------------------------------ loggers
 
 
-def carry_loggers(args: Any, to: Any) -> None:
+def convert_loggers(args: Any, to: Any) -> None:
     """Carry report_to, run_name, project and trackio_space_id."""
     wanted = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     wanted = [name for name in wanted if name != "none"]
@@ -418,15 +418,15 @@ def carry_loggers(args: Any, to: Any) -> None:
         where = to.entries["logging_dir"]
         to.report["logging_dir"] = f"logging_dir={where!r}: it is for report_to='tensorboard'"
     if unknown := [name for name in wanted if name not in _SERVICES]:
-        to.tell(
+        to.report_unused(
             "report_to", f"there is no logger for {', '.join(unknown)}; write on_log, or take {', '.join(_SERVICES)}"
         )
     if args.run_name is not None and not web:
-        to.tell("run_name", "it is for report_to='wandb' and other services")
+        to.report_unused("run_name", "it is for report_to='wandb' and other services")
     for name, readers in (("project", ("wandb", "trackio")), ("trackio_space_id", ("trackio",))):
         field = next((each for each in dataclasses.fields(args) if each.name == name), None)
         if field is not None and not is_default(args, field) and not set(readers) & set(web):
-            to.tell(name, f"it is for report_to={readers[0]!r}")
+            to.report_unused(name, f"it is for report_to={readers[0]!r}")
 
 
 def _entries_for(name: str, args: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from zae.errors import ConfigError
 from zae.loop.progress import Every
 
-__all__ = ["NEVER", "EveryAnd", "carry_evaluation", "carry_length", "cut_at", "steps_of", "train"]
+__all__ = ["NEVER", "EveryAnd", "convert_evaluation", "convert_length", "cut_at", "steps_of", "train"]
 
 NEVER = Every(epochs=sys.maxsize)
 
@@ -44,7 +44,7 @@ def steps_of(name: str, args: Any, total: int | None) -> int:
     return math.ceil(total * value)
 
 
-def carry_length(args: Any, to: Any) -> None:
+def convert_length(args: Any, to: Any) -> None:
     """Carry num_train_epochs and max_steps."""
     if args.max_steps > 0:
         to.run.update(n_epoch=None, max_steps=args.max_steps)
@@ -52,14 +52,14 @@ def carry_length(args: Any, to: Any) -> None:
         to.run["n_epoch"] = int(args.num_train_epochs)
     elif to.total_steps is None:
         to.report["num_train_epochs"] = (
-            f"num_train_epochs={args.num_train_epochs} ends within an epoch: carried.train(trainer, loader) counts its "
-            "steps; for trainer.run(), write from_arguments(args, total_steps=...)"
+            f"num_train_epochs={args.num_train_epochs} ends within an epoch: converted.train(trainer, loader) counts "
+            "its steps; for trainer.run(), write from_arguments(args, total_steps=...)"
         )
     else:
         to.run.update(n_epoch=math.ceil(args.num_train_epochs), max_steps=to.total_steps)
 
 
-def carry_evaluation(args: Any, to: Any) -> None:
+def convert_evaluation(args: Any, to: Any) -> None:
     """Carry eval_strategy, eval_steps and eval_delay."""
     after = max(0, math.ceil(args.eval_delay) - 1)
     if args.eval_strategy == "no":
@@ -71,8 +71,8 @@ def carry_evaluation(args: Any, to: Any) -> None:
         to.run["valid_every"] = EveryAnd(steps=steps_of("eval_steps", args, to.total_steps), after=after, also=last)
         if not last:
             to.report["eval_strategy"] = (
-                "eval_strategy='steps': the last step is evaluated by carried.train(trainer, loader, valid_loader), or "
-                "with from_arguments(args, total_steps=...)"
+                "eval_strategy='steps': the last step is evaluated by converted.train(trainer, loader, valid_loader), "
+                "or with from_arguments(args, total_steps=...)"
             )
 
 
@@ -107,8 +107,8 @@ def train(trainer: Any, args: Any, loader: Any = None, valid_loader: Any = None,
             f"num_train_epochs={args.num_train_epochs} of a loader without a length has no end; write max_steps"
         )
     limits = SimpleNamespace(total_steps=total_steps, run={}, report={})
-    carry_length(args, limits)
-    carry_evaluation(args, limits)
+    convert_length(args, limits)
+    convert_evaluation(args, limits)
     if args.eval_on_start and valid_loader is not None and not trainer.progress_checker.step:
         trainer.evaluate(valid_loader)
     valid_loader = None if args.eval_strategy == "no" else valid_loader

@@ -11,16 +11,16 @@ from typing import Any
 from torch import nn
 
 from zae.addons.huggingface import arguments, optimizers
-from zae.addons.huggingface.length import NEVER, EveryAnd, carry_evaluation, carry_length, steps_of, train
-from zae.compose.converted_arguments import CarriedArguments, Report
+from zae.addons.huggingface.length import NEVER, EveryAnd, convert_evaluation, convert_length, steps_of, train
+from zae.compose.converted_arguments import ConvertedArgumentsBase, Report
 from zae.compose.options import options_of
 from zae.errors import ConfigError
 from zae.loop.progress import Every
 
-__all__ = ["Carried", "EveryAnd", "Report", "from_arguments"]
+__all__ = ["ConvertedArguments", "EveryAnd", "Report", "from_arguments"]
 
 
-def from_arguments(args: Any, total_steps: int | None = None) -> Carried:
+def from_arguments(args: Any, total_steps: int | None = None) -> ConvertedArguments:
     """Return the add-ons and options of a trainer that trains as ``transformers.Trainer`` does with these arguments.
 
     Parameters
@@ -34,7 +34,7 @@ def from_arguments(args: Any, total_steps: int | None = None) -> Carried:
 
     Returns
     -------
-    Carried
+    ConvertedArguments
         Its ``report`` names each argument that has no effect here, and why.
 
     Raises
@@ -51,26 +51,26 @@ def from_arguments(args: Any, total_steps: int | None = None) -> Carried:
     ...     def train_step(self, batch):
     ...         return {"loss": self.model(batch).square().mean()}
     ...     test_step = train_step
-    >>> carried = from_arguments({
+    >>> converted = from_arguments({
     ...     "num_train_epochs": 2, "learning_rate": 0.1, "optim": "sgd", "gradient_accumulation_steps": 2,
     ...     "save_strategy": "no", "use_cpu": True, "torch_empty_cache_steps": 10})
-    >>> trainer = carried.trainer(Task, torch.nn.Linear(2, 1))
-    >>> carried.train(trainer, [torch.ones(8, 2)] * 5)["step"]
+    >>> trainer = converted.trainer(Task, torch.nn.Linear(2, 1))
+    >>> converted.train(trainer, [torch.ones(8, 2)] * 5)["step"]
     6
-    >>> print(carried.report)
+    >>> print(converted.report)
     torch_empty_cache_steps=10: call torch.cuda.empty_cache() in on_step_end
     """
     read, entries = arguments.read_arguments(args, stacklevel=3)
     if total_steps is None and read.max_steps > 0:
         total_steps = read.max_steps
-    made = Carried(read, entries, total_steps)
-    for carry in _CARRIERS:
-        carry(read, made)
+    made = ConvertedArguments(read, entries, total_steps)
+    for convert in _CONVERTERS:
+        convert(read, made)
     made.add_report()
     return made
 
 
-class Carried(CarriedArguments):
+class ConvertedArguments(ConvertedArgumentsBase):
     """What `from_arguments` returns.
 
     Attributes
@@ -127,7 +127,7 @@ class Carried(CarriedArguments):
         for name in options.keys() & self.huggingface.keys():
             self.report.pop(name, None)  # It was without HuggingFaceAddon.
         has_factory = model is None and more.get("model_init") is not None
-        replaces_some = any(CARRIED.get(name) is _carry_optimizer for name in more)
+        replaces_some = any(CONVERTED.get(name) is _convert_optimizer for name in more)
         if (has_factory or replaces_some) and "optimizer" not in more and "optim" in options_of(cls):
             options = self._optimizer_by_name(options)
         if not has_factory:
@@ -140,7 +140,7 @@ class Carried(CarriedArguments):
         if self.args.optim_target_modules is not None:  # There is no such option.
             return dict(options)
         made = {name: value for name, value in options.items() if name not in ("optimizer", "scheduler")}
-        named = {name: getattr(self.args, name) for name in CARRIED if CARRIED[name] is _carry_optimizer}
+        named = {name: getattr(self.args, name) for name in CONVERTED if CONVERTED[name] is _convert_optimizer}
         del named["optim_target_modules"]
         return {**made, **named, "optim": arguments.plain(self.args.optim)}
 
@@ -176,19 +176,19 @@ class Carried(CarriedArguments):
         """
         return train(trainer, self.args, loader, valid_loader, self.total_steps)
 
-    def tell(self, name: str, why: str) -> None:
+    def report_unused(self, name: str, why: str) -> None:
         """Report an argument."""
         value = "..." if "token" in name else arguments.plain(getattr(self.args, name, None))
         self.report[name] = f"{name}={value!r}: {why}"
 
     def add_report(self) -> None:
-        """Report each argument that nothing has carried, unless it has its default."""
+        """Report each argument that nothing has converted, unless it has its default."""
         options = arguments.huggingface_options()
         for each in dataclasses.fields(self.args):
             name, why = each.name, arguments.REPORTED.get(each.name)
-            if name in options and CARRIED.get(name) not in (_carry_optimizer, _carry_step):
+            if name in options and CONVERTED.get(name) not in (_convert_optimizer, _convert_step):
                 self.huggingface |= {} if arguments.is_default(self.args, each) else {name: getattr(self.args, name)}
-            if arguments.is_default(self.args, each) or name in self.report or name in CARRIED:
+            if arguments.is_default(self.args, each) or name in self.report or name in CONVERTED:
                 continue
             if name == "dataloader_pin_memory" and self.args.use_cpu:  # It sets it itself.
                 continue
@@ -198,14 +198,14 @@ class Carried(CarriedArguments):
             if name in arguments.HUGGINGFACE:
                 why = arguments.HUGGINGFACE[name]
                 if name not in options:
-                    self.tell(name, why)
+                    self.report_unused(name, why)
                 elif why is not arguments.IN_LOADER:
-                    self.tell(name, f"an option of HuggingFaceAddon; without it, {why}")
+                    self.report_unused(name, f"an option of HuggingFaceAddon; without it, {why}")
             elif why is None:
                 base = type(self.args).__module__.startswith("transformers.")
-                self.tell(name, "this version of zae does not know it" if base else "it is for your own code")
+                self.report_unused(name, "this version of zae does not know it" if base else "it is for your own code")
             else:
-                self.tell(name, why)
+                self.report_unused(name, why)
 
 
 def _make_model(make: Callable[..., Any], calls: tuple[Callable[[Any], Any], ...]) -> nn.Module:
@@ -221,33 +221,35 @@ def _prepared(model: nn.Module, calls: tuple[Callable[[Any], Any], ...]) -> nn.M
 # ------------------------------------------------------------------------------------------------- length and cadences
 
 
-def _carry_eval_start(args: Any, to: Carried) -> None:
+def _convert_eval_start(args: Any, to: ConvertedArguments) -> None:
     """Carry eval_on_start and do_eval."""
     if args.do_eval and args.eval_strategy == "no":
-        to.tell("do_eval", arguments.REPORTED["do_train"])
+        to.report_unused("do_eval", arguments.REPORTED["do_train"])
     if args.eval_on_start:
-        to.tell("eval_on_start", "carried.train() does it; before trainer.run(), call trainer.evaluate(valid_loader)")
+        to.report_unused(
+            "eval_on_start", "converted.train() does it; before trainer.run(), call trainer.evaluate(valid_loader)"
+        )
 
 
-def _carry_logging(args: Any, to: Carried) -> None:
+def _convert_logging(args: Any, to: ConvertedArguments) -> None:
     """Carry logging_strategy, logging_steps and logging_first_step."""
     every: Every = {"no": NEVER, "epoch": Every(epochs=1)}.get(arguments.plain(args.logging_strategy), NEVER)
     if args.logging_strategy == "steps":
         first = (1,) if args.logging_first_step else ()
         every = EveryAnd(steps=steps_of("logging_steps", args, to.total_steps), also=first)
     elif args.logging_first_step:
-        to.tell("logging_first_step", "it needs logging_strategy='steps'")
+        to.report_unused("logging_first_step", "it needs logging_strategy='steps'")
     to.options["log_every"] = every
     to.options["log_bar"] = "lines" if args.disable_tqdm else True
 
 
-def _carry_saving(args: Any, to: Carried) -> None:
+def _convert_saving(args: Any, to: ConvertedArguments) -> None:
     """Carry output_dir, save_strategy, save_steps, save_total_limit, resume_from_checkpoint and ignore_data_skip."""
     strategy = arguments.plain(args.save_strategy)
     if strategy == "no":
         for name in ("resume_from_checkpoint", "load_best_model_at_end"):
             if getattr(args, name):
-                to.tell(name, "there are no checkpoints with save_strategy='no'")
+                to.report_unused(name, "there are no checkpoints with save_strategy='no'")
         return
     every = {"epoch": Every(epochs=1), "best": NEVER}.get(strategy)
     limit = args.save_total_limit if (args.save_total_limit or 0) > 0 else None
@@ -261,7 +263,7 @@ def _carry_saving(args: Any, to: Carried) -> None:
         keep_best=int(keeps_best),
     )
     if strategy == "best":
-        to.tell("save_strategy", "the end of the run is saved too")
+        to.report_unused("save_strategy", "the end of the run is saved too")
     if "overwrite_output_dir" in to.entries:
         to.options["overwrite"] = bool(to.entries["overwrite_output_dir"])
     if to.entries.get("save_safetensors") is False:
@@ -271,7 +273,9 @@ def _carry_saving(args: Any, to: Carried) -> None:
     if args.ignore_data_skip:
         to.options["mid_epoch"] = "restart"
     if args.load_best_model_at_end:
-        to.tell("load_best_model_at_end", "carried.train() does it; after trainer.run(), call trainer.restore_best()")
+        to.report_unused(
+            "load_best_model_at_end", "converted.train() does it; after trainer.run(), call trainer.restore_best()"
+        )
 
 
 def _checkpoint(path: Any) -> Any:
@@ -286,7 +290,7 @@ def _checkpoint(path: Any) -> Any:
     return path
 
 
-def _carry_best(args: Any, to: Carried) -> None:
+def _convert_best(args: Any, to: ConvertedArguments) -> None:
     """Carry metric_for_best_model and greater_is_better."""
     if args.metric_for_best_model is not None:
         to.options["monitor"] = args.metric_for_best_model.removeprefix("eval_")
@@ -297,7 +301,7 @@ def _carry_best(args: Any, to: Carried) -> None:
 # ----------------------------------------------------------------------------------------------------------- the step
 
 
-def _carry_step(args: Any, to: Carried) -> None:
+def _convert_step(args: Any, to: ConvertedArguments) -> None:
     """Carry the gradient clip, accumulation, seeds, and precision."""
     to.options["gradient_clip"] = float(args.max_grad_norm or 0.0)
     to.options["seed"], to.is_deterministic = args.seed, args.full_determinism
@@ -308,20 +312,20 @@ def _carry_step(args: Any, to: Carried) -> None:
         to.add_on("AMPAddon", precision=precision)
 
 
-def _carry_compile(args: Any, to: Carried) -> None:
+def _convert_compile(args: Any, to: ConvertedArguments) -> None:
     """Carry torch_compile, its backend and its mode."""
     if args.torch_compile:
         backend = args.torch_compile_backend or "inductor"
         to.add_on("CompileAddon", compile_backend=backend, compile_mode=args.torch_compile_mode)
 
 
-def _carry_optimizer(args: Any, to: Carried) -> None:
+def _convert_optimizer(args: Any, to: ConvertedArguments) -> None:
     """Carry the optimizer and the schedule."""
     to.options["optimizer"], to.options["scheduler"] = optimizers.factories(args)
     to.options["scheduler_step_on_batch"] = True  # Of a scheduler that is given in place of this one too.
 
 
-def _carry_model(args: Any, to: Carried) -> None:
+def _convert_model(args: Any, to: ConvertedArguments) -> None:
     """Carry what changes the model: its cache, checkpointing of activations, and noise on embeddings."""
     to.model_calls.append(partial(_set_cache, value=getattr(args, "use_cache", False)))
     if getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing:
@@ -364,7 +368,7 @@ def _add_noise(model: Any, alpha: float) -> None:
     activate_neftune(model, alpha)
 
 
-def _report_old(args: Any, to: Carried) -> None:
+def _report_old(args: Any, to: ConvertedArguments) -> None:
     """Report the entries of older versions that nothing here takes."""
     if "tokenizer" in to.entries:
         if "processing_class" in arguments.huggingface_options():
@@ -374,26 +378,26 @@ def _report_old(args: Any, to: Carried) -> None:
 
 
 # The functions with the arguments that each of them carries.
-_CARRIERS: dict[Callable[[Any, Carried], None], tuple[str, ...]] = {
-    carry_length: ("num_train_epochs", "max_steps"),
-    carry_evaluation: ("eval_strategy", "eval_steps", "eval_delay"),
-    _carry_eval_start: ("eval_on_start", "do_eval"),
-    _carry_logging: ("logging_strategy", "logging_steps", "logging_first_step", "disable_tqdm"),
-    _carry_saving: ("output_dir", "save_strategy", "save_steps", "save_total_limit", "resume_from_checkpoint",
+_CONVERTERS: dict[Callable[[Any, ConvertedArguments], None], tuple[str, ...]] = {
+    convert_length: ("num_train_epochs", "max_steps"),
+    convert_evaluation: ("eval_strategy", "eval_steps", "eval_delay"),
+    _convert_eval_start: ("eval_on_start", "do_eval"),
+    _convert_logging: ("logging_strategy", "logging_steps", "logging_first_step", "disable_tqdm"),
+    _convert_saving: ("output_dir", "save_strategy", "save_steps", "save_total_limit", "resume_from_checkpoint",
                     "ignore_data_skip", "load_best_model_at_end"),
-    _carry_best: ("metric_for_best_model", "greater_is_better"),
-    _carry_step: ("max_grad_norm", "seed", "full_determinism", "gradient_accumulation_steps", "bf16", "fp16"),
-    _carry_compile: ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
-    _carry_optimizer: ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay", "adam_beta1",
+    _convert_best: ("metric_for_best_model", "greater_is_better"),
+    _convert_step: ("max_grad_norm", "seed", "full_determinism", "gradient_accumulation_steps", "bf16", "fp16"),
+    _convert_compile: ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    _convert_optimizer: ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay", "adam_beta1",
                        "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-    _carry_model: ("use_cache", "activation_checkpointing", "activation_checkpointing_kwargs",
+    _convert_model: ("use_cache", "activation_checkpointing", "activation_checkpointing_kwargs",
                    "gradient_checkpointing", "gradient_checkpointing_kwargs", "neftune_noise_alpha"),
-    arguments.carry_device: ("use_cpu", "fsdp", "fsdp_config", "ddp_find_unused_parameters", "ddp_static_graph",
+    arguments.convert_device: ("use_cpu", "fsdp", "fsdp_config", "ddp_find_unused_parameters", "ddp_static_graph",
                              "ddp_backend", "ddp_timeout"),
-    arguments.carry_accelerator: ("accelerator_config",),
-    arguments.carry_loaders: (),
-    arguments.carry_loggers: ("report_to", "run_name", "project", "trackio_space_id"),
+    arguments.convert_accelerator: ("accelerator_config",),
+    arguments.convert_loaders: (),
+    arguments.convert_loggers: ("report_to", "run_name", "project", "trackio_space_id"),
     _report_old: (),
 }  # fmt: skip
-CARRIED = {name: carry for carry, names in _CARRIERS.items() for name in names}
+CONVERTED = {name: convert for convert, names in _CONVERTERS.items() for name in names}
 """The arguments that a function here carries."""

@@ -59,7 +59,7 @@ class StopSignals:
         self.noted.clear()
         self._is_ending = False
         self._pid = os.getpid()
-        found = {number: _beneath(signal.getsignal(number), number) for number in _numbers()}
+        found = {number: _previous_handler(signal.getsignal(number), number) for number in _numbers()}
         # None: a handler that Python cannot put back.
         self._before = {number: one for number, one in found.items() if one is not None and one != signal.SIG_IGN}
         self._listens = bool(self._before)
@@ -79,14 +79,14 @@ class StopSignals:
             unmute_workers()
         for number in list(self._before):
             if signal.getsignal(number) in (self._note, signal.SIG_DFL):
-                signal.signal(number, _beneath(self._before.pop(number), number))
+                signal.signal(number, _previous_handler(self._before.pop(number), number))
 
     def end(self, number: int) -> NoReturn:
         """Call the previous handler of this signal, and end the process; restore the handlers before, but in a rank.
 
         It raises KeyboardInterrupt for Ctrl-C, else SystemExit with status 129 for SIGHUP and 143 for the others.
         """
-        before = _beneath(self._before.get(number), number)
+        before = _previous_handler(self._before.get(number), number)
         self._is_ending = True
         if not self._may_repeat:  # Else teardown does it: a repeated signal must not end a save in the background.
             self.restore()
@@ -99,7 +99,7 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._listens:  # A handler that was installed over this one calls it, or has restored it.
-            handler = _beneath(self._note, number)
+            handler = _previous_handler(self._note, number)
             if callable(handler):
                 handler(number, frame)
             elif handler == signal.SIG_DFL:
@@ -128,7 +128,7 @@ def _numbers() -> list[int]:
     return [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
-def _beneath(handler: Any, number: int) -> Any:
+def _previous_handler(handler: Any, number: int) -> Any:
     """Return the handler of a signal below the handlers of runs that are over."""
     passed: list[Any] = []
     while getattr(handler, "__func__", None) is StopSignals._note and not handler.__self__._listens:

@@ -155,7 +155,7 @@ def test_one_vocabulary_on_one_process_on_several_and_sharded(world: int, tmp_pa
 
 def test_the_hf_trainer_of_omnigenbench(tmp_path: Path) -> None:
     """Its example: arguments, metrics, the best model at the end, evaluate() on two sets, folder and metrics saved."""
-    carried = from_arguments(
+    converted = from_arguments(
         transformers.TrainingArguments(
             str(tmp_path / "results"), num_train_epochs=2, per_device_train_batch_size=4, per_device_eval_batch_size=4,
             learning_rate=1e-2, weight_decay=0.01, warmup_steps=2, eval_strategy="steps", eval_steps=4,
@@ -164,8 +164,8 @@ def test_the_hf_trainer_of_omnigenbench(tmp_path: Path) -> None:
         )
     )  # fmt: skip
     data = {"train_dataset": hf.dataset(count=16), "eval_dataset": hf.dataset(count=8)}
-    trainer = carried.trainer(Task, hf.make_model(), compute_metrics=compute_metrics, **data)
-    result = carried.train(trainer)
+    trainer = converted.trainer(Task, hf.make_model(), compute_metrics=compute_metrics, **data)
+    result = converted.train(trainer)
     rows = result["valid_metrics_history"]
     assert [row["step"] for row in rows] == [4, 8]
     found = trainer.evaluate()
@@ -235,8 +235,8 @@ def test_the_base_trainer_of_forgather(tmp_path: Path, capsys: pytest.CaptureFix
 
     args = {"output_dir": str(tmp_path), "num_train_epochs": 2, "per_device_train_batch_size": 4, "use_cpu": True,
             "logging_steps": 2, "save_strategy": "no", "report_to": "none"}  # fmt: skip
-    carried = from_arguments(args)
-    trainer = carried.trainer(
+    converted = from_arguments(args)
+    trainer = converted.trainer(
         Trainer.add_on(HuggingFaceAddon, CallbackAddon),
         None,
         data_collator=transformers.default_data_collator,
@@ -250,7 +250,7 @@ def test_the_base_trainer_of_forgather(tmp_path: Path, capsys: pytest.CaptureFix
     logger = TBLogger(summary)
     trainer.add_callback(logger)
     trainer.add_callback(transformers.ProgressCallback)
-    carried.train(trainer)
+    converted.train(trainer)
     assert len(seen) == 4
     state, control = seen[2]
     assert (state["epoch"], state["global_step"], state["max_steps"], state["num_train_epochs"]) == (1.5, 3, 4, 2)
@@ -292,7 +292,7 @@ def test_the_basic_workflow_of_transformers(tmp_path: Path) -> None:
         return hf.tokenizer()(examples["text"], padding="max_length", truncation=True, max_length=12)
 
     tokenized = texts.map(tokenize_function, batched=True).train_test_split(4, seed=0)
-    carried = from_arguments(
+    converted = from_arguments(
         transformers.TrainingArguments(
             str(tmp_path / "results"), num_train_epochs=3, per_device_train_batch_size=4, per_device_eval_batch_size=64,
             learning_rate=2e-3, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
@@ -300,8 +300,8 @@ def test_the_basic_workflow_of_transformers(tmp_path: Path) -> None:
         )
     )  # fmt: skip
     data = {"train_dataset": tokenized["train"], "eval_dataset": tokenized["test"]}
-    trainer = carried.trainer(Task, hf.make_model(), **data)
-    rows = carried.train(trainer)["valid_metrics_history"]
+    trainer = converted.trainer(Task, hf.make_model(), **data)
+    rows = converted.train(trainer)["valid_metrics_history"]
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(row["valid_loss"] for row in rows), rel=1e-6)
     trainer.save_model(tmp_path / "final_model")
@@ -360,16 +360,16 @@ def test_custom_loss_metrics_collator_and_callback(capsys: pytest.CaptureFixture
 
 def test_hyperparameter_search_with_arguments(tmp_path: Path) -> None:
     """``model_init`` and arguments; the search replaces single ones of them."""
-    carried = from_arguments(
+    converted = from_arguments(
         {"output_dir": str(tmp_path), "use_cpu": True, "num_train_epochs": 3, "learning_rate": 1e-2, "optim": "sgd",
          "weight_decay": 0.1, "save_strategy": "no", "report_to": "none"}
     )  # fmt: skip
     data = {"train_dataset": hf.dataset(count=8), "eval_dataset": hf.dataset(count=4)}
-    trainer = carried.trainer(Task, model_init=hf.make_model, compute_metrics=compute_metrics, **data)
-    given = carried.trainer(Task, hf.make_model(), **data)
-    carried.train(given)
-    named = carried.trainer(Task, model_init=hf.make_model, **data)
-    carried.train(named)
+    trainer = converted.trainer(Task, model_init=hf.make_model, compute_metrics=compute_metrics, **data)
+    given = converted.trainer(Task, hf.make_model(), **data)
+    converted.train(given)
+    named = converted.trainer(Task, model_init=hf.make_model, **data)
+    converted.train(named)
     assert difference(weights(given), weights(named)) == 0
     best = trainer.hyperparameter_search(
         direction="maximize",

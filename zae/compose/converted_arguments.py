@@ -7,7 +7,7 @@ from typing import Any
 from zae.compose.introspect import add_ons_of
 from zae.compose.metaclass import load_installed
 
-__all__ = ["CarriedArguments", "Report"]
+__all__ = ["ConvertedArgumentsBase", "Report"]
 
 
 class Report(dict[str, str]):
@@ -17,7 +17,7 @@ class Report(dict[str, str]):
         return "\n".join(self.values()) or "every argument has an effect, or its default"
 
 
-class CarriedArguments:
+class ConvertedArgumentsBase:
     """The base of what a ``from_arguments`` returns.
 
     Attributes
@@ -49,4 +49,4 @@ class CarriedArguments:
 
     def __repr__(self) -> str:
         names = ", ".join(each.__name__ for each in self.add_ons)
-        return f"Carried(add_ons=[{names}], options={self.options}, run={self.run})\n{self.report}"
+        return f"ConvertedArguments(add_ons=[{names}], options={self.options}, run={self.run})\n{self.report}"

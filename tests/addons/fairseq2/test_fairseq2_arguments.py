@@ -1,4 +1,4 @@
-"""The constructor call of fairseq2's trainer: every argument is carried, reported or refused; the weights are its."""
+"""The constructor call of fairseq2's trainer: every argument is converted, reported or refused; the weights are its."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def validation(*names, model):
 
 def trained(**more):
     """Run the call, and return the trainer and its metrics."""
-    carried = from_arguments(**given(**more))
-    trainer = carried.trainer(log_bar=False, **{} if "root_gang" in more else {"device": "cpu"})
-    return trainer, carried.train(trainer)
+    converted = from_arguments(**given(**more))
+    trainer = converted.trainer(log_bar=False, **{} if "root_gang" in more else {"device": "cpu"})
+    return trainer, converted.train(trainer)
 
 
 def warmed_up(optimizer):
@@ -141,10 +141,10 @@ def test_weights_and_scores_are_bitwise_those_of_the_loop(ends):
     expected, scores = hand(
         ends.get("max_num_steps", 100), norm=0.5, epochs=ends.get("max_num_data_epochs"), dropout=0.3
     )
-    carried = call(dropout=0.3, **ends)
-    metrics = carried()
-    assert same(carried.args.unit.model, expected.model)
-    assert carried.args.unit.steps == [step for step in expected.steps if step <= len(carried.args.unit.steps)]
+    converted = call(dropout=0.3, **ends)
+    metrics = converted()
+    assert same(converted.args.unit.model, expected.model)
+    assert converted.args.unit.steps == [step for step in expected.steps if step <= len(converted.args.unit.steps)]
     found = {row["step"]: row["valid_score"] for row in metrics["valid_metrics_history"]}
     assert found == pytest.approx(scores, abs=1e-6)
     assert found.keys() == scores.keys()
@@ -161,10 +161,10 @@ def test_a_run_that_was_killed_within_an_epoch_ends_as_the_loop(tmp_path, kill_a
     outcome = Child(lambda: call(kill_at=kill_at, **options)()).wait()
     assert outcome.status == -9, outcome.error
     assert list(tmp_path.glob("step-*"))
-    carried = call(**options)
-    metrics = carried()
-    assert same(carried.args.unit.model, expected.model)
-    assert carried.args.unit.steps[0] > 1
+    converted = call(**options)
+    metrics = converted()
+    assert same(converted.args.unit.model, expected.model)
+    assert converted.args.unit.steps[0] > 1
     assert [row["step"] for row in metrics["valid_metrics_history"]] == [*scores]
 
 
@@ -231,9 +231,16 @@ CHANGED = {
 CADENCES = ("validate", "checkpoint", "publish_metrics")
 
 
-def described(carried):
-    parts = carried.add_ons, carried.options, carried.run, carried.report, carried.loader.reader, carried.gangs
-    return repr(parts), repr(vars(carried.args)["unit"])
+def described(converted):
+    parts = (
+        converted.add_ons,
+        converted.options,
+        converted.run,
+        converted.report,
+        converted.loader.reader,
+        converted.gangs,
+    )
+    return repr(parts), repr(vars(converted.args)["unit"])
 
 
 def test_every_argument_changes_what_is_carried(tmp_path, monkeypatch):
@@ -405,25 +412,25 @@ def test_anomaly_detection_names_the_operation():
 
 def test_names_of_units_are_unique():
     made = validation("dev", "dev", "", model=(model := network()))
-    carried = from_arguments(**given(model=model, **made))
-    assert [*carried.valid_loader] == ["dev", "dev-1", "2"]
-    assert carried.valid_loader.keys() == carried.options["valid_units"].keys()
+    converted = from_arguments(**given(model=model, **made))
+    assert [*converted.valid_loader] == ["dev", "dev-1", "2"]
+    assert converted.valid_loader.keys() == converted.options["valid_units"].keys()
 
 
 def test_options_and_a_task_of_the_user_replace_those_of_the_call():
-    carried = from_arguments(**given())
+    converted = from_arguments(**given())
 
-    class Task(task_of(carried.args.unit)):
+    class Task(task_of(converted.args.unit)):
         def should_validate(self, is_due):
             return False
 
-    trainer = carried.trainer(Task, device="cpu", seed=7, log_bar=False)
+    trainer = converted.trainer(Task, device="cpu", seed=7, log_bar=False)
     assert isinstance(trainer, Task)
     assert trainer.seed == 7
-    assert repr(carried).startswith("Carried(add_ons=[GradientAccumulationAddon]")
-    assert AMPAddon not in carried.add_ons
-    assert JSONLLoggerAddon not in carried.add_ons
-    assert StateManagerAddon not in carried.add_ons
+    assert repr(converted).startswith("ConvertedArguments(add_ons=[GradientAccumulationAddon]")
+    assert AMPAddon not in converted.add_ons
+    assert JSONLLoggerAddon not in converted.add_ons
+    assert StateManagerAddon not in converted.add_ons
 
 
 def test_a_cadence_of_several():
@@ -574,9 +581,9 @@ def test_a_reader_whose_lists_are_not_steps(counts, promises, match):
 
 
 def test_a_call_trains_once():
-    carried = from_arguments(**given())
-    carried()
+    converted = from_arguments(**given())
+    converted()
     with pytest.raises(ConfigError, match="has trained; to train on, call from_arguments again, or run one trainer"):
-        carried()
-    trainer = carried.trainer(log_bar=False)
-    assert [trainer.run(1, carried.loader)["step"] for _ in range(2)] == [3, 6]
+        converted()
+    trainer = converted.trainer(log_bar=False)
+    assert [trainer.run(1, converted.loader)["step"] for _ in range(2)] == [3, 6]

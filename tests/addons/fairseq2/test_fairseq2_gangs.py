@@ -73,14 +73,14 @@ def test_two_ranks_that_are_killed_end_bitwise_as_the_loop_with_distributed_data
         unit, reader, optimizer, schedule = parts(gangs.dp.rank)
         unit.kill_at = kill_at * gangs.dp.rank
         units = [ScoreUnit(unit.model, "dev"), ScoreUnit(unit.model, "test", 3.0)]
-        carried = from_arguments(
+        converted = from_arguments(
             unit=unit, data_reader=reader, optimizer=optimizer, lr_scheduler=schedule, gangs=gangs,
             max_num_steps=7, max_gradient_norm=0.5, checkpoint_manager=tmp_path, checkpoint_every_n_steps=2,
             valid_units=units, valid_data_readers=[Reader(batches((3, 2), seed=9 + gangs.dp.rank)) for _ in units],
             validate_every_n_steps=3, score_metric_name="score",
         )  # fmt: skip
-        trainer = carried.trainer(log_bar=False)
-        metrics = carried.train(trainer)
+        trainer = converted.trainer(log_bar=False)
+        metrics = converted.train(trainer)
         assert isinstance(trainer, MultiGPUAddon)
         assert trainer.device.type == "cpu"
         return equal(weights(unit.model), expected), unit.steps, metrics["valid_metrics_history"]
@@ -98,9 +98,9 @@ def test_two_ranks_that_are_killed_end_bitwise_as_the_loop_with_distributed_data
 @on_ranks(2)
 def test_sharding_is_chosen_by_its_add_on(world):
     gangs = parallel_gangs(root_gang())
-    carried = call(gangs.dp.rank, root_gang=gangs.root, dp_gang=gangs.dp, tp_gang=gangs.tp)
-    trainer = carried.trainer(task_of(carried.args.unit).add_on(FSDPAddon), log_bar=False)
-    carried.train(trainer)
+    converted = call(gangs.dp.rank, root_gang=gangs.root, dp_gang=gangs.dp, tp_gang=gangs.tp)
+    trainer = converted.trainer(task_of(converted.args.unit).add_on(FSDPAddon), log_bar=False)
+    converted.train(trainer)
     assert not isinstance(trainer, MultiGPUAddon)
     found = [each.full_tensor() for each in trainer.unwrap().parameters()]
     assert near(found, by_hand(gangs.dp.rank, gangs.dp))
@@ -109,13 +109,13 @@ def test_sharding_is_chosen_by_its_add_on(world):
 @on_ranks(2)
 def test_a_tensor_gang_asks_for_a_plan_and_trains_as_one_process(world):
     gangs = parallel_gangs(root_gang(), tp_size=2)
-    with pytest.raises(ConfigError, match=r"tp_gang has 2 ranks, .*write carried\.trainer\(tensor_plan=\{'layers"):
+    with pytest.raises(ConfigError, match=r"tp_gang has 2 ranks, .*write converted\.trainer\(tensor_plan=\{'layers"):
         call(0, gangs=gangs).trainer()
-    carried = call(0, gangs=gangs)  # Ranks of one tp gang read the same batches.
-    trainer = carried.trainer(tensor_plan={"0": ColwiseParallel(), "3": RowwiseParallel()}, log_bar=False)
+    converted = call(0, gangs=gangs)  # Ranks of one tp gang read the same batches.
+    trainer = converted.trainer(tensor_plan={"0": ColwiseParallel(), "3": RowwiseParallel()}, log_bar=False)
     assert isinstance(trainer, TensorParallelAddon)
     assert trainer.mesh == {"tensor": 2}
-    carried.train(trainer)
+    converted.train(trainer)
     found = [getattr(each, "full_tensor", lambda own=each: own)() for each in trainer.unwrap().parameters()]
     assert near(found, by_hand(0))
 
@@ -127,11 +127,11 @@ def test_both_dimensions_shard_and_divide():
     def on_rank():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # Of RowwiseParallel.
         gangs = parallel_gangs(root_gang(), tp_size=2)
-        carried = call(gangs.dp.rank, gangs=gangs)
-        trainer = carried.trainer(tensor_plan={"0": ColwiseParallel(), "3": RowwiseParallel()}, log_bar=False)
+        converted = call(gangs.dp.rank, gangs=gangs)
+        trainer = converted.trainer(tensor_plan={"0": ColwiseParallel(), "3": RowwiseParallel()}, log_bar=False)
         assert isinstance(trainer, FSDPAddon)
         assert trainer.mesh == {"shard": 2, "tensor": 2}
-        carried.train(trainer)
+        converted.train(trainer)
         return [each.full_tensor() for each in trainer.unwrap().parameters()]
 
     found = each_rank(4, on_rank)
@@ -175,20 +175,20 @@ def test_an_early_stopper_of_one_rank_stops_both(world):
     """There it is called on rank 0 alone."""
     gangs = parallel_gangs(root_gang())
     unit, reader, optimizer, _ = parts(gangs.dp.rank)
-    carried = from_arguments(
+    converted = from_arguments(
         unit=unit, data_reader=reader, optimizer=optimizer, root_gang=gangs.root, max_num_steps=7,
         valid_units=[ScoreUnit(unit.model, "dev")], valid_data_readers=[Reader(batches((2,)))],
         score_metric_name="score", validate_every_n_steps=2,
         early_stopper=lambda step_nr, score: step_nr == 4 and gangs.root.rank == 0,
     )  # fmt: skip
-    assert carried.train(carried.trainer(log_bar=False))["step"] == 4
+    assert converted.train(converted.trainer(log_bar=False))["step"] == 4
 
 
 @on_ranks(2)
 def test_published_metrics_are_those_of_both_ranks(world):
-    carried = call(dist.get_rank(), root_gang=root_gang(), max_num_steps=6, publish_metrics_every_n_steps=2)
-    trainer = carried.trainer(log_bar=False)
-    carried.train(trainer)
+    converted = call(dist.get_rank(), root_gang=root_gang(), max_num_steps=6, publish_metrics_every_n_steps=2)
+    trainer = converted.trainer(log_bar=False)
+    converted.train(trainer)
     records = {row["step"]: row for row in trainer.history.log}
     assert [*records] == [2, 4, 6]
     assert all(row["train/error"] == pytest.approx(row["train/loss"], abs=1e-5) for row in records.values())
@@ -201,8 +201,8 @@ def test_hybrid_sharding_has_two_dimensions():
 
 
 def test_gangs_of_one_process_need_no_engine():
-    carried = call(0, gangs=parallel_gangs(root_gang()))
-    carried.train(trainer := carried.trainer(log_bar=False))
+    converted = call(0, gangs=parallel_gangs(root_gang()))
+    converted.train(trainer := converted.trainer(log_bar=False))
     assert str(trainer.device) == "cpu"
     assert not isinstance(trainer, MultiGPUAddon)
     assert equal(weights(trainer.unwrap()), by_hand(0))

@@ -1,4 +1,4 @@
-"""TrainingArguments become a trainer: every argument is carried, reported or refused, and the weights are the same."""
+"""TrainingArguments become a trainer: every argument is converted, reported or refused; the weights are equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kit import hf
 from zae import Every, Trainer
 from zae.addons import AMPAddon, GradientAccumulationAddon, StateManagerAddon, TensorBoardLoggerAddon
 from zae.addons.huggingface.arguments import HUGGINGFACE, REFUSED, REPORTED
-from zae.addons.huggingface.transformers import CARRIED, from_arguments
+from zae.addons.huggingface.transformers import CONVERTED, from_arguments
 from zae.errors import ConfigError
 
 FIELDS = {each.name: each for each in dataclasses.fields(TrainingArguments)}
@@ -85,9 +85,11 @@ class Net(nn.Module):
         return {"loss": nn.functional.mse_loss(output, labels), "logits": output}
 
 
-def shown(carried):
+def shown(converted):
     """What a set of arguments has come to, as text."""
-    given = {name: str(value) for name, value in vars(carried).items() if name not in ("args", "report", "total_steps")}
+    given = {
+        name: str(value) for name, value in vars(converted).items() if name not in ("args", "report", "total_steps")
+    }
     return json.dumps(given, sort_keys=True)
 
 
@@ -101,7 +103,7 @@ def samples():
 
 def test_every_argument_of_the_installed_version_has_an_entry():
     """None is in two tables, and no table names one that is gone."""
-    tables = [set(CARRIED), set(HUGGINGFACE), set(REPORTED), set(REFUSED)]
+    tables = [set(CONVERTED), set(HUGGINGFACE), set(REPORTED), set(REFUSED)]
     assert sum(map(len, tables)) == len(set.union(*tables))
     known = {each.name for each in dataclasses.fields(Seq2SeqTrainingArguments)}
     assert set.union(*tables) == known
@@ -111,7 +113,7 @@ def test_every_argument_of_the_installed_version_has_an_entry():
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - UNTRIED))
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_no_argument_is_dropped_in_silence(name, monkeypatch):
-    """Each one, set to another value, is seen in what was carried, in the report or in an error: issue 19.2."""
+    """Each one, set to another value, is seen in what was converted, in the report or in an error: issue 19.2."""
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_: True)
     default = FIELDS[name].default
     value, more = default, {}
@@ -140,19 +142,19 @@ def test_no_argument_is_dropped_in_silence(name, monkeypatch):
 
 def test_the_defaults_have_an_empty_report(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True)
-    carried = from_arguments(args)
-    assert carried.report == {}
-    assert str(carried.report) == "every argument has an effect, or its default"
-    assert carried.add_ons == [StateManagerAddon]
-    assert carried.options == {
-        "optimizer": carried.options["optimizer"], "scheduler": carried.options["scheduler"], "device": "cpu",
+    converted = from_arguments(args)
+    assert converted.report == {}
+    assert str(converted.report) == "every argument has an effect, or its default"
+    assert converted.add_ons == [StateManagerAddon]
+    assert converted.options == {
+        "optimizer": converted.options["optimizer"], "scheduler": converted.options["scheduler"], "device": "cpu",
         "scheduler_step_on_batch": True, "gradient_clip": 1.0, "seed": 42, "log_bar": True,
-        "log_every": carried.options["log_every"],
+        "log_every": converted.options["log_every"],
         "save_path": str(tmp_path), "save_every": Every(steps=500), "keep_last": None, "keep_best": 0,
     }  # fmt: skip
-    assert carried.run["n_epoch"] == 3
-    assert carried.loader == {"batch_size": 8, "num_workers": 0, "pin_memory": False, "drop_last": False}
-    assert repr(carried.options["scheduler"]) == "zae.addons.huggingface.optimizers.schedule('linear')"
+    assert converted.run["n_epoch"] == 3
+    assert converted.loader == {"batch_size": 8, "num_workers": 0, "pin_memory": False, "drop_last": False}
+    assert repr(converted.options["scheduler"]) == "zae.addons.huggingface.optimizers.schedule('linear')"
 
 
 class Seen(TrainerCallback):
@@ -185,8 +187,8 @@ def trained_by_transformers(args, samples):
 
 
 def trained_here(args, samples, folder):
-    carried = from_arguments(args)
-    carried.options.update({"save_path": folder} if "save_path" in carried.options else {})
+    converted = from_arguments(args)
+    converted.options.update({"save_path": folder} if "save_path" in converted.options else {})
 
     class Watched(Task):
         logs, evaluations, saves = [], [], []
@@ -200,16 +202,16 @@ def trained_here(args, samples, folder):
             super().on_validation_end(metrics)
             self.evaluations.append(self.progress_checker.step)
 
-    if StateManagerAddon in carried.add_ons:
+    if StateManagerAddon in converted.add_ons:
 
         class Watched(Watched):
             def on_save(self, path):
                 super().on_save(path)
                 self.saves.append(self.progress_checker.step)
 
-    trainer = carried.trainer(Watched, Net, log_bar=False)
-    loader = DataLoader(samples, **carried.loader)
-    metrics = carried.train(trainer, loader, DataLoader(samples[:6], **carried.valid_loader))
+    trainer = converted.trainer(Watched, Net, log_bar=False)
+    loader = DataLoader(samples, **converted.loader)
+    metrics = converted.train(trainer, loader, DataLoader(samples[:6], **converted.valid_loader))
     return trainer, metrics
 
 
@@ -266,17 +268,17 @@ def test_arguments_train_datasets_as_transformers_does(tmp_path):
     theirs, data = hf.make_model(), hf.dataset()
     other = transformers.Trainer(theirs, TrainingArguments(**given), train_dataset=data, eval_dataset=data)
     other.train()
-    carried = from_arguments(given)
-    assert carried.add_ons == [GradientAccumulationAddon]
-    assert carried.report == {
+    converted = from_arguments(given)
+    assert converted.add_ons == [GradientAccumulationAddon]
+    assert converted.report == {
         "label_smoothing_factor": "label_smoothing_factor=0.1: an option of HuggingFaceAddon; without it, the loss is "
         "what train_step returns"
     }
     task = Trainer.add_on("HuggingFaceAddon")
-    for way in ("carried", "trainer"):
-        trainer = carried.trainer(task, hf.make_model(), train_dataset=data, eval_dataset=data)
-        assert carried.report == {}, "the class has HuggingFaceAddon"
-        carried.train(trainer) if way == "carried" else trainer.train()
+    for way in ("converted", "trainer"):
+        trainer = converted.trainer(task, hf.make_model(), train_dataset=data, eval_dataset=data)
+        assert converted.report == {}, "the class has HuggingFaceAddon"
+        converted.train(trainer) if way == "converted" else trainer.train()
         worst = max(
             float((a - b).detach().abs().max()) for a, b in zip(theirs.parameters(), trainer.unwrap().parameters())
         )
@@ -296,10 +298,10 @@ def test_the_model_is_changed_as_the_arguments_say(samples):
         "use_cpu": True, "save_strategy": "no", "activation_checkpointing": True, "neftune_noise_alpha": 5.0,
         "activation_checkpointing_kwargs": {"use_reentrant": False}, "full_determinism": True,
     }  # fmt: skip
-    carried = from_arguments(given)
+    converted = from_arguments(given)
     try:
         for model in (hf.make_model("causal"), lambda: hf.make_model("causal")):
-            trained = carried.trainer(Task, model).unwrap()
+            trained = converted.trainer(Task, model).unwrap()
             assert trained.is_gradient_checkpointing
             assert trained.get_input_embeddings().neftune_noise_alpha == 5.0
             assert trained.config.use_cache is False
@@ -320,8 +322,8 @@ def test_the_best_weights_are_loaded_at_the_end(samples, tmp_path):
     }  # fmt: skip
     args = TrainingArguments(str(tmp_path / "theirs"), **given)
     theirs, _ = trained_by_transformers(args, samples)
-    carried = from_arguments(args)
-    assert (carried.options["monitor"], carried.options["monitor_mode"]) == ("loss", "min")
+    converted = from_arguments(args)
+    assert (converted.options["monitor"], converted.options["monitor_mode"]) == ("loss", "min")
     trainer, metrics = trained_here(args, samples, tmp_path / "ours")
     scores = [row["valid_loss"] for row in metrics["valid_metrics_history"]]
     best = scores.index(min(scores))
@@ -353,24 +355,24 @@ def test_a_run_resumes(samples, tmp_path):
 def test_loggers(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "cats")
     given = {"output_dir": str(tmp_path), "use_cpu": True, "save_strategy": "no", "run_name": "first"}
-    carried = from_arguments({**given, "report_to": ["tensorboard", "wandb", "mlflow", "trackio", "comet_ml"]})
-    assert [each.__name__ for each in carried.add_ons] == [
+    converted = from_arguments({**given, "report_to": ["tensorboard", "wandb", "mlflow", "trackio", "comet_ml"]})
+    assert [each.__name__ for each in converted.add_ons] == [
         "WandBLoggerAddon", "MLflowLoggerAddon", "TrackioLoggerAddon", "TensorBoardLoggerAddon",
     ]  # fmt: skip
-    assert carried.options["web_logger"] == {
+    assert converted.options["web_logger"] == {
         "wandb": {"project": "cats", "name": "first"},
         "mlflow": {"experiment_name": "Default", "run_name": "first"},
         "trackio": {"project": "huggingface", "name": "first"},
     }
-    assert carried.options["log_dir"] == str(tmp_path / "runs")
-    assert "there is no logger for comet_ml; " in carried.report["report_to"]
+    assert converted.options["log_dir"] == str(tmp_path / "runs")
+    assert "there is no logger for comet_ml; " in converted.report["report_to"]
     with pytest.warns(FutureWarning, match="logging_dir='logs' is of an older Transformers; write log_dir"):
-        carried = from_arguments({**given, "report_to": "tensorboard", "logging_dir": "logs"})
-    assert (carried.add_ons, carried.options["log_dir"]) == ([TensorBoardLoggerAddon], "logs")
-    assert carried.report["run_name"] == "run_name='first': it is for report_to='wandb' and other services"
+        converted = from_arguments({**given, "report_to": "tensorboard", "logging_dir": "logs"})
+    assert (converted.add_ons, converted.options["log_dir"]) == ([TensorBoardLoggerAddon], "logs")
+    assert converted.report["run_name"] == "run_name='first': it is for report_to='wandb' and other services"
     with pytest.warns(FutureWarning):
-        carried = from_arguments({**given, "logging_dir": "logs"})
-    assert carried.report["logging_dir"] == "logging_dir='logs': it is for report_to='tensorboard'"
+        converted = from_arguments({**given, "logging_dir": "logs"})
+    assert converted.report["logging_dir"] == "logging_dir='logs': it is for report_to='tensorboard'"
 
 
 def test_devices_and_processes(monkeypatch, tmp_path):
@@ -378,29 +380,29 @@ def test_devices_and_processes(monkeypatch, tmp_path):
     args = TrainingArguments(str(tmp_path), ddp_find_unused_parameters=True, save_strategy="no")
     monkeypatch.setattr(TrainingArguments, "device", torch.device("cuda", 0))
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
-    carried = from_arguments(args)
-    assert carried.options["device"] == "cuda:0"
-    assert carried.loader["pin_memory"] is True
-    assert carried.report["n_gpu"].startswith("n_gpu=2: DataParallel is not used; ")
-    assert carried.report["ddp_find_unused_parameters"] == "ddp_find_unused_parameters=True: there is one process"
+    converted = from_arguments(args)
+    assert converted.options["device"] == "cuda:0"
+    assert converted.loader["pin_memory"] is True
+    assert converted.report["n_gpu"].startswith("n_gpu=2: DataParallel is not used; ")
+    assert converted.report["ddp_find_unused_parameters"] == "ddp_find_unused_parameters=True: there is one process"
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     monkeypatch.setattr(TrainingArguments, "n_gpu", 1)
-    carried = from_arguments(args)
-    assert [each.__name__ for each in carried.add_ons] == ["MultiGPUAddon"]
-    assert {name: carried.options[name] for name in ("device", "timeout", "find_unused_parameters")} == {
+    converted = from_arguments(args)
+    assert [each.__name__ for each in converted.add_ons] == ["MultiGPUAddon"]
+    assert {name: converted.options[name] for name in ("device", "timeout", "find_unused_parameters")} == {
         "device": "auto", "timeout": 1800.0, "find_unused_parameters": True,
     }  # fmt: skip
-    assert carried.report == {}
+    assert converted.report == {}
     args.fsdp = True
     args.fsdp_config = {
         "transformer_layer_cls_to_wrap": ["BertLayer"], "cpu_offload": True, "activation_checkpointing": True,
         "version": 2, "state_dict_type": "FULL",
     }  # fmt: skip
-    carried = from_arguments(args)
-    assert [each.__name__ for each in carried.add_ons] == ["FSDPAddon", "GradientCheckpointingAddon"]
-    assert (carried.options["fsdp_blocks"], carried.options["cpu_offload"]) == (["BertLayer"], True)
-    assert carried.options["checkpoint_modules"] == ["BertLayer"]
-    assert carried.report == {
+    converted = from_arguments(args)
+    assert [each.__name__ for each in converted.add_ons] == ["FSDPAddon", "GradientCheckpointingAddon"]
+    assert (converted.options["fsdp_blocks"], converted.options["cpu_offload"]) == (["BertLayer"], True)
+    assert converted.options["checkpoint_modules"] == ["BertLayer"]
+    assert converted.report == {
         "fsdp_config": "fsdp_config has {'version': 2, 'state_dict_type': 'FULL'}: FSDPAddon has no such options",
         "ddp_find_unused_parameters": "ddp_find_unused_parameters=True: FSDPAddon has no such option",
     }
@@ -419,13 +421,13 @@ def test_arguments_of_an_own_class_and_of_a_parser(tmp_path):
     assert told == {"margin": "margin=0.7: it is for your own code"}
     line = ["--output_dir", str(tmp_path), "--learning_rate", "1e-3", "--use_cpu", "--bf16"]
     (parsed,) = transformers.HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line)
-    carried = from_arguments(parsed)
-    assert carried.add_ons == [StateManagerAddon, AMPAddon]
-    assert carried.options["optimizer"].args.learning_rate == 1e-3
+    converted = from_arguments(parsed)
+    assert converted.add_ons == [StateManagerAddon, AMPAddon]
+    assert converted.options["optimizer"].args.learning_rate == 1e-3
     with pytest.raises(ConfigError, match=r"eval_steps=0.1 is a share of the run, whose steps are not known here"):
         from_arguments({"use_cpu": True, "eval_strategy": "steps", "eval_steps": 0.1})
-    carried = from_arguments({"use_cpu": True, "eval_strategy": "steps", "eval_steps": 0.1}, total_steps=50)
-    assert str(carried.run["valid_every"]) == "EveryAnd(steps=5, after=0, also=(50,))"
+    converted = from_arguments({"use_cpu": True, "eval_strategy": "steps", "eval_steps": 0.1}, total_steps=50)
+    assert str(converted.run["valid_every"]) == "EveryAnd(steps=5, after=0, also=(50,))"
 
 
 # ------------------------------------------------------------------------------------------------------ the documents
@@ -434,7 +436,7 @@ def test_arguments_of_an_own_class_and_of_a_parser(tmp_path):
 def test_the_arguments_of_omnigenbench(samples, tmp_path):
     """Document 000: the arguments of HFTrainer as they are written there."""
     with pytest.warns(FutureWarning) as caught:
-        carried = from_arguments(
+        converted = from_arguments(
             {
                 "output_dir": str(tmp_path / "results"), "num_train_epochs": 10, "per_device_train_batch_size": 32,
                 "per_device_eval_batch_size": 64, "learning_rate": 5e-5, "weight_decay": 0.01, "warmup_steps": 500,
@@ -449,21 +451,21 @@ def test_the_arguments_of_omnigenbench(samples, tmp_path):
         f"logging_dir={str(tmp_path / 'logs')!r} is of an older Transformers; write log_dir, an option of "
         "TensorBoardLoggerAddon",
     ]
-    assert {each.__name__ for each in carried.add_ons} == {
+    assert {each.__name__ for each in converted.add_ons} == {
         "StateManagerAddon", "AMPAddon", "WandBLoggerAddon", "TensorBoardLoggerAddon",
     }  # fmt: skip
     expected = {
         "save_every": Every(steps=500), "keep_last": 3, "keep_best": 1, "monitor": "accuracy", "monitor_mode": "max",
         "precision": "fp16", "seed": 42, "gradient_clip": 1.0, "log_dir": str(tmp_path / "logs"),
     }  # fmt: skip
-    assert {name: carried.options[name] for name in expected} == expected
-    assert (carried.run["n_epoch"], carried.run["valid_every"].steps, carried.options["log_every"].steps) == (
+    assert {name: converted.options[name] for name in expected} == expected
+    assert (converted.run["n_epoch"], converted.run["valid_every"].steps, converted.options["log_every"].steps) == (
         10,
         500,
         100,
     )
-    assert (carried.loader["batch_size"], carried.valid_loader["batch_size"]) == (32, 64)
-    assert set(carried.report) == {"eval_strategy", "load_best_model_at_end"}
+    assert (converted.loader["batch_size"], converted.valid_loader["batch_size"]) == (32, 64)
+    assert set(converted.report) == {"eval_strategy", "load_best_model_at_end"}
 
 
 def test_the_arguments_of_forgather(samples, tmp_path):
@@ -477,10 +479,10 @@ def test_the_arguments_of_forgather(samples, tmp_path):
         "dataloader_drop_last": False, "learning_rate": 5e-5, "weight_decay": 0.0, "adam_beta1": 0.9,
         "adam_beta2": 0.999, "adam_epsilon": 1e-8, "warmup_steps": 0, "lr_scheduler_type": "linear", "use_cpu": True,
     }  # fmt: skip
-    carried = from_arguments(given)
-    assert carried.report == {}
-    trainer = carried.trainer(Task, Net, log_bar=False)
-    assert carried.train(trainer, DataLoader(samples, **carried.loader))["step"] == 2
+    converted = from_arguments(given)
+    assert converted.report == {}
+    trainer = converted.trainer(Task, Net, log_bar=False)
+    assert converted.train(trainer, DataLoader(samples, **converted.loader))["step"] == 2
     own = {
         "save_optimizer_state": "here it is StateManagerAddon",
         "save_scheduler_state": "here it is StateManagerAddon",
@@ -516,21 +518,21 @@ def test_the_arguments_of_forgather(samples, tmp_path):
 )  # fmt: skip
 def test_the_arguments_of_the_tutorial(given, add_ons, tmp_path):
     """Document 004: each snippet that makes TrainingArguments."""
-    carried = from_arguments({"output_dir": str(tmp_path / "results"), "use_cpu": True, **given})
-    assert {each.__name__ for each in carried.add_ons} == add_ons
-    trainer = carried.trainer(Task, hf.make_model(), log_bar=False)
+    converted = from_arguments({"output_dir": str(tmp_path / "results"), "use_cpu": True, **given})
+    assert {each.__name__ for each in converted.add_ons} == add_ons
+    trainer = converted.trainer(Task, hf.make_model(), log_bar=False)
     assert trainer.monitor == "loss"
-    assert set(carried.report) <= {"load_best_model_at_end"}
+    assert set(converted.report) <= {"load_best_model_at_end"}
 
 
 def test_without_tqdm_a_run_shows_plain_lines(samples, capsys):
     """As in Transformers, which prints what it logs; the bar is left out, and not what it shows."""
     given = {"use_cpu": True, "save_strategy": "no", "report_to": "none", "num_train_epochs": 1}
     for is_disabled in (True, False):
-        carried = from_arguments({**given, "disable_tqdm": is_disabled})
-        assert carried.options["log_bar"] == ("lines" if is_disabled else True)
-    carried = from_arguments({**given, "disable_tqdm": True})
-    carried.train(carried.trainer(Task, Net), DataLoader(samples, 8))
+        converted = from_arguments({**given, "disable_tqdm": is_disabled})
+        assert converted.options["log_bar"] == ("lines" if is_disabled else True)
+    converted = from_arguments({**given, "disable_tqdm": True})
+    converted.train(converted.trainer(Task, Net), DataLoader(samples, 8))
     shown = capsys.readouterr()
     assert "loss" in shown.out + shown.err
     assert "\r" not in shown.out + shown.err

@@ -55,9 +55,9 @@ def test_a_script_moves_as_it_is(head: str, bf16: bool, tmp_path: Any, caplog: A
     model, other = hf.make_model(head), hf.make_model(head)
     theirs = transformers.Trainer(other, args, **given)
     theirs.train()
-    carried = from_arguments(args)
-    trainer = carried.trainer(Trainer.add_on(HuggingFaceAddon), model, **given)
-    carried.train(trainer)
+    converted = from_arguments(args)
+    trainer = converted.trainer(Trainer.add_on(HuggingFaceAddon), model, **given)
+    converted.train(trainer)
     found, expected = trainer.evaluate(), theirs.evaluate()
     for name in ("eval_loss", "eval_accuracy"):
         assert found[name] == pytest.approx(expected[name], abs=1e-6)

@@ -219,10 +219,10 @@ def test_a_scheduler_of_ones_own_is_stepped_as_transformers_does(kind: str, tmp_
         ).train()  # fmt: skip
 
     def by_arguments(other: Any, optimizer: Any, found: Any) -> None:
-        carried = from_arguments(args)
+        converted = from_arguments(args)
         more = {"optimizer": optimizer, "scheduler": schedule(optimizer), "callbacks": [found]}
-        trainer = carried.trainer(Task.add_on(CallbackAddon), other, train_dataset=data, eval_dataset=data, **more)
-        carried.train(trainer)
+        trainer = converted.trainer(Task.add_on(CallbackAddon), other, train_dataset=data, eval_dataset=data, **more)
+        converted.train(trainer)
 
     ours(by_options)
     ours(lambda *parts: by_options(*parts, scheduler=schedule))
@@ -230,12 +230,12 @@ def test_a_scheduler_of_ones_own_is_stepped_as_transformers_does(kind: str, tmp_
 
 
 def test_arguments_alone_step_a_given_scheduler_after_each_step(tmp_path: Path) -> None:
-    carried = from_arguments(hf.arguments(tmp_path, num_train_epochs=2))
+    converted = from_arguments(hf.arguments(tmp_path, num_train_epochs=2))
     model = hf.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    trainer = carried.trainer(OwnSteps, model, optimizer=optimizer, scheduler=scheduler)
-    carried.train(trainer, [transformers.default_data_collator(hf.rows(count=2))] * 3)
+    trainer = converted.trainer(OwnSteps, model, optimizer=optimizer, scheduler=scheduler)
+    converted.train(trainer, [transformers.default_data_collator(hf.rows(count=2))] * 3)
     assert optimizer.param_groups[0]["lr"] == 0.5**6
 
 
@@ -272,9 +272,9 @@ def settings(folder: Path) -> dict[str, Any]:
 def test_arguments_are_an_option(given: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The class gets their add-ons, and trains as `from_arguments` does."""
     data = {"train_dataset": hf.dataset(count=16), "eval_dataset": hf.dataset(count=6)}
-    carried = from_arguments(settings(tmp_path / "expected"))
-    expected = carried.trainer(Task, hf.make_model(), **data)
-    carried.train(expected)
+    converted = from_arguments(settings(tmp_path / "expected"))
+    expected = converted.trainer(Task, hf.make_model(), **data)
+    converted.train(expected)
     entries = settings(tmp_path / "found")
     args = TrainingArguments(**entries)
     made = {
