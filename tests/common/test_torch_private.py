@@ -26,6 +26,7 @@ ELSEWHERE = {
     *("_profile_name", "_sampler_iter", "_reset", "_num_yielded", "_dataset_kind", "_DatasetKind", "_dataset"),
     *("_IterableDataset_len_called", "_num_workers"),
     "_popen",  # Of multiprocessing.
+    "_has_compatible_shallow_copy_type",  # Of a model that is moved to an accelerator without a name.
     "_forward_cache",  # Of torchmetrics.
     "_orig_mod",  # Of what torch.compile returns, which is only told from other modules by it.
     "_fingerprint",  # Of a dataset of Hugging Face; one without it is compared by its length.

@@ -9,6 +9,7 @@ OF_THE_KIND = (
     "test_training.py",
     "test_any_accelerator.py",
     "test_current_device.py",
+    "test_moved_model.py",
     "test_resume.py",
     "test_late_errors.py",
 )

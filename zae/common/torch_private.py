@@ -44,6 +44,7 @@ __all__ = [
     "is_compiled",
     "is_profiling",
     "last_metric_value",
+    "move_module",
     "overflow_flags",
     "shut_down_workers",
     "sparse_parts",
@@ -133,6 +134,30 @@ def has_own_loading(module: nn.Module) -> bool:
     except AttributeError:
         return True
     return any(hooks) or any(not getattr(each, "__module__", "").startswith("torch.") for each in methods)
+
+
+def move_module(module: nn.Module, device: torch.device) -> None:
+    """Move a module to a device, with the parameters that it has, whatever the device.
+
+    To an accelerator that torch has no name for, ``module.to`` gives it new ones. Optimizers that a script has made
+    then keep the old ones, and tied weights are tied no more.
+    """
+    can_set_data = getattr(torch, "_has_compatible_shallow_copy_type", lambda *pair: True)
+    elsewhere = [each for each in module.parameters() if each.device.type != device.type]
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    if elsewhere and not can_set_data(elsewhere[0], torch.empty(0, device=device)):
+        torch.__future__.set_swap_module_params_on_conversion(True)  # Or `module.to` makes new parameters.
+    try:
+        module.to(device)
+    except RuntimeError as error:
+        if "swap" in str(error):
+            error.add_note(
+                "zae: a graph, or a weak reference of the script, holds this parameter, and torch cannot move it then; "
+                f"write model.to('{device}') where the model is made, before its optimizer"
+            )
+        raise
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def has_own_shapes(module: nn.Module) -> bool:

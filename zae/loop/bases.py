@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zae import optim
 from zae.common.model_weights import load_fitted, plain_state
+from zae.common.torch_private import move_module
 from zae.common.walk import map_tensors
 from zae.compose.introspect import hook
 from zae.errors import ConfigError
@@ -234,7 +235,7 @@ class Processes:
                 f"model has parameters on the meta device, which have no values ({empty}, for instance); make it "
                 "outside of torch.device('meta'), or call model.to_empty(device='cpu') and load weights first"
             )
-        module.to(self.device)
+        move_module(module, self.device)
 
     @hook
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:

@@ -70,12 +70,7 @@ def notes(folder, rank):
     return found
 
 
-# Torch gives a module that goes to a device of no name new parameters, and an optimizer that was made before the old
-# ones: there a second run, which has the optimizers of the first, trains nothing, and says so.
-RUNS = [1, pytest.param(2, marks=pytest.mark.exhaustive)] if DEVICE == "cuda" else [1]
-
-
-@pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_no_device_holds_more_than_its_part_and_a_tensor(runs, tmp_path):
     torch.manual_seed(0)
     options = {"save_path": tmp_path / "run", "save_format": "safetensors"}
