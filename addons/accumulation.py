@@ -9,14 +9,60 @@ from typing import Any
 from zae.addon import AddOnBase, replaces
 from zae.common.argument_checks import check_count
 from zae.common.walk import leading_dimension
-from zae.compose.introspect import is_marked
 from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.sharding import shares_of
 from zae.errors import ConfigError, LoaderError, StepError
+from zae.parts import StepWindow
 
-__all__ = ["GradientAccumulationAddon"]
+__all__ = ["AccumulationWindow", "GradientAccumulationAddon"]
 
 _REPEATED = ("gradients", "run_batch")
+
+
+class AccumulationWindow(StepWindow):
+    """A window of several batches, which are taken from the loader one by one.
+
+    Parameters
+    ----------
+    batches : int
+        The batches of a step.
+    samples : int, optional
+        The samples of a step over all ranks, in the place of ``batches``.
+    """
+
+    def __init__(self, batches: int = 1, samples: int | None = None) -> None:
+        self.batches, self.samples = batches, samples
+
+    def batches_of(self, batch_size: int | None, ranks: int) -> int | None:
+        """Return how many batches make a step of a loader; refuse samples that are not a multiple."""
+        if self.samples is None:
+            return self.batches
+        return None if batch_size is None else _quotient(self.samples, batch_size, ranks)
+
+    def group(
+        self, batches: Iterator[Any], count: int, left: int | None, holds: bool = False
+    ) -> Iterator[Sequence[Any]]:
+        """Yield the windows of an epoch.
+
+        Parameters
+        ----------
+        batches : iterator
+            Those of the loader.
+        count : int
+            The batches of a window, as `batches_of` says.
+        left : int or None
+            How many there are; None is unknown. Then whole windows are fetched: the number of batches in one has to be
+            known before its first backward.
+        holds : bool
+            Whether to keep the batches of each window, as they may be needed again.
+        """
+        if left is None:
+            yield from _look_ahead(batches, count)
+            return
+        while left > 0:
+            window = _Window(batches, min(count, left), holds or self.may_restart, self)
+            left -= len(window)
+            yield window
 
 
 class GradientAccumulationAddon(AddOnBase):
@@ -69,54 +115,65 @@ class GradientAccumulationAddon(AddOnBase):
 
     layer = "loop"
     slot = "accumulation"
+    step_window: AccumulationWindow
 
     def __init__(
         self, *args: Any, gradient_accumulation_steps: int = 1, global_batch_size: int | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.gradient_accumulation_steps = check_count("gradient_accumulation_steps", gradient_accumulation_steps)
-        self.batches_per_step = self.gradient_accumulation_steps  # With global_batch_size, that of the present loader.
-        self.global_batch_size = global_batch_size
-        if global_batch_size is not None:
-            self.global_batch_size = check_count("global_batch_size", global_batch_size)
-            if self.gradient_accumulation_steps > 1:
-                raise ConfigError(
-                    f"gradient_accumulation_steps={gradient_accumulation_steps} and "
-                    f"global_batch_size={global_batch_size} both say how long a step is; leave one of them out"
-                )
+        steps = check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+        samples = check_count("global_batch_size", global_batch_size, optional=True)
+        if samples is not None and steps > 1:
+            raise ConfigError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps} and "
+                f"global_batch_size={global_batch_size} both say how long a step is; leave one of them out"
+            )
+        self.step_window = AccumulationWindow(steps, samples)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Loader batches in each optimizer step; 1 where ``global_batch_size`` says it."""
+        return self.step_window.batches
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.step_window.batches = steps
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples in each optimizer step, over all ranks, where they were given."""
+        return self.step_window.samples
+
+    @global_batch_size.setter
+    def global_batch_size(self, samples: int | None) -> None:
+        self.step_window.samples = samples
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Group the loader's batches into windows."""
-        batches = super().batches(loader)
-        if self.gradient_accumulation_steps == 1 and self.global_batch_size is None:
+        batches, window = super().batches(loader), self.step_window
+        if window.batches == 1 and window.samples is None:
             yield from batches  # Each batch is a step.
             return
         length, count = length_of(loader), self._batches_per_step(loader)
-        self.batches_per_step = count
-        if length is None:
-            yield from _look_ahead(batches, count)
-            return
-        left, may_repeat = length - self.progress_checker.epoch_batch, self._may_repeat()
-        while left > 0:
-            holds = may_repeat or getattr(self, "repeats_gradients", False)
-            window = _Window(batches, min(count, left), holds)
-            left -= len(window)
-            yield window
+        left = None if length is None else length - self.progress_checker.epoch_batch
+        yield from window.group(batches, count, left, self._may_repeat())
         for _ in batches:  # A loader may count its batches only when it is asked for one more.
             raise LoaderError(f"the loader has a length of {length}, but yielded more batches; fix its __len__")
 
     def _batches_per_step(self, loader: Any) -> int:
         """Return how many batches of a rank's loader make a step."""
-        if self.global_batch_size is None:
-            return self.gradient_accumulation_steps
-        size, shares = batch_size_of(loader), shares_of(loader)
-        if size is None:
+        window, samples = self.step_window, self.step_window.samples
+        if samples is None:
+            return window.batches
+        shares = shares_of(loader)
+        count = window.batches_of(batch_size_of(loader), self.dp_world_size if shares is None else shares.size)
+        if count is None:
             raise LoaderError(
-                f"global_batch_size={self.global_batch_size} needs the batch size of the loader, which it does not "
+                f"global_batch_size={samples} needs the batch size of the loader, which it does not "
                 f"state ({describe(loader)}); write gradient_accumulation_steps=... instead"
             )
-        _check_drop_last(loader, self.global_batch_size)
-        return _quotient(self.global_batch_size, size, self.dp_world_size if shares is None else shares.size)
+        _check_drop_last(loader, samples)
+        return count
 
     def count_targets(self, values: Mapping[str, Any], batch: Any) -> Any:
         """Count the samples of a batch, where the size of a step is given in samples."""
@@ -133,14 +190,12 @@ class GradientAccumulationAddon(AddOnBase):
         return samples
 
     def _may_repeat(self) -> bool:
-        """Return whether an override may compute the gradients of one window several times."""
-        for kind in type(self).__mro__:
-            is_own = not kind.__module__.startswith("zae.")
-            if "repeats_gradients" in vars(kind):  # Not in every step.
-                continue
-            if any(is_own or is_marked(vars(kind)[name], "__repeats__") for name in _REPEATED if name in vars(kind)):
-                return True
-        return False
+        """Return whether an override of a user may compute the gradients of one window several times.
+
+        An add-on of zae says so in the window itself.
+        """
+        own = (kind for kind in type(self).__mro__ if not kind.__module__.startswith("zae."))
+        return any(name in vars(kind) for kind in own for name in _REPEATED)
 
     @replaces
     def micro_batches(self, batch: Any) -> Sequence[Any]:
@@ -155,9 +210,7 @@ class GradientAccumulationAddon(AddOnBase):
     def plan_ranks(self, plan: Any) -> None:
         """Note how many batches make a step."""
         super().plan_ranks(plan)
-        plan.batches_per_step = self.gradient_accumulation_steps
-        if self.global_batch_size is not None and plan.batch_size:
-            plan.batches_per_step = _quotient(self.global_batch_size, plan.batch_size, plan.dp_world_size)
+        plan.batches_per_step = self.step_window.batches_of(plan.batch_size, plan.dp_world_size) or 1
 
 
 def _quotient(together: int, batch_size: int, ranks: int) -> int:
@@ -196,8 +249,8 @@ class _List(list[Any]):
 class _Window(Sequence[Any]):
     """The next ``count`` batches, fetched one by one, and kept only where they may be needed again."""
 
-    def __init__(self, batches: Iterator[Any], count: int, holds: bool) -> None:
-        self._batches, self._count, self._holds = batches, count, holds
+    def __init__(self, batches: Iterator[Any], count: int, holds: bool, part: StepWindow) -> None:
+        self._batches, self._count, self._holds, self._part = batches, count, holds, part
         self._held: list[Any] = []
         self._given = 0
 
@@ -213,6 +266,7 @@ class _Window(Sequence[Any]):
                 "the batches of a window are yielded once; to compute its gradients several times, override "
                 "gradients(batch) and call super().gradients(batch) there each time"
             )
+        self._holds = self._holds or self._part.is_repeated
         yield from self._held
         for batch in itertools.islice(self._batches, self._count - self._given):
             self._given += 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,14 @@ from zae import optim
 from zae.addon import AddOnBase, replaces
 from zae.common.argument_checks import check_flags
 from zae.common.device import cpu_computes_in_bf16
-from zae.common.torch_private import found_overflow
+from zae.common.null_context import NULL_CONTEXT
+from zae.common.torch_private import found_overflow, overflow_flags
 from zae.compose.introspect import add_ons_of
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 from zae.optimizers import low_precision
+from zae.parts import Precision
 
-__all__ = ["AMPAddon"]
+__all__ = ["AMPAddon", "MixedPrecision"]
 
 _log = logging.getLogger("zae")
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
@@ -34,6 +36,122 @@ _OF_LIGHTNING = {
     "16-mixed": "; write precision='fp16'",
     "32-true": "; write precision='fp32'",
 }
+
+
+class MixedPrecision(Precision):
+    """Autocast in bfloat16 or float16, and for float16 a scale of the loss (torch's GradScaler).
+
+    Parameters
+    ----------
+    name : {"fp32", "bf16", "fp16"}
+        The type of the forward; it may be set until `begin`.
+    loss_scale : (float, float)
+        The initial and the smallest scale.
+    weights : torch.dtype, optional
+        The type that the weights were converted to.
+    """
+
+    def __init__(
+        self,
+        name: str = "fp32",
+        loss_scale: tuple[float, float] = (65536.0, 1.0),
+        weights: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(name, weights)
+        self.loss_scale, self.scaler = loss_scale, cast("torch.amp.GradScaler | None", None)
+        self.is_unscaled = False  # Whether gradients were divided by the scale that have not been stepped yet.
+        self._device, self._stepped = "cpu", False
+        self._state: dict[str, Any] = {}  # Of the scaler, between two runs.
+        self._handles: list[Any] = []
+
+    def begin(self, device: str, optimizers: Iterable[Optimizer]) -> None:
+        """Begin a run on a type of device, which steps these optimizers."""
+        self._device = device
+        if self.name != "fp16":
+            return
+        scaler = torch.amp.GradScaler(device, init_scale=self.loss_scale[0])
+        if self._state:
+            scaler.load_state_dict(self._state)
+        self.scaler = scaler
+        self._handles = [each.register_step_post_hook(self._note_step) for each in optimizers]
+
+    def end(self) -> None:
+        """End a run, and keep the state of its scale."""
+        self._state = self.state_dict()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.scaler, self.is_unscaled = [], None, False
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss is scaled in this run."""
+        return self.scaler is not None
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast the forward; in float32, leave it."""
+        dtype = _TYPES[self.name]
+        return NULL_CONTEXT if dtype is None else torch.autocast(self._device, dtype=dtype)
+
+    def scale(self, loss: Any) -> Any:
+        """Multiply a loss, or each of several, by the scale."""
+        scaler = self.scaler
+        if scaler is None:
+            return loss
+        if isinstance(loss, Mapping):
+            return {key: scaler.scale(each) for key, each in loss.items()}
+        return scaler.scale(loss) if isinstance(loss, Tensor) else loss
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide the gradients by the scale."""
+        if self.scaler is not None:
+            for optimizer in optimizers:
+                self.scaler.unscale_(optimizer)
+            self.is_unscaled = True
+
+    def found_inf(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the tensors in which the scaler has noted an overflow."""
+        return [] if self.scaler is None else overflow_flags(self.scaler, optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Step an optimizer, unless its gradients overflowed."""
+        if self.scaler is None:
+            return super().step(optimizer)
+        # torch calls a fused optimizer after an overflow too. It then allocates its state without writing it, so that a
+        # first momentum would be uninitialized memory.
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        is_fused = is_fused or getattr(optimizer, "_step_supports_amp_scaling", False)
+        if is_fused and found_overflow(self.scaler, optimizer):
+            return False
+        self._stepped = False
+        self.scaler.step(optimizer)
+        return self._stepped
+
+    def update(self) -> None:
+        """Halve the scale after an overflow, and double it after many steps without one."""
+        self.is_unscaled = False
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def keep_scale_up(self) -> bool:
+        """Put a scale that has become too small back to the smallest one; return whether it was."""
+        if self.scaler is None or self.scaler.get_scale() >= self.loss_scale[1]:
+            return False
+        self.scaler.update(self.loss_scale[1])
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scaler; the last one while there is no scaler."""
+        return self._state if self.scaler is None else dict(self.scaler.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with a state of the scaler."""
+        self._state = dict(state)
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(self._state)
+
+    def _note_step(self, *_: Any) -> None:
+        """Note that the optimizer stepped; comparing the scale instead would wait for the device."""
+        self._stepped = True
 
 
 class AMPAddon(AddOnBase):
@@ -87,6 +205,7 @@ class AMPAddon(AddOnBase):
 
     layer = "precision"
     slot = "precision"
+    precision_part: MixedPrecision
     state_attributes = ("_scaler",)
 
     def __init__(
@@ -117,15 +236,23 @@ class AMPAddon(AddOnBase):
         self._wanted = wanted if self.dtype is None else [self.dtype]
         self._asked_for_one = (isinstance(precision, str) and precision != "auto") or self.dtype is not None
         self.loss_scale = (float(loss_scale[0]), float(loss_scale[1]))
-        self.precision = self._wanted[0] if self._asked_for_one else "fp32"  # Decided in setup.
-        if self.precision == "fp16":
+        name = self._wanted[0] if self._asked_for_one else "fp32"  # Decided in setup.
+        weights = None if self.dtype is None else torch.bfloat16
+        self.precision_part = MixedPrecision(name, self.loss_scale, weights)
+        if name == "fp16":
             _check_weights(self.unwrap())
-        self.scaler: torch.amp.GradScaler | None = None
-        self._scaler_state: dict[str, Any] = {}
-        self._stepped = self._unscaled = False
-        self._hooks: list[Any] = []
         if self.dtype is not None:
             self._convert()  # Here: a state may be loaded, or a plan made, before setup.
+
+    @property
+    def precision(self) -> str:
+        """The precision: "bf16", "fp16" or "fp32". Where "auto" or a list was given, it is chosen in ``setup``."""
+        return self.precision_part.name
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The scale of the loss, in a run in float16."""
+        return self.precision_part.scaler
 
     def _convert(self) -> None:
         """Convert the model, when nothing is left to refuse."""
@@ -166,17 +293,12 @@ class AMPAddon(AddOnBase):
     def setup(self) -> None:
         """Choose the precision for the device, and prepare the loss scale."""
         super().setup()
-        self.precision = self._choose()
-        if self.precision == "bf16" and not _is_native("bf16", self.device) and self.is_main:
+        self.precision_part.name = name = self._choose()
+        if name == "bf16" and not _is_native("bf16", self.device) and self.is_main:
             _warn_of_slow_bf16(self.device.type, "precision" if self.dtype is None else "dtype")
-        if self.precision == "fp16":
+        if name == "fp16":
             self._check_closures()
-            scaler = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale[0])
-            if self._scaler_state:
-                scaler.load_state_dict(self._scaler_state)
-            self.scaler = scaler
-            self.nonfinite.scaled = True  # The scale handles overflows.
-            self._hooks = [o.register_step_post_hook(self._note_step) for o in self.optimizers.values()]
+        self.precision_part.begin(self.device.type, self.optimizers.values())
 
     def _check_closures(self) -> None:
         """Refuse a loss scale for an optimizer that evaluates the loss itself, which the scaler cannot step."""
@@ -195,77 +317,49 @@ class AMPAddon(AddOnBase):
 
     def teardown(self) -> None:
         """Keep the state of the scaler for the next run."""
-        self._scaler_state = self._scaler
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self.scaler, self.nonfinite.scaled = [], None, False
+        self.precision_part.end()
         super().teardown()
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Autocast the forward, with the loss that is computed in it."""
-        inner, dtype = super().forward_context(), _TYPES[self.precision]
-        return inner if dtype is None else self._autocast(inner, dtype)
-
-    @contextmanager
-    def _autocast(self, inner: AbstractContextManager[None], dtype: torch.dtype) -> Iterator[None]:
-        with inner, torch.autocast(self.device.type, dtype=dtype):
-            yield
+        inner, own = super().forward_context(), self.precision_part.forward_context()
+        if inner is NULL_CONTEXT or own is NULL_CONTEXT:
+            return own if inner is NULL_CONTEXT else inner
+        return _both(inner, own)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Scale the loss, so that small float16 gradients do not underflow."""
-        super().backward(loss if self.scaler is None else _scale_each(loss, self.scaler), **kwargs)
+        super().backward(self.precision_part.scale(loss), **kwargs)
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale."""
         super().unscale()
-        if self.scaler is not None:
-            for optimizer in self.optimizers.values():
-                self.scaler.unscale_(optimizer)
-            self._unscaled = True
+        if self.precision_part.is_scaled:
+            self.precision_part.unscale(self.optimizers.values())
 
     @replaces
     def step_one(self, optimizer: Optimizer) -> bool:
         """Step through the scaler, which skips an optimizer whose gradients overflowed."""
-        if self.scaler is None or all(p.grad is None for p in optim.parameters_of(optimizer)):
+        is_scaled = self.precision_part.is_scaled
+        if not is_scaled or all(p.grad is None for p in optim.parameters_of(optimizer)):
             return super().step_one(optimizer)  # One of several, not used in this step: the scaler would refuse it.
-        # torch calls a fused optimizer after an overflow too. It then allocates its state without writing it, so that a
-        # first momentum would be uninitialized memory.
-        is_fused = any(group.get("fused") for group in optimizer.param_groups)
-        is_fused = is_fused or getattr(optimizer, "_step_supports_amp_scaling", False)
-        if is_fused and found_overflow(self.scaler, optimizer):
-            return False
-        self._stepped = False
-        self.scaler.step(optimizer)
-        return self._stepped
+        return self.precision_part.step(optimizer)
 
     def optimizer_step(self) -> bool:
         """Update the loss scale after the step."""
         stepped = super().optimizer_step()
-        if self.scaler is not None:
-            self._unscaled = False
-            self.scaler.update()
-            if not stepped:
-                self._keep_scale_up(self.scaler)
+        if self.precision_part.is_scaled:
+            self.precision_part.update()
+            if not stepped and self.precision_part.keep_scale_up():
+                step = self.progress_checker.step
+                _log.warning("step %d overflowed at the smallest loss scale, %g", step, self.loss_scale[1])
         return stepped
 
     def zero_grad(self) -> None:
         """Reset the scaler after a step that was skipped before the optimizer."""
         super().zero_grad()
-        if self.scaler is not None and self._unscaled:
-            self._unscaled = False
-            self.scaler.update()
-
-    def _note_step(self, *_: Any) -> None:
-        """Note that the optimizer stepped; comparing the scale instead would wait for the device."""
-        self._stepped = True
-
-    def _keep_scale_up(self, scaler: torch.amp.GradScaler) -> None:
-        """Keep the scale at its smallest value after a skipped step."""
-        if scaler.get_scale() < self.loss_scale[1]:
-            scaler.update(self.loss_scale[1])
-            _log.warning(
-                "step %d overflowed at the smallest loss scale, %g", self.progress_checker.step, self.loss_scale[1]
-            )
+        if self.precision_part.is_unscaled:
+            self.precision_part.update()
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Say which weights the optimizers step."""
@@ -277,13 +371,11 @@ class AMPAddon(AddOnBase):
     @property
     def _scaler(self) -> dict[str, Any]:
         """The state of the scaler; the last one while there is no scaler."""
-        return self._scaler_state if self.scaler is None else dict(self.scaler.state_dict())
+        return self.precision_part.state_dict()
 
     @_scaler.setter
     def _scaler(self, state: Mapping[str, Any]) -> None:
-        self._scaler_state = dict(state)
-        if self.scaler is not None and state:
-            self.scaler.load_state_dict(self._scaler_state)
+        self.precision_part.load_state_dict(state)
 
     def adapt_state(self, entry: Any) -> Any:
         """Refuse what is not the state of a GradScaler."""
@@ -310,11 +402,11 @@ def _is_scale(given: Any) -> bool:
     return all(map(_is_number, given)) and 0 < given[1] <= given[0] < math.inf
 
 
-def _scale_each(loss: Any, scaler: torch.amp.GradScaler) -> Any:
-    """Scale one loss, or each of several."""
-    if isinstance(loss, Mapping):
-        return {key: scaler.scale(each) for key, each in loss.items()}
-    return scaler.scale(loss) if isinstance(loss, Tensor) else loss
+@contextmanager
+def _both(inner: AbstractContextManager[None], own: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enclose a forward in both contexts."""
+    with inner, own:
+        yield
 
 
 @cache  # One warning for each process.

@@ -139,7 +139,7 @@ class AnomalyAddon(AddOnBase):
 
     @property
     def _ends_run(self) -> bool:
-        return self.nonfinite.policy == "raise" and not self.nonfinite.scaled
+        return self.nonfinite.policy == "raise" and not self.precision_part.is_scaled
 
     def _naming_operations(self) -> AbstractContextManager[Any]:
         """Let torch raise an error at a derivative that is NaN, where that ends the run."""

@@ -243,7 +243,7 @@ class TensorParallelAddon(DistributedAddon):
         """Refuse a loss scale, and check the first step again: the modules may have changed."""
         super().on_run_begin()
         self._is_checked = False
-        if self._world > 1 and getattr(self, "scaler", None) is not None:
+        if self._world > 1 and self.precision_part.is_scaled:
             raise ConfigError(
                 "precision='fp16' needs a loss scale, which torch does not have for layers in parts; write "
                 "precision='bf16'"

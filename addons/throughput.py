@@ -162,14 +162,14 @@ class ThroughputAddon(AddOnBase):
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Count the operations of the first step; of a later one where AutoBatchAddon tries or repeats batches."""
-        divides = hasattr(self, "memory_errors")
+        divides = self.step_window.may_restart
         if self._meter.is_counted or self._why_not_counted() or (divides and not self._meter.is_warm):
             return super().gradients(batch)
         self._meter.began = None  # A step that is counted takes longer.
-        repeated = len(getattr(self, "memory_errors", ()))
+        restarts = self.step_window.restarts
         with FlopCounterMode(display=False) as counter:
             found = super().gradients(batch)
-        if len(getattr(self, "memory_errors", ())) == repeated:
+        if self.step_window.restarts == restarts:
             flops = counter.get_total_flops() // self.current_run.computation
             self._meter.is_counted, self.step_flops = True, flops
             self._meter.counted_samples = self._meter.new_samples

@@ -40,6 +40,16 @@ def test_every_package_has_its_rules():
     assert not named & imports.LAST, "nobody imports these"
 
 
+def test_a_feature_imports_no_other_one_than_it_is_built_on():
+    """A line of the table that is no longer needed is taken out."""
+    found = imports.imports_among_features()
+    built = {own: set(others) for own, others in found.items() if own not in imports.SHARED}
+    allowed = {own: set(others) & built.get(own, set()) for own, others in imports.BUILT_ON.items()}
+    assert built == allowed
+    assert set().union(*(found.get(own, ()) for own in imports.SHARED)) <= set(imports.SHARED)
+    assert {*imports.BUILT_ON, *imports.COMPOSES, *imports.ENGINES} <= set(imports.features())
+
+
 def test_no_circle_among_the_packages():
     """The exceptions are left out."""
     edges: dict[str, set[str]] = {}

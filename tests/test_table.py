@@ -91,7 +91,7 @@ class Straight:
         self.losses = hand.losses(trainer), hand.losses(trainer, "valid")
         self.average = trainer.average if hasattr(trainer, "average") else None
         self.skipped = trainer.progress_checker.skipped_steps
-        self.scaler = getattr(trainer, "_scaler_state", None)
+        self.scaler = trainer.precision_part.state_dict() or None
         self.core = {part: fingerprint(value) for part, value in core_of(trainer).items()}
         self.own = own_states(entries, trainer)
 

@@ -47,6 +47,7 @@ from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, count_targets, explain_failure, read_output, sample_weight
 from zae.optim import checks
 from zae.optim.optimization import Optimization
+from zae.parts import Precision, StepWindow
 from zae.preview import describe, explain, preview
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
         self.nonfinite, self.progress_checker = NonFiniteGuard(on_nonfinite, self.optimization), ProgressChecker()
         self.loader_position, self.current_run = LoaderPosition(fast), Run(self)
+        self.precision_part, self.step_window = Precision(), StepWindow()  # Add-ons put their own in.
         self._in_training = cast("list[nn.Module] | None", None)  # Before `toggle`.
 
     # ------------------------------------------------------------------------------------ what the user writes

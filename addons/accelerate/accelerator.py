@@ -58,8 +58,8 @@ def load_library() -> Any:
     return accelerate
 
 
-def _check(found: Mapping[str, Any], names: Collection[str]) -> None:
-    """Refuse settings by name that ask for what zae does in another way, beside the add-ons with these names."""
+def _check(found: Mapping[str, Any], slots: Collection[str]) -> None:
+    """Refuse settings by name that ask for what zae does in another way, beside add-ons that fill these slots."""
     for name, remedy in _INSTEAD.items():
         value = found.get(name)
         if value not in (None, False, "no", "NO", "DynamoBackend.NO") and (name[:8] != "gradient" or value > 1):
@@ -68,7 +68,7 @@ def _check(found: Mapping[str, Any], names: Collection[str]) -> None:
                 f"the configuration of accelerate launch, and {remedy.format(value=value)}"
             )
     precision = str(found.get("mixed_precision") or "no")
-    if precision not in ("no", "bf16") or (precision != "no" and "AMPAddon" in names):
+    if precision not in ("no", "bf16") or (precision != "no" and "precision" in slots):
         other = "fp16" if precision == "fp16" else "bf16"
         raise ConfigError(
             f"the Accelerator has mixed_precision={precision!r}; AccelerateAddon uses 'no', and without AMPAddon "
@@ -94,12 +94,12 @@ def _launched_plugins() -> dict[str, Any]:
     return {name: True for switch, name in _SWITCHES.items() if os.environ.get(switch, "").lower() == "true"}
 
 
-def check_arguments(given: Any, names: Collection[str]) -> dict[str, Any]:
+def check_arguments(given: Any, slots: Collection[str]) -> dict[str, Any]:
     """Return a copy of the arguments of an Accelerator; refuse what zae does in another way."""
     if not isinstance(given, Mapping | None):
         raise ConfigError(f"accelerator_args is {given!r:.80}; give a dict of arguments of Accelerator by name")
     found, known = dict(given or {}), list(inspect.signature(load_library().Accelerator).parameters)
-    _check(found, names)
+    _check(found, slots)
     if unknown := [name for name in found if name not in known]:
         raise ConfigError(
             f"accelerator_args has {unknown[0]!r}, which Accelerator does not take{did_you_mean(unknown[0], known)}"
@@ -107,7 +107,7 @@ def check_arguments(given: Any, names: Collection[str]) -> dict[str, Any]:
     return found
 
 
-def check_given(accelerator: Any, names: Collection[str], devices: int, launched: bool) -> None:
+def check_given(accelerator: Any, slots: Collection[str], devices: int, launched: bool) -> None:
     """Refuse an object that is not an Accelerator, or one that cannot train on the ranks."""
     if not isinstance(accelerator, load_library().Accelerator):
         raise ConfigError(
@@ -119,7 +119,7 @@ def check_given(accelerator: Any, names: Collection[str], devices: int, launched
             "an Accelerator belongs to the process that has made it, and device is a list: run starts a process for "
             "each. Write accelerator_args={...}, or start the script with torchrun or accelerate launch"
         )
-    _check(_settings_of(accelerator) | _launched_plugins(), names)
+    _check(_settings_of(accelerator) | _launched_plugins(), slots)
     if (kind := accelerator.distributed_type.name) not in _KINDS:
         raise ConfigError(f"the Accelerator has the distributed type {kind}; AccelerateAddon trains with "
                           f"{', '.join(_KINDS)}")  # fmt: skip

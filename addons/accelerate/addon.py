@@ -23,10 +23,11 @@ from zae.addons.accelerate.accelerator import (
 from zae.addons.distributed import DistributedAddon
 from zae.addons.replicated import ReplicatedAddon
 from zae.checkpoint.folder import Group
-from zae.compose.introspect import add_ons_of
+from zae.compose.introspect import slots_of
 from zae.distributed.spawn import launched_world
 from zae.errors import ConfigError, did_you_mean
 from zae.optim import as_dict
+from zae.parts import Precision
 
 __all__ = ["AccelerateAddon"]
 
@@ -89,10 +90,10 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         accelerator_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        names = {each.__name__ for each in add_ons_of(type(self))}
+        slots = slots_of(type(self))
         if accelerator is not None and accelerator_args is not None:
             raise ConfigError("accelerator and accelerator_args are both given; give the Accelerator, or its arguments")
-        self._accelerator_args = check_arguments(accelerator_args, names)
+        self._accelerator_args = check_arguments(accelerator_args, slots)
         if accelerator is not None and len(args) < 2 and "device" not in kwargs:
             kwargs["device"] = getattr(accelerator, "device", "auto")
         super().__init__(*args, **kwargs)
@@ -100,7 +101,7 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         self.accelerator = accelerator
         self._prepared_parts: Prepared | None = None
         if accelerator is not None:
-            check_given(accelerator, names, len(self.devices), launched_world() is not None)
+            check_given(accelerator, slots, len(self.devices), launched_world() is not None)
             self._take_handlers([accelerator.ddp_handler])
         else:
             self._take_handlers(self._accelerator_args.get("kwargs_handlers") or ())
@@ -127,9 +128,11 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         """Let the Accelerator prepare the model, and wrap it for the ranks."""
         if self.accelerator is None:
             self.accelerator = make(self._accelerator_args, self.device, self._world)
-        names = {each.__name__ for each in add_ons_of(type(self))}
-        check_given(self.accelerator, names, 1, True)
+        slots = slots_of(type(self))
+        check_given(self.accelerator, slots, 1, True)
         check_made(self.accelerator, self.device, self._rank, self._world)
+        if self.accelerator.mixed_precision == "bf16":
+            self.precision_part = Precision("bf16")
         if self._prepared_parts is not None:
             self._prepared_parts.release()
         self._prepared_parts = Prepared(self.accelerator, self.unwrap())

@@ -97,6 +97,7 @@ class AutoBatchAddon(AddOnBase):
         self.micro_batch_size = check_count("micro_batch_size", micro_batch_size, optional=True)
         self.fitting_size: int | None = None
         self.memory_errors: list[dict[str, Any]] = []
+        self.step_window.may_restart = True
         self._start: StepStart | None = None  # Of the present step, where it can be repeated.
         self._computing = 0  # The samples whose gradient is being computed.
         self._share: float | None = None  # Of the present part in its batch.
@@ -175,6 +176,7 @@ class AutoBatchAddon(AddOnBase):
         self.fitting_size = largest_part(sizes)
         found = {"step": step, "samples": samples, "fitting_size": self.fitting_size}
         self.memory_errors = [*self.memory_errors, found]
+        self.step_window.restarts += 1
         if self.is_main:
             _log.warning("step %d: %d samples do not fit in memory; batches are computed in parts of at most %d",
                          step, samples, self.fitting_size)  # fmt: skip

@@ -106,7 +106,7 @@ def check_mean(trainer: Any, batches: Sequence[Any]) -> None:
     total = sum(weight for _, weight in found)
     mean = sum(loss * weight for loss, weight in found if weight) / total if total else whole
     dtypes = {each.dtype for each in model.parameters()}
-    is_coarse = bool(dtypes & {torch.float16, torch.bfloat16}) or getattr(trainer, "precision", "fp32") != "fp32"
+    is_coarse = bool(dtypes & {torch.float16, torch.bfloat16}) or trainer.precision_part.name != "fp32"
     scale = max(abs(whole), *(abs(loss) for loss, _ in found))
     if abs(whole - mean) > (_COARSE if is_coarse else _TOLERANCE) * scale + 1e-6:
         raise StepError(

@@ -237,7 +237,7 @@ class RunReader:
                 "num_train_epochs": limits.n_epoch,
                 "max_steps": -1 if limits.max_steps is None else limits.max_steps,
                 "learning_rate": rates[0] if rates else None,
-                "gradient_accumulation_steps": getattr(self.trainer, "gradient_accumulation_steps", 1),
+                "gradient_accumulation_steps": self.trainer.step_window.batches,
                 "max_grad_norm": self.trainer.gradient_clip,
                 "seed": self.trainer.seed,
                 "device": self.trainer.device,

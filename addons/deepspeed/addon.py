@@ -19,6 +19,7 @@ from zae.distributed.blocks import check_divisible
 from zae.distributed.collectives import broadcast
 from zae.errors import ConfigError
 from zae.optim import as_dict
+from zae.parts import Precision
 
 __all__ = ["DeepSpeedAddon"]
 
@@ -96,6 +97,8 @@ class DeepSpeedAddon(DistributedAddon):
             raise ConfigError(f"zero_stage={self.zero_stage}; the stages are 0, 1, 2 and 3: write one of them")
         bf16 = self._option("deepspeed_bf16", deepspeed_bf16, "bf16", "enabled", False)
         (self.deepspeed_bf16,) = check_flags(deepspeed_bf16=bf16)
+        if self.deepspeed_bf16:
+            self.precision_part = Precision("bf16", weights=torch.bfloat16)
         self._check_options()
 
     def _option(self, name: str, given: Any, section: str, key: str, default: Any) -> Any:
@@ -223,10 +226,10 @@ class DeepSpeedAddon(DistributedAddon):
         self._zero = Zero(load_library(self.device), model, optimizer, filled)
 
     def _fill(self, world: int, batch: int | None = None) -> Any:
-        windows, clip = getattr(self, "gradient_accumulation_steps", 1), self.optimization.gradient_clip
+        windows, clip = self.step_window.batches_of(batch, world), self.optimization.gradient_clip
         option = f"gradient_accumulation_steps={windows}"
-        if (together := getattr(self, "global_batch_size", None)) is not None:  # Then they follow from the loader.
-            windows, option = together // (batch * world) if batch else None, f"global_batch_size={together}"
+        if self.step_window.samples is not None:
+            option = f"global_batch_size={self.step_window.samples}"
         truths = {
             "zero_optimization.stage": (self.zero_stage, f"zero_stage={self.zero_stage}"),
             "bf16.enabled": (self.deepspeed_bf16, f"deepspeed_bf16={self.deepspeed_bf16}"),

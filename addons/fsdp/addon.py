@@ -15,7 +15,6 @@ from zae.addons.distributed import DistributedAddon
 from zae.addons.fsdp.meta_init import MetaInit, is_meta
 from zae.common.argument_checks import check_flags
 from zae.common.model_weights import without_wrappers
-from zae.common.torch_private import overflow_flags
 from zae.common.walk import is_sharded
 from zae.distributed import shards
 from zae.distributed.blocks import (
@@ -28,10 +27,12 @@ from zae.distributed.blocks import (
 from zae.distributed.collectives import average, broadcast
 from zae.distributed.spawn import launched_world
 from zae.errors import ConfigError
+from zae.parts import Precision
 
 __all__ = ["FSDPAddon"]
 
 _log = logging.getLogger("zae")
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class FSDPAddon(DistributedAddon):
@@ -197,6 +198,8 @@ class FSDPAddon(DistributedAddon):
         options: dict[str, Any] = {"mesh": self._data_mesh(), "reshard_after_forward": self.reshard_after_forward}
         if self.mp_policy is not None:
             options["mp_policy"] = self.mp_policy
+            if type(self.precision_part) is Precision:
+                self.precision_part = Precision(_NAMES.get(self.mp_policy.param_dtype, "fp32"))
         if self.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         for block in sorted(self.blocks().items(), key=lambda item: -item[0].count(".")):
@@ -308,11 +311,8 @@ class FSDPAddon(DistributedAddon):
     def unscale(self) -> None:
         """Let all ranks skip a step in which the float16 gradients of one have overflowed."""
         super().unscale()
-        scaler = getattr(self, "scaler", None)
-        if self._world > 1 and scaler is not None:
-            for optimizer in self.optimizers.values():
-                for flag in overflow_flags(scaler, optimizer):
-                    flag.copy_(self.reduce(flag).clamp(max=1))
+        if self._world > 1:
+            self.precision_part.combine_found_inf(self.optimizers.values(), self.reduce)
 
     def zero_grad(self) -> None:
         """Send the buffers of rank 0 after a step, which may have changed them."""

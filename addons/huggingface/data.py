@@ -286,7 +286,7 @@ class DatasetsPart(AddOnPart):
                 f"train() needs data; write {type(self).__name__}(..., train_dataset=dataset), or call "
                 "run(n_epoch, loader)"
             )
-        return self._loader(self.train_dataset, getattr(self, "gradient_accumulation_steps", 1))
+        return self._loader(self.train_dataset, self.step_window.batches)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader over a dataset, by default ``eval_dataset``; of a dict of them, a dict of loaders."""

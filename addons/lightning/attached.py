@@ -124,7 +124,7 @@ class AttachedModule(AddOnBase):
         self._prepare(self._stage)
         self.current_run.valid_loader = lit.usable_loader(module, self.current_run.valid_loader)
         super().setup()
-        if self._stage == "fit" and self.nonfinite.scaled and lit.is_overridden(module, "optimizer_step"):
+        if self._stage == "fit" and self.precision_part.is_scaled and lit.is_overridden(module, "optimizer_step"):
             raise ConfigError(
                 f"{type(module).__name__}.optimizer_step is not called with a loss scale; write precision='bf16'"
             )

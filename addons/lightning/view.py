@@ -116,7 +116,7 @@ class TrainerView:
     lr_scheduler_configs = property(lambda self: [each.config for each in self._of.schedulers.values()])
     callback_metrics = logged_metrics = property(lambda self: self._of.callback_metrics)
     gradient_clip_val = property(lambda self: self._of.gradient_clip or None)
-    accumulate_grad_batches = property(lambda self: getattr(self._of, "gradient_accumulation_steps", 1))
+    accumulate_grad_batches = property(lambda self: self._of.step_window.batches)
     train_dataloader = property(lambda self: self._of.current_run.user_loader)
     val_dataloaders = property(lambda self: self._of.current_run.valid_loader)
     num_val_batches = property(lambda self: self._lengths("validation"))

@@ -245,7 +245,7 @@ class PipelineAddon(DistributedAddon):
     def on_run_begin(self) -> None:
         """Refuse a loss scale."""
         super().on_run_begin()
-        if self._world > 1 and getattr(self, "scaler", None) is not None:
+        if self._world > 1 and self.precision_part.is_scaled:
             raise ConfigError("precision='fp16' needs a loss scale, which a schedule does not apply; write "
                               "precision='bf16'")  # fmt: skip
 

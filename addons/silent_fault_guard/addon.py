@@ -93,9 +93,8 @@ class SilentFaultGuardAddon(AddOnBase):
         self.fault_checks = 0
         self._begin: Start | None = None  # Of a step that is checked.
 
-    @property
-    def repeats_gradients(self) -> bool:
-        """Whether the next step needs its batches more than once."""
+    def _is_checked(self) -> bool:
+        """Return whether the next step is computed twice."""
         is_due = self.fault_check_every.due_at_step(self.progress_checker.step + 1)
         return is_due and self.mode == "train" and not optim.has_lazy(self.parameters)
 
@@ -105,8 +104,9 @@ class SilentFaultGuardAddon(AddOnBase):
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Compute the gradients, of a step that is checked twice."""
         self.current_run.computation = 1
-        if not self.repeats_gradients:
+        if not self._is_checked():
             return super().gradients(batch)
+        self.step_window.is_repeated = True  # Its batches are needed again.
         own, has_ranks = vars(self).values(), self.world_size > 1
         self._begin = Start(self.unwrap(), self.parameters, own, self._rewind_generators, has_ranks)
         try:
@@ -118,7 +118,7 @@ class SilentFaultGuardAddon(AddOnBase):
                 self._refuse(found)
             return outputs
         finally:
-            self._begin = None
+            self._begin, self.step_window.is_repeated = None, False
 
     def _compute(self, batch: Any, number: int) -> tuple[Computed, list[tuple[Mapping[str, Any], float]]]:
         """Compute the gradients for the n-th time, from the same start."""

@@ -331,6 +331,7 @@ def test_two_precisions_in_one_process_and_amp() -> None:
         trainer = make(ACCELERATE, model=net(F32), accelerator_args={"mixed_precision": precision})
         trainer.run(1, data(8))
         assert trainer.accelerator.mixed_precision == precision
+        assert trainer.precision_part.name == ("fp32" if precision == "no" else precision)
     amp = make(ACCELERATE, AMPAddon, model=net(F32), precision="bf16")
     plain = make(None, AMPAddon, model=net(F32), precision="bf16")
     for each in (amp, plain):

@@ -16,7 +16,7 @@ HOUSE = "<!-- house: python tests/kit/imports.py -->"
 BEGIN, END = "<!-- imports: python tests/kit/imports.py -->", "<!-- end of imports -->"
 
 EVERYBODY = frozenset({"errors", "metrics", "optimizers", "schedulers"})
-_BELOW = frozenset({"checkpoint", "common", "compose", "data", "display", "loop", "optim"})
+_BELOW = frozenset({"checkpoint", "common", "compose", "data", "display", "loop", "optim", "parts"})
 RULES: dict[str, frozenset[str] | None] = {
     "errors": frozenset(),
     "metrics": frozenset(),
@@ -24,6 +24,7 @@ RULES: dict[str, frozenset[str] | None] = {
     "schedulers": frozenset(),
     "common": frozenset(),
     "display": frozenset(),
+    "parts": frozenset({"common"}),
     "compose": frozenset(),
     "optim": frozenset({"common"}),
     "distributed": frozenset({"common", "optim"}),
@@ -52,6 +53,48 @@ KNOWN: dict[tuple[str, str], str] = {
     ("zae.addons.huggingface.addon", "zae.search.huggingface"): "hyperparameter_search() is a search.",
 }
 """The edges that break the rules today, by the names of their modules, each with the reason."""
+
+ENGINES = ("accelerate", "deepspeed", "fsdp", "mpu", "pipeline", "tensor_parallel")
+"""The features that are engines: they share the modules `SHARED` of the ranks."""
+
+SHARED = ("distributed", "replicated", "sharded")
+"""Modules of addons/ that are no feature of their own: what engines have in common."""
+
+BUILT_ON: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(ENGINES, SHARED),
+    "activation_offload": ("gradient_checkpointing",),
+    "fairseq2": ("torch_metrics",),
+    "lightning": ("torch_metrics",),
+}
+"""Which features of addons/ import others, and cannot be there without them."""
+
+COMPOSES = ("fairseq2", "huggingface")
+"""The features that make a trainer of the arguments of another library, with the add-ons that these ask for by name."""
+
+
+@cache
+def features() -> dict[str, list[str]]:
+    """Map each feature, a file or a folder of addons/, to its modules."""
+    found: dict[str, list[str]] = {}
+    for module in sources():
+        if module.startswith("zae.addons."):
+            found.setdefault(module.split(".")[2], []).append(module)
+    return {name: modules for name, modules in found.items() if name not in SHARED}
+
+
+def feature_of(module: str) -> str | None:
+    """Return the file or folder of addons/ that a module is of."""
+    return module.split(".")[2] if module.startswith("zae.addons.") else None
+
+
+def imports_among_features() -> dict[str, set[str]]:
+    """Map each file or folder of addons/ to the others that it imports."""
+    edges: dict[str, set[str]] = {}
+    for module, others in graph().items():
+        own = feature_of(module)
+        if own is not None:
+            edges.setdefault(own, set()).update(filter(None, map(feature_of, others)))
+    return {own: others - {own} for own, others in edges.items() if others - {own}}
 
 
 @cache

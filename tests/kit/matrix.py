@@ -212,7 +212,7 @@ def difference(trainer: Any, options: Options) -> str | None:
     if want.average is not None:
         have["average"] = (want.average, trainer.average)
     if want.scaler is not None:
-        have["loss scale"] = (want.scaler, trainer._scaler_state)
+        have["loss scale"] = (want.scaler, trainer.precision_part.state_dict())
     for what, (a, b) in have.items():
         found = first_difference(a, b)
         if found is not None:

@@ -138,7 +138,6 @@ class Watcher:
         self.epochs.append([trainer.progress_checker.epoch, trainer.state.epoch])
 
 
-_SCALER = ("scaler", "precision", "_hooks", "_stepped", "_unscaled")
 _TRACED = {"compile_backend": "eager"}
 _COMPILED = ("_compiled", "_has_settings", "compile_report")
 # Else the client warns of a GPU that is not there, which is an error here, and leaves behind the threads it has begun.
@@ -156,16 +155,16 @@ def measured(splits: tuple[str, ...]) -> dict[str, Any]:
 TABLE = [
     Entry(
         AMPAddon, fixed(precision="fp32"), fixed(precision="bf16"), {"precision": "bf16"},
-        stateful=True, transient=_SCALER, variant="bf16",
+        stateful=True, variant="bf16",
     ),
     Entry(
         # From so large a scale the first steps overflow and are skipped, and then it is small enough.
         AMPAddon, fixed(precision="fp32"), fixed(precision="fp16", loss_scale=(2.0**19, 1.0)),
-        {"precision": "fp16", "scale": 2.0**19}, stateful=True, transient=_SCALER, variant="fp16",
+        {"precision": "fp16", "scale": 2.0**19}, stateful=True, variant="fp16",
     ),
     Entry(
         AMPAddon, fixed(precision="fp32", dtype="fp32"), fixed(dtype="bf16"), {"precision": "bf16", "dtype": "bf16"},
-        stateful=True, transient=_SCALER, variant="weights",
+        stateful=True, variant="weights",
     ),
     Entry(
         GradientAccumulationAddon, fixed(gradient_accumulation_steps=1), fixed(gradient_accumulation_steps=4),

@@ -39,7 +39,9 @@ _PARTS = (
     "loader_position",
     "nonfinite",
     "optimization",
+    "precision_part",
     "progress_checker",
+    "step_window",
     "best",
     "device",
 )

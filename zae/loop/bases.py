@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from zae.loop.progress import ProgressChecker
     from zae.loop.run import Run
+    from zae.parts import Precision
 
 __all__ = ["Attributes", "Processes"]
 
@@ -146,6 +147,7 @@ class Processes:
     if TYPE_CHECKING:
         device: torch.device
         current_run: Run
+        precision_part: Precision
         optimizers: dict[str, Optimizer]
 
         def unwrap(self) -> nn.Module: ...

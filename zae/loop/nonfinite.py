@@ -43,7 +43,7 @@ class NonFiniteGuard:
     wait for the device, "raise" and "warn" look at the last `LATEST` steps at once, and always before a state is read:
     the error comes late there, and a checkpoint is never of weights that a bad step has moved.
 
-    With ``scaled``, a loss scale is in use: an overflowing gradient is not an error then.
+    With a scale of the loss, an overflowing gradient is not an error.
 
     With "skip", or with ``keeps_buffers``, the buffers of the model are copied before each step: a forward that makes a
     NaN puts it into the statistics of BatchNorm as well, where it stays for ever. A step that is left out gives them
@@ -56,7 +56,7 @@ class NonFiniteGuard:
                 f"on_nonfinite={policy!r}; it must be 'raise', 'skip' or 'warn'{did_you_mean(str(policy), _POLICIES)}"
             )
         self.policy, self.optimization = policy, optimization
-        self.scaled = self.keeps_buffers = False
+        self.keeps_buffers = False
         self._buffers = _BufferCopies()
         self._waiting: list[Tensor] = []
         self._steps: list[int] = []
@@ -87,7 +87,7 @@ class NonFiniteGuard:
         bad, norm, looked_at = False, self.optimization.grad_norm, []
         for values, _ in outputs:
             looked_at.append(values["loss"])
-        if norm is not None and not self.scaled:
+        if norm is not None and not processes.precision_part.is_scaled:
             looked_at.append(norm)
         for each in looked_at:
             if type(each) is Tensor and each.is_cpu:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from zae.addons.accumulation import GradientAccumulationAddon
+from zae.addons.accumulation import AccumulationWindow, GradientAccumulationAddon
 from zae.common.argument_checks import check_count
 from zae.common.device import is_out_of_memory, release_memory
 from zae.data.loaders import describe
@@ -95,13 +95,12 @@ def find_batch_size(trainer: Trainer, loader: DataLoader[Any], *, effective_batc
             f"find_batch_size makes batches of other sizes, which {describe(loader)} cannot; give a DataLoader with "
             "batch_size=..., over a dataset with a length"
         )
-    if hasattr(trainer, "fitting_size"):
+    if trainer.step_window.may_restart:
         raise ConfigError(
             "find_batch_size tries what does not fit, and AutoBatchAddon would compute it in parts; call it with the "
             "trainer without AutoBatchAddon"
         )
-    given = loader.batch_size * int(getattr(trainer, "gradient_accumulation_steps", 1))
-    given = getattr(trainer, "global_batch_size", None) or given
+    given = trainer.step_window.samples or loader.batch_size * trainer.step_window.batches
     effective = check_count("effective_batch_size", effective_batch_size or given)
     tried: dict[int, bool] = {}
     with trial_loader(loader, "find_batch_size") as own:
@@ -122,8 +121,7 @@ def find_batch_size(trainer: Trainer, loader: DataLoader[Any], *, effective_batc
 def _fits(trainer: Trainer, loader: Any, size: int, count: int) -> bool:
     """Return whether two steps of a copy fit in memory, with batches of this size and so many of them in a step."""
     twin = trial(trainer, "find_batch_size", GradientAccumulationAddon)
-    twin.global_batch_size = None
-    twin.gradient_accumulation_steps = min(count, 2)  # The second one has the gradients of the first in memory.
+    twin.step_window = AccumulationWindow(min(count, 2))  # The second one has the gradients of the first in memory.
     batches = DataLoader(loader.dataset, size, collate_fn=loader.collate_fn, drop_last=True)
     try:
         twin.run(None, batches, max_steps=2)

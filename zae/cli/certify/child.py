@@ -96,7 +96,7 @@ def _made(job: Job, has_witness: bool = True) -> Iterator[tuple[Any, dict[str, A
         if trainer.mode == "test":
             raise ConfigError("the trainer has mode='test': there is no training to certify")
         _notes["class"] = classes.get(id(trainer), type(trainer))
-        yield trainer, _limit(arguments, getattr(trainer, "gradient_accumulation_steps", 1), job)
+        yield trainer, _limit(arguments, trainer.step_window.batches, job)
 
 
 def _variant(cls: Any, job: Job, has_witness: bool) -> Any:
@@ -220,7 +220,7 @@ def _train(job: Job) -> dict[str, Any]:
         trainer.run(**arguments)
         found = _describe(trainer.unwrap(), trainer.device, arguments)  # It asks the dataset, which may draw.
         weights = as_plain(dict(trainer.unwrap().state_dict())) if job.world == 1 else {}
-        found["precision"] = getattr(trainer, "precision", "fp32")
+        found["precision"] = trainer.precision_part.name
     answer: dict[str, Any] = as_plain(
         {**found, **{k: v for k, v in _notes.items() if k != "class"}, "weights": weights}
     )

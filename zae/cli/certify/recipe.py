@@ -62,7 +62,7 @@ def make_loop(trainer: Any, arguments: Mapping[str, Any], precision: str) -> tup
     recipe = Recipe(
         n_epoch=arguments["n_epoch"],
         max_steps=arguments.get("max_steps"),
-        accumulate=getattr(trainer, "gradient_accumulation_steps", 1),
+        accumulate=trainer.step_window.batches,
         clip=trainer.gradient_clip,
         precision=precision,
         loss_scale=getattr(trainer, "loss_scale", Recipe.loss_scale),
