@@ -1,106 +1,33 @@
-"""zae: your own PyTorch training loop, finished. See `zae.Trainer`, `zae.AddOnBase` and `zae.addons`."""
+"""zae: your own PyTorch training loop, finished. See `zae.Trainer`, `zae.AddOnBase` and `zae.addons`.
+
+``__init__.pyi`` lists the public names.
+"""
 
 from zae.common.lazy import load as _load
 from zae.common.lazy import missing_name as _missing_name
-
-TYPE_CHECKING = False  # For type checkers; to import typing would take most of the time.
-if TYPE_CHECKING:
-    from zae import schedulers as schedulers
-    from zae.addon import AddOnBase, hook, repeats, replaces
-    from zae.errors import (
-        AddOnConflict,
-        AddOnError,
-        AddOnOrder,
-        AddOnRequirement,
-        CheckpointDamaged,
-        CheckpointError,
-        CheckpointMismatch,
-        CheckpointNotFound,
-        ConfigError,
-        DistributedError,
-        LoaderError,
-        LoggerError,
-        MissingError,
-        MonitorError,
-        NonFiniteError,
-        OptionError,
-        SilentFaultError,
-        StepError,
-        TaskError,
-        ZaeError,
-    )
-    from zae.loop.history import MetricsDict
-    from zae.loop.progress import Every, ProgressChecker
-    from zae.trainer import Trainer
-    from zae.tuning.batch_size import find_batch_size
-    from zae.tuning.learning_rate import find_lr
-    from zae.tuning.model_summary import summary
+from zae.common.lazy import names_in_stub as _names_in_stub
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AddOnBase",
-    "AddOnConflict",
-    "AddOnError",
-    "AddOnOrder",
-    "AddOnRequirement",
-    "CheckpointDamaged",
-    "CheckpointError",
-    "CheckpointMismatch",
-    "CheckpointNotFound",
-    "ConfigError",
-    "DistributedError",
-    "Every",
-    "LoaderError",
-    "LoggerError",
-    "MetricsDict",
-    "MissingError",
-    "MonitorError",
-    "NonFiniteError",
-    "OptionError",
-    "ProgressChecker",
-    "SilentFaultError",
-    "StepError",
-    "TaskError",
-    "Trainer",
-    "ZaeError",
-    "__version__",
-    "find_batch_size",
-    "find_lr",
-    "hook",
-    "repeats",
-    "replaces",
-    "schedulers",
-    "summary",
-]
-
-_HOMES = {
-    "zae.addon": ("AddOnBase", "repeats", "replaces", "hook"),
-    "zae.loop.progress": ("Every", "ProgressChecker"),
-    "zae.loop.history": ("MetricsDict",),
-    "zae.trainer": ("Trainer",),
-    "zae.tuning.batch_size": ("find_batch_size",),
-    "zae.tuning.learning_rate": ("find_lr",),
-    "zae.tuning.model_summary": ("summary",),
-}  # All others are errors.
+_HOMES = _names_in_stub(__name__, __file__)
+__all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for: `python -m zae --help` does not wait for torch."""
-    if name not in __all__:
+    if name not in _HOMES:
         if name.endswith("Addon"):
             from zae import addons
 
             raise _missing_name("zae", name, addons.__all__, "zae.addons")
         raise AttributeError(f"module 'zae' has no attribute {name!r}")
-    if name == "schedulers":
+    if _HOMES[name] == "zae":
         from importlib import import_module
 
-        return import_module("zae.schedulers")
-    home = next((module for module, names in _HOMES.items() if name in names), "zae.errors")
-    value = globals()[name] = _load(home, name)
+        return import_module(f"zae.{name}")
+    value = globals()[name] = _load(_HOMES[name], name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

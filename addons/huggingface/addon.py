@@ -15,12 +15,12 @@ from zae.addon import AddOnBase
 from zae.addons.huggingface import length, optimizers
 from zae.addons.huggingface.data import DatasetsPart
 from zae.addons.huggingface.evaluation import EvaluationPart
+from zae.addons.huggingface.model_init import ModelInit
 from zae.addons.huggingface.saving import SavingPart
 from zae.addons.huggingface.training import LossPart, train_output
 from zae.compose.calls import explained_call
 from zae.compose.options import options_of
 from zae.errors import ConfigError, OptionError
-from zae.search.huggingface import ModelInit
 
 _log = logging.getLogger("zae")
 OPTIMIZER_ARGUMENTS = (

@@ -50,7 +50,6 @@ KNOWN: dict[tuple[str, str], str] = {
     ("zae.tuning.batch_size", "zae.addons.accumulation"): "find_batch_size returns the option of this add-on.",
     ("zae.addons.report", "zae.cli.doctor"): "The report examines the checkpoints that it lists.",
     ("zae.addons.huggingface.addon", "zae.search"): "hyperparameter_search() is a search.",
-    ("zae.addons.huggingface.addon", "zae.search.huggingface"): "hyperparameter_search() is a search.",
 }
 """The edges that break the rules today, by the names of their modules, each with the reason."""
 

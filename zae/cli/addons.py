@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zae.cli import Answer
+from zae.common.lazy import names_in_stub
 from zae.errors import ConfigError, did_you_mean, printable
 
 __all__ = ["InstalledAddon", "add_arguments", "list_addons", "run"]
@@ -80,6 +81,8 @@ def _first_line(module: str, name: str) -> str:
     """Return the first line of the docstring of a class, from the text of its file."""
     try:
         path = _file_of(module)
+        if path is not None and path.with_suffix(".pyi").is_file():  # A package that lists where its names are.
+            path = _file_of(names_in_stub(module, str(path)).get(name, module))
         tree = ast.parse(b"" if path is None else path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return ""

@@ -6,10 +6,34 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from importlib import import_module
 
-__all__ = ["load", "missing_name"]
+__all__ = ["load", "missing_name", "names_in_stub"]
+
+
+def names_in_stub(package: str, init_file: str) -> dict[str, str]:
+    """Map each name that the stub ``__init__.pyi`` of a package imports to the module that it is in.
+
+    A type checker reads the same stub, so that the names are listed once. A name is left out where its module is not
+    there: who deletes a feature need not find the lists that it is in.
+    """
+    folder = os.path.dirname(init_file)
+    found = {}
+    with open(os.path.join(folder, "__init__.pyi"), encoding="utf-8") as stub:
+        for line in stub:
+            match line.split():
+                case ["from", module, "import", name, "as", _] if _is_there(module, package, folder):
+                    found[name] = module
+    return found
+
+
+def _is_there(module: str, package: str, folder: str) -> bool:
+    """Return whether a module of a package has a file or a folder, without importing anything."""
+    below = module.removeprefix(package).split(".")[1:]
+    path = os.path.join(folder, *below)
+    return os.path.isdir(path) or os.path.isfile(f"{path}.py")
 
 
 def load(module: str, name: str) -> object:

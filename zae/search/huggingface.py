@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +14,6 @@ from zae.search.trial import Trial
 __all__ = [
     "BestRun",
     "LastScore",
-    "ModelInit",
     "RunAndScore",
     "default_hp_space",
     "name_of",
@@ -26,8 +23,6 @@ __all__ = [
 
 _STUDY = ("sampler", "pruner")  # Arguments of optuna's create_study that are carried,
 _OPTIMIZE = {"timeout": "max_time", "catch": "catch"}  # and of optimize.
-_PLACES = ("save_path", "jsonl_path", "log_dir", "ledger_path", "report_path")
-"""Options that are files and folders; each trial has them in its own folder."""
 _REFUSED = {
     "storage": "the study is in the folder, search.journal",
     "study_name": "a folder has one study; give another folder",
@@ -137,33 +132,6 @@ class RunAndScore:
             return self.objective(metrics) if isinstance(metrics, Mapping) else found
         finally:
             self.objective.trainer = None  # It is freed before the next trial.
-
-
-@dataclass(frozen=True)
-class ModelInit:
-    """A ``model_init``, and the options of the trainer that it was given to."""
-
-    function: Callable[..., Any]
-    options: Mapping[str, Any] = field(repr=False)
-    trial: Any = None
-
-    def __call__(self) -> Any:
-        """Return a new model; the function may take the trial, which is None outside of a search."""
-        takes_one = any(p.default is p.empty for p in inspect.signature(self.function).parameters.values())
-        return self.function(self.trial) if takes_one else self.function()
-
-    def trainer_of(self, kind: type) -> Callable[[Trial], Any]:
-        """Return what makes the trainer of a trial."""
-        return partial(_make_trainer, kind, self)
-
-
-def _make_trainer(kind: type, model_init: ModelInit, trial: Trial) -> Any:
-    """Return a trainer with the options of another one, the parameters of a trial, and its folder."""
-    options = {**model_init.options, **trial.params}
-    for name in _PLACES:
-        if options.get(name) is not None:
-            options[name] = trial.folder / Path(options[name]).name
-    return kind(**{**options, "model_init": replace(model_init, trial=trial)})
 
 
 def new_folder(place: str | Path) -> Path:

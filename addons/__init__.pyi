@@ -1,0 +1,37 @@
+"""The add-ons that come with zae: the one list of them, for type checkers, for ``__init__.py`` and for setup.py."""
+
+from zae.addons.accelerate.addon import AccelerateAddon as AccelerateAddon
+from zae.addons.accumulation import GradientAccumulationAddon as GradientAccumulationAddon
+from zae.addons.activation_offload.addon import ActivationOffloadAddon as ActivationOffloadAddon
+from zae.addons.amp import AMPAddon as AMPAddon
+from zae.addons.anomaly import AnomalyAddon as AnomalyAddon
+from zae.addons.auto_batch.addon import AutoBatchAddon as AutoBatchAddon
+from zae.addons.callbacks.addon import CallbackAddon as CallbackAddon
+from zae.addons.compile import CompileAddon as CompileAddon
+from zae.addons.deepspeed.addon import DeepSpeedAddon as DeepSpeedAddon
+from zae.addons.early_stopping import EarlyStoppingAddon as EarlyStoppingAddon
+from zae.addons.ema import EMAAddon as EMAAddon
+from zae.addons.fsdp.addon import FSDPAddon as FSDPAddon
+from zae.addons.gradient_checkpointing.addon import GradientCheckpointingAddon as GradientCheckpointingAddon
+from zae.addons.huggingface.addon import HuggingFaceAddon as HuggingFaceAddon
+from zae.addons.ledger.addon import LedgerAddon as LedgerAddon
+from zae.addons.loggers.jsonl_logger import JSONLLoggerAddon as JSONLLoggerAddon
+from zae.addons.loggers.logger import LoggerAddon as LoggerAddon
+from zae.addons.loggers.logger import WebLoggerAddon as WebLoggerAddon
+from zae.addons.loggers.mlflow_logger import MLflowLoggerAddon as MLflowLoggerAddon
+from zae.addons.loggers.neptune_logger import NeptuneLoggerAddon as NeptuneLoggerAddon
+from zae.addons.loggers.tensorboard_logger import TensorBoardLoggerAddon as TensorBoardLoggerAddon
+from zae.addons.loggers.trackio_logger import TrackioLoggerAddon as TrackioLoggerAddon
+from zae.addons.loggers.wandb_logger import WandBLoggerAddon as WandBLoggerAddon
+from zae.addons.mpu import MultiGPUAddon as MultiGPUAddon
+from zae.addons.peft.addon import PEFTAddon as PEFTAddon
+from zae.addons.pipeline.addon import PipelineAddon as PipelineAddon
+from zae.addons.prefetch import PrefetchAddon as PrefetchAddon
+from zae.addons.profiler import ProfilerAddon as ProfilerAddon
+from zae.addons.report import ReportAddon as ReportAddon
+from zae.addons.silent_fault_guard.addon import SilentFaultGuardAddon as SilentFaultGuardAddon
+from zae.addons.spike_guard import SpikeGuardAddon as SpikeGuardAddon
+from zae.addons.state_manager.addon import StateManagerAddon as StateManagerAddon
+from zae.addons.tensor_parallel import TensorParallelAddon as TensorParallelAddon
+from zae.addons.throughput import ThroughputAddon as ThroughputAddon
+from zae.addons.torch_metrics.addon import TorchMetricsAddon as TorchMetricsAddon
