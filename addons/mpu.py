@@ -8,7 +8,6 @@ from typing import Any
 from zae.addons.distributed import DistributedAddon
 from zae.addons.replicated import ReplicatedAddon
 from zae.common.argument_checks import check_flags
-from zae.compose.introspect import slots_of
 from zae.errors import ConfigError
 
 __all__ = ["MultiGPUAddon"]
@@ -83,23 +82,16 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
         find_unused_parameters: bool = False,
         **kwargs: Any,
     ) -> None:
-        _check_launched("precision" in slots_of(type(self)))
+        _check_launched()
         super().__init__(*args, **kwargs)
         (self.find_unused_parameters,) = check_flags(find_unused_parameters=find_unused_parameters)
 
 
-def _check_launched(has_precision: bool) -> None:
-    """Refuse what `accelerate launch` was asked for and would not be done: the ranks hold whole models in float32."""
+def _check_launched() -> None:
+    """Refuse what `accelerate launch` was asked for and would not be done: the ranks hold whole models."""
     for name, asked in _DIVIDED.items():
         if os.environ.get(name, "false").lower() in ("true", "1"):
             raise ConfigError(
                 f"accelerate launch was asked for {asked}. For whole copies of the model on each rank, which is what "
                 f"MultiGPUAddon trains, leave it out of the launch and its configuration ({name} is set)"
             )
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision != "no" and not has_precision:
-        raise ConfigError(
-            f"accelerate launch was asked for mixed_precision={precision}, which AccelerateAddon alone takes from it, "
-            f"and this class would train in the types of the model: write .add_on(AMPAddon, MultiGPUAddon) and "
-            f"precision={precision!r}, or .add_on(AccelerateAddon), or --mixed_precision no"
-        )

@@ -151,7 +151,9 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         fast_data: bool = True,
         keep_train_outputs: bool = False,
     ) -> None:
-        self.devices = argument_checks.check_devices(parse_device(device), type(self).__name__, slots_of(type(self)))
+        name, slots = type(self).__name__, slots_of(type(self))
+        argument_checks.check_launch_precision(name, slots, self.has_own_precision)
+        self.devices = argument_checks.check_devices(parse_device(device), name, slots)
         self.device, self.mode = self.devices[0], argument_checks.check_mode(mode)
         self.seed = argument_checks.check_count("seed", seed, least=0, bits=64, optional=True)
         self.model: Any = argument_checks.check_model(model, random_state.seeded(self.seed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -73,6 +74,7 @@ class DeepSpeedAddon(DistributedAddon):
     """
 
     process_attributes = {"_zero": None}
+    has_own_precision = True
     excludes = {
         "AMPAddon": "DeepSpeed computes in the types of its configuration; leave AMPAddon out, and write "
         "deepspeed_bf16=True",
@@ -120,6 +122,13 @@ class DeepSpeedAddon(DistributedAddon):
                               "groups, or train with MultiGPUAddon")  # fmt: skip
         if self.deepspeed_bf16 and not self.zero_stage:
             raise ConfigError("zero_stage=0 has no float32 weights beside those in bfloat16; write zero_stage=1")
+        asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if asked != "no" and not (asked == "bf16" and self.deepspeed_bf16):
+            raise ConfigError(
+                f"accelerate launch was asked for mixed_precision={asked} (ACCELERATE_MIXED_PRECISION is set), and "
+                f"DeepSpeedAddon was given deepspeed_bf16={self.deepspeed_bf16}; write deepspeed_bf16=True and "
+                "--mixed_precision bf16, or --mixed_precision no"
+            )
         names = {each.__name__ for each in add_ons_of(type(self))}
         if "EMAAddon" in names and (self.zero_stage == 3 or self.deepspeed_bf16):
             raise ConfigError(

@@ -5,12 +5,20 @@ import time
 
 import pytest
 import torch
-from launch.test_slurm import STEP
+from distributed.test_slurm import STEP
 from torch.utils.data import DataLoader, Dataset
 
 from kit.rank_tasks import Task, build, forks, loader
 from zae import ConfigError
-from zae.addons import AMPAddon, MultiGPUAddon
+from zae.addons import (
+    AccelerateAddon,
+    AMPAddon,
+    EMAAddon,
+    FSDPAddon,
+    MultiGPUAddon,
+    PipelineAddon,
+    TensorParallelAddon,
+)
 from zae.checkpoint.locks import FolderLock
 from zae.distributed.launcher import launcher_variables
 
@@ -38,18 +46,49 @@ def test_a_class_that_does_not_join_the_ranks_of_a_launcher_is_refused(monkeypat
     [
         ("ACCELERATE_USE_FSDP", "true", "FSDP: train with FSDPAddon"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "train with DeepSpeedAddon"),
-        ("ACCELERATE_MIXED_PRECISION", "bf16", r"add_on\(AMPAddon, MultiGPUAddon\) and precision='bf16', or .*Acceler"),
     ],
 )
 def test_what_accelerate_launch_was_asked_for_is_not_passed_over(name, value, text, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
     assert build(Task, (MultiGPUAddon,)).run(1, loader(8, 2))["step"] == 4
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"accelerate launch was asked for .*{text}"):
         build(Task, (MultiGPUAddon,))
-    if name == "ACCELERATE_MIXED_PRECISION":
-        assert build(Task, (AMPAddon, MultiGPUAddon), precision="bf16").run(1, loader(8, 2))["step"] == 4
+
+
+ENGINES = (MultiGPUAddon, FSDPAddon, TensorParallelAddon, PipelineAddon)
+
+
+@pytest.mark.parametrize("add_ons", [(), (EMAAddon,), *((each,) for each in ENGINES)])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+def test_a_precision_of_accelerate_launch_is_not_passed_over(add_ons, precision, monkeypatch):
+    """One process, or a rank: what would train in the types of the model says so, and what to write."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    build(Task, add_ons)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    said = rf"asked for mixed_precision={precision} .*\.add_on\(AMPAddon\) and precision='{precision}'.*AccelerateAddon"
+    with pytest.raises(ConfigError, match=said):
+        build(Task, add_ons)
+    if precision == "bf16":
+        assert build(Task, (AMPAddon, *add_ons), precision="bf16").precision == "bf16"
+
+
+def test_a_precision_of_accelerate_launch_that_an_engine_takes(monkeypatch):
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = build(Task, (AccelerateAddon,))
+    trainer.run(1, loader(8, 2))
+    assert trainer.accelerator.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_are_those_of_the_launcher_before_the_first_run(engine, monkeypatch):
+    trainer = build(Task, (engine,))
+    assert (trainer.rank, trainer.world_size, trainer.is_main) == (0, 1, True)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trainer = build(Task, (engine,))
+    assert (trainer.rank, trainer.world_size, trainer.is_main) == (1, 2, False)
 
 
 def test_a_shell_of_srun_is_no_task():

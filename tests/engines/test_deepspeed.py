@@ -625,6 +625,14 @@ def refused(match: str, *add_ons: Any, task: type[Trainer] = Task, **options: An
         task.add_on(DeepSpeedAddon, *add_ons)(net(F32), **given)
 
 
+@pytest.mark.parametrize(("asked", "options"), [("bf16", {}), ("fp16", {"deepspeed_bf16": True})])
+def test_a_precision_of_accelerate_launch(asked: str, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+    refused(f"asked for mixed_precision={asked}.*deepspeed_bf16=True and --mixed_precision bf16, or", **options)
+    if asked == "bf16":
+        assert make(1, deepspeed_bf16=True, **TWO).deepspeed_bf16
+
+
 def test_options_that_cannot_be_meant(tmp_path: Path) -> None:
     refused(r"zero_stage=4; the stages are 0, 1, 2 and 3: write one", zero_stage=4)
     refused(r"zero_stage", zero_stage="two")

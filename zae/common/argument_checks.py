@@ -24,6 +24,7 @@ __all__ = [
     "check_file",
     "check_flags",
     "check_folder",
+    "check_launch_precision",
     "check_log_bar",
     "check_metrics",
     "check_mode",
@@ -89,6 +90,17 @@ def check_alone(name: str, slots: Mapping[str, Any]) -> None:
             f"a launcher has started {world} ranks (RANK={rank}, WORLD_SIZE={world}), and {name} does not join them: "
             "each would train alone, on all of the data. Write .add_on(MultiGPUAddon); for runs that are meant to be "
             "independent, unset RANK and WORLD_SIZE in each process: os.environ.pop('RANK')"
+        )
+
+
+def check_launch_precision(name: str, slots: Mapping[str, Any], is_taken: bool) -> None:
+    """Refuse a precision that `accelerate launch` was asked for and that nothing here would train in."""
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked != "no" and not is_taken and "precision" not in slots:
+        raise ConfigError(
+            f"accelerate launch was asked for mixed_precision={asked} (ACCELERATE_MIXED_PRECISION is set), and {name} "
+            f"would train in the types of the model: write .add_on(AMPAddon) and precision={asked!r}, or "
+            ".add_on(AccelerateAddon), which takes it from there, or --mixed_precision no"
         )
 
 

@@ -138,11 +138,14 @@ class Processes:
     reduces_after_backward : bool
         Whether ranks exchange gradients only after the backward of a step, so that a rank whose backward fails leaves
         no other rank waiting.
+    has_own_precision : bool
+        Whether an engine decides about the precision, that of `accelerate launch` included.
     """
 
     needs_lockstep_forward = False
     can_save_alone = True
     reduces_after_backward = False
+    has_own_precision = False
 
     if TYPE_CHECKING:
         device: torch.device
