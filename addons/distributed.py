@@ -449,7 +449,7 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         """
         if self._world > 1:
             progress = self.progress_checker
-            waits = not progress.epoch_batch or progress.step >= self.current_run.last_step
+            waits = not progress.epoch_batch or progress.step >= self.current_run.extent.last_step
             if waits:
                 self._check_drift()
             reason, requests = self._stop_flag.agree(waits, self.gather)

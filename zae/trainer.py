@@ -38,10 +38,11 @@ from zae.loop.error_notes import add_notes
 from zae.loop.evaluation import Evaluation, evaluation_weights, switch_mode
 from zae.loop.first_step import FirstStep
 from zae.loop.history import History, Metrics, MetricsDict
+from zae.loop.limits import RunLimits
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.own_loop import loader_of_epoch, without_loop
 from zae.loop.predictions import Predictions
-from zae.loop.progress import Every, ProgressChecker, RunLimits
+from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run
 from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, count_targets, explain_failure, read_output, sample_weight
@@ -314,12 +315,12 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             run.resume_pending_validation()
             while run.has_more_epochs():
                 self.on_epoch_begin()
-                if run.takes_up_state() and not run.has_more_epochs():
+                if run.take_up_state() and not run.has_more_epochs():
                     break
                 with loader_of_epoch(run) as its_loader:
                     self.run_epoch(its_loader)
                 # Else the run ends within the epoch, or continues from another state.
-                if not (self.progress_checker.epoch_batch or run.is_left):
+                if not (self.progress_checker.epoch_batch or run.continuation.is_due):
                     run.end_epoch()
             self.on_run_end()
         return self.metrics
@@ -657,8 +658,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             random_state.seed_everything(self.seed)
         self.progress_checker.is_seeded = True
         self.current_run.previous_device = exchange_current(self.device)
-        self.materialize(argument_checks.check_same(self.model, self.current_run.wrapped, self._module))
-        self.model = self.current_run.wrapped = self.wrap_model(self._module)
+        self.materialize(argument_checks.check_same(self.model, self.current_run.wrapped_model, self._module))
+        self.model = self.current_run.wrapped_model = self.wrap_model(self._module)
         self.optimization.build(self.build_optimizer, self.build_scheduler, self.wrap_optimizers)
         self.optimization.track(self._module)
 
@@ -694,7 +695,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @hook
     def build_scheduler(self) -> Any:
         """Return the schedulers that were given, made of their optimizers where they are factories."""
-        return self.optimization.make_schedulers(self.current_run.total_steps)
+        return self.optimization.make_schedulers(self.current_run.extent.total_steps)
 
     @hook
     def wrap_loader(self, loader: Any, training: bool) -> Any:
@@ -1094,7 +1095,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
                 "of a checkpoint"
             )
         kept = copy.deepcopy(dict(state))  # The run may change what it holds before it is loaded.
-        self.current_run.continue_with(partial(self.load_state_dict, kept), kept)
+        self.current_run.continuation.request(partial(self.load_state_dict, kept), kept)
 
     @explained_call("save_model('weights.safetensors')")
     def save_model(self, path: str | Path | None = None) -> Path:

@@ -203,12 +203,12 @@ class CallbackAddon(AddOnBase):
         """Call ``on_train_begin``, and ask again for what the loaded state had been asked for."""
         super().on_run_begin()
         run, self._callbacks.args = self.current_run, self.callback_args
-        self._callbacks.in_epoch = run.in_epoch
+        self._callbacks.in_epoch = run.extent.steps_in_epoch
         self._reader.begin(self._callbacks.state)
         self._reader.read_best(self._callbacks.state)
         self._callbacks.run_began, self._callbacks.first_step = time.monotonic(), self.progress_checker.step
         if self._callbacks.ends_epoch and self.progress_checker.epoch_batch:
-            run.end_epoch_here()
+            run.extent.end_epoch_here()
         self._callbacks.ends_epoch = False
         self.control.reset(*vars(self.control))
         self._call_plain("on_run_begin")
@@ -371,7 +371,7 @@ class CallbackAddon(AddOnBase):
         return {
             "log_history": self._callbacks.state.log_history,
             "total_flos": self._callbacks.state.total_flos,
-            "ends_epoch": self.current_run.ends_epoch_here,
+            "ends_epoch": self.current_run.extent.is_epoch_cut,
         }
 
     @_shared_state.setter

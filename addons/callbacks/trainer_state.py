@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from zae.distributed.spawn import local_rank
 from zae.errors import MissingError, did_you_mean
 from zae.loop.history import split_prefix
-from zae.loop.progress import NO_LIMIT, remaining
+from zae.loop.limits import remaining
+from zae.loop.progress import NO_LIMIT
 
 if TYPE_CHECKING:
     from zae.loop.progress import Every
@@ -269,9 +270,9 @@ class RunReader:
     def begin(self, state: TrainerState) -> None:
         """Set what holds for a whole call of ``run``."""
         run, progress = self.trainer.current_run, self.trainer.progress_checker
-        steps = remaining(progress, run.last_epoch, run.last_step, self.in_epoch)[1]
+        steps = remaining(progress, run.extent.last_epoch, run.extent.last_step, self.in_epoch)[1]
         state.max_steps = 0 if steps is None else progress.step + steps
-        state.num_train_epochs = 0 if run.last_epoch == NO_LIMIT else run.last_epoch
+        state.num_train_epochs = 0 if run.extent.last_epoch == NO_LIMIT else run.extent.last_epoch
         if not state.num_train_epochs and self.in_epoch and state.max_steps:
             state.num_train_epochs = math.ceil(state.max_steps / self.in_epoch)
         saves = getattr(self.trainer, "save_every", None)

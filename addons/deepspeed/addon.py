@@ -160,7 +160,7 @@ class DeepSpeedAddon(DistributedAddon):
         """Show the engine as the model."""
         super().setup()
         if self._zero is not None:
-            self.model = self.current_run.wrapped = self._zero.engine
+            self.model = self.current_run.wrapped_model = self._zero.engine
 
     def plan_ranks(self, plan: Any) -> None:
         """Check the configuration before the ranks begin; a model in parts has no sizes to plan with."""

@@ -134,16 +134,16 @@ class TrainerView:
     def _last(self, place: int) -> int:
         """Return the epoch, or the step, at the end of this call of ``run``; -1 without a limit."""
         run = self._of.current_run
-        last: int = (run.last_epoch, run.last_step)[place]
+        last: int = (run.extent.last_epoch, run.extent.last_step)[place]
         if last == NO_LIMIT and run.is_call:  # It is being set up.
-            last = run.end_of_call()[place]
+            last = run.extent.end_of_call()[place]
         return -1 if last == NO_LIMIT else last
 
     @property
     def estimated_stepping_batches(self) -> float:
         """The optimizer steps that the call of ``run`` is planned to take."""
         try:
-            found = self._of.current_run.total_steps()
+            found = self._of.current_run.extent.total_steps()
         except ConfigError:
             raise ConfigError(
                 "self.trainer.estimated_stepping_batches is known only within run(); call run first, or load the state "

@@ -436,13 +436,13 @@ class StateManagerAddon(AddOnBase):
         if isinstance(state, Mapping):
             super().continue_from(state)
         else:
-            self.current_run.continue_with(partial(self._go_back, Path(state).expanduser()))
+            self.current_run.continuation.request(partial(self._go_back, Path(state).expanduser()))
 
     def _go_back(self, place: Path) -> None:
         """Load a checkpoint of the call of run that is under way."""
         self.checkpointer.settle()
         found, content = self.checkpointer.newest(place, (), self.local_shards())
-        self.current_run.check_state(content[2])
+        self.current_run.continuation.check_state(content[2])
         self._load_content(found, content, True, ())
 
     def _resume_from(self, found: Path, content: Content) -> None:

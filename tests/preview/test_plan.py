@@ -27,8 +27,8 @@ from zae.addons import (
     StateManagerAddon,
 )
 from zae.common import random_state
-from zae.loop.progress import RunView
 from zae.loop.run import Run
+from zae.loop.run_view import RunView
 from zae.testing import PlainTask
 
 

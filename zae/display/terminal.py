@@ -16,7 +16,7 @@ from zae.errors import printable
 
 if TYPE_CHECKING:
     from zae.display.above_bar import AboveBar
-    from zae.loop.progress import Position
+    from zae.loop.run_view import Position
 
 __all__ = ["Clock", "Display", "Source", "Terminal", "can_write", "is_on_a_terminal", "write_line"]
 

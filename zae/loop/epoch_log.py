@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zae.errors import MonitorError, StepError, did_you_mean, printable
-from zae.loop.step_remarks import NotNumber, not_number
+from zae.loop.step_output import NotNumber, not_number
 from zae.metrics.reductions import KIND_OF, Partial, is_typed, means_of
 
 __all__ = ["EpochLog", "in_turn", "merge_logs", "plain", "to_host"]

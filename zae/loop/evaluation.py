@@ -21,7 +21,7 @@ from zae.errors import LoaderError, StepError
 from zae.loop.epoch_log import in_turn, to_host
 from zae.loop.history import Metrics
 from zae.loop.progress import EvaluationAborted
-from zae.loop.step_output import read_output
+from zae.loop.step_output import read_output, say_not_numbers, say_uncounted
 from zae.metrics.reductions import combine_loaders
 
 if TYPE_CHECKING:
@@ -42,27 +42,30 @@ class DistributedStopFlag:
     """
 
     def __init__(self, trainer: Trainer, signals: Sequence[int], batches: int) -> None:
-        self._trainer, self._own = trainer, signals
-        found = trainer.gather((list(signals), batches))
-        self.signals = [number for numbers, _ in found for number in numbers]
-        self._least = min(count for _, count in found)
+        self._trainer = trainer
+        self._own = signals
+        self.signals: list[int] = []
+        counts = []
+        for numbers, count in trainer.gather((list(signals), batches)):
+            self.signals += numbers
+            counts.append(count)
+        self._least = min(counts)
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of this rank, and ask the others between them."""
-        ask_at, began = 1, time.monotonic()
+        began = time.monotonic()
+        ask_at = 1
         for index, batch in enumerate(batches):
             if index == ask_at and index < self._least:
-                own = torch.tensor([len(self._own), (time.monotonic() - began) / index], dtype=torch.float64)
-                signals, seconds = self._trainer.reduce(own).tolist()
-                self.signals += [0] * bool(signals)
+                own_seconds = (time.monotonic() - began) / index
+                own = torch.tensor([len(self._own), own_seconds], dtype=torch.float64)
+                signals, seconds = self._trainer.reduce(own).tolist()  # Sums: all ranks go on by the same numbers.
+                if signals:
+                    self.signals.append(0)  # Which signal came to another rank does not matter: it ends the validation.
+                batches_until = _SECONDS * self._trainer.world_size / max(seconds, 1e-9)
                 # The mean of a few batches may be far off: at most twice as many come before the next time.
-                ask_at += int(min(index, max(1.0, _SECONDS * self._trainer.world_size / max(seconds, 1e-9))))
+                ask_at += int(min(index, max(1.0, batches_until)))
             yield batch
-
-
-def _modules_in_training(root: nn.Module) -> list[nn.Module]:
-    """List the modules that are in training mode."""
-    return [module for module in root.modules() if module.training]
 
 
 def switch_mode(
@@ -73,13 +76,15 @@ def switch_mode(
     ``modules`` are those to put back into training mode, or None for all; the modules for the next switch are returned.
     """
     if modes == ("train", "test"):
-        modules = _modules_in_training(inner)  # Not of the root: a wrapper may be another one by then.
+        # Not those of the root: a wrapper may be another one by then.
+        modules = [module for module in inner.modules() if module.training]
     if modes[1] == "test":
         root.eval()
         return modules
     if modules is not None:
         inside = set(inner.modules())
-        for module in (*modules, *(each for each in root.modules() if each not in inside)):
+        wrappers = [module for module in root.modules() if module not in inside]
+        for module in (*modules, *wrappers):
             module.training = True
     elif not root.training:
         root.train()
@@ -110,7 +115,8 @@ class Evaluation:
     """An evaluation of a trainer: no gradient, every module in evaluation mode, no draw from training's streams."""
 
     def __init__(self, trainer: Trainer, signals: Sequence[int] | None = None) -> None:
-        self.trainer, self.signals = trainer, signals
+        self.trainer = trainer
+        self.signals = signals
 
     def metrics(self, loader: Any) -> dict[str, float]:
         """Return the metrics of one loader, or of each of several and of all together."""
@@ -121,24 +127,39 @@ class Evaluation:
             raise LoaderError("loader is an empty dict; give loaders by name")
         for name, each in loader.items():
             check_loader(each, f"loader[{name!r}]")
-        rows, kinds = dict[str, Metrics](), dict[str, str]()
+        rows: dict[str, Metrics] = {}
+        kinds: dict[str, str] = {}
         for place, (name, each) in enumerate(loader.items()):
             rows[name] = self.epoch(each, (place, len(loader)), str(name))
-            now = {key: self.trainer.log_test.kinds.get(key, "mean") for key in self.trainer.log_test.means()}
-            if differs := next((key for key, kind in now.items() if kinds.get(key, kind) != kind), None):
+            kinds |= self._kinds_of(name, kinds)
+        metrics = {}
+        for key in _common_keys(rows):
+            metrics[key] = combine_loaders(kinds.get(key, "mean"), [row[key] for row in rows.values()])
+        for name, row in rows.items():
+            for key, value in row.items():
+                metrics[f"{name}/{key}"] = value
+        return metrics
+
+    def _kinds_of(self, name: str, before: Mapping[str, str]) -> dict[str, str]:
+        """Return how the metrics of the loader that was evaluated last are combined, as with the loaders before it."""
+        log = self.trainer.log_test
+        kinds = {}
+        for key in log.means():
+            kinds[key] = log.kinds.get(key, "mean")
+            if before.get(key, kinds[key]) != kinds[key]:
                 raise StepError(
-                    f"test_step returned {differs!r} to be combined by {now[differs]} with the loader {name!r}, and by "
-                    f"{kinds[differs]} before; return it as the same type with each loader (zae.metrics)"
+                    f"test_step returned {key!r} to be combined by {kinds[key]} with the loader {name!r}, and by "
+                    f"{before[key]} before; return it as the same type with each loader (zae.metrics)"
                 )
-            kinds |= now
-        metrics = {f"{name}/{key}": value for name, row in rows.items() for key, value in row.items()}
-        common = [key for key in next(iter(rows.values()), {}) if all(key in row for row in rows.values())]
-        of_all = {key: combine_loaders(kinds.get(key, "mean"), [row[key] for row in rows.values()]) for key in common}
-        return {**of_all, **metrics}
+        return kinds
 
     def epoch(self, loader: Any, place: tuple[int, int] = (0, 1), name: str | None = None) -> Metrics:
-        """Return the metrics of a loader, which of how many it is; raise `EvaluationAborted` after a signal."""
-        trainer, metrics = self.trainer, Metrics()
+        """Return the metrics of a loader; raise `EvaluationAborted` after a signal.
+
+        ``place`` says which loader it is, of how many; ``name`` is that of the loader, where it has one.
+        """
+        trainer = self.trainer
+        metrics = Metrics()
         with self._fresh_log(), self._testing(loader, place=place, name=name):
             wrapped = trainer.wrap_loader(loader, False)
             batches = trainer.evaluation_batches(wrapped)
@@ -147,10 +168,11 @@ class Evaluation:
             else:
                 flag = DistributedStopFlag(trainer, self.signals, len(shares_of(wrapped) or ()))
                 count = self._test_batches(loader, flag.watch(batches), trainer.logging, flag.signals, wrapped=wrapped)
-                count = None if flag.signals else count
+                if flag.signals:  # They may have come to another rank, after the last batch of this one.
+                    count = None
             if count is not None:
                 further = trainer.metric_on_epoch_end
-                trainer.current_run.say_not_numbers(trainer.log_test, "test_step")
+                say_not_numbers(trainer.current_run, trainer.log_test, "test_step")
                 metrics = trainer.history.summarize("test", trainer.gather_data, trainer.dp_world_size, further)
         if count is None:  # Raised here, where every context has been left as after any evaluation.
             trainer.log_test.clear()
@@ -158,16 +180,18 @@ class Evaluation:
             raise EvaluationAborted
         # A step may leave everything to metric_on_epoch_end; of several ranks, one may have had no batch.
         if not len(trainer.log_test) and not any(trainer.gather(count)):
-            once = "; an iterator is exhausted after one evaluation: give a list, or a class with __iter__"
+            remedy = ""
+            if isinstance(loader, Iterator):
+                remedy = "; an iterator is exhausted after one evaluation: give a list, or a class with __iter__"
             raise LoaderError(
-                f"the loader yielded 0 batches ({describe(loader)}), so there is nothing to evaluate"
-                + (once if isinstance(loader, Iterator) else "")
+                f"the loader yielded 0 batches ({describe(loader)}), so there is nothing to evaluate{remedy}"
             )
         return metrics
 
     def record_batch(self, batch: Any) -> None:
         """Evaluate and record one batch, in an evaluation or outside of one."""
-        with NULL_CONTEXT if self.trainer.current_run.is_evaluating else self._testing(None):
+        context = NULL_CONTEXT if self.trainer.current_run.is_evaluating else self._testing(None)
+        with context:
             self._test_batches(None, iter([batch]), self.trainer.logging)
 
     def outputs(self, loader: Any, take: Callable[[int | None, Any], None]) -> None:
@@ -176,16 +200,23 @@ class Evaluation:
         It is called on every rank, with the batches of all ranks in their order, soon after they were computed.
         """
         check_loader(loader)
-        trainer, run, held = self.trainer, self.trainer.current_run, list[Any]()
+        trainer = self.trainer
+        run = trainer.current_run
+        # What this rank has computed and not passed on yet: one entry for each batch, None for a batch that was None.
+        held: list[tuple[int | None, Any] | None] = []
+        batches_at_once = 1 if trainer.world_size == 1 else _TOGETHER
 
         def hold(values: Any, weight: Any) -> None:
             held[-1] = (leading_dimension(run.batch), to_host(values))
 
         def pass_on(is_last: bool) -> bool:
-            run.is_loading, parts = False, trainer.gather_data((is_last, held))
+            """Gather what all ranks hold, and take it; return whether every rank has passed on its last batch."""
+            run.is_loading = False  # An error in here is not one of the loader.
+            parts = trainer.gather_data((is_last, held))
             for each in in_turn([part for _, part in parts]):
-                if each is not None:  # A batch that was None.
-                    take(*each)
+                if each is not None:
+                    size, values = each
+                    take(size, values)
             held.clear()
             run.is_loading = not is_last
             return all(ends for ends, _ in parts)
@@ -195,14 +226,16 @@ class Evaluation:
                 held.append(None)
                 yield batch
                 # Before the next batch is asked for, in which ranks without one may take part in a forward.
-                if len(held) == (1 if trainer.world_size == 1 else _TOGETHER):
+                if len(held) == batches_at_once:
                     pass_on(False)
 
         is_default = getattr(trainer.predict_step, "__qualname__", "") == "Trainer.predict_step"
-        with self._testing(loader, "test_step" if is_default else "predict_step"):  # As errors name it.
+        step = "test_step" if is_default else "predict_step"  # As errors name it.
+        with self._testing(loader, step):
             wrapped = trainer.wrap_loader(loader, False)
             batches = hold_each(trainer.evaluation_batches(wrapped))
             self._test_batches(loader, batches, hold, weighs=False, wrapped=wrapped)
+            # A rank with fewer batches than others takes part in gathering theirs.
             while not pass_on(True):
                 continue
 
@@ -220,9 +253,16 @@ class Evaluation:
         ``weighs`` says whether the weights matter, as they do in means; ``wrapped`` is the loader after
         ``wrap_loader``.
         """
-        trainer, run, count, given = self.trainer, self.trainer.current_run, 0, 0
-        to_device, step, forward_context = trainer.to_device, getattr(trainer, run.test_step), trainer.forward_context
-        sample_weight, mode = trainer.sample_weight, run.test_step.removesuffix("_step")
+        trainer = self.trainer
+        run = trainer.current_run
+        step = getattr(trainer, run.test_step)
+        mode = run.test_step.removesuffix("_step")
+        # Looked up once: a small model is evaluated faster than attributes of a composed class are found.
+        to_device = trainer.to_device
+        forward_context = trainer.forward_context
+        sample_weight = trainer.sample_weight
+        given = 0
+        count = 0
         with run.iterating(loader):
             for batch in batches:
                 if signals:
@@ -236,7 +276,7 @@ class Evaluation:
                     out = step(batch)
                 values, weight = read_output(out, batch, sample_weight, type(trainer), mode)
                 if not count and weighs:
-                    run.say_uncounted(batch, values)
+                    say_uncounted(run, batch, values)
                 take(values, weight)
                 run.batch = None
                 count += 1
@@ -248,14 +288,20 @@ class Evaluation:
         self, loader: Any, step: str = "test_step", place: tuple[int, int] = (0, 1), name: str | None = None
     ) -> Iterator[None]:
         """Enclose an evaluation by this step, and put back what it changes."""
-        trainer, position, run = self.trainer, self.trainer.loader_position, self.trainer.current_run
+        trainer = self.trainer
+        position = trainer.loader_position
+        run = trainer.current_run
         root = trainer.model if isinstance(trainer.model, nn.Module) else trainer.unwrap()
         modes = {module: module.training for module in root.modules()}
-        before = trainer.mode, position.pinned, run.is_evaluating, run.test_step, run.loader_place, run.valid_name
+        before_trainer = (trainer.mode, position.pinned)
+        before_run = (run.is_evaluating, run.test_step, run.loader_place, run.valid_name)
         try:
-            # Whether batches are pinned is asked of this loader, not of the epoch's.
-            trainer.mode, position.pinned, run.is_evaluating = "test", has_pinned_batches(loader), True
-            run.test_step, run.loader_place, run.valid_name = step, place, name
+            trainer.mode = "test"
+            position.pinned = has_pinned_batches(loader)  # Of this loader, not of the epoch's.
+            run.is_evaluating = True
+            run.test_step = step
+            run.loader_place = place
+            run.valid_name = name
             root.eval()
             isolated = random_state.isolated(*random_state.generators_of(loader))
             with torch.no_grad(), isolated, preserve_streams(loader), trainer.evaluation_context():
@@ -265,7 +311,8 @@ class Evaluation:
         finally:
             for module, is_training in modes.items():  # A step may have called model.train().
                 module.training = is_training
-            trainer.mode, position.pinned, run.is_evaluating, run.test_step, run.loader_place, run.valid_name = before
+            trainer.mode, position.pinned = before_trainer
+            run.is_evaluating, run.test_step, run.loader_place, run.valid_name = before_run
 
     @contextmanager
     def _fresh_log(self) -> Iterator[None]:
@@ -275,3 +322,9 @@ class Evaluation:
             yield
         finally:
             self.trainer.log_test.free()
+
+
+def _common_keys(rows: Mapping[str, Metrics]) -> list[str]:
+    """List the metrics that each of several loaders has, in the order of the first one."""
+    first = next(iter(rows.values()))
+    return [key for key in first if all(key in row for row in rows.values())]

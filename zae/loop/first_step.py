@@ -20,13 +20,14 @@ from zae.common.torch_private import version_of
 from zae.common.walk import local_part, names_in
 from zae.compose.introspect import is_add_on, is_base, is_marked, mentions_super
 from zae.errors import AddOnError, StepError, TaskError
+from zae.loop.step_output import say_not_numbers, say_uncounted
 from zae.optim import needs_closure, parameters_of
 from zae.schedulers.lengths import steps_taken
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["FirstStep", "unmoved", "weights_of"]
+__all__ = ["FirstStep", "WeightSample", "warn_of_unmoved", "weights_of"]
 
 _log = logging.getLogger("zae")
 _SHOWN = 16  # Numbers of each parameter that are kept for an epoch.
@@ -79,8 +80,7 @@ class FirstStep:
         with self._watching():
             type(self._trainer).run_batch(self._trainer, batch)
             self._check_reached()
-        run = self._trainer.current_run
-        run.say_not_numbers(self._trainer.log_train, "train_step")
+        say_not_numbers(self._trainer.current_run, self._trainer.log_train, "train_step")
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -126,7 +126,7 @@ class FirstStep:
         if result is None and name in _WITH_VALUE and (name != "to_device" or args[0] is not None):
             self._refuse_none(name)
         if name == "micro_step":
-            self._trainer.current_run.say_uncounted(args[0], result[0])
+            say_uncounted(self._trainer.current_run, args[0], result[0])
         self._called.append(name)
         return self._forward(result) if name == "forward_context" else result
 
@@ -207,8 +207,9 @@ class FirstStep:
             _log.warning(
                 "%s.train_step calls %s, and backward() is done after it: the gradients of its batch do not exist yet, "
                 "and are not clipped. For these write gradient_clip=...",
-                type(trainer).__name__, clips[0],
-            )  # fmt: skip
+                type(trainer).__name__,
+                clips[0],
+            )
 
     def _gradients(self) -> dict[int, tuple[int, int]]:
         """Return which parameters of the optimizers have a gradient, and how often it was changed in place."""
@@ -263,29 +264,65 @@ def _suspects(cls: Any) -> Iterator[_Suspect]:
                 break
 
 
-def weights_of(trainer: Trainer) -> dict[str, list[Any]]:
+class WeightSample(NamedTuple):
+    """The first numbers of a parameter, to see later whether it has changed."""
+
+    parameter: Tensor
+    version: int
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> WeightSample:
+        """Return the sample of a parameter as it is now."""
+        return cls(parameter, version_of(parameter), _first_numbers(parameter).clone())
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the parameter was written to, or these numbers differ: a fused kernel may not count as a write."""
+        return version_of(self.parameter) != self.version or not _first_numbers(self.parameter).equal(self.numbers)
+
+
+def _first_numbers(parameter: Tensor) -> Tensor:
+    return local_part(parameter.data).reshape(-1)[:_SHOWN]
+
+
+def weights_of(trainer: Trainer) -> dict[str, list[WeightSample]]:
     """Return the first numbers of what each optimizer trains on this rank, to compare them later."""
-    return {name: [*map(_weight_of, _trained_by(each))] for name, each in trainer.optimizers.items()}
-
-
-def unmoved(before: Mapping[str, list[Any]]) -> list[str]:
-    """Return the optimizers that have changed none of these parameters since then."""
-    return [name for name, weights in before.items() if weights and not any(map(_has_moved, weights))]
+    found = {}
+    for name, optimizer in trainer.optimizers.items():
+        found[name] = [WeightSample.of(parameter) for parameter in _trained_by(optimizer)]
+    return found
 
 
 def _trained_by(optimizer: Any) -> list[Tensor]:
     """Return the parameters that an optimizer trains and of which this rank has plain numbers."""
-    held = [p for p in parameters_of(optimizer) if p.requires_grad and not is_lazy(p) and not p.is_meta]
-    return [p for p in held if type(local_part(p.data)) is Tensor and local_part(p.data).numel()]
+    found = []
+    for parameter in parameters_of(optimizer):
+        if not parameter.requires_grad or is_lazy(parameter) or parameter.is_meta:
+            continue
+        local = local_part(parameter.data)
+        if type(local) is Tensor and local.numel():
+            found.append(parameter)
+    return found
 
 
-def _weight_of(parameter: Tensor) -> Any:
-    return parameter, version_of(parameter), local_part(parameter.data).reshape(-1)[:_SHOWN].clone()
-
-
-def _has_moved(before: Any) -> bool:
-    parameter, version, few = before
-    return version_of(parameter) != version or not local_part(parameter.data).reshape(-1)[:_SHOWN].equal(few)
+def warn_of_unmoved(trainer: Trainer, before: Mapping[str, list[WeightSample]]) -> None:
+    """Warn of optimizers that have changed none of their weights in the epoch that ends."""
+    names = [name for name, samples in before.items() if samples and not any(each.has_moved for each in samples)]
+    if not names or not trainer.is_main:
+        return
+    several, own = "", ""
+    if len(trainer.optimizers) > 1:
+        several = f" of optimizer {', '.join(map(repr, names))}"
+        own = ", and return a loss for each: {'loss': {name: loss, ...}}"
+    _log.warning(
+        "epoch %d has changed no weight%s in %d steps: compute the loss from self.model(...), let optimizer_step() "
+        "step the optimizers, and a learning rate be above 0%s",
+        trainer.progress_checker.epoch + 1,
+        several,
+        trainer.progress_checker.epoch_step,
+        own,
+    )
 
 
 def _error(klass: type) -> type[TaskError]:

@@ -70,7 +70,7 @@ class _OwnLoop(Proxy):
                 steps = trainer.progress_checker.step - before
                 if is_left and not steps:
                     break
-                if steps != 1 and not run.is_left:
+                if steps != 1 and not run.continuation.is_due:
                     raise self._error(
                         f"has made {steps} steps with a batch of its loader, and each batch is one; write for batch in "
                         "loader: self.run_batch(batch), and leave batches out, or repeat them, in the loader"
@@ -78,7 +78,7 @@ class _OwnLoop(Proxy):
                 if is_left:
                     if used:
                         self._warn_of_rest(used)
-                    run.end_epoch_here()
+                    run.extent.end_epoch_here()
                 if run.after_step():
                     is_complete = run.ends_epoch(loader, batches)
                     break

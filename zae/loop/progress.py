@@ -6,15 +6,11 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from zae.common.argument_checks import check_count, check_number
-from zae.data.loaders import BatchLimits, check_loader
-from zae.display.text import number
-from zae.errors import CheckpointMismatch, ConfigError, LoaderError, OptionError, did_you_mean
+from zae.errors import CheckpointMismatch, ConfigError, OptionError, did_you_mean
 
 __all__ = [
     "NO_LIMIT",
@@ -24,10 +20,7 @@ __all__ = [
     "Every",
     "ProgressChecker",
     "RunCalls",
-    "RunLimits",
-    "RunView",
     "check_counters",
-    "remaining",
 ]
 
 _log = logging.getLogger("zae")
@@ -300,144 +293,6 @@ class ProgressChecker:
 
 class EvaluationAborted(BaseException):
     """A validation was left between two batches because a signal asks for the end; caught by the run."""
-
-
-def _parse_batch_limits(limit: Any, overfit: Any) -> BatchLimits:
-    """Return the limits that ``limit_batches`` and ``overfit_batches`` set."""
-    pair = limit if isinstance(limit, (tuple, list)) else (limit, limit)
-    if len(pair) != 2:
-        raise ConfigError(f"limit_batches={limit!r}; write one number of batches, or (training, validation)")
-    train, valid = (check_count("limit_batches", each, optional=True) for each in pair)
-    check_count("overfit_batches", overfit, optional=True)
-    if overfit is not None and train is not None:
-        raise ConfigError(
-            f"limit_batches={limit!r} and overfit_batches={overfit} both limit the training batches; write "
-            f"limit_batches=(None, {valid}) to limit those of the validation alone"
-        )
-    return BatchLimits(overfit if train is None else train, valid, overfit is not None)
-
-
-class RunLimits:
-    """The arguments of ``run`` and ``plan`` beside the loaders: how long a call trains, and when it validates."""
-
-    def __init__(
-        self,
-        n_epoch: int | None = None,
-        max_steps: int | None = None,
-        valid_every: Every | int | None = None,
-        steps_per_epoch: int | None = None,
-        max_time: float | timedelta | None = None,
-        limit_batches: Any = None,
-        overfit_batches: int | None = None,
-    ) -> None:
-        seconds = max_time.total_seconds() if isinstance(max_time, timedelta) else max_time
-        if seconds is not None:
-            check_number("max_time", seconds)
-        self.max_time = seconds
-        self.n_epoch = check_count("n_epoch", n_epoch, optional=True)
-        self.max_steps = check_count("max_steps", max_steps, optional=True)
-        self.steps_per_epoch = check_count("steps_per_epoch", steps_per_epoch, optional=True)
-        self.valid_every = Every.parse(valid_every, "valid_every", Every(epochs=1))
-        self.batches = _parse_batch_limits(limit_batches, overfit_batches)
-
-    def check(self, loader: Any, valid_loader: Any) -> None:
-        """Refuse a call that would not end, and loaders that it cannot iterate over, or limit."""
-        if self.n_epoch is None and self.max_steps is None and self.max_time is None:
-            raise ConfigError(
-                "n_epoch is None, so the run would not end; give a number of epochs, max_steps=... or max_time=..."
-            )
-        check_loader(loader)
-        if isinstance(valid_loader, Mapping) and not valid_loader:
-            raise LoaderError("valid_loader is an empty dict; give loaders by name, or None")
-        for name, each in valid_loader.items() if isinstance(valid_loader, Mapping) else [("", valid_loader)]:
-            if each is not None:
-                check_loader(each, f"valid_loader[{name!r}]" if name else "valid_loader", takes_dict=not name)
-        self.batches.check(loader, valid_loader)
-
-    def total_steps(self, in_epoch: int | None) -> int | None:
-        """Return the optimizer steps of the whole call, of epochs with so many steps; None is unknown."""
-        whole = None if self.n_epoch is None or in_epoch is None else self.n_epoch * in_epoch
-        return min((count for count in (whole, self.max_steps) if count is not None), default=None)
-
-
-def remaining(
-    progress: ProgressChecker, last_epoch: int, last_step: int, in_epoch: int | None
-) -> tuple[int | None, int | None]:
-    """Return the remaining epochs and optimizer steps of a call, of epochs with so many steps; None is unknown."""
-    epochs = None if last_epoch == NO_LIMIT else max(0, last_epoch - progress.epoch)
-    steps = None if last_step == NO_LIMIT else max(0, last_step - progress.step)
-    if not in_epoch:
-        return epochs, steps
-    if epochs is not None:
-        steps = min(max(0, in_epoch * epochs - progress.epoch_step), NO_LIMIT if steps is None else steps)
-    if steps is None:  # Only ``max_time`` ends the run.
-        return None, None
-    return (steps + progress.epoch_step) // in_epoch, steps
-
-
-class Position(NamedTuple):
-    """How far a run is: its epoch and the last one, the steps of the epoch, all steps, and the steps to come."""
-
-    epoch: int
-    last_epoch: int | None
-    epoch_step: int
-    epoch_steps: int | None
-    step: int
-    steps_left: int | None
-
-    @property
-    def title(self) -> str:
-        """The epoch, of how many."""
-        return f"epoch {self.epoch}" + (f"/{self.last_epoch}" if self.last_epoch else "")
-
-
-class RunView:
-    """What a display asks a run for."""
-
-    def __init__(self, run: Any, loader: Any = None) -> None:
-        self._run, self._trainer, self._loader = run, run.trainer, run.current_loader if loader is None else loader
-
-    def position(self) -> Position:
-        """Return how far the run is, in its open epoch."""
-        run, progress = self._run, self._trainer.progress_checker
-        in_epoch = run.steps_per_epoch(self._loader)
-        last = None if run.last_epoch == NO_LIMIT else run.last_epoch
-        left = remaining(progress, run.last_epoch, run.last_step, in_epoch)[1] if run.is_call else None
-        return Position(progress.epoch + 1, last, progress.epoch_step, in_epoch, progress.step, left)
-
-    def current(self) -> dict[str, float]:
-        """Return the means of the open epoch, and the learning rates."""
-        return {**self._trainer.log_train.means(), **self._trainer.optimization.learning_rates()}
-
-    def last_row(self) -> tuple[dict[str, Any], str]:
-        """Return the row of the last epoch with its validation, and whether it is the best."""
-        history = self._trainer.history
-        row = dict(history.train[-1])
-        if history.valid and history.valid[-1]["step"] == row["step"]:
-            row.update(history.valid[-1])
-        return row, self._mark_of(row)
-
-    def last_validation(self) -> tuple[dict[str, Any], str]:
-        """Return the row of the last validation, and whether it is the best."""
-        row = dict(self._trainer.history.valid[-1])
-        return row, self._mark_of(row)
-
-    def _mark_of(self, row: Mapping[str, Any]) -> str:
-        return "best" if self._trainer.history.best.get("step") == row["step"] else ""
-
-    def metrics(self) -> Any:
-        """Return the history so far, as ``Trainer.run`` returns it."""
-        return self._trainer.metrics
-
-    def ending(self) -> list[str]:
-        """Return what there is to say at the end: the best epoch, why the run stopped, and its last checkpoint."""
-        best, monitor = self._trainer.history.best, self._trainer.monitor
-        texts = {
-            "best": f"{monitor} {number(best['score'])} in epoch {best['epoch']}" if "score" in best else "",
-            "stopped": self._trainer.progress_checker.stop_reason,
-            "saved": getattr(self._trainer, "last_path", None),
-        }
-        return [f"{name}: {text}" for name, text in texts.items() if text]
 
 
 def check_counters(counters: Mapping[str, Any]) -> None:

@@ -1,21 +1,47 @@
-"""Read what ``train_step`` and ``test_step`` return: the only place that looks for the loss and the targets."""
+"""Read what ``train_step`` and ``test_step`` return: the only place that looks for the loss and the targets.
+
+What cannot be used raises a StepError that names the remedy. What is used, and was probably meant otherwise, is said
+once in a run: an entry that looks like a metric and is no number, and a batch whose samples are not known.
+"""
 
 from __future__ import annotations
 
 import difflib
+import logging
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from zae.common.argument_checks import describe_batch, describe_value
-from zae.common.walk import leading_dimension
-from zae.compose.introspect import hook
+from zae.common.walk import leading_dimension, leaves_of
+from zae.compose.introspect import hook, is_overridden
 from zae.errors import StepError
 
-__all__ = ["StepOutput", "count_targets", "explain_failure", "loss_numbers", "read_output", "sample_weight"]
+if TYPE_CHECKING:
+    from zae.loop.epoch_log import EpochLog
+    from zae.loop.run import Run
+
+__all__ = [
+    "NotNumber",
+    "StepOutput",
+    "count_targets",
+    "explain_failure",
+    "loss_numbers",
+    "not_number",
+    "read_output",
+    "sample_weight",
+    "say_not_numbers",
+    "say_uncounted",
+]
+
+_SILENT = (bool, int, float, np.number, np.bool_, type(None))  # A batch of these, in a range(100) for instance.
+_INDICES = ("int64", "uint64")  # Of classes and tokens; comparisons and counts are of other types.
 
 
 class StepOutput(tuple[Mapping[str, Any], Any]):
@@ -201,4 +227,93 @@ def _check_loss(where: str, loss: Any) -> None:
         raise StepError(
             f"{where} returned a loss with requires_grad=False; compute it from self.model(...), without .detach() and "
             "without torch.no_grad(). If all parameters are frozen, unfreeze some: model.requires_grad_(True)"
+        )
+
+
+# ------------------------------------------------------------------------------------------- what is said once
+
+
+class NotNumber(NamedTuple):
+    """An entry of a step that is not a number."""
+
+    what: str
+    """What it is, with its shape."""
+    remedy: str
+    """What to return for a metric."""
+    may_be_metric: bool
+    """Whether it looks like a metric whose mean was forgotten, and not like an output of the model."""
+
+    def text(self, key: str) -> str:
+        """Say that the entry of this name is no metric, and what to return instead."""
+        return f"{key!r} as {self.what}, which is not a number; for a metric return {self.remedy}"
+
+
+def not_number(key: str, value: Any) -> NotNumber:
+    """Describe an entry of a step that is not a number."""
+    if not isinstance(value, (Tensor, np.ndarray)):
+        is_number = isinstance(value, numbers.Number)
+        is_list = isinstance(value, (list, tuple)) and len(value) > 0
+        are_numbers = is_list and all(isinstance(each, numbers.Number) for each in value)
+        what = f"a {type(value).__name__}" + (f" of {len(value)} entries" if is_list else "")
+        return NotNumber(what, "one number, for instance its mean", is_number or are_numbers)
+    kind = str(value.dtype).removeprefix("torch.")
+    of_shape = f"{'a tensor' if isinstance(value, Tensor) else 'an array'} of shape {tuple(value.shape)}"
+    is_float = kind.startswith(("float", "bfloat"))
+    to_float = ".float()" if isinstance(value, Tensor) else ""
+    remedy = f"its mean: {key}{'' if is_float else to_float}.mean()"
+    return NotNumber(of_shape, remedy, _looks_like_metric(value, kind, is_float))
+
+
+def _looks_like_metric(value: Any, kind: str, is_float: bool) -> bool:
+    """Return whether a tensor is one of numbers for samples, or tells which of many predictions are right."""
+    if kind == "bool":
+        return True
+    if kind.startswith("complex") or kind in _INDICES:
+        return False
+    if value.ndim <= 1 or not is_float:
+        return bool(value.ndim <= 1)
+    if isinstance(value, Tensor):  # An output of the model in training has a graph.
+        if value.requires_grad or value.is_meta or type(value) is not Tensor or value.layout is not torch.strided:
+            return False
+        return bool(((value == 0) | (value == 1)).all())
+    return bool(np.isin(value, (0, 1)).all())
+
+
+def _why_uncounted(batch: Any) -> str:
+    """Say why the number of samples in a batch is not known; an empty text where it is, or where each batch is one."""
+    if isinstance(batch, PackedSequence):
+        return ""
+    leaves = [leaf for _, leaf in leaves_of(batch) if not isinstance(leaf, _SILENT)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, (Tensor, np.ndarray))]
+    sizes = dict.fromkeys(size for size in map(leading_dimension, tensors) if size is not None)
+    if len(sizes) > 1:
+        several = ", ".join(map(str, [*sizes][:4]))
+        return f"its tensors have different first dimensions ({several}), and the first tensor counts"
+    if sizes or not leaves or len(tensors) == len(leaves):
+        return ""
+    return f"it has no tensor that zae knows of ({type(batch).__name__}), and so each batch counts alike"
+
+
+def say_not_numbers(run: Run, log: EpochLog, step: str) -> None:
+    """Name, once each, the entries of a step that are no numbers and look like metrics."""
+    trainer = run.trainer
+    if log.keeps or is_overridden(trainer, "metric_on_epoch_end"):  # Something may read them.
+        return
+    for key, found in log.not_numbers.items():
+        if found.may_be_metric and trainer.history.is_first_remark(key):
+            run.say(f"{type(trainer).__name__}.{step} returned {found.text(key)}", logging.WARNING)
+
+
+def say_uncounted(run: Run, batch: Any, values: Mapping[str, Any]) -> None:
+    """Say, once, that the means of an epoch cannot weigh the batches by their samples."""
+    trainer = run.trainer
+    if values.get("num_targets") is not None or is_overridden(trainer, "sample_weight"):
+        return
+    why = _why_uncounted(batch)
+    if why and trainer.history.is_first_remark("the weight of a batch"):
+        run.say(
+            f"how many samples a batch has is not known: {why}. The means of an epoch weigh each sample alike only "
+            "if all batches have as many samples; else return 'num_targets' from the step, or override "
+            "sample_weight(batch, num_targets)",
+            logging.WARNING,
         )

@@ -22,7 +22,7 @@ from zae.common import argument_checks, random_state
 from zae.common.copying import deep_copy
 from zae.common.model_weights import fit_name, named_parameters
 from zae.common.walk import copy_of
-from zae.errors import CheckpointMismatch, ConfigError
+from zae.errors import CheckpointMismatch, ConfigError, MonitorError
 from zae.optim import modes
 from zae.optim.checks import Span, check_disjoint, check_scheduler_owners, check_schedules
 from zae.optim.settings import REMEDY, ScriptSettings
@@ -192,6 +192,15 @@ class Optimization:
         for scheduler in self.schedulers.values():
             if getattr(scheduler, "steps_on_batch", default) == on_batch and not is_plateau(scheduler):
                 scheduler.step()
+
+    def step_plateaus(self, score: float | None, monitor: str, metrics: Mapping[str, float]) -> None:
+        """Step the schedulers that wait for a metric: by the score of these metrics, which is that of the monitor."""
+        for name, scheduler in self.schedulers.items():
+            if not is_plateau(scheduler):
+                continue
+            if score is None:
+                raise MonitorError(f"scheduler {name} needs monitor={monitor!r}; available: {[*metrics]}")
+            scheduler.step(score)
 
     def steps_schedulers(self, when: str) -> bool:
         """Return whether some scheduler is stepped after a "batch", or an "epoch"."""

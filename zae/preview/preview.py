@@ -22,7 +22,8 @@ from zae.data.loader_state import facts_of
 from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.reshard import own_batch_sampler
 from zae.loop import addon_state
-from zae.loop.progress import NO_LIMIT, Every, RunLimits
+from zae.loop.limits import RunLimits
+from zae.loop.progress import NO_LIMIT, Every
 from zae.optim.checks import check_schedules
 from zae.preview.memory import Memory, bytes_in, state_after_a_step
 from zae.preview.plan import RunPreview
@@ -82,9 +83,9 @@ class Preview:
     def count_steps(self) -> None:
         """Count steps and epochs as `Run` and the loop do."""
         found, run, progress = self.found, self.run, self.trainer.progress_checker
-        (last_epoch, last_step), wrapped = run.end_of_call(), self._wrapped_loader()
+        (last_epoch, last_step), wrapped = run.extent.end_of_call(), self._wrapped_loader()
         found.batches_per_epoch, in_loader = length_of(wrapped), self.trainer.steps_per_epoch(wrapped)
-        found.steps_per_epoch = in_epoch = run.steps_per_epoch(wrapped)
+        found.steps_per_epoch = in_epoch = run.extent.steps_per_epoch(wrapped)
         found.first_step = progress.step + 1
         if run.limits.max_time is not None:
             found.notes.append(
@@ -136,7 +137,7 @@ class Preview:
         on_batch, is_set = optimization.scheduler_step_on_batch, optimization.is_step_explicit
         has_metric = run.valid_loader is not None or self.trainer.history.watches_training
         found.notes += check_schedules(
-            schedulers, on_batch, is_set, *run.counts_of_call(found.steps_per_epoch), has_metric
+            schedulers, on_batch, is_set, *run.extent.spans(found.steps_per_epoch), has_metric
         )
         stepped = [each for each in schedulers.values() if not is_plateau(each)]
         if len(stepped) < len(schedulers):

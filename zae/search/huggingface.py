@@ -111,7 +111,7 @@ class LastScore:
 
 def _epochs_of(trainer: Any) -> float:
     """Return the epochs that were trained, with the part of the open one."""
-    progress, in_epoch = trainer.progress_checker, trainer.current_run.in_epoch
+    progress, in_epoch = trainer.progress_checker, trainer.current_run.extent.steps_in_epoch
     return float(progress.epoch + progress.epoch_step / (in_epoch or progress.epoch_step or 1))
 
 

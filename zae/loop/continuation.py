@@ -1,0 +1,100 @@
+"""Continue a call of `Trainer.run` from another state than the one it has come to, as `Trainer.continue_from` asks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from zae.errors import CheckpointMismatch, ConfigError
+
+if TYPE_CHECKING:
+    from zae.loop.progress import ProgressChecker
+    from zae.trainer import Trainer
+
+__all__ = ["Continuation"]
+
+
+class Continuation:
+    """What a call of ``run`` has to do to go on from another state of its own.
+
+    Two ways lead to it. `request` stores a function that loads the state when the present step is done. Or a state was
+    loaded between two steps already, which the call sees by its counters: a state brings counters of its own, another
+    object than those that the call began with.
+    """
+
+    def __init__(self, trainer: Trainer, user_loader: Any) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._user_loader = user_loader
+        self._counters: ProgressChecker | None = None
+        self._load: Callable[[], None] | None = None
+
+    @property
+    def _present_counters(self) -> ProgressChecker:
+        trainer: Any = self._trainer()
+        found: ProgressChecker = trainer.progress_checker
+        return found
+
+    def note_begin(self) -> None:
+        """Note that the call has begun, or begun again, with the present counters."""
+        self._counters = self._present_counters
+
+    def request(self, load: Callable[[], None], state: Mapping[str, Any] | None = None) -> None:
+        """Load a state when the present step is done, and continue the call from there."""
+        if self._counters is None:
+            raise ConfigError(
+                "continue_from(...) is for a call of run() that trains, once it has begun; elsewhere load the state: "
+                "load_state_dict(state), or load_state(path) of StateManagerAddon"
+            )
+        self._check_repeatable()
+        if state is not None:
+            self.check_state(state)
+        self._load = load
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a state is to be loaded when the present step is done."""
+        return self._load is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the call is to continue from another state than it has come to."""
+        if self._load is not None:
+            return True
+        return self._counters is not None and self._counters is not self._present_counters
+
+    def take_up(self) -> None:
+        """Load the state that was asked for, and count the call as one that is to be made again from there."""
+        if self._load is not None:
+            load = self._load
+            self._load = None
+            load()
+        assert self._counters is not None  # Else nothing is due.
+        before = self._counters.run_calls
+        counters = self._present_counters
+        self._check_repeatable()
+        self.check_state({"progress": counters.state_dict()})
+        # A loaded state counts its call as made. `Run.begin` makes it again, as in a script that is started again.
+        counters.run_calls.index = before.index - 1
+        counters.run_calls.planned_steps = before.planned_steps
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state of another call of ``run`` than the one that is under way."""
+        assert self._counters is not None
+        progress = state.get("progress")
+        starts = progress.get("run_starts") if isinstance(progress, Mapping) else None
+        found = len(starts) if isinstance(starts, (list, tuple)) else "no known"
+        number = self._counters.run_calls.index
+        if found != number:
+            raise CheckpointMismatch(
+                f"the state is of {found} calls of run(), and this is call {number}, which continues only from a "
+                "state of its own; load that one between two calls: load_state_dict(state), or load_state(path)"
+            )
+
+    def _check_repeatable(self) -> None:
+        """Refuse to go back in a loader that yields each batch once."""
+        if isinstance(self._user_loader, Iterator):
+            raise ConfigError(
+                f"the loader is a {type(self._user_loader).__name__}, which yields each batch once, so that the run "
+                "cannot go back in it; give a DataLoader, a list, or a class with __iter__"
+            )

@@ -1,0 +1,219 @@
+"""How long one call of `Trainer.run` trains: its arguments, and the epoch and step where they make it end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from zae.common.argument_checks import check_count, check_number
+from zae.data.loaders import BatchLimits, check_loader, length_of
+from zae.errors import ConfigError, LoaderError
+from zae.loop.progress import NO_LIMIT, Every, ProgressChecker
+from zae.optim.checks import Span
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["Extent", "RunLimits", "remaining"]
+
+
+class RunLimits:
+    """The arguments of ``run`` and ``plan`` beside the loaders: how long a call trains, and when it validates."""
+
+    def __init__(
+        self,
+        n_epoch: int | None = None,
+        max_steps: int | None = None,
+        valid_every: Every | int | None = None,
+        steps_per_epoch: int | None = None,
+        max_time: float | timedelta | None = None,
+        limit_batches: int | tuple[int | None, int | None] | None = None,
+        overfit_batches: int | None = None,
+    ) -> None:
+        seconds = max_time.total_seconds() if isinstance(max_time, timedelta) else max_time
+        if seconds is not None:
+            check_number("max_time", seconds)
+        self.max_time = seconds
+        self.n_epoch = check_count("n_epoch", n_epoch, optional=True)
+        self.max_steps = check_count("max_steps", max_steps, optional=True)
+        self.steps_per_epoch = check_count("steps_per_epoch", steps_per_epoch, optional=True)
+        self.valid_every = Every.parse(valid_every, "valid_every", Every(epochs=1))
+        self.batches = _parse_batch_limits(limit_batches, overfit_batches)
+
+    def check(self, loader: Any, valid_loader: Any) -> None:
+        """Refuse a call that would not end, and loaders that it cannot iterate over, or limit."""
+        if self.n_epoch is None and self.max_steps is None and self.max_time is None:
+            raise ConfigError(
+                "n_epoch is None, so the run would not end; give a number of epochs, max_steps=... or max_time=..."
+            )
+        check_loader(loader)
+        if not isinstance(valid_loader, Mapping):
+            if valid_loader is not None:
+                check_loader(valid_loader, "valid_loader", takes_dict=True)
+        elif not valid_loader:
+            raise LoaderError("valid_loader is an empty dict; give loaders by name, or None")
+        else:
+            for name, each in valid_loader.items():
+                if each is not None:
+                    check_loader(each, f"valid_loader[{name!r}]")
+        self.batches.check(loader, valid_loader)
+
+    def total_steps(self, steps_in_epoch: int | None) -> int | None:
+        """Return the optimizer steps of the whole call, of epochs with so many steps; None is unknown."""
+        if self.n_epoch is None or steps_in_epoch is None:
+            return self.max_steps
+        in_all_epochs = self.n_epoch * steps_in_epoch
+        return in_all_epochs if self.max_steps is None else min(in_all_epochs, self.max_steps)
+
+
+def _parse_batch_limits(limit: Any, overfit: int | None) -> BatchLimits:
+    """Return the limits that ``limit_batches`` and ``overfit_batches`` set."""
+    pair = limit if isinstance(limit, (tuple, list)) else (limit, limit)
+    if len(pair) != 2:
+        raise ConfigError(f"limit_batches={limit!r}; write one number of batches, or (training, validation)")
+    train, valid = (check_count("limit_batches", each, optional=True) for each in pair)
+    check_count("overfit_batches", overfit, optional=True)
+    if overfit is not None and train is not None:
+        raise ConfigError(
+            f"limit_batches={limit!r} and overfit_batches={overfit} both limit the training batches; write "
+            f"limit_batches=(None, {valid}) to limit those of the validation alone"
+        )
+    return BatchLimits(overfit if train is None else train, valid, overfit is not None)
+
+
+class Extent:
+    """Where one call of `Trainer.run` ends, and how many optimizer steps its epochs have.
+
+    Attributes
+    ----------
+    last_epoch, last_step : int
+        Where the call ends at the latest; ``NO_LIMIT`` where no argument says it, and before the call has begun.
+    steps_in_epoch : int or None
+        Optimizer steps of an epoch, where that is known, once the call has begun.
+    epoch_ends_at : int
+        The optimizer step within the open epoch after which the epoch ends; 0 lets the loader end it.
+    """
+
+    def __init__(self, trainer: Trainer, loader: Any, limits: RunLimits | None) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._loader = loader
+        self._is_call = limits is not None
+        self._limits = limits or RunLimits()
+        self.last_epoch = NO_LIMIT
+        self.last_step = NO_LIMIT
+        self.steps_in_epoch: int | None = None
+        self.reset_epoch()
+
+    @property
+    def _progress(self) -> ProgressChecker:
+        """The counters of the trainer, which are another object once a state was loaded."""
+        return self._of_trainer.progress_checker
+
+    @property
+    def _of_trainer(self) -> Any:
+        return self._trainer()
+
+    # ------------------------------------------------------------------------------------------- the whole call
+
+    def update_end(self) -> None:
+        """Find where the call ends, from the counters as they are now."""
+        self.last_epoch, self.last_step = self.end_of_call()
+
+    def end_of_call(self) -> tuple[int, int]:
+        """Return the epoch and the step at which this call ends at the latest; ``NO_LIMIT`` means no limit."""
+        calls = self._progress.run_calls
+        if calls.is_completed:
+            # Where the next call began, which may be earlier than the arguments say: that call may have been stopped.
+            epoch, step = calls.starts[calls.index + 1]
+            return epoch, step
+        if calls.must_replay:
+            first_epoch, first_step = calls.starts[calls.index]
+        else:
+            first_epoch, first_step = self._progress.epoch, self._progress.step
+        limits = self._limits
+        last_epoch = NO_LIMIT if limits.n_epoch is None else first_epoch + limits.n_epoch
+        last_step = NO_LIMIT if limits.max_steps is None else first_step + limits.max_steps
+        return last_epoch, last_step
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the counters are at the end of the call."""
+        return self._progress.epoch >= self.last_epoch or self._progress.step >= self.last_step
+
+    def total_steps(self) -> int | None:
+        """Return the steps that the last call of ``run`` was planned to take; None for a loader without a length."""
+        trainer = self._of_trainer
+        calls = self._progress.run_calls
+        if self._is_call and trainer.mode == "train":
+            steps_in_epoch = self.steps_per_epoch(trainer.wrap_loader(self._loader, True))
+            calls.planned_steps = self._limits.total_steps(steps_in_epoch)
+        if calls.planned_steps is ...:
+            raise ConfigError(
+                "the scheduler's factory takes total_steps, the number of optimizer steps of the run, which "
+                "is known only within run() in mode 'train'; call run(n_epoch, loader) first (resume=... loads a "
+                "state within it), or give a factory that takes only the optimizer: scheduler=lambda optimizer: ..."
+            )
+        found: int | None = calls.planned_steps
+        return found
+
+    def spans(self, steps_in_epoch: int | None) -> tuple[Span, Span]:
+        """Return the first, the present and the remaining epochs of this call, and the same of its optimizer steps."""
+        progress = self._progress
+        calls = progress.run_calls
+        first = (progress.epoch, progress.step) if calls.is_new_call else calls.starts[calls.index]
+        last_epoch, last_step = self.end_of_call()
+        epochs_left, steps_left = remaining(progress, last_epoch, last_step, steps_in_epoch)
+        epochs = Span(first[0], progress.epoch, epochs_left)
+        steps = Span(first[1], progress.step, steps_left)
+        return epochs, steps
+
+    # ------------------------------------------------------------------------------------------------ its epochs
+
+    def steps_per_epoch(self, wrapped_loader: Any) -> int | None:
+        """Return the optimizer steps of an epoch over a loader that ``wrap_loader`` returned; None is unknown."""
+        limit = self._limits.steps_per_epoch
+        length: int | None = self._of_trainer.steps_per_epoch(wrapped_loader)
+        if limit is None or length is None:
+            return length if limit is None else limit
+        return min(limit, length)
+
+    def reset_epoch(self) -> None:
+        """Let the next epoch end where the arguments say."""
+        self.epoch_ends_at = self._limits.steps_per_epoch or 0
+
+    def end_epoch_here(self) -> None:
+        """End the open epoch after the step that was made last."""
+        self.epoch_ends_at = self._progress.epoch_step
+
+    @property
+    def is_epoch_cut(self) -> bool:
+        """Whether `end_epoch_here` was called in the open epoch."""
+        return self._progress.epoch_batch > 0 and self.epoch_ends_at != (self._limits.steps_per_epoch or 0)
+
+    @property
+    def is_epoch_end(self) -> bool:
+        """Whether the open epoch ends after the step that was made last, whatever the loader still has."""
+        return self._progress.epoch_step == self.epoch_ends_at
+
+    def is_epoch_full(self, wrapped_loader: Any) -> bool:
+        """Return whether the open epoch has all of its steps, or batches."""
+        used = self._progress.epoch_batch
+        return used > 0 and (self.is_epoch_end or used == length_of(wrapped_loader))
+
+
+def remaining(
+    progress: ProgressChecker, last_epoch: int, last_step: int, steps_in_epoch: int | None
+) -> tuple[int | None, int | None]:
+    """Return the remaining epochs and optimizer steps of a call, of epochs with so many steps; None is unknown."""
+    epochs = None if last_epoch == NO_LIMIT else max(0, last_epoch - progress.epoch)
+    steps = None if last_step == NO_LIMIT else max(0, last_step - progress.step)
+    if not steps_in_epoch:
+        return epochs, steps
+    if epochs is not None:
+        steps_of_epochs = max(0, steps_in_epoch * epochs - progress.epoch_step)
+        steps = steps_of_epochs if steps is None else min(steps_of_epochs, steps)
+    if steps is None:  # Only ``max_time`` ends the run.
+        return None, None
+    return (steps + progress.epoch_step) // steps_in_epoch, steps
