@@ -23,7 +23,6 @@ from zae.common.torch_private import alike, in_place
 from zae.common.walk import is_sharded, local_part
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.optim import has_lazy
-from zae.preview.memory import bytes_in
 
 __all__ = ["EMAAddon"]
 
@@ -291,7 +290,7 @@ class EMAAddon(AddOnBase):
         if plan.bytes_per_checkpoint and not self.average:  # Else unknown, or counted already.
             state = plain_state(self.unwrap(), keep_vars=True)
             held = shapes_of_average({key: state[key] for key in self._names_to_average(state)})
-            plan.bytes_per_checkpoint += bytes_in(held)
+            plan.bytes_per_checkpoint += sum(each.nbytes for each in held.values())
         notes = super().plan_lines(plan)
         if self.averaging == "uniform" and any(isinstance(each, _NORMS) for each in self.unwrap().modules()):
             notes.append("the uniform average needs BatchNorm statistics: trainer.update_batch_norm(loader) afterwards")

@@ -7,15 +7,16 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zae.addon import AddOnBase
 from zae.common.argument_checks import check_file
 from zae.common.redact import redact, secrets_in
+from zae.description import describe
 from zae.errors import CheckpointError, ConfigError
-from zae.preview.describe import describe
-from zae.report.page import write
-from zae.report.records import Records, Run
+
+if TYPE_CHECKING:
+    from zae.report.records import Run
 
 __all__ = ["ReportAddon"]
 
@@ -109,6 +110,8 @@ class ReportAddon(AddOnBase):
 
     def _write_report(self, status: str) -> None:
         """Write the page, or warn; an error of the run is not to be hidden."""
+        from zae.report.page import write
+
         try:
             write(self.report_path, [self._described_run(status)])
         except CheckpointError as error:
@@ -119,7 +122,8 @@ class ReportAddon(AddOnBase):
 
     def _described_run(self, status: str) -> Run:
         """Return the run as the page shows it; records of before a resume have no times."""
-        from zae.cli.doctor import examine
+        from zae.doctor.checkpoints import examine
+        from zae.report.records import Records, Run
 
         rows, began = self.log_history, self._report_began or (time.time(), self.progress_checker.step)
         known = max(0, len(rows) - len(self._report_times))

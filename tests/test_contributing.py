@@ -29,7 +29,7 @@ def test_the_layout_has_every_folder_and_module() -> None:
         f"{path.name}/" for path in source.iterdir() if (path / "__init__.py").exists() and path.name != "addons"
     }
     present |= {path.name for path in source.glob("*.py") if not path.name.startswith("__")}
-    rows = [line.split()[0] for line in LAYOUT.splitlines()]
+    rows = [line.split()[0] for line in LAYOUT.splitlines() if line]
     assert rows[0] == "zae/"
     assert rows[-2:] == ["addons/", "tests/"]
     assert set(rows[1:-2]) == present

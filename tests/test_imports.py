@@ -26,15 +26,31 @@ REQUIRED = {"torch", "numpy", "safetensors", "tqdm", "zae", *sys.stdlib_module_n
 
 
 def test_the_imports_keep_to_the_table():
-    """An exception that is no longer needed is taken off the list."""
-    assert imports.broken() == set(imports.KNOWN)
-    assert all(reason.endswith(".") for reason in imports.KNOWN.values())
+    assert imports.broken() == set()
+
+
+def test_what_is_built_on_a_tool_is_named_and_needed():
+    """What is no longer needed is taken off the table."""
+    pairs = [(module, other) for found in imports.package_edges().values() for module, other in found]
+    for feature, needs in imports.BUILT_ON_TOOLS.items():
+        for need in needs:
+            used = [pair for pair in pairs if imports.is_in(pair[0], feature) and imports.is_in(pair[1], need)]
+            assert used or feature == "cli", (feature, need)
+
+
+def test_the_core_and_the_add_ons_can_be_imported_without_the_tools():
+    """What is built on a tool imports it where it is called; the core does not know the add-ons."""
+    for module, others in imports.graph(at_import=True).items():
+        package = imports.package_of(module)
+        if package not in {*imports.TOOLS, "zae", "__main__"}:
+            last = imports.LAST - {package}
+            assert not [each for each in others if imports.package_of(each) in last], module
 
 
 def test_every_package_has_its_rules():
     present = {imports.package_of(name) for name in imports.sources()} - {"zae", "__main__"}
     assert present <= set(imports.RULES)
-    named = {each.split(".")[0] for allowed in imports.RULES.values() for each in allowed or ()}
+    named = {each for allowed in imports.RULES.values() for each in allowed}
     assert named <= set(imports.RULES)
     assert not named & imports.LAST, "nobody imports these"
 
@@ -50,11 +66,10 @@ def test_a_feature_imports_no_other_one_than_it_is_built_on():
 
 
 def test_no_circle_among_the_packages():
-    """The exceptions are left out."""
+    """What is built on others is left out."""
     edges: dict[str, set[str]] = {}
-    for (source, target), pairs in imports.package_edges().items():
-        if not set(pairs) <= set(imports.KNOWN):
-            edges.setdefault(source, set()).add(target)
+    for source, target in imports.ruled_edges():
+        edges.setdefault(source, set()).add(target)
     assert imports.circles(edges) == []
 
 
@@ -95,6 +110,8 @@ def test_optional_packages_are_imported_only_when_they_are_used(path):
             "zae.errors",
             "zae.cli",
             "zae.common.lazy",
+            "zae.script",
+            "zae.display.answer",
             "zae.display.text",
         )  # They import the standard library alone.
         assert all(name.startswith(light) for name in at_import if name.startswith("zae."))

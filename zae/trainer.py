@@ -25,7 +25,7 @@ from zae.common import argument_checks, random_state
 from zae.common.device import can_copy_async, exchange_current, parse_device, to_device
 from zae.common.model_weights import without_wrappers
 from zae.common.null_context import NULL_CONTEXT
-from zae.compose.calls import explained_call, run_call
+from zae.compose.calls import explained_call, of_class_or_instance, run_call
 from zae.compose.foreign_names import missing_attribute
 from zae.compose.metaclass import TrainerMeta, compose, hook, slots_of
 from zae.data.gather import batches_of
@@ -49,10 +49,11 @@ from zae.loop.step_output import StepOutput, count_targets, explain_failure, rea
 from zae.optim import checks
 from zae.optim.optimization import Optimization
 from zae.parts import Precision, StepWindow
-from zae.preview import describe, explain, preview
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed
+    from zae.explain import Text
+    from zae.plan.page import RunPreview
 
 __all__ = ["Trainer"]
 
@@ -1175,10 +1176,100 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return cast("type[Composed]", compose(cls, add_ons))
 
-    explain, plan = explain.explain, preview.plan
-    plan_lines, plan_memory, plan_ranks = preview.plan_lines, preview.plan_memory, preview.plan_ranks  # Its hooks.
+    @of_class_or_instance
+    def explain(self) -> Text:
+        """Show the effective loop as pseudo-code, each line with the add-ons that override it.
 
-    __repr__ = describe.trainer_text
+        It may be called on a trainer class too.
+
+        Returns
+        -------
+        Text
+            Printed as it is, in a terminal and in a notebook; for an instance, with the options.
+        """
+        from zae.explain import explain
+
+        return explain(self)
+
+    @explained_call("plan(20, loader, valid_loader), with the arguments of run")
+    def plan(
+        self,
+        n_epoch: int | None,
+        loader: Iterable[Any],
+        valid_loader: Any = None,
+        *,
+        max_steps: int | None = None,
+        valid_every: Every | int | None = None,
+        steps_per_epoch: int | None = None,
+        max_time: float | timedelta | None = None,
+        limit_batches: int | tuple[int | None, int | None] | None = None,
+        overfit_batches: int | None = None,
+    ) -> RunPreview:
+        """Preview what ``run`` would do with the same arguments, without changing anything.
+
+        No batch is loaded, and no step is made: whether ``train_step`` and ``test_step`` work, and which metrics they
+        return, is not looked at. ``run(1, loader, valid_loader, limit_batches=1)`` of another trainer tries a batch of
+        each. The size of a checkpoint is that of its tensors.
+
+        Parameters
+        ----------
+        n_epoch, loader, valid_loader, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches
+            As for ``run``.
+
+        Returns
+        -------
+        RunPreview
+            It prints as a page.
+
+        Raises
+        ------
+        ConfigError, LoaderError
+            What ``run`` would refuse.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from zae import Trainer
+        >>> class Task(Trainer):
+        ...     def train_step(self, batch):
+        ...         return {"loss": self.model(batch).square().mean()}
+        ...     def test_step(self, batch):
+        ...         return {"loss": self.model(batch).square().mean(), "accuracy": 1.0}
+        >>> model = torch.nn.Linear(2, 1)
+        >>> trainer = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> trainer.plan(2, [torch.ones(8, 2)] * 5, [torch.ones(8, 2)])
+        Plan of Task
+          batches    5 an epoch of 8 samples
+          steps      5 an epoch, 10 in this run; 8 samples a step
+          epochs     2 ended, the last at step 10
+          lr         0.1
+          validates  at steps 5, 10
+          logs       at steps 5, 10
+          memory     24 bytes beside activations and temporaries: parameters 12 bytes, gradients 12 bytes
+          monitor    loss
+        """
+        from zae.plan.preview import plan
+
+        limits = RunLimits(n_epoch, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches)
+        return plan(self, loader, valid_loader, limits)
+
+    @hook
+    def plan_lines(self, plan: RunPreview) -> list[str]:
+        """Add to the preview of a run, and return notes to show below it; called by ``plan``."""
+        return []
+
+    @hook
+    def plan_ranks(self, plan: RunPreview) -> None:
+        """Set how many processes the run will have, and how they divide the work; called by ``plan`` first."""
+
+    @hook
+    def plan_memory(self, plan: RunPreview) -> None:
+        """Change ``plan.memory``, the bytes of one process, to those of a rank; called by ``plan``."""
+
+    def __repr__(self) -> str:
+        from zae.description import trainer_text
+
+        return trainer_text(self)
 
     # ------------------------------------------------------------------------------------------------ the rest
 

@@ -21,8 +21,8 @@ from zae.addons.loggers.worker import SinkWorker
 from zae.common import random_state
 from zae.common.argument_checks import check_flags, check_number
 from zae.common.redact import redact, secrets_in
+from zae.description import describe
 from zae.errors import AddOnRequirement, CheckpointMismatch, ConfigError, ZaeError, did_you_mean
-from zae.preview.describe import describe
 
 __all__ = ["LoggerAddon", "WebLoggerAddon", "check_installed", "is_installed"]
 

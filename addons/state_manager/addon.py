@@ -20,6 +20,7 @@ from zae.addons.state_manager.checkpointer import (
     WeightFiles,
     make_checkpointer,
 )
+from zae.addons.state_manager.provenance import describe_code, describe_run
 from zae.addons.state_manager.resume import Resumption, Start
 from zae.addons.state_manager.save_trial import SaveTrial
 from zae.addons.state_manager.saver import Job, check_moment, format_for
@@ -32,7 +33,6 @@ from zae.compose.introspect import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
 from zae.loop.progress import SIGNALED, Every
 from zae.loop.rank_states import RankStates, load_from_file
-from zae.preview.provenance import describe_code, describe_run
 
 __all__ = ["StateManagerAddon"]
 

@@ -384,7 +384,7 @@ class Checkpointer:
     resumed_at : list of int
         The steps of the checkpoints that the run was resumed from; they are in the ``info`` of its manifests too.
     code : dict
-        What `zae.preview.provenance.describe_code` returned when the run was set up; it is in the ``info`` too.
+        What ``describe_code`` of ``provenance.py`` returned when the run was set up; it is in the ``info`` too.
     has_failed : bool
         Whether the run has failed: then no disk hides why.
     saved_at : tuple or None

@@ -19,8 +19,8 @@ from zae.addons.torch_metrics.torchmetrics import (
     read_states,
     was_updated,
 )
+from zae.compose.introspect import owners_of
 from zae.errors import CheckpointMismatch, ConfigError, StepError, did_you_mean
-from zae.preview.explain import owners_of
 
 __all__ = ["TorchMetricsAddon"]
 

@@ -15,8 +15,8 @@ from kit.ranks import each_rank, on_ranks
 from zae import DistributedError
 from zae.addon import AddOnBase
 from zae.addons import EMAAddon, LedgerAddon, MultiGPUAddon, StateManagerAddon
-from zae.cli.diff import compare, read_ledger
 from zae.common.fingerprint import fingerprints
+from zae.diff import compare, read_ledger
 
 
 class NoiseAddon(AddOnBase):

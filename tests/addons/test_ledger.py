@@ -20,7 +20,7 @@ from zae import ConfigError, Every, Trainer
 from zae.addons import AMPAddon, GradientAccumulationAddon, LedgerAddon, StateManagerAddon
 from zae.addons.ledger.addon import fingerprint, random_state
 from zae.cli import main
-from zae.cli.diff import STAGES, compare, read_ledger
+from zae.diff import STAGES, compare, read_ledger
 
 
 def flip(tensor: Any) -> None:

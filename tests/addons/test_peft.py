@@ -24,7 +24,7 @@ from zae.addons import (
     PEFTAddon,
     StateManagerAddon,
 )
-from zae.cli.doctor import examine
+from zae.doctor.checkpoints import examine
 from zae.testing import check_addon
 
 LORA = "base_model.model.0.lora_A.default.weight", "base_model.model.0.lora_B.default.weight"

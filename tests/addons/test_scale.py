@@ -15,7 +15,7 @@ from kit.rank_tasks import forks
 from kit.scripts import Script
 from zae import addons
 from zae.checkpoint.folder import load_checkpoint, newest_valid
-from zae.cli.diff import compare, read_ledger
+from zae.diff import compare, read_ledger
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "features" / "scale.md"

@@ -29,8 +29,8 @@ from zae.checkpoint.folder import list_checkpoints, load_checkpoint, load_weight
 from zae.checkpoint.locks import FolderLock
 from zae.checkpoint.manifest import parse, seal
 from zae.checkpoint.weights_file import read_ckpt, read_safetensors, write_ckpt
-from zae.cli.diff import read_ledger
-from zae.cli.doctor import examine
+from zae.diff import read_ledger
+from zae.doctor.checkpoints import examine
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
 
 SIZE = 400_000

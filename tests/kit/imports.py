@@ -6,7 +6,7 @@ Imports inside functions count; those under TYPE_CHECKING do not.
 from __future__ import annotations
 
 import ast
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,8 @@ BEGIN, END = "<!-- imports: python tests/kit/imports.py -->", "<!-- end of impor
 
 EVERYBODY = frozenset({"errors", "metrics", "optimizers", "schedulers"})
 _BELOW = frozenset({"checkpoint", "common", "compose", "data", "display", "loop", "optim", "parts"})
-RULES: dict[str, frozenset[str] | None] = {
+_CORE = _BELOW | {"addon", "description", "distributed", "trainer"}
+RULES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "metrics": frozenset(),
     "optimizers": frozenset(),
@@ -31,27 +32,47 @@ RULES: dict[str, frozenset[str] | None] = {
     "checkpoint": frozenset({"common"}),
     "data": frozenset({"common"}),
     "loop": _BELOW - {"loop"},
-    "preview": _BELOW - {"checkpoint"},
-    "report": frozenset({"checkpoint", "common", "display"}),
-    "trainer": _BELOW | {"preview"},
-    "addon": _BELOW | {"preview", "trainer"},
-    "testing": frozenset({"addon", "common", "compose", "trainer"}),
-    "cli": None,
-    "addons": _BELOW | {"addon", "distributed", "preview", "report", "trainer"},
-    "search": _BELOW | {"addon", "distributed", "preview", "report", "trainer"},
-    "tuning": _BELOW | {"addon", "distributed", "preview", "report", "trainer"},
+    "description": _BELOW,
+    "trainer": _BELOW | {"description"},
+    "addon": _BELOW | {"trainer"},
+    "addons": _CORE,
+    "explain": _CORE,
+    "plan": _CORE,
+    "report": _CORE,
+    "diff": _CORE,
+    "doctor": _CORE,
+    "runs": _CORE,
+    "script": _CORE,
+    "testing": _CORE,
+    "certify": _CORE,
+    "replay": _CORE,
+    "search": _CORE,
+    "tuning": _CORE,
+    "cli": _CORE,
 }
-"""What each package, or module beside them, may import: these, EVERYBODY and itself; None is anything."""
+"""What each package, or module beside them, may import: these, EVERYBODY and itself."""
 
-LAST = frozenset({"addons", "cli", "search", "testing", "tuning"})
-"""What no other package may import."""
+TOOLS = frozenset(list(RULES)[list(RULES).index("explain") :])
+"""What can be removed, as each add-on can: nothing else needs it to be imported."""
 
-KNOWN: dict[tuple[str, str], str] = {
-    ("zae.tuning.batch_size", "zae.addons.accumulation"): "find_batch_size returns the option of this add-on.",
-    ("zae.addons.report", "zae.cli.doctor"): "The report examines the checkpoints that it lists.",
-    ("zae.addons.huggingface.addon", "zae.search"): "hyperparameter_search() is a search.",
+LAST = TOOLS | {"addons"}
+"""What no other package may import, but for what BUILT_ON_TOOLS names."""
+
+BUILT_ON_TOOLS: dict[str, frozenset[str]] = {
+    "trainer": frozenset({"explain", "plan"}),
+    "addons.report": frozenset({"report", "doctor"}),
+    "addons.huggingface": frozenset({"search"}),
+    "report": frozenset({"doctor"}),
+    "doctor": frozenset({"addons.state_manager"}),
+    "certify": frozenset({"script", "testing"}),
+    "replay": frozenset({"addons.state_manager", "diff", "script"}),
+    "tuning": frozenset({"addons.accumulation", "report"}),
+    "cli": TOOLS,
 }
-"""The edges that break the rules today, by the names of their modules, each with the reason."""
+"""What is built on a tool, or on an add-on, without which it does not work.
+
+The core and the add-ons import these where they are called, so that they can be imported without them.
+"""
 
 ENGINES = ("accelerate", "deepspeed", "fsdp", "mpu", "pipeline", "tensor_parallel")
 """The features that are engines: they share the modules `SHARED` of the ranks."""
@@ -164,6 +185,11 @@ def package_edges() -> dict[tuple[str, str], list[tuple[str, str]]]:
     return edges
 
 
+def ruled_edges() -> list[tuple[str, str]]:
+    """List the pairs of packages of which the first imports the second, beside what BUILT_ON_TOOLS names."""
+    return [edge for edge, pairs in package_edges().items() if not all(is_built_on(*pair) for pair in pairs)]
+
+
 @cache
 def is_bare_package(module: str) -> bool:
     """Whether a module is the ``__init__`` of a package, with a docstring and nothing else."""
@@ -173,11 +199,18 @@ def is_bare_package(module: str) -> bool:
 
 def is_allowed(module: str, other: str) -> bool:
     """Whether a module may import another one of another package."""
-    package, target = package_of(module), package_of(other)
-    allowed = RULES[package]
-    if allowed is None:
-        return True
-    return target in allowed | EVERYBODY or other.removeprefix("zae.") in allowed
+    return package_of(other) in RULES[package_of(module)] | EVERYBODY or is_built_on(module, other)
+
+
+def is_built_on(module: str, other: str) -> bool:
+    """Whether BUILT_ON_TOOLS says that a module needs another one, of a tool or of an add-on."""
+    needs = {need for feature, needed in BUILT_ON_TOOLS.items() if is_in(module, feature) for need in needed}
+    return any(is_in(other, need) for need in needs)
+
+
+def is_in(module: str, feature: str) -> bool:
+    """Whether a module is a feature or a part of it."""
+    return f"{module}.".startswith(f"zae.{feature}.")
 
 
 def broken() -> set[tuple[str, str]]:
@@ -208,39 +241,47 @@ def purpose_of(package: str) -> str:
 
 def drawing() -> str:
     """Return the table of the page."""
-    edges = package_edges()
     present = {package_of(name) for name in sources()} - {"zae", "__main__"}
-    rows = ["| package | what it is for | imports | may also import |", "|---|---|---|---|"]
+    rows = ["| package | what it is for | may import | is built on |", "|---|---|---|---|"]
     for package in (name for name in RULES if name in present):
-        used = {target for source, target in edges if source == package}
-        allowed = RULES[package]
-        more = {"anything"} if allowed is None else allowed - used
-        if allowed and any("." in name for name in allowed):
-            inner = {name for name in allowed if "." in name}
-            used = {next((name for name in inner if name.split(".")[0] == each), each) for each in used}
-            more = allowed - used
-        shown = [", ".join(f"`{name}`" for name in sorted(names - EVERYBODY)) for names in (used, more)]
-        rows.append(
-            f"| `{package}` | {purpose_of(package)} | {shown[0]} | {shown[1].replace('`anything`', 'anything')} |"
-        )
+        is_free = RULES[package] == _CORE
+        may_import = "the core" if is_free else _names(RULES[package])
+        rows.append(f"| `{package}` | {purpose_of(package)} | {may_import} | {_built_on(package)} |")
     return "\n".join(rows)
+
+
+def _built_on(package: str) -> str:
+    """Return the cell for what BUILT_ON_TOOLS says of a package, or of features in it."""
+    if BUILT_ON_TOOLS.get(package) == TOOLS:
+        return "the tools"
+    own = _names(BUILT_ON_TOOLS.get(package, frozenset()))
+    inside = [
+        f"`{feature}` on {_names(needs)}"
+        for feature, needs in BUILT_ON_TOOLS.items()
+        if feature.startswith(f"{package}.")
+    ]
+    return "; ".join([own] * bool(own) + inside)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def house() -> str:
     """Return the drawing of the page: an arrow from each package to those it imports, but for what follows from others.
 
-    The exceptions of KNOWN and what everybody may import are left out.
+    The tools are one node. What BUILT_ON_TOOLS names, and what everybody may import, is left out.
     """
     edges: dict[str, set[str]] = {}
-    for (source, target), pairs in package_edges().items():
-        if target not in EVERYBODY and not set(pairs) <= set(KNOWN):
-            edges.setdefault(source, set()).add(target)
+    for source, target in ruled_edges():
+        if target not in EVERYBODY:
+            edges.setdefault("tools" if source in TOOLS else source, set()).add(target)
 
     def below(package: str) -> set[str]:
         return {each for direct in edges.get(package, ()) for each in (direct, *below(direct))}
 
     arrows = []
-    for source in sorted(edges, key=list(RULES).index, reverse=True):
+    for source in sorted(edges, key=["tools", *reversed(RULES)].index):
         implied = {each for direct in edges[source] for each in below(direct)}
         arrows += [f"    {source} --> {target}" for target in sorted(edges[source] - implied)]
     return "\n".join(["```mermaid", "graph TD", *arrows, "```"])

@@ -18,8 +18,8 @@ from kit import matrix
 from kit.matrix import CONFIGURATION_FOR_TRACES, Task, add_ons
 from kit.oracle import Options
 from zae import AddOnBase, Every, Trainer, replaces
-from zae.compose.introspect import function_of, hooks_of
-from zae.preview.explain import LOOP, Line, lines_of, owners_of
+from zae.compose.introspect import function_of, hooks_of, owners_of
+from zae.explain import LOOP, Line, lines_of
 
 STATE = {f"{load}{what}" for load in ("", "load_") for what in ("model_state", "optimizer_state")}
 STATE |= {"load_state_dict", "load_evaluation_state", "local_shards", "weights_to_save"}

@@ -1,8 +1,8 @@
-"""The commands of `python -m zae`: one module for each, imported only when it is used.
+"""The commands of `python -m zae`: one module for each, imported only when it is used; tools do what they are for.
 
 A command is a line of `COMMANDS` and a module ``zae.cli.NAME`` with ``add_arguments(parser)`` and ``run(arguments) ->
-Answer``. `main` adds ``--json`` and prints the answer, and the errors of zae and of the system without a traceback.
-These modules do not import torch at the top, so that ``--help`` answers at once.
+Answer``: its arguments, and a call of the tool. `main` adds ``--json`` and prints the answer, and the errors of zae and
+of the system without a traceback. These modules do not import torch at the top, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -14,20 +14,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import zae
+from zae.display.answer import Answer
 from zae.errors import CheckpointDamaged, ZaeError, did_you_mean, printable
 
 __all__ = ["COMMANDS", "Answer", "main"]
-
-
-class Answer(NamedTuple):
-    """What a command prints: data for ``--json``, and the same as text; and its exit status."""
-
-    data: Any
-    text: str
-    status: int = 0
 
 
 COMMANDS = {

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     # It imports torch, which takes seconds: not for --help.
     from zae.checkpoint.folder import load_weights, newest_valid, save_weights
     from zae.checkpoint.manifest import verify
-    from zae.cli.doctor import folders_below
+    from zae.doctor.checkpoints import folders_below
 
     path, out = Path(arguments.path).expanduser(), Path(arguments.out).expanduser()
     if not path.is_dir():

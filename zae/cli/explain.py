@@ -17,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Return what ``trainer.explain()`` returns."""
-    with script.trainer_of(arguments) as (trainer, _):
+    with script.made_by(arguments) as (trainer, _):
         from zae.compose.introspect import add_ons_of
-        from zae.preview.explain import lines_of
+        from zae.explain import lines_of
 
         text = str(trainer.explain())
         lines = [each._asdict() for each in lines_of(type(trainer), trainer)]

@@ -10,6 +10,7 @@ from typing import Any
 
 from zae.cli import Answer, script
 from zae.errors import ConfigError, ZaeError, did_you_mean, printable
+from zae.script import explain_failure, require_arguments
 
 __all__ = ["add_arguments", "run"]
 
@@ -25,15 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Return the plan of the run, or what it would refuse; the status is 1 where it would refuse something."""
-    with script.trainer_of(arguments) as made:
-        trainer, options = made.trainer, script.require_arguments(made, arguments.script)
+    with script.made_by(arguments) as made:
+        trainer, options = made.trainer, require_arguments(made, arguments.script)
         _check(trainer.plan, options)
         status, found = 0, {}
         try:
             plan = trainer.plan(**options)
             text, found = str(plan), fields_of(plan)
         except Exception as error:
-            words = str(error) if isinstance(error, ZaeError) else script.explain_failure(error)
+            words = str(error) if isinstance(error, ZaeError) else explain_failure(error)
             status, found["refused"] = 1, f"{type(error).__name__}: {error}"
             text = f"the run would fail:\n{words}"
     return Answer(found, printable(text), status)

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Draw all metrics of all runs into one plot; ConfigError where a run or a metric is unknown."""
-    from zae.cli.report import load_run, names_of
     from zae.common.walk import json_safe
+    from zae.report.loading import load_run, names_of
     from zae.report.text_plot import draw
 
     for name, least in (("width", 20), ("height", 3)):

@@ -5,16 +5,28 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
+from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
 from zae.compose.foreign_names import foreign_argument, foreign_option
 from zae.compose.options import join, options_of
 from zae.errors import OptionError, did_you_mean
 
-__all__ = ["explained_call", "run_call"]
+__all__ = ["explained_call", "of_class_or_instance", "run_call"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class of_class_or_instance:  # noqa: N801  (a decorator)
+    """Make a method that may be called on the class as well as on an instance: it gets the one or the other."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return MethodType(self.function, owner if instance is None else instance)
 
 
 def run_call(run: Callable[P, R]) -> Callable[P, R]:

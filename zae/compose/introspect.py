@@ -28,6 +28,7 @@ __all__ = [
     "is_trainer",
     "kinds_of",
     "mentions_super",
+    "owners_of",
     "repeats",
     "replaces",
     "slots_of",
@@ -202,6 +203,13 @@ def add_ons_of(cls: Any) -> list[Any]:
 def is_overridden(trainer: Any, name: str) -> bool:
     """Return whether a class, or an attribute of this trainer, overrides a hook of Trainer."""
     return name in vars(trainer) or sum(name in c.__dict__ for c in type(trainer).__mro__) > 1
+
+
+def owners_of(cls: Any, name: str) -> list[Any]:
+    """List the classes that override a hook, or write a step, outermost first."""
+    found = [klass for klass in cls.__mro__ if name in klass.__dict__]
+    introduced = next((klass for klass in reversed(found) if is_marked(klass.__dict__[name], "__hook__")), None)
+    return [klass for klass in found if klass is not introduced and klass.__name__ != "Trainer"]
 
 
 def recipe_of(cls: Any) -> tuple[Any, tuple[Any, ...]]:

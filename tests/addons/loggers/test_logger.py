@@ -20,7 +20,7 @@ from zae.addons.loggers.logger import LoggerAddon, WebLoggerAddon
 from zae.addons.loggers.neptune_logger import NeptuneLoggerAddon
 from zae.addons.loggers.wandb_logger import WandBLoggerAddon
 from zae.common.redact import redact
-from zae.preview.describe import describe
+from zae.description import describe
 
 
 class Drawing(ListSink):

@@ -22,7 +22,7 @@ from kit.stores import ERRORS, OPERATIONS, Failing, FaultyFiles, Gate, LateFiles
 from zae import Every
 from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.addons.state_manager.remote import FsspecCheckpointer
-from zae.cli.doctor.checkpoints import examine_url
+from zae.doctor.checkpoints import examine_url
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError
 
 

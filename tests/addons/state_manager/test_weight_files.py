@@ -15,7 +15,7 @@ from zae import ConfigError, Every
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.addons.state_manager.checkpointer import weight_files
 from zae.checkpoint.filesystem import FileSystem
-from zae.cli.doctor import examine
+from zae.doctor.checkpoints import examine
 from zae.errors import CheckpointError
 
 

@@ -1,0 +1,1 @@
+"""Preview a run: its steps and schedules, what it saves, and the memory that it takes."""

@@ -1,0 +1,189 @@
+"""`Trainer.plan`: what a call of run will do, without a side effect.
+
+Steps and epochs are counted as `zae.loop.run` counts them, and learning rates come from copies of the schedulers on an
+optimizer without parameters. No batch is loaded, and no step is made.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from zae import optim
+from zae.common import random_state
+from zae.compose.introspect import is_overridden, slots_of
+from zae.data import sharding
+from zae.data.gather import why_not
+from zae.data.loader_state import facts_of
+from zae.data.loaders import batch_size_of, describe, length_of
+from zae.data.reshard import own_batch_sampler
+from zae.loop import addon_state
+from zae.loop.limits import RunLimits
+from zae.loop.progress import NO_LIMIT
+from zae.optim.checks import check_schedules
+from zae.plan.memory import Memory, bytes_in, state_after_a_step
+from zae.plan.page import RunPreview
+from zae.schedulers.lengths import is_per_step, is_plateau
+
+if TYPE_CHECKING:
+    from zae.loop.run import Run
+    from zae.trainer import Trainer
+
+__all__ = ["Preview", "plan"]
+
+_LONGEST = 200_000  # Steps whose learning rates are simulated; longer runs show those of the first ones.
+
+
+def plan(trainer: Trainer, loader: Iterable[Any], valid_loader: Any, limits: RunLimits) -> RunPreview:
+    """Preview what ``run`` would do with these loaders and limits; see `Trainer.plan`."""
+    limits.check(loader, valid_loader)
+    return Preview(trainer.current_run.new_call(loader, valid_loader, limits)).plan()
+
+
+class Preview:
+    """What a call of `Trainer.run` will do, and what of it would fail; neither the run nor its trainer is changed."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.trainer = run, run.trainer
+        self.found = RunPreview(type(self.trainer).__name__, monitor=self.trainer.monitor)
+
+    def plan(self) -> RunPreview:
+        """Fill the page; another line of it is a method called here, a field of RunPreview, and one of its rows."""
+        found, trainer, run = self.found, self.trainer, self.run
+        found.batch_size = batch_size_of(run.loader) if trainer.mode == "train" else None
+        trainer.plan_ranks(found)
+        if trainer.mode == "test":
+            self.describe_evaluation()
+            return found
+        trainer.optimization.check_given()
+        self.count_steps()
+        self.simulate_schedules()
+        found.logs_at = found.due(trainer.log_every)
+        found.validates_at = [] if run.valid_loader is None else found.due(run.limits.valid_every)
+        for name, what in (("should_validate", "valid_every"), ("should_checkpoint", "save_every")):
+            if is_overridden(trainer, name):
+                found.notes.append(f"{name} is overridden: it decides, and what follows from {what} may differ")
+        self.measure_memory()
+        found.notes += trainer.plan_lines(found)  # What add-ons know, an engine for instance.
+        if not found.disk:
+            found.bytes_per_checkpoint = 0
+        reason = why_not(run.loader) if trainer.fast_data else "fast_data=False"
+        if reason is not None and hasattr(run.loader, "dataset"):
+            found.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
+        return found
+
+    # ------------------------------------------------------------------------------------------- steps and epochs
+
+    def describe_evaluation(self) -> None:
+        """Describe a run in mode "test"."""
+        found = self.found
+        found.batches_per_epoch, found.steps_per_epoch = length_of(self.run.loader), 0
+        found.last_step = step = self.trainer.progress_checker.step
+        found.first_step = step + 1
+        found.notes.append("the mode is 'test': the loader is evaluated, and nothing is trained")
+
+    def count_steps(self) -> None:
+        """Count steps and epochs as `Run` and the loop do."""
+        found, run, progress = self.found, self.run, self.trainer.progress_checker
+        (last_epoch, last_step), wrapped = run.extent.end_of_call(), self._wrapped_loader()
+        found.batches_per_epoch, in_loader = length_of(wrapped), self.trainer.steps_per_epoch(wrapped)
+        found.steps_per_epoch = in_epoch = run.extent.steps_per_epoch(wrapped)
+        found.first_step = progress.step + 1
+        if run.limits.max_time is not None:
+            found.notes.append(
+                f"may end earlier: after the step in which max_time={run.limits.max_time:g} s have passed"
+            )
+            if last_epoch == last_step == NO_LIMIT:
+                found.last_step = None
+                return
+        if in_epoch is None:
+            found.last_step = None if last_step == NO_LIMIT else max(last_step, progress.step)
+            found.notes.append(f"the loader has no length ({describe(run.loader)}): where an epoch ends is not known")
+            return
+        if run.limits.steps_per_epoch is not None and (in_loader is None or in_epoch < in_loader):
+            found.batches_per_epoch = None if in_loader is None else found.batches_per_epoch
+        at_epoch, at_step, in_open = progress.epoch, progress.step, progress.epoch_step
+        if run.cannot_continue_epoch(wrapped):
+            at_epoch, last_epoch, in_open = at_epoch + 1, last_epoch + 1, 0
+        while at_epoch < last_epoch and at_step < last_step:
+            left = in_epoch - in_open
+            if at_step + left > last_step:
+                at_step = last_step  # The run ends in the middle of an epoch.
+                break
+            at_epoch, at_step, in_open = at_epoch + 1, at_step + left, 0
+            found.epoch_ends.append((at_epoch, at_step))
+        found.last_step = at_step
+        if len(found.epoch_ends) > 1 and (own := own_batch_sampler(facts_of(run.loader))):
+            found.notes.append(
+                f"each epoch is counted with the {found.batches_per_epoch} batches that {own} has now; it may make "
+                "another number of them later"
+            )
+
+    def _wrapped_loader(self) -> Any:
+        """Return the loader of this rank, or that of the first one where the ranks are still to be started."""
+        found = self.found
+        if self.run.is_ready or found.dp_world_size == 1:
+            return self.trainer.wrap_loader(self.run.loader, True)
+        shared = sharding.shard(self.run.loader, True, sharding.Ranks(0, found.dp_world_size, list, bool))
+        shares = sharding.shares_of(shared)
+        found.leaves_out = shares is not None and shares.leaves_out
+        return shared
+
+    # -------------------------------------------------------------------------------------------- learning rates
+
+    def simulate_schedules(self) -> None:
+        """Step copies of the schedulers as the run will."""
+        found, run, optimization = self.found, self.run, self.trainer.optimization
+        total_steps = run.limits.total_steps(found.steps_per_epoch)
+        optimizers, schedulers = optimization.simulate(self.trainer.unwrap(), total_steps)
+        on_batch, is_set = optimization.scheduler_step_on_batch, optimization.is_step_explicit
+        has_metric = run.valid_loader is not None or self.trainer.history.watches_training
+        found.notes += check_schedules(
+            schedulers, on_batch, is_set, *run.extent.spans(found.steps_per_epoch), has_metric
+        )
+        stepped = [each for each in schedulers.values() if not is_plateau(each)]
+        if len(stepped) < len(schedulers):
+            found.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")
+        ends = {step for _, step in found.epoch_ends}
+        last = 0 if found.steps is None else found.first_step + min(found.steps, _LONGEST) - 1
+        with random_state.isolated(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The copies of the schedulers see no optimizer step.
+            for step in range(found.first_step, last + 1):
+                for name, rate in optim.learning_rates(optimizers).items():
+                    found.learning_rates.setdefault(name, []).append(rate)
+                for scheduler in stepped:
+                    if step in ends or is_per_step(scheduler, on_batch):
+                        scheduler.step()
+        if found.steps is not None and found.steps > _LONGEST:
+            found.notes.append(f"the learning rates are those of the first {_LONGEST} steps")
+
+    # ------------------------------------------------------------------------------------- memory and checkpoints
+
+    def measure_memory(self) -> None:
+        """Find the memory of a process, which engines divide, and the size of a checkpoint."""
+        trainer, found, module = self.trainer, self.found, self.trainer.unwrap()
+        saves, parameters = "state" in slots_of(type(trainer)), list(module.parameters())
+        if optim.has_lazy(parameters):
+            if saves:
+                found.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
+            return
+        settings = copy.copy(trainer.optimization.settings)
+        try:
+            made = dict(trainer.optimization.optimizers_for(module))
+            stepped = {name: state_after_a_step(each) for name, each in made.items()}
+            steps = [(optim.parameters_of(each), stepped[name]) for name, each in made.items()]
+            found.memory = Memory.of_model(module, steps)
+            trainer.plan_memory(found)
+            if saves:
+                self._measure_checkpoint(stepped)
+        finally:
+            # A state notes the settings that it was read with; the run does so itself.
+            trainer.optimization.settings = settings
+
+    def _measure_checkpoint(self, stepped: Mapping[str, Any]) -> None:
+        """Count the tensors of a checkpoint with these states of the optimizers."""
+        with addon_state.state_mode(self.trainer, addon_state.ALONE):
+            state = self.trainer.state_dict()
+        self.found.bytes_per_checkpoint = bytes_in({**state, "optimizer": stepped})

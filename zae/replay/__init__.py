@@ -1,0 +1,1 @@
+"""Run to a step of a run again, bitwise, and show what happens in it."""
