@@ -128,7 +128,7 @@ def make(*more, task=Task, device="cpu", batches=None, **options):
     valid_loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 10)
     trainer = task.add_on(EMAAddon, StateManagerAddon, GradientAccumulationAddon, JSONLLoggerAddon, *more)(
         model, device, optimizer=torch.optim.AdamW(model.parameters(), lr=0.02), save_path="runs/a", resume="auto",
-        jsonl_path="log.jsonl", decay=0.9, gradient_accumulation_steps=2, gradient_clip=0.5, **options)
+        jsonl_path="log.jsonl", decay=0.9, gradient_clip=0.5, **{"gradient_accumulation_steps": 2, **options})
     return trainer, {"n_epoch": 4, "loader": loader, "valid_loader": valid_loader}
 
 
@@ -141,6 +141,11 @@ def make_trainer():
         model, "cpu", optimizer=torch.optim.AdamW(model.parameters(), lr=0.02), save_path="runs/a", resume="auto",
         jsonl_path="log.jsonl", decay=0.9, gradient_accumulation_steps=2, gradient_clip=0.5)
     return trainer, {"n_epoch": 4, "loader": loader, "valid_loader": loader}
+
+
+def two_epochs():
+    trainer, arguments = make(gradient_accumulation_steps=1)
+    return trainer, {**arguments, "n_epoch": 2}
 
 
 def noisy(): return make(NoisyLogger)
@@ -218,6 +223,14 @@ def test_a_right_composition_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "20 updates of the loop by hand, in plain PyTorch" in found["your loop"][1]
     assert "float64, BatchNorm frozen, dropout off): 12 steps" in found["ranks equal one process"][1]
     assert "4 kills by SIGKILL" in found["resume is exact"][1]
+
+
+@pytest.mark.parametrize("steps", [6, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (2, 3, 5, 7, 9))])
+def test_ranks_and_one_process_make_as_many_steps_of_any_number(steps: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Epochs are shortened to batches that two ranks can divide."""
+    arguments = ("train.py:two_epochs", "--steps", str(steps), "--only", "ranks equal")
+    status, answer = certify(capsys, *arguments)
+    assert status == 0, answer
 
 
 @pytest.mark.exhaustive

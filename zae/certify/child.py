@@ -132,7 +132,10 @@ def _limit(arguments: dict[str, Any], window: Any, job: Job) -> dict[str, Any]:
     if job.batches > 1:
         found["loader"] = _merged(found["loader"], job.batches)
     epochs, window = found.get("n_epoch") or 3, window if isinstance(window, int) else 1
-    size = max(1, job.steps // min(epochs, 3)) * window // job.batches or 1
+    batches = max(1, job.steps // min(epochs, 3)) * window
+    if job.is_exact:  # Two ranks, and the process that has the batches of both: they divide no batch left over.
+        batches += batches % 2
+    size = batches // job.batches or 1
     given = {"limit_batches", "overfit_batches", "steps_per_epoch"} & {k for k, v in found.items() if v is not None}
     length = length_of(found["loader"])
     _notes["is_shortened"] = is_shorter = not given and (length is None or length > size)
