@@ -12,6 +12,7 @@ OF_THE_KIND = (
     "test_moved_model.py",
     "test_resume.py",
     "test_late_errors.py",
+    "test_state_before_the_run.py",
 )
 """Where CUDA and another accelerator take different ways; the rest is the same code, and runs with CUDA each time."""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from zae.common.walk import tensors_in
 from zae.errors import ConfigError, StepError, kind_of
 from zae.optim.state import load_optimizer_state
 
@@ -136,10 +137,10 @@ def call_factories(
 def _follow_parameters(optimizer: Optimizer) -> None:
     """Move an optimizer's state to the device that its parameters have been moved to."""
     if any(
-        isinstance(value, Tensor) and value.dim() and value.device != parameter.device
+        value.dim() and value.device != parameter.device
         for parameter, state in optimizer.state.items()
         if isinstance(parameter, Tensor) and isinstance(state, dict)  # Others may be kept under a name.
-        for value in state.values()
+        for value in tensors_in(state)
     ):
         load_optimizer_state(optimizer, optimizer.state_dict())
 
