@@ -15,7 +15,7 @@ from torch import nn
 from zae import optim
 from zae.addon import AddOnBase
 from zae.common import torch_private
-from zae.common.torch_private import compiler
+from zae.common.torch_private import compiler, inductor_modes
 from zae.errors import ConfigError, did_you_mean
 
 __all__ = ["CompileAddon"]
@@ -64,7 +64,8 @@ class CompileAddon(AddOnBase):
     Raises
     ------
     ConfigError
-        A target, mode, backend or option is unknown, or "step" has several ranks.
+        A target, mode, backend or option is unknown; "step" has several ranks; or a step has several batches, and the
+        mode replays CUDA graphs.
 
     Examples
     --------
@@ -180,10 +181,22 @@ class CompileAddon(AddOnBase):
 
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
         """Compute a micro-batch with the compiled model or step."""
+        if count > 1 and self._replays_graphs():
+            given = f"compile_mode={self.compile_mode!r}" if self.compile_options is None else "compile_options"
+            raise ConfigError(
+                f"{given} replays graphs of the device, whose gradients lie in the same memory each time, and torch "
+                f"would add up those of a step of {count} batches wrongly; write "
+                "compile_mode='max-autotune-no-cudagraphs' or 'default', or make a step of one batch"
+            )
         if optim.has_lazy(self.parameters):  # A lazy layer draws its weights; the compiler would restore the stream.
             return super().micro_step(batch, count)
         with self._compiled_model() if self.compile_target == "model" else self._compiled_step():
             return super().micro_step(batch, count)
+
+    def _replays_graphs(self) -> bool:
+        """Return whether the backend captures what it compiles as graphs of the device."""
+        options = self.compile_options or inductor_modes().get(self.compile_mode, {})
+        return self.device.type != "cpu" and bool(options.get("triton.cudagraphs"))
 
     def _compiled_model(self) -> AbstractContextManager[None]:
         """Let calls of the model, inside of its wrappers, be compiled within the context."""

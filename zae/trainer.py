@@ -45,7 +45,7 @@ from zae.loop.predictions import Predictions
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run
 from zae.loop.state import CoreState
-from zae.loop.step_output import StepOutput, count_targets, explain_failure, read_output, sample_weight
+from zae.loop.step_output import StepOutput, copy_output, count_targets, explain_failure, read_output, sample_weight
 from zae.optim import checks
 from zae.optim.optimization import Optimization
 from zae.parts import Precision, StepWindow
@@ -518,8 +518,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         except Exception as error:
             explain_failure(error, out, batch, type(self), self.optimizers)
             raise
-        # In a window a copy: a step may return the same dict for each of its batches.
-        return output if count == 1 else (dict(values), output[1])
+        # Of a window all are read after its last batch, and a step may return the same dict, or fill the same memory.
+        return output if count == 1 else copy_output(output, with_outputs=self.log_train.keeps)
 
     @hook
     def forward_context(self) -> AbstractContextManager[None]:

@@ -293,6 +293,23 @@ def test_where_torch_compile_is_switched_off_the_step_is_eager(target: str) -> N
     assert furthest(trained(Task, epochs=1), task) == 0
 
 
+def fail(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("no kernel for this machine")
+
+
+@pytest.mark.parametrize("target", ["model", "step"])
+def test_a_compiler_that_fails_ends_the_run(target: str) -> None:
+    """Nothing goes on eagerly in its place, and no weight has moved."""
+    model = network()
+    before = hand.digest(model)
+    task = Task.add_on(CompileAddon)(
+        model, "cpu", optimizer=OPTIMIZERS["sgd"][0], compile_target=target, compile_backend=fail
+    )
+    with pytest.raises(RuntimeError, match="no kernel for this machine"):
+        task.run(1, batches())
+    assert hand.digest(model) == before
+
+
 class Shaken(nn.Sequential):
     """Draws numbers that are not torch's."""
 

@@ -295,6 +295,12 @@ def compiler(name: str) -> Any:
     return find("torch._dynamo", name)
 
 
+def inductor_modes() -> dict[str | None, dict[str, Any]]:
+    """Return the options of each mode of ``torch.compile``."""
+    ask = find("torch._inductor", "list_mode_options")
+    return {} if ask is None else ask()
+
+
 def compiled_graphs() -> int:
     """Return how many graphs this process has compiled.
 

@@ -22,6 +22,7 @@ from zae.common.argument_checks import describe_batch, describe_value
 from zae.common.walk import leading_dimension, leaves_of
 from zae.compose.introspect import hook, is_overridden
 from zae.errors import StepError
+from zae.metrics.reductions import is_typed
 
 if TYPE_CHECKING:
     from zae.loop.epoch_log import EpochLog
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NotNumber",
     "StepOutput",
+    "copy_output",
     "count_targets",
     "explain_failure",
     "loss_numbers",
@@ -114,6 +116,25 @@ def read_output(
     if count_targets is not None and (counted := count_targets(out, batch)) is not num_targets:
         output = {**out, "num_targets": counted}, output[1]
     return output
+
+
+def copy_output(output: tuple[Mapping[str, Any], Any], with_outputs: bool = False) -> tuple[Mapping[str, Any], Any]:
+    """Return the output of a step with copies of its numbers that lie on an accelerator.
+
+    The next step may overwrite them: the outputs of a CUDA graph are in the same memory each time. On a CPU none are.
+    """
+    values, weight = output
+    return {key: _copy(value, with_outputs) for key, value in values.items()}, _copy(weight, with_outputs)
+
+
+def _copy(value: Any, with_outputs: bool) -> Any:
+    if isinstance(value, Tensor) and not value.is_cpu and (with_outputs or value.numel() == 1):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copy(each, with_outputs) for key, each in value.items()}
+    if is_typed(value):
+        return type(value)(*(_copy(each, with_outputs) for each in value))
+    return value
 
 
 @hook
