@@ -58,7 +58,7 @@ def measure(width: int, layers: int, folder: str, turns: int) -> dict[str, dict[
                 seconds = time.perf_counter() - began
                 entry = found.setdefault(kind, {"seconds": []})
                 entry["seconds"].append(max(trainer.gather(seconds)))
-                trainer.checkpointer.settle()
+                trainer.checkpoints.settle()
                 trainer.barrier()
                 entry["bytes"] = sum(each.stat().st_size for each in target.iterdir())
                 trainer.barrier()

@@ -16,10 +16,10 @@ import zae.testing
 from kit import imports, ranks
 from kit.lines import Task, batches, make
 from zae import AddOnBase, Trainer
-from zae.addons import AMPAddon
+from zae.addons import AMPAddon, StateManagerAddon
 
 TEXT = (imports.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-LAYOUT, STEP = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
+LAYOUT, STEP, SAVE = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
 QUOTED = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
 
 
@@ -91,6 +91,29 @@ def test_a_step_flows_as_it_is_drawn() -> None:
     begin = called.index("run_batch")  # What is left of an earlier step is cleared before.
     assert [*dict.fromkeys([*(name for name in called[:begin] if name != "zero_grad"), *called[begin:]])] == drawn
     assert [name for name in drawn if not hasattr(Trainer, name)] == []
+
+
+def test_a_save_goes_through_the_files_that_are_drawn(tmp_path: Path) -> None:
+    """Each of them has a part in it, and in their folders only a few others have a small one."""
+    crossed = set[str]()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            crossed.add(frame.f_code.co_filename)
+
+    trainer = make(Task.add_on(StateManagerAddon), save_path=tmp_path)
+    trainer.run(1, batches(1))
+    sys.setprofile(note)
+    try:
+        trainer.save_state()
+    finally:
+        sys.setprofile(None)
+    files = {Path(each).resolve() for each in crossed}  # The package zae.addons is a link.
+    drawn = {imports.ROOT / line.split()[0] for line in SAVE.splitlines()}
+    assert drawn <= files
+    rooms = (imports.ROOT / "addons" / "state_manager", imports.ROOT / "zae" / "checkpoint")
+    others = {each.name for each in files - drawn if each.parent in rooms}
+    assert others <= {"locks.py", "resume.py", "tensor_bytes.py", "untracked.py"}
 
 
 def test_ci_says_when_the_tests_that_it_leaves_out_last_passed() -> None:

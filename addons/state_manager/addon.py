@@ -11,19 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from zae.addon import AddOnBase
-from zae.addons.state_manager.checkpointer import (
-    EXACT,
-    Checkpointer,
-    Content,
-    CrashSaver,
-    Retention,
-    WeightFiles,
-    make_checkpointer,
-)
+from zae.addons.state_manager.checkpointer import Checkpointer, Content, FolderCheckpointer, make_checkpointer
+from zae.addons.state_manager.crash import EXACT, CrashSaver
+from zae.addons.state_manager.keep import Checkpoints, Retention, WeightFiles
 from zae.addons.state_manager.provenance import describe_code, describe_run
-from zae.addons.state_manager.resume import Resumption, Start
+from zae.addons.state_manager.resume import Resumption, find, newest_whole, read
 from zae.addons.state_manager.save_trial import SaveTrial
 from zae.addons.state_manager.saver import Job, check_moment, format_for
+from zae.addons.state_manager.start_from import Start
 from zae.addons.state_manager.stop_signals import StopSignals
 from zae.checkpoint.folder import Group
 from zae.common.argument_checks import check_flags, check_folder, check_partial
@@ -51,9 +46,9 @@ class StateManagerAddon(AddOnBase):
     ``resume`` names it, or if it is the newest and exact: where a validation has failed, or workers of the loader, in
     one process. Of several ranks the one that fails first saves it, without the others' random streams.
 
-    ``trainer.checkpointer`` writes and finds the files (see `zae.addons.state_manager.checkpointer.Checkpointer`);
-    the option ``checkpointer`` sets another class for another kind of storage. The hooks ``on_save`` and ``on_load``
-    are called after a checkpoint was saved or loaded.
+    ``trainer.checkpoints`` knows which checkpoints there are, and ``trainer.checkpointer`` stores them: the option
+    ``checkpointer`` sets another class for another kind of storage (see `zae.addons.state_manager.Checkpointer`). The
+    hooks ``on_save`` and ``on_load`` are called after a checkpoint was saved or loaded.
 
     Parameters
     ----------
@@ -110,10 +105,11 @@ class StateManagerAddon(AddOnBase):
         How many of the best of these files by ``monitor`` to keep beside them. The weights are then also saved when a
         validation was the best so far; without ``save_weights_every``, only then.
     checkpointer : type or callable
-        Where checkpoints are stored: a class derived from `zae.addons.state_manager.checkpointer.Checkpointer`, or a
-        ``functools.partial`` of one. ``FsspecCheckpointer.at("s3://bucket/run")`` of `zae.addons.state_manager.remote`
-        stores them in any file system of fsspec, with the files of ``save_weights_every``; ``save_path`` is then a
-        folder for temporary files, and in other functions the paths in it name the checkpoints.
+        Where checkpoints are stored: a class derived from `zae.addons.state_manager.Checkpointer`, or a
+        ``functools.partial`` of one; by default in folders under ``save_path``. ``FsspecCheckpointer.at("s3://run")``
+        of `zae.addons.state_manager` stores them in any file system of fsspec, with the files of
+        ``save_weights_every``; ``save_path`` is then a folder for temporary files, and in other functions the paths in
+        it name the checkpoints.
 
     Raises
     ------
@@ -146,10 +142,10 @@ class StateManagerAddon(AddOnBase):
 
     layer = slot = "state"
     _option_places = {
-        "save_format": "checkpointer.model_format",
-        "keep_last": "checkpointer.retention.last",
-        "keep_best": "checkpointer.retention.best",
-        "save_async": "checkpointer.saver.background",
+        "save_format": "checkpoints.model_format",
+        "keep_last": "checkpoints.retention.last",
+        "keep_best": "checkpoints.retention.best",
+        "save_async": "checkpoints.saver.background",
         "resume": "_resumption.resume",
         "mid_epoch": "_resumption.mid_epoch",
         "reshard": "_resumption.reshard",
@@ -177,33 +173,45 @@ class StateManagerAddon(AddOnBase):
         save_weights_every: Every | int | None = None,
         keep_weights: int | None = None,
         keep_best_weights: int = 0,
-        checkpointer: Callable[..., Checkpointer] = Checkpointer,
+        checkpointer: Callable[[Path], Checkpointer] = FolderCheckpointer,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         model_format = format_for(self.unwrap(), save_format)
-        self.save_path = folder = check_folder(save_path, "save_path").absolute()  # A script may change its own.
-        self.save_every, self.on_save_error = Every.parse(save_every, "save_every", Every(epochs=1)), on_save_error
+        folder = check_folder(save_path, "save_path").absolute()  # A script may change its present folder.
+        self.save_path = folder
+        self.save_every = Every.parse(save_every, "save_every", Every(epochs=1))
+        self.on_save_error = on_save_error
+        self.overwrite, self.save_on_signal = check_flags(overwrite=overwrite, save_on_signal=save_on_signal)
         start = Start(start_from, start_with, type(self), folder, resume, allow_partial)
         self._resumption = Resumption(resume, mid_epoch, reshard, allow_partial, start)
-        self.overwrite, self.save_on_signal = check_flags(overwrite=overwrite, save_on_signal=save_on_signal)
+        self.checkpointer = make_checkpointer(checkpointer, folder)
         retention = Retention.parse(keep_last, keep_best, self.history.direction)
-        weights = WeightFiles(folder, model_format, save_weights_every, keep_weights, keep_best_weights, retention.sign)
-        options: dict[str, Any] = {"warns_of_nonfinite": self.nonfinite.policy != "raise"}
-        options |= {"on_save_error": on_save_error, "in_background": check_flags(save_async=save_async)[0]}
-        self.checkpointer = make_checkpointer(checkpointer, folder, model_format, retention, weights, **options)
+        self.checkpoints = Checkpoints(
+            self.checkpointer,
+            model_format,
+            retention,
+            WeightFiles(
+                self.checkpointer, model_format, save_weights_every, keep_weights, keep_best_weights, retention.sign
+            ),
+            composition=[each.__name__ for each in add_ons_of(type(self))],
+            in_background=check_flags(save_async=save_async)[0],
+            on_save_error=on_save_error,
+            warns_of_nonfinite=self.nonfinite.policy != "raise",
+        )
         self._trial = SaveTrial()
-        self._stop_signals, self._crash = StopSignals(), CrashSaver(folder, self.checkpointer.list_saved)
+        self._stop_signals = StopSignals()
+        self._crash = CrashSaver(folder, self.checkpointer.list_saved)
 
     @property
     def last_path(self) -> Path | None:
         """The newest checkpoint of this run, None before the first."""
-        return self.checkpointer.last
+        return self.checkpoints.last
 
     @property
     def best_path(self) -> Path | None:
         """The checkpoint with the best score, None while nothing that was validated is saved."""
-        return self.checkpointer.best
+        return self.checkpoints.best
 
     def resume_from(self, resume: bool | str | Path) -> None:
         """Set the option ``resume`` before the first call of ``run``.
@@ -228,28 +236,29 @@ class StateManagerAddon(AddOnBase):
         is_due = resumption.is_due(calls, self.progress_checker.is_seeded)
         super().setup()
         if is_due:
-            found = self.checkpointer.find(resumption.resume, resumption.allow_partial, self.local_shards())
+            found = find(self.checkpoints, resumption.resume, resumption.allow_partial, self.local_shards())
             if found is None:
                 resumption.news = resumption.start.apply(self)
             else:
                 self._resume_from(*found)
                 resumption.note_resumed(found[0], self.progress_checker.run_calls)
                 resumption.restart_epoch(self.progress_checker, self.loader_position)
-        self.checkpointer.begin_run(secrets.token_hex(8), partial(describe_code, type(self), self.unwrap()))
+        self.checkpoints.begin_run(secrets.token_hex(8), partial(describe_code, type(self), self.unwrap()))
 
     def on_run_begin(self) -> None:
         """Take the folder, refuse to mix the checkpoints of two runs in it, and listen to signals."""
         super().on_run_begin()
         self._crash.begin(self.progress_checker, self.gather(secrets.token_hex(8))[0])
-        self.checkpointer.has_failed = False
-        open_folder = partial(self.checkpointer.open, self.progress_checker.step, self.overwrite)
+        self.checkpoints.has_failed = False
+        self.checkpoints.about_run = {}
+        open_folder = partial(self.checkpoints.open, self.progress_checker.step, self.overwrite)
         Group(self.rank, self.gather).together(open_folder if self.is_main else lambda: None, self.save_path)
         self._resumption.untracked.begin(self, self.unwrap(), self.optimization, self.is_main)
         if self.is_main and self._resumption.mid_epoch != "restart":
             self.loader_position.warn_of_order(self.current_run.current_loader)
         if (path := self._resumption.must_reload(self.progress_checker.run_calls)) is not None:
             progress, position = self.progress_checker, dict(vars(self.loader_position))
-            self._resume_from(path, self.checkpointer.read(path, self._resumption.allow_partial, self.local_shards()))
+            self._resume_from(path, read(self.checkpointer, path, self._resumption.allow_partial, self.local_shards()))
             # The position in the run and in the data stays as the beginning of this call has checked it.
             progress.pending_validation = self.progress_checker.pending_validation
             self.progress_checker = progress
@@ -267,19 +276,19 @@ class StateManagerAddon(AddOnBase):
         super().checkpoint()
         if self._trial.is_due and self.progress_checker.step > self.progress_checker.skipped_steps:
             self._trial.try_state(self)
-        progress, retention = self.progress_checker, self.checkpointer.retention
+        progress, retention = self.progress_checker, self.checkpoints.retention
         self._crash.rest(progress)
-        if self.checkpointer.saver.is_pending:  # Asked here: a step without a save makes no call.
-            self.checkpointer.sync(self.gather)
+        if self.checkpoints.saver.is_pending:  # Asked here: a step without a save makes no call.
+            self.checkpoints.sync(self.gather)
         is_best, in_epoch = self.best.get("step") == progress.step, progress.epoch_batch > 0
         is_due, requests = self.save_every.is_due(progress), self.current_run.requests
         if not is_due and (is_best or not in_epoch):  # After a step, most often nothing is due.
             is_scored = not in_epoch and self._present_score() is not None
-            is_due = retention.wants(self.checkpointer.path_at(progress.step).name, is_scored, is_best)
+            is_due = retention.wants(self.checkpoints.path_at(progress.step).name, is_scored, is_best)
         # Before the checkpoint: killed in between, the run resumes before this step and comes here again.
-        if (weights := self.checkpointer.weights).is_used:
+        if (weights := self.checkpoints.weights).is_used:
             score, group = self._present_score() if weights.rule.best else None, Group(self.rank, self.gather)
-            self.checkpointer.save_weights(progress, self.save_model, group, score, is_best)
+            self.checkpoints.save_weights(progress, self.save_model, group, score, is_best)
         is_due = self.current_run.decide("should_checkpoint", is_due)
         if is_due or "save" in requests:
             requests.discard("save")
@@ -289,8 +298,8 @@ class StateManagerAddon(AddOnBase):
         """Save the end of the run, unless that was just done; after a signal, end the process."""
         super().on_run_end()
         signal = next((each for each in self.gather(self._stop_signals.first) if each is not None), None)
-        self.checkpointer.sync(self.gather)
-        if self.checkpointer.saved_at != self.progress_checker.moment:
+        self.checkpoints.sync(self.gather)
+        if self.checkpoints.saved_at != self.progress_checker.moment:
             self.save_state()
         if signal is not None:
             self._say_saved(signal)
@@ -306,7 +315,7 @@ class StateManagerAddon(AddOnBase):
     def on_exception(self, error: BaseException) -> None:
         """Save the state apart; nothing that fails here hides the error."""
         super().on_exception(error)
-        self.checkpointer.has_failed = True
+        self.checkpoints.has_failed = True
         run, progress = self.current_run, self.progress_checker
         in_step = self._crash.was_in_step(progress, run.batch is not None)  # None before the first step.
         if progress.pending_validation and in_step is not None:
@@ -333,10 +342,10 @@ class StateManagerAddon(AddOnBase):
         self._crash.end()
         self._resumption.leave(self.progress_checker.run_calls)
         try:
-            self.checkpointer.settle()
+            self.checkpoints.settle()
         finally:
-            self.checkpointer.close()
-            signal = None if self.checkpointer.has_failed else self._stop_signals.first
+            self.checkpoints.close()
+            signal = None if self.checkpoints.has_failed else self._stop_signals.first
             try:
                 super().teardown()
             finally:
@@ -366,14 +375,16 @@ class StateManagerAddon(AddOnBase):
         CheckpointError
             The disk refuses; what was there is unchanged.
         """
-        self.checkpointer.settle()
-        checkpointer, progress, is_saved = self.checkpointer, self.progress_checker, False
+        checkpoints, progress = self.checkpoints, self.progress_checker
+        checkpoints.settle()  # One save at a time: the one before may still be written.
         if path is None and self._resumption.is_ahead(progress.run_calls):
             return self._resumption.skip_save()
-        target = checkpointer.path_at(progress.step) if path is None else Path(path).expanduser()
+        target = checkpoints.path_at(progress.step) if path is None else Path(path).expanduser()
         self.rendezvous("save_state")
         score = self._present_score()
-        with checkpointer.add((target.name, score) if path is None else None, progress.moment) as replaces:
+        entry = (target.name, score) if path is None else None
+        is_saved = False
+        with checkpoints.add(entry, progress.moment) as replaces:  # It may swallow an error: then nothing is saved.
             self._write_state(target, replaces, {"score": score})
             is_saved = True
         if is_saved:
@@ -381,17 +392,24 @@ class StateManagerAddon(AddOnBase):
         return target
 
     def _write_state(self, target: Path, replaces: Sequence[Path], info: Mapping[str, Any]) -> None:
-        """Give the state to the checkpointer; the main rank writes it, after an exception this one."""
-        checkpointer, has_failed = self.checkpointer, self.checkpointer.has_failed
+        """Read the state on every rank, and write it: on the main rank, or after an exception on this one."""
+        checkpoints = self.checkpoints
+        has_failed = checkpoints.has_failed
         in_step = self.current_run.batch is not None and not has_failed
         check_moment(target, self.current_run.is_evaluating, in_step and self.is_main)
-        state = RankStates.read_state(self, in_parts=checkpointer.model_format == "sharded" and not has_failed)
-        info = {**describe_run(self, redact), **info}
-        about = checkpointer.describe(self.progress_checker, add_ons_of(type(self)), self.world_size, info)
-        trained = {name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad}
-        group = Group(self.rank, self.gather_beside)
-        job = Job(target, state, checkpointer.model_format, about, replaces, trained, group)
-        checkpointer.write(job, is_writer=self.is_main or has_failed)
+        state = RankStates.read_state(self, in_parts=checkpoints.model_format == "sharded" and not has_failed)
+        if not checkpoints.about_run:
+            checkpoints.about_run = describe_run(self, redact)
+        job = Job(
+            target=target,
+            state=state,
+            model_format=checkpoints.model_format,
+            about=checkpoints.describe(self.progress_checker, self.world_size, info),
+            replaces=replaces,
+            trained={name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad},
+            group=Group(self.rank, self.gather_beside),
+        )
+        checkpoints.write(job, is_writer=self.is_main or has_failed)
 
     def _present_score(self) -> float | None:
         """Return the monitored metric if it was measured on the present weights."""
@@ -419,9 +437,9 @@ class StateManagerAddon(AddOnBase):
             With what to do.
         """
         self.current_run.check_load()
-        self.checkpointer.settle()
+        self.checkpoints.settle()
         place, files = self.save_path if path is None else Path(path).expanduser(), check_partial(allow_partial)
-        self._load_content(*self.checkpointer.newest(place, files, self.local_shards()), strict, files)
+        self._load_content(*newest_whole(self.checkpointer, place, files, self.local_shards()), strict, files)
 
     def continue_from(self, state: Mapping[str, Any] | str | Path) -> None:
         """Continue the call of ``run`` that is under way from another state, when the present step is done.
@@ -440,8 +458,8 @@ class StateManagerAddon(AddOnBase):
 
     def _go_back(self, place: Path) -> None:
         """Load a checkpoint of the call of run that is under way."""
-        self.checkpointer.settle()
-        found, content = self.checkpointer.newest(place, (), self.local_shards())
+        self.checkpoints.settle()
+        found, content = newest_whole(self.checkpointer, place, (), self.local_shards())
         self.current_run.continuation.check_state(content[2])
         self._load_content(found, content, True, ())
 
@@ -469,7 +487,7 @@ class StateManagerAddon(AddOnBase):
             if self._resumption.reshard:
                 state["position"] = {**state["position"], "may_reshard": True}
             load_from_file(self, {"model": model or self.model_state(), **state}, strict)
-            self.checkpointer.adopt(found, manifest, self.progress_checker.moment)
+            self.checkpoints.adopt(found, manifest, self.progress_checker.moment)
             _log.info("loaded %s (step %d)", found, self.progress_checker.step)
         self.on_load(found)
 
@@ -490,8 +508,8 @@ class StateManagerAddon(AddOnBase):
         if self.best_path is None and self._resumption.resume is not False:
             with self.ready():  # It resumes as it is set up.
                 pass
-        path = self.checkpointer.require_best(self.monitor, self.history.best)
-        _, model, state = self.checkpointer.read(path)
+        path = self.checkpoints.require_best(self.monitor, self.history.best)
+        _, model, state = read(self.checkpointer, path)
         self.load_evaluation_state({"model": model, **state})
         return path
 
@@ -499,13 +517,13 @@ class StateManagerAddon(AddOnBase):
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Describe when it saves, and what room that takes."""
-        return super().plan_lines(plan) + self.checkpointer.plan_lines(plan, self.save_every)
+        return super().plan_lines(plan) + self.checkpoints.plan_lines(plan, self.save_every)
 
     def state_dict(self) -> dict[str, Any]:
         """Add the name of the run, and the scores of the checkpoints that are kept."""
         state = super().state_dict()
         untracked = self._resumption.untracked.state_dict(self, self.unwrap(), self.optimization)
-        return {**state, "StateManagerAddon": self.checkpointer.state_dict() | untracked}
+        return {**state, "StateManagerAddon": self.checkpoints.state_dict() | untracked}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the list of checkpoints, with scores by the present monitor."""
@@ -516,5 +534,5 @@ class StateManagerAddon(AddOnBase):
         if own is None:
             return
         scores = None if self.history.has_criterion_of(rest["records"]) else self.history.scores_by_step()
-        self.checkpointer.restore(own, scores)
+        self.checkpoints.restore(own, scores)
         self._resumption.untracked.load_state_dict(own)

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import logging
-import os
-import random
 import re
-import shutil
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from zae.addons.state_manager.checkpointer import Checkpointer, Content, WeightFolder, step_of_weights
-from zae.addons.state_manager.saver import Job
-from zae.checkpoint.filesystem import CURE, MANIFEST, is_known, make_directory, put_file, stage
-from zae.checkpoint.folder import load_checkpoint, sweep
+from zae.addons.state_manager.checkpointer import Checkpointer, step_of_weights
+from zae.checkpoint.filesystem import CURE, MANIFEST, is_known, put_file
 from zae.checkpoint.manifest import MANIFEST_LIMIT, Manifest, parse, read_manifest
 from zae.common.argument_checks import check_url
-from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from zae.errors import CheckpointDamaged, CheckpointError
 
 __all__ = ["FsspecCheckpointer"]
 
@@ -49,14 +40,12 @@ class FsspecCheckpointer(Checkpointer):
 
     Parameters
     ----------
-    *args : object
-        Those of `Checkpointer`.
+    folder : Path
+        That of `Checkpointer`.
     url : str
         The folder of the checkpoints.
     storage_options : mapping
         Options of the file system, such as ``{"anon": True}`` for ``s3://``.
-    **kwargs : object
-        Those of `Checkpointer`.
 
     Raises
     ------
@@ -68,7 +57,7 @@ class FsspecCheckpointer(Checkpointer):
     >>> import tempfile, torch
     >>> from zae import Trainer
     >>> from zae.addons import StateManagerAddon
-    >>> from zae.addons.state_manager.remote import FsspecCheckpointer
+    >>> from zae.addons.state_manager import FsspecCheckpointer
     >>> class Task(Trainer):
     ...     def train_step(self, batch):
     ...         return {"loss": self.model(batch).square().mean()}
@@ -83,14 +72,11 @@ class FsspecCheckpointer(Checkpointer):
     (5, 15)
     """
 
-    formats = ("safetensors", "ckpt")
-
-    def __init__(self, *args: Any, url: str, storage_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.url = url
+    def __init__(self, folder: Path, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(folder)
+        self.url = self.place = url
         self.files, root = check_url("url", url, **(storage_options or {}))
         self.root = root.rstrip("/")
-        self.weights.storage = _RemoteWeights(self)
         self._strays: set[tuple[str, int]] = set()  # Uploads that were not removed, or not read back; 0: all.
 
     @classmethod
@@ -119,42 +105,19 @@ class FsspecCheckpointer(Checkpointer):
 
     # ------------------------------------------------------------------------------------------------- reading
 
-    def list_saved(self, folder: Path, kind: str = "step") -> list[Path]:
-        """List the checkpoints whose manifest was uploaded; those of another folder are on the local disk."""
-        if os.path.abspath(folder) != str(self.folder):
-            return super().list_saved(folder, kind)
-        names = {name for name, uploads in self._uploads().items() if any(map(self._is_complete, uploads.values()))}
-        return [self.folder / name for name in sorted(names, reverse=True) if name.startswith(f"{kind}-")]
+    def names(self) -> list[str]:
+        """List the checkpoints of which the manifest was uploaded."""
+        return [name for name, uploads in self._uploads().items() if any(map(self._is_complete, uploads.values()))]
 
-    def load(self, path: Path, allow_partial: Collection[str] = (), held: Any = None) -> Content:
-        """Download a checkpoint, verify it and read it."""
-        if not self._is_here(path):
-            return super().load(path, allow_partial, held or {})
-        with self.scratch(path.name) as local:
-            local.mkdir()
-            self.download(path, local)
-            return load_checkpoint(local, allow_partial=allow_partial, held=held or dict[str, Tensor]())
-
-    def download(self, path: Path, local: Path) -> None:
-        """Copy the files of a checkpoint into an existing folder, without verifying them.
-
-        Parameters
-        ----------
-        path : Path
-            The checkpoint.
-        local : Path
-            The folder.
-
-        Raises
-        ------
-        CheckpointNotFound, CheckpointDamaged
-            There is no such checkpoint, or its manifest cannot be read.
-        """
-        place, manifest, text = self._newest(path)
-        (local / MANIFEST).write_bytes(text)
-        for name in manifest["files"]:
-            with self.reaching(f"{name} of {path.name} was not loaded"), contextlib.suppress(FileNotFoundError):
-                self.files.get_file(f"{place}/{name}", str(local / name))
+    def get(self, name: str, folder: Path, files: Collection[str] | None = None) -> None:
+        """Download the files of a checkpoint."""
+        place, manifest, text = self._newest(name)
+        (folder / MANIFEST).write_bytes(text)
+        for file in manifest["files"]:
+            if files is None or file in files:
+                # A file that is gone is damage, which the hashes show.
+                with self.reaching(f"{file} of {name} was not loaded"), contextlib.suppress(FileNotFoundError):
+                    self.files.get_file(f"{place}/{file}", str(folder / file))
 
     def unfinished(self) -> list[str]:
         """List the uploads without a manifest, which the next run removes."""
@@ -162,22 +125,18 @@ class FsspecCheckpointer(Checkpointer):
         return sorted(f"{name}.{number}" for name, found in uploads for number, files in found.items()
                       if not self._is_complete(files))  # fmt: skip
 
-    def load_manifest(self, path: Path) -> Manifest:
-        """Download the manifest of a checkpoint alone."""
-        return self._newest(path)[1] if self._is_here(path) else super().load_manifest(path)
-
-    def _newest(self, path: Path) -> tuple[str, Manifest, bytes]:
+    def _newest(self, name: str) -> tuple[str, Manifest, bytes]:
         """Return the place and manifest of the newest upload of a checkpoint, leaving out cut manifests."""
-        uploads, damage = self._uploads(path.name).get(path.name, {}), None
+        uploads, damage = self._uploads(name).get(name, {}), None
         for number in sorted(uploads, reverse=True):
-            place = f"{self.root}/{path.name}.{number}"
+            place = f"{self.root}/{name}.{number}"
             try:
-                with self.reaching(f"{path.name} was not loaded"), contextlib.suppress(FileNotFoundError):
+                with self.reaching(f"{name} was not loaded"), contextlib.suppress(FileNotFoundError):
                     text = self.files.cat_file(f"{place}/{MANIFEST}", end=MANIFEST_LIMIT + 1)
                     return place, parse(text, f"{place}/{MANIFEST}"), text
             except CheckpointDamaged as error:
                 damage = error
-        raise damage or CheckpointNotFound(f"there is no checkpoint {path.name} in {self.url}")
+        raise damage or FileNotFoundError(name)
 
     def _uploads(self, name: str = "") -> dict[str, dict[int, set[str]]]:
         """Return the files of each upload, by the name of the checkpoint and the number of the upload."""
@@ -218,41 +177,40 @@ class FsspecCheckpointer(Checkpointer):
 
     # ------------------------------------------------------------------------------------------------- writing
 
-    def open(self, step: int, overwrite: bool) -> None:
-        """Lock the folder, refuse the checkpoints of another run, and remove uploads that were interrupted."""
-        super().open(step, overwrite)
+    def begin(self) -> None:
+        """Remove uploads that were interrupted."""
         for name, uploads in self._uploads().items():
             self._clean_up(name, [number for number, files in uploads.items() if not self._is_complete(files)])
 
-    def store(self, job: Job) -> None:
-        """Write a checkpoint to a temporary folder and upload it, the manifest last."""
-        if not self._is_here(job.target):
-            super().store(job)
-            return
-        name = job.target.name
-        with self.scratch(name) as local:
-            job._replace(replaces=()).write_folder(local)
-            earlier = self._uploads(name).get(name, {})
-            number = self._free_number(name, earlier)
-            place, manifest = f"{self.root}/{name}.{number}", read_manifest(local)
-            try:
-                with self.reaching(f"{name} was not saved"):
-                    self.files.makedirs(place, exist_ok=True)
-                    for file in (*manifest["files"], MANIFEST):
-                        self.files.put_file(str(local / file), f"{place}/{file}")
-            except CheckpointError:
-                with contextlib.suppress(CheckpointError):  # The first error is the one to report.
-                    self._remove_upload(name, number)
-                raise
-            if job.replaces or earlier:
-                self._strays.add((name, number))
-                self._verify(place, manifest, (local / MANIFEST).read_bytes())
-                self._strays.discard((name, number))
+    def put(self, name: str, folder: Path) -> None:
+        """Upload a checkpoint, the manifest last, read it back, and remove earlier uploads of it."""
+        earlier = self._uploads(name).get(name, {})
+        number = self._free_number(name, earlier)
+        place, manifest = f"{self.root}/{name}.{number}", read_manifest(folder)
+        try:
+            with self.reaching(f"{name} was not saved"):
+                self.files.makedirs(place, exist_ok=True)
+                for file in (*manifest["files"], MANIFEST):
+                    self.files.put_file(str(folder / file), f"{place}/{file}")
+        except CheckpointError:
+            with contextlib.suppress(CheckpointError):  # The first error is the one to report.
+                self._remove_upload(name, number)
+            raise
+        self._strays.add((name, number))
+        self._verify(place, manifest, (folder / MANIFEST).read_bytes())
+        self._strays.discard((name, number))
         self._clean_up(name, sorted(earlier))
-        self._strays = {stray for stray in self._strays if stray[0] != name}
-        for other, stray in sorted(self._strays):
-            with contextlib.suppress(CheckpointError):  # It was reported the first time.
-                self._remove_upload(other, stray) if stray else self.remove(self.folder / other)
+        self._remove_strays(name)
+
+    def _remove_strays(self, saved: str) -> None:
+        """Try again to remove uploads that have stayed, but for those of the checkpoint that was just saved."""
+        self._strays = {stray for stray in self._strays if stray[0] != saved}
+        for name, number in sorted(self._strays):
+            with contextlib.suppress(CheckpointError, FileNotFoundError):  # It was reported the first time.
+                if number:
+                    self._remove_upload(name, number)
+                else:
+                    self.delete(name)
 
     def _free_number(self, name: str, listed: Collection[int]) -> int:
         """Return a number that no upload of a checkpoint has, also where the store lists a new one late."""
@@ -263,18 +221,15 @@ class FsspecCheckpointer(Checkpointer):
                 number += 1
         return number
 
-    def remove(self, path: Path) -> None:
+    def delete(self, name: str) -> None:
         """Remove the uploads of a checkpoint, the newest last, of each the manifest first."""
-        if not self._is_here(path):
-            super().remove(path)
-            return
-        self._strays.add((path.name, 0))
-        uploads = self._uploads(path.name).get(path.name, {})
-        self._strays.discard((path.name, 0))
+        self._strays.add((name, 0))
+        uploads = self._uploads(name).get(name, {})
+        self._strays.discard((name, 0))
         if not uploads:
-            raise CheckpointNotFound(f"there is no checkpoint {path.name} in {self.url}")
+            raise FileNotFoundError(name)
         for number in sorted(uploads):
-            self._remove_upload(path.name, number)
+            self._remove_upload(name, number)
 
     def _clean_up(self, name: str, numbers: Collection[int]) -> None:
         """Remove uploads that nobody needs; those that stay cost space, not the run."""
@@ -309,90 +264,26 @@ class FsspecCheckpointer(Checkpointer):
             if found.hexdigest() != sha256:
                 raise CheckpointDamaged(f"{place}/{name}: changed while it was uploaded. {CURE}")
 
-    # ------------------------------------------------------------------------------------------------- helpers
+    # ---------------------------------------------------------------------------------- files of weights alone
 
-    def _is_here(self, path: Path) -> bool:
-        """Return whether a path names a checkpoint under the URL."""
-        return os.path.dirname(os.path.abspath(path)) == str(self.folder)
+    def list_weights(self) -> list[Path]:
+        """List the files of weights under the URL."""
+        return sorted(self.folder / name for name in self.entries() if step_of_weights(name))
 
-    @contextlib.contextmanager
-    def scratch(self, name: str) -> Iterator[Path]:
-        """Yield a hidden path in ``save_path``, and remove what was written there; the next save does so after a kill.
-
-        Parameters
-        ----------
-        name : str
-            The name of a checkpoint, or of a file.
-
-        Yields
-        ------
-        Path
-            Nothing is there yet.
-        """
-        make_directory(self.folder)
-        sweep(self.folder)
-        with stage(self.folder / name, 0) as local:
-            try:
-                yield local
-            finally:
-                shutil.rmtree(local, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def reaching(self, what: str) -> Iterator[None]:
-        """Name the URL in an error of the file system, and take no numbers from the random stream of training.
-
-        A client waits for a random time before it tries again. In the thread of ``save_async=True`` the stream is not
-        put back, because training may draw from it meanwhile.
-
-        Parameters
-        ----------
-        what : str
-            What has failed.
-
-        Raises
-        ------
-        CheckpointError
-            With the ``errno`` of the system, as for a disk.
-        """
-        stream = random.getstate()
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:  # The clients of object storage have their own errors.
-            raised = CheckpointError(f"{self.url}: {what}: {type(error).__name__}: {error}")
-            raised.errno = getattr(error, "errno", None) or errno.EIO
-            raise raised from error
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                random.setstate(stream)
-
-
-class _RemoteWeights(WeightFolder):
-    """Files of weights under the URL of a checkpointer."""
-
-    def __init__(self, store: FsspecCheckpointer) -> None:
-        super().__init__(store.folder)
-        self.store = store
-
-    def list_saved(self) -> list[Path]:
-        """List the files by their step."""
-        return sorted(self.folder / name for name in self.store.entries() if step_of_weights(name))
-
-    def save(self, path: Path, save_model: Callable[[Path], Path], is_main: bool) -> None:
+    def store_weights(self, path: Path, save_model: Callable[[Path], Path], is_main: bool) -> None:
         """Save a file to a temporary folder, and upload it from rank 0."""
-        with self.store.scratch(path.name) as local:
+        with self.scratch(path.name) as local:
             save_model(local / path.name)
             if not is_main:
                 return
-            with self.store.reaching(f"{path.name} was not saved"):
-                self.store.files.makedirs(self.store.root, exist_ok=True)
-                put_file(self.store.files, local / path.name, f"{self.store.root}/{path.name}")
+            with self.reaching(f"{path.name} was not saved"):
+                self.files.makedirs(self.root, exist_ok=True)
+                put_file(self.files, local / path.name, f"{self.root}/{path.name}")
 
-    def remove(self, path: Path) -> None:
+    def remove_weights(self, path: Path) -> None:
         """Remove a file; one that stays costs space, not the run."""
         try:
-            with self.store.reaching(f"{path.name} was not removed"), contextlib.suppress(FileNotFoundError):
-                self.store.files.rm_file(f"{self.store.root}/{path.name}")
+            with self.reaching(f"{path.name} was not removed"), contextlib.suppress(FileNotFoundError):
+                self.files.rm_file(f"{self.root}/{path.name}")
         except CheckpointError as error:
             _log.warning("%s", error)

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from zae.checkpoint.encoding import PLAIN
-from zae.checkpoint.filesystem import remove_checkpoint
 from zae.checkpoint.folder import Group, Share, plan_share, sweep, verify_share, write_share
 from zae.checkpoint.tensor_bytes import DTYPES, byte_view, view_key
 from zae.checkpoint.weights_file import parse_format
 from zae.common.device import can_copy_async
 from zae.common.strides import axes_in_memory, copy_with_strides, strides_to_save
 from zae.common.walk import is_sharded
-from zae.errors import CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
+from zae.errors import CheckpointError, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters
 
 __all__ = ["Job", "Saver", "Snapshots", "check_moment", "format_for"]
@@ -178,17 +177,6 @@ class Job(NamedTuple):
             return self._replace(state=snapshots.take(self.state))
         return self._replace(share=self.share._replace(files=snapshots.take(self.share.files)))
 
-    def write(
-        self, store: Callable[[Job], object] | None = None, remove: Callable[[Path], object] = remove_checkpoint
-    ) -> None:
-        """Store it, and only then remove what it replaces; by default both are folders."""
-        if store is None:
-            self.write_folder()
-        else:
-            store(self)
-        if self.group.rank == 0:
-            self._remove_replaced(remove)
-
     def write_folder(self, directory: Path | None = None) -> Path:
         """Write it as a folder that is whole or absent, at its target or elsewhere; verify it if it replaces others."""
         directory = directory or self.target
@@ -200,15 +188,6 @@ class Job(NamedTuple):
         if self.group.rank == 0:
             sweep(directory.parent)
         return directory
-
-    def _remove_replaced(self, remove: Callable[[Path], object]) -> None:
-        for path in self.replaces:
-            try:
-                remove(path)
-            except CheckpointNotFound:  # Somebody else has removed it.
-                continue
-            except CheckpointError as error:  # A folder that stays costs space, not the run.
-                _log.warning("%s", error)
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         """Refuse weights that are not finite."""
@@ -274,7 +253,7 @@ class Saver:
         """Note, on every rank, that one of them is about to save."""
         self.is_pending, self._has_failed = self.background, False
 
-    def save(self, job: Job, write: Callable[[Job], None] = Job.write) -> None:
+    def save(self, job: Job, write: Callable[[Job], None]) -> None:
         """Write a checkpoint, or begin to."""
         self.wait()
         job = job.divide()

@@ -22,7 +22,7 @@ from kit.faults import reseal, warm
 from kit.limits import within
 from zae import Trainer
 from zae.addons import JSONLLoggerAddon, LedgerAddon, StateManagerAddon
-from zae.addons.state_manager.checkpointer import crashes_in
+from zae.addons.state_manager.crash import crashes_in
 from zae.checkpoint.encoding import decode, encode, strict_json
 from zae.checkpoint.filesystem import open_input
 from zae.checkpoint.folder import list_checkpoints, load_checkpoint, load_weights, newest_valid

@@ -30,6 +30,8 @@ from kit.faults import Child, Disk, KillingDisk, RefusingDisk, installed
 from kit.ranks import each_rank
 from zae.__main__ import main
 from zae.addons import EMAAddon, StateManagerAddon
+from zae.addons.state_manager import resume
+from zae.addons.state_manager.checkpointer import FolderCheckpointer
 from zae.addons.state_manager.saver import Job
 from zae.checkpoint.filesystem import SHARDS
 from zae.checkpoint.folder import (
@@ -147,7 +149,7 @@ def test_a_rank_reads_what_it_holds_and_one_tensor_at_a_time(tmp_path: Path) -> 
             path, held = made.save_state(tmp_path / "step-00000001"), made.local_shards()
             Path("/proc/self/clear_refs").write_text("5")  # The peak begins here.
             before = peak()
-            _, model, state = made.checkpointer.read(path, held=held)
+            _, model, state = resume.read(made.checkpointer, path, held=held)
             grown = peak() - before
         tensors = [*model.values(), *state["EMAAddon"]["average"].values()]
         assert all(each.shape == (1024, 1024) and isinstance(each, DTensor) for each in tensors)
@@ -558,7 +560,7 @@ def test_a_disk_that_hangs_at_an_operation_of_a_thread(saved: Any, victim: int, 
 def save_nan(folder: Path) -> str:
     made, _ = begun(folder)
     with made.ready():
-        _, _, state = made.checkpointer.read(folder / "step-00000004", held=made.local_shards())
+        _, _, state = resume.read(made.checkpointer, folder / "step-00000004", held=made.local_shards())
         slots = [each["exp_avg"] for each in state["optimizer"]["0"]["state"].values()]
         assert all(isinstance(each, DTensor) for each in slots)
         with torch.no_grad():
@@ -608,7 +610,7 @@ def write_share(share: Share, rank: int, pipes: Any, path: Path, disk: Disk) -> 
 
     job = Job(path, {}, "sharded", {}, [path.with_name("step-00000004")], (), Group(rank, gather), share)
     with installed(disk):
-        job.write()
+        FolderCheckpointer(path.parent).commit(job)
     return [name for name, _ in disk.log]
 
 

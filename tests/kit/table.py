@@ -195,7 +195,7 @@ TABLE = [
         StateManagerAddon,
         lambda folder: {"save_path": folder / "neutral", "overwrite": True},
         lambda folder: {"save_path": folder / "biting", "save_every": 4, "keep_last": 1, "overwrite": True},
-        stateful=True, transient=("checkpointer", "_resumption", "_crash"),
+        stateful=True, transient=("checkpoints", "checkpointer", "_resumption", "_crash"),
         comparable=lambda own: max(own["scores"]),  # The earlier ones are in the first one's folder.
     ),
     # The task has its own steps here; those of the add-on are in tests/interop/.

@@ -138,7 +138,7 @@ def test_plan_is_what_a_run_then_does(case: str) -> None:
     assert plan.validates_at == trainer.happened["valid"] == [r["step"] for r in metrics["valid_metrics_history"]]
     if StateManagerAddon in options.get("add_ons", ()):
         saved = {int(path.name.removeprefix("step-")) for path in Path("save").glob("step-*")}
-        keeps_best = trainer.checkpointer.retention.best > 0
+        keeps_best = trainer.checkpoints.retention.best > 0
         assert set(plan.saves_at) <= saved <= {*plan.saves_at, *(plan.validates_at if keeps_best else ())}
 
 

@@ -169,7 +169,7 @@ OWN = {
         "spike_threshold": 1e9,
         "transient": ["_found"],
     },
-    "StateManagerAddon": {"save_path": "save", "transient": ["checkpointer", "_crash"]},
+    "StateManagerAddon": {"save_path": "save", "transient": ["checkpoints", "checkpointer", "_crash"]},
     "TensorParallelAddon": {},
     "ThroughputAddon": {"transient": ["_meter", "step_flops"]},
     "TorchMetricsAddon": {**measured(("train", "valid")), "transient": ["_torch_metrics"]},

@@ -32,7 +32,8 @@ def diagnose(target: str) -> Answer:
 
 def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str, Any]:
     """Verify every checkpoint in a folder, reading all of their bytes, or only their manifests; nothing is changed."""
-    from zae.addons.state_manager.checkpointer import crashes_in, weight_files
+    from zae.addons.state_manager.checkpointer import weight_files
+    from zae.addons.state_manager.crash import crashes_in
     from zae.checkpoint.folder import list_checkpoints  # It imports torch, which takes seconds: not for --help.
 
     folder = Path(path)
@@ -51,19 +52,18 @@ def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str
 
 def examine_url(url: str) -> dict[str, Any]:
     """Verify every checkpoint that `FsspecCheckpointer` has stored under a URL: download one after the other."""
-    from zae.addons.state_manager.checkpointer import Retention
-    from zae.addons.state_manager.remote import FsspecCheckpointer
+    from zae.addons.state_manager import FsspecCheckpointer
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        store = FsspecCheckpointer(folder, "safetensors", Retention(None, 0, 1), url=url)
+        store = FsspecCheckpointer(folder, url)
 
         def examined(kind: str) -> list[dict[str, Any]]:
             return [_examine_stored(store, path) for path in store.list_saved(folder, kind)]
 
         found = _report(url, folder, examined("step"))
         found["crashes"], found["left_behind"] = examined("crash"), store.unfinished()
-        found["weights"] = [each.name for each in store.weights.storage.list_saved()]
+        found["weights"] = [each.name for each in store.list_weights()]
     return {**found, "holder": None}
 
 
@@ -83,7 +83,7 @@ def _examine_stored(store: Any, path: Path) -> dict[str, Any]:
     """Download one checkpoint to a folder of its name, verify it, and remove the folder."""
     path.mkdir()
     try:
-        store.download(path, path)
+        store.get(path.name, path)
         return _examine_one(path, reads_all=True)
     except CheckpointDamaged as error:
         return {"name": path.name, "whole": False, "bytes": _size(path), "wrong": _plain(error)}

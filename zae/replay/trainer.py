@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zae import script
-from zae.addons.state_manager.checkpointer import Checkpointer
+from zae.addons.state_manager.checkpointer import FolderCheckpointer
 from zae.checkpoint.filesystem import original_name, step_of
 from zae.checkpoint.folder import list_checkpoints, load_checkpoint
 from zae.compose.introspect import add_ons_of
@@ -71,7 +71,7 @@ def _checkpoint(request: Request, given: Mapping[str, Any]) -> tuple[Path | None
     """Return the nearest whole checkpoint before the step; None where there is none."""
     if request.checkpoint is not None:
         return Path(request.checkpoint), []
-    if given.get("checkpointer", Checkpointer) is not Checkpointer:
+    if given.get("checkpointer", FolderCheckpointer) is not FolderCheckpointer:
         raise ConfigError("the checkpoints of this run are not in a folder; copy the one to begin with into a folder, "
                           "and give it: --from FOLDER")  # fmt: skip
     if given.get("save_path") is None:

@@ -155,7 +155,7 @@ def test_a_file_in_the_place_of_the_folder_is_a_disk_that_refuses(folder: Path, 
         def on_epoch_begin(self) -> None:
             super().on_epoch_begin()
             if self.progress_checker.epoch in (1, 4):
-                self.checkpointer.settle()
+                self.checkpoints.settle()
                 shutil.rmtree(self.save_path)
                 self.save_path.write_text("in the way")
             if self.progress_checker.epoch == 5:

@@ -21,7 +21,7 @@ from kit.ranks import on_ranks
 from kit.stores import ERRORS, OPERATIONS, Failing, FaultyFiles, Gate, LateFiles, files_in, planned
 from zae import Every
 from zae.addons import MultiGPUAddon, StateManagerAddon
-from zae.addons.state_manager.remote import FsspecCheckpointer
+from zae.addons.state_manager import FsspecCheckpointer
 from zae.doctor.checkpoints import examine_url
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError
 

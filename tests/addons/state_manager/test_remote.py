@@ -23,8 +23,8 @@ from kit.blocks import Blocks, find_page
 from kit.faults import everything, forked
 from zae import Every
 from zae.addons import StateManagerAddon
-from zae.addons.state_manager.checkpointer import Checkpointer
-from zae.addons.state_manager.remote import FsspecCheckpointer
+from zae.addons.state_manager import FsspecCheckpointer
+from zae.addons.state_manager.checkpointer import FolderCheckpointer
 from zae.cli import main
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
 
@@ -116,7 +116,7 @@ def test_killed_at_each_operation_of_a_store(tmp_path: Path, how: str, again: bo
 
     "again" saves the same step a second time, as the score of a validation does.
     """
-    whole = everything(train(Checkpointer, tmp_path / "whole", 6))
+    whole = everything(train(FolderCheckpointer, tmp_path / "whole", 6))
 
     begun = train(FsspecCheckpointer.at(f"file://{tmp_path / 'begun'}"), tmp_path / "local", STEPS - 1)
     assert names(begun) == ["step-00000003"]
@@ -176,7 +176,7 @@ def test_kept_by_number_and_by_score(tmp_path: Path) -> None:
             return {"loss": (0.3, 0.1, 0.5, 0.4, 0.6)[self.progress_checker.epoch - 1]}
 
     ends = []
-    for name, checkpointer in (("folders", Checkpointer), ("memory", FsspecCheckpointer.at("memory://kept/run"))):
+    for name, checkpointer in (("folders", FolderCheckpointer), ("memory", FsspecCheckpointer.at("memory://kept/run"))):
         options = {"cls": Scored, "keep_last": 2, "keep_best": 1, "save_every": Every(epochs=1)}
         for epochs in (3, 5):
             made = trainer(checkpointer, tmp_path / name, **options)
@@ -263,7 +263,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         make(FsspecCheckpointer.at("nowhere://a"))
     with pytest.raises(ConfigError, match="FsspecCheckpointer cannot store save_format='sharded'; write save_format="):
         make(FsspecCheckpointer.at("memory://a"), save_format="sharded")
-    with pytest.raises(ConfigError, match=r"checkpointer is a str; give a class derived from zae\.saving"):
+    with pytest.raises(
+        ConfigError, match=r"checkpointer is a str; give a class derived from zae\.addons\.state_manager\.Checkpointer"
+    ):
         make("memory://a")
     with pytest.raises(ConfigError, match="checkpointer returned a dict; give a class"):
         make(lambda *args, **options: {})
@@ -279,7 +281,7 @@ def zipped() -> Any:
     code = next(str(each.parsed) for each in blocks.document if "class ZipCheckpointer" in each.parsed)
     module = types.ModuleType("zip_checkpointer")
     sys.modules["zip_checkpointer"] = module
-    exec(compile(code.split("from zae.addons")[0], "zip_checkpointer.py", "exec"), vars(module))
+    exec(compile(code.split("trainer = ")[0], "zip_checkpointer.py", "exec"), vars(module))
     yield module.ZipCheckpointer
     del sys.modules["zip_checkpointer"]
 
@@ -306,8 +308,8 @@ def _save_and_die(cls: Any, folder: Path, at: int) -> int:
 
 
 def test_the_storage_of_the_page_is_killed_at_its_lines(tmp_path: Path, zipped: Any) -> None:
-    """A class of forty lines that keeps zip files: killed before every sixth line, it resumes to bitwise the same."""
-    whole = everything(train(Checkpointer, tmp_path / "whole", 6))
+    """A class of thirty lines that keeps zip files: killed before every sixth line, it resumes to bitwise the same."""
+    whole = everything(train(FolderCheckpointer, tmp_path / "whole", 6))
     train(zipped, begun := tmp_path / "begun", STEPS - 1)
     assert sorted(os.listdir(begun)) == ["step-00000003.zip"]
     lines = forked(_save_and_die, zipped, shutil.copytree(begun, tmp_path / "counted"), 0).result

@@ -18,8 +18,8 @@ import pytest
 from kit import faults, hand
 from kit.faults import everything, forked
 from zae.addons import StateManagerAddon
-from zae.addons.state_manager.checkpointer import Checkpointer
-from zae.addons.state_manager.remote import FsspecCheckpointer
+from zae.addons.state_manager import FsspecCheckpointer
+from zae.addons.state_manager.checkpointer import FolderCheckpointer
 from zae.cli import main
 from zae.errors import CheckpointError
 
@@ -56,7 +56,7 @@ def store() -> Any:
 
 
 def trainer(url: str | None, folder: Path, **options: Any) -> Any:
-    checkpointer = Checkpointer if url is None else FsspecCheckpointer.at(url)
+    checkpointer = FolderCheckpointer if url is None else FsspecCheckpointer.at(url)
     options = {"save_every": 1, "keep_best": 0, "keep_last": 2, "resume": "auto", **options}
     return faults.build(faults.Task, StateManagerAddon, save_path=folder, checkpointer=checkpointer, **options)
 

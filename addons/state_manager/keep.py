@@ -1,0 +1,519 @@
+"""Which checkpoints of a run are there, which of them stay, and what the last save has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from zae.addons.state_manager.checkpointer import Checkpointer, step_of_weights
+from zae.addons.state_manager.crash import forget_claims
+from zae.addons.state_manager.saver import Job, Saver
+from zae.checkpoint.filesystem import checkpoint_name, original_name, step_of
+from zae.checkpoint.folder import Group, put_back
+from zae.checkpoint.locks import FolderLock
+from zae.checkpoint.manifest import Manifest
+from zae.common.argument_checks import check_count
+from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
+from zae.loop.progress import Every, ProgressChecker
+
+__all__ = ["Checkpoints", "Retention", "WeightFiles"]
+
+_log = logging.getLogger("zae")
+
+# ------------------------------------------------------------------------------------------------------ which to keep
+
+
+class Retention:
+    """The scores of checkpoints by name, and the rule that keeps some of them."""
+
+    def __init__(self, last: int | None, best: int, sign: int) -> None:
+        self.last, self.best, self.sign = last, best, sign
+        self.scores: dict[str, float | None] = {}
+
+    @classmethod
+    def parse(cls, keep_last: int | None, keep_best: int, direction: str) -> Retention:
+        """Return the rule for the options ``keep_last`` and ``keep_best``, where the best is the "min" or the "max"."""
+        last = check_count("keep_last", keep_last, optional=True)
+        best = check_count("keep_best", keep_best, least=0)
+        return cls(last, best or 0, 1 if direction == "min" else -1)
+
+    def best_first(self) -> list[str]:
+        """Return the names with a score, best first and of equal ones the older; NaN is not a score."""
+        scored = [(self.sign * score, name) for name, score in self.scores.items() if score is not None]
+        return [name for score, name in sorted(pair for pair in scored if pair[0] == pair[0])]
+
+    def to_delete(self) -> list[str]:
+        """Return the names that neither rule keeps; the newest is never among them."""
+        names = sorted(self.scores)
+        kept = set(names if self.last is None else names[-self.last :]) | set(self.best_first()[: self.best])
+        return [name for name in names if name not in kept]
+
+    def wants(self, name: str, is_scored: bool, is_best: bool) -> bool:
+        """Return whether to save what was just validated: to note its score, or because it is the best so far."""
+        return (is_scored and self.is_unscored(name)) or (is_best and self.best > 0 and self.best_first()[:1] != [name])
+
+    def is_unscored(self, name: str) -> bool:
+        """Return whether a checkpoint was saved before its score was known, and scores matter."""
+        return self.best > 0 and name in self.scores and self.scores[name] is None
+
+
+class WeightFiles:
+    """Files of weights alone beside the checkpoints of a run, ``weights-00000012.safetensors``, and which to keep.
+
+    Parameters
+    ----------
+    checkpointer : Checkpointer
+        Where they are stored.
+    model_format : {"safetensors", "ckpt", "sharded"}
+        That of the checkpoints.
+    every : Every, int or None
+        The option ``save_weights_every``: when to save; None saves none.
+    last : int or None
+        The option ``keep_weights``: how many of the newest to keep; None keeps all.
+    best : int
+        The option ``keep_best_weights``: how many of the best to keep beside them. They are saved when a validation
+        was the best so far, too.
+    sign : {1, -1}
+        1 where the best score is the smallest.
+
+    Attributes
+    ----------
+    rule : Retention
+        The scores of the files by name, and the rule for which of them stay.
+    is_used : bool
+        Whether the run saves any.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        model_format: str,
+        every: Every | int | None,
+        last: int | None,
+        best: int = 0,
+        sign: int = 1,
+    ) -> None:
+        self.checkpointer = checkpointer
+        self.suffix = ".ckpt" if model_format == "ckpt" else ".safetensors"
+        self.every = None if every is None else Every.parse(every, "save_weights_every", Every(epochs=1))
+        kept = check_count("keep_weights", last, optional=True)
+        best = check_count("keep_best_weights", best, least=0) or 0
+        if kept is not None and self.every is None:
+            raise ConfigError(f"keep_weights={last} keeps nothing; write save_weights_every=Every(epochs=1) too")
+        if best and kept is None and self.every is not None:
+            raise ConfigError(f"keep_best_weights={best}, but all files are kept; write keep_weights=1 too")
+        # Where only the best are saved, the newest was the best so far.
+        self.rule = Retention(1 if self.every is None else kept, best, sign)
+        self.is_used = self.every is not None or best > 0
+        self._replaced: list[Path] = []  # Those of another run.
+        self._step: int | None = None  # That of the last file: a moment has several occasions to save.
+
+    def path_at(self, step: int) -> Path:
+        """Return the file of a step."""
+        return self.checkpointer.folder / f"weights-{step:08d}{self.suffix}"
+
+    def open(self, step: int, overwrite: bool) -> None:
+        """Refuse files of another run, where this one begins and does not overwrite them."""
+        others = [] if self.every is None or step else self.checkpointer.list_weights()
+        if others and not overwrite:
+            count = f"{len(others)} file{'s' * (len(others) > 1)}"
+            raise ConfigError(
+                f"save_path={str(self.checkpointer.folder)!r} contains {count} of weights of another run (newest: "
+                f"{others[-1].name}); give another save_path, or write overwrite=True to replace them"
+            )
+        self._replaced = others
+
+    def is_due(self, progress: ProgressChecker, score: float | None, is_best: bool) -> bool:
+        """Return whether to save now, or to note the score of what was just saved."""
+        if progress.step == self._step:
+            return score is not None and self.rule.is_unscored(self.path_at(progress.step).name)
+        return (self.every is not None and self.every.is_due(progress)) or (self.rule.best > 0 and is_best)
+
+    def save(self, step: int, score: float | None, save_model: Callable[[Path], Path], is_main: bool) -> None:
+        """Save the file of a step, on every rank, and then remove those that it replaces."""
+        path = self.path_at(step)
+        if step != self._step:
+            self.checkpointer.store_weights(path, save_model, is_main)
+        self.rule.scores[path.name] = score
+        self._step, replaced, self._replaced = step, self._replaced, []
+        if not is_main:
+            return
+        there = self.checkpointer.list_weights()
+        # A run that was resumed from an earlier step makes the later ones again.
+        later = [each for each in there if each > path or (each in replaced and each != path)]
+        present = [each for each in there if each not in later]
+        self.rule.scores = {each.name: self.rule.scores.get(each.name) for each in present}
+        for each in [*later, *(path.with_name(name) for name in self.rule.to_delete())]:
+            self.checkpointer.remove_weights(each)
+            self.rule.scores.pop(each.name, None)
+
+    def plan_lines(self) -> list[str]:
+        """Say when they are saved."""
+        last, best = self.rule.last, self.rule.best
+        if not self.is_used:
+            return []
+        if self.every is None:
+            return [f"the weights alone are saved after each best validation, and the best {best} are kept"]
+        kept = "all are kept" if last is None else f"the newest {last}{f' and the best {best}' * (best > 0)} are kept"
+        return [f"the weights alone are saved too, {self.every!r}, and {kept}"]
+
+
+# ------------------------------------------------------------------------------------------- the checkpoints of a run
+
+_Moment: TypeAlias = "tuple[int, int, str]"
+_RESUMES = 999  # As many as a manifest lists.
+
+
+class Checkpoints:
+    """The checkpoints of one run: which are there, and which stay; it does not know any trainer.
+
+    A run calls `open`, then for each checkpoint `add` and `write`, and at last `close`. Where the bytes are is the
+    business of ``checkpointer``.
+
+    Parameters
+    ----------
+    checkpointer : Checkpointer
+        Where they are stored.
+    model_format : {"safetensors", "ckpt", "sharded"}
+        The format of the weights.
+    retention : Retention
+        The rule for which checkpoints stay.
+    weights : WeightFiles
+        The files of weights alone.
+    composition : sequence of str
+        The names of the add-ons, for manifests.
+    in_background : bool
+        Whether a thread writes while training continues.
+    on_save_error : {"raise", "warn"}
+        What happens if the disk refuses.
+    warns_of_nonfinite : bool
+        Whether a save only warns if weights are not finite.
+
+    Attributes
+    ----------
+    run_id : str
+        The run whose checkpoints these are.
+    parent : dict or None
+        What the run started from (``start_from``): "path", "parts", and of a checkpoint "run_id", "step" and the
+        "sha256" of its manifest. Each checkpoint of the run has it in the ``info`` of its manifest.
+    resumed_at : list of int
+        The steps of the checkpoints that the run was resumed from; they are in the ``info`` of its manifests too.
+    code : dict
+        What ``describe_code`` of ``provenance.py`` returned when the run was set up; it is in the ``info`` too.
+    about_run : dict
+        What ``describe_run`` of ``provenance.py`` returned at the first save of a call of ``run``: all of them have it.
+    has_failed : bool
+        Whether the run has failed: then no disk hides why.
+    saved_at : tuple or None
+        Epoch, step and pending validation of the newest checkpoint that was saved or loaded.
+    passed_over : set of str
+        The names of newer ones that a resume has found damaged.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        model_format: str,
+        retention: Retention,
+        weights: WeightFiles,
+        *,
+        composition: Sequence[str] = (),
+        in_background: bool = False,
+        on_save_error: str = "raise",
+        warns_of_nonfinite: bool = False,
+    ) -> None:
+        if model_format not in checkpointer.formats:
+            known = " or ".join(f"save_format={each!r}" for each in checkpointer.formats)
+            raise ConfigError(f"{type(checkpointer).__name__} cannot store save_format={model_format!r}; write {known}")
+        if on_save_error not in ("raise", "warn"):
+            raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
+        self.checkpointer = checkpointer
+        self.model_format = model_format
+        self.retention = retention
+        self.weights = weights
+        self.composition = list(composition)
+        self.on_save_error = on_save_error
+        self.warns_of_nonfinite = warns_of_nonfinite
+        self.run_id = ""
+        self.has_failed = False
+        self.parent: dict[str, Any] | None = None
+        self.resumed_at: list[int] = []
+        self.code: dict[str, dict[str, str]] = {}
+        self.about_run: dict[str, Any] = {}
+        self.saved_at: _Moment | None = None
+        self.passed_over: set[str] = set()
+        self.saver = Saver(in_background)
+        self._lock = FolderLock(self.folder)
+        self._lock.check()
+        self._replaced: list[Path] = []  # Those of another run, which the first checkpoint of this one replaces.
+        self._highest = -1  # The step of the newest one that was saved, or loaded.
+        self._before: tuple[dict[str, float | None], list[Path]] = ({}, [])  # What the last save has changed.
+        self._step = 0  # That of the last save.
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run: each checkpoint has a path in it."""
+        return self.checkpointer.folder
+
+    def path_at(self, step: int) -> Path:
+        """Return the place of the checkpoint of a step."""
+        return self.folder / checkpoint_name(step)
+
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint of this run, None before the first."""
+        self.settle()
+        return self.folder / max(self.retention.scores) if self.retention.scores else None
+
+    @property
+    def best(self) -> Path | None:
+        """The existing checkpoint with the best score, None if there is no score."""
+        self.settle()
+        there = self._names()
+        return next((self.folder / name for name in self.retention.best_first() if name in there), None)
+
+    def _names(self) -> set[str]:
+        """Return the names of the checkpoints in the folder, also of those that were moved aside."""
+        return {original_name(path.name) for path in self.checkpointer.list_saved(self.folder)}
+
+    # ------------------------------------------------------------------------------------------ before and after a run
+
+    def open(self, step: int, overwrite: bool) -> None:
+        """Lock the folder for a run that is at this step, and refuse to mix its checkpoints with those of another run.
+
+        Raises
+        ------
+        ConfigError
+            Another process saves there, or there are checkpoints of another run and `overwrite` is false.
+        """
+        self._lock.acquire()
+        forget_claims(self.folder)
+        put_back(self.folder)
+        known = self.retention.scores.keys() | self.passed_over
+        others = [path for path in self.checkpointer.list_saved(self.folder) if path.name not in known]
+        others = [path for path in others if not (known and self._is_left_over(path, step))]
+        if others and not overwrite:
+            raise ConfigError(
+                f"save_path={str(self.folder)!r} contains {len(others)} checkpoint{'s' * (len(others) > 1)} of "
+                f"another run or newer than this one (newest: {others[0].name}); write resume='auto' to resume "
+                "from it, give another save_path, or write overwrite=True to replace them"
+            )
+        self._replaced = others
+        self.weights.open(step, overwrite)
+        self.checkpointer.begin()
+
+    def _is_left_over(self, path: Path, step: int) -> bool:
+        """Return whether a checkpoint before this step is an older one of this run, or damaged."""
+        if (step_of(original_name(path.name)) or 0) > step:
+            return False
+        try:
+            return self.checkpointer.load_manifest(path)["run_id"] == self.run_id
+        except (CheckpointDamaged, CheckpointNotFound):
+            return True
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        self._lock.release()
+
+    # --------------------------------------------------------------------------------------------------------- saving
+
+    @contextlib.contextmanager
+    def add(self, kept: tuple[str, float | None] | None, moment: _Moment) -> Iterator[list[Path]]:
+        """Add a checkpoint, by name and score, to those that are kept, and yield those that it replaces.
+
+        All ranks call it; None is a checkpoint elsewhere. If the block fails, or the thread that writes, everything is
+        as before, and the error is raised or logged.
+        """
+        self.saver.begin()
+        scores = self.retention.scores
+        self._before, self._step = (dict(scores), self._replaced), moment[1]
+        if kept is not None and moment[1] < self._highest:  # The run has gone back, and makes these steps again.
+            steps = {path: step_of(original_name(path.name)) or 0 for path in self.checkpointer.list_saved(self.folder)}
+            later = [path for path, step in steps.items() if step > moment[1]]
+            self._replaced = [*dict.fromkeys([*self._replaced, *later])]
+            for path in later:
+                scores.pop(original_name(path.name), None)
+        names: list[str] = []
+        replaced: list[Path] = []
+        if kept is not None:
+            scores[kept[0]] = kept[1]
+            names = self.retention.to_delete()
+            replaced = [path for path in self._replaced if path.name not in scores]
+        try:
+            yield [*(self.folder / name for name in names), *replaced]
+        except BaseException as error:
+            self._fail(error)
+            return
+        if kept is not None:
+            self.saved_at, self._replaced, self._highest = moment, [], moment[1]
+            for name in names:
+                del scores[name]
+
+    def write(self, job: Job, is_writer: bool) -> None:
+        """Write a checkpoint, or begin to, and then remove those that it replaces.
+
+        Every rank calls it, and the one that has the whole state is the writer; all of them write a sharded one. If one
+        fails, all of them raise its error. After an exception the rank that failed calls it alone, as the writer.
+        """
+
+        def write() -> None:
+            if is_writer:
+                self._lock.keep(job.target)
+            if is_writer and not job.is_sharded:
+                self.saver.save(job, self.checkpointer.commit)
+
+        if self.has_failed:
+            write()
+            self.saver.wait()
+            return
+        job.group.together(write, job.target)
+        if job.is_sharded:  # Its ranks share the errors of each part.
+            self.saver.save(job, self.checkpointer.commit)
+
+    def save_weights(
+        self,
+        progress: ProgressChecker,
+        save_model: Callable[[Path], Path],
+        group: Group,
+        score: float | None,
+        is_best: bool,
+    ) -> None:
+        """Save the weights alone if that is due; all ranks call it."""
+        if self.weights.is_due(progress, score, is_best):
+            save = partial(self.weights.save, progress.step, score, save_model, group.rank == 0)
+            try:
+                group.together(save, self.folder)
+            except CheckpointError as error:
+                if error.errno is None or self.on_save_error != "warn":
+                    raise
+                if error.from_rank is None:
+                    _log.warning("not saved at step %d: %s", progress.step, error)
+
+    def settle(self) -> None:
+        """Wait for a save in the background; raise, or log, what it failed with, and forget that save."""
+        try:
+            self.saver.wait()
+        except BaseException as error:
+            self._fail(error)
+
+    def sync(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Learn on every rank what became of the last save, so that all agree on what is due; all ranks call it."""
+        if not self.saver.is_pending:
+            return
+        has_ended = self.saver.has_ended(gather)
+
+        def settle() -> tuple[bool, bool]:
+            if has_ended:
+                self.settle()
+            return self.saver.outcome
+
+        if self.saver.learn_of_failure(*Group(gather=gather).together(settle, self.folder)[0]):
+            self._forget_save()
+
+    def _fail(self, error: BaseException) -> None:
+        """Forget a save that failed with the error that is handled, and raise that unless a warning is enough."""
+        self._forget_save()
+        by_disk = isinstance(error, CheckpointError) and error.errno is not None
+        is_told = by_disk and (self.on_save_error == "warn" or self.has_failed)
+        if not (is_told or (isinstance(error, NonFiniteError) and self.warns_of_nonfinite)):
+            raise
+        if getattr(error, "from_rank", None) is None:
+            _log.warning("not saved at step %d: %s", self._step, error)
+
+    def _forget_save(self) -> None:
+        """Forget the last save, which failed: what it was to replace still exists."""
+        (self.retention.scores, self._replaced), self.saved_at = self._before, None
+
+    def plan_lines(self, plan: Any, every: Every) -> list[str]:
+        """Set in a plan when is saved, and describe what is kept."""
+        kept = self.retention
+        return [*plan.keep(every, kept.last, kept.best, self.folder), *self.weights.plan_lines()]
+
+    # -------------------------------------------------------------------------------------------------------- loading
+
+    def adopt(self, path: Path, manifest: Manifest, moment: _Moment) -> None:
+        """Continue the run of a checkpoint that was loaded, and keep it if it is in the folder."""
+        self.run_id, self.saved_at = manifest["run_id"], moment
+        earlier = manifest["info"].get("resumed_at")  # It is not verified as the files are.
+        steps = earlier[-_RESUMES:] if isinstance(earlier, list) else []
+        self.resumed_at = [*(each for each in steps if type(each) is int), manifest["step"]]
+        self._highest = max(self._highest, manifest["step"])
+        name = original_name(path.name)
+        if path.parent == self.folder and name in self._names():
+            self.retention.scores.setdefault(name, None)  # Its state was saved before it was in its own list.
+
+    def begin_run(self, name: str, describe_code: Callable[[], dict[str, dict[str, str]]]) -> None:
+        """Name the run unless it continues another one, and note its code the first time."""
+        self.run_id, self.code = self.run_id or name, self.code or describe_code()
+
+    @property
+    def lineage(self) -> dict[str, Any]:
+        """Where the run has started from, as checkpoints contain it."""
+        return {} if self.parent is None else {"parent": self.parent}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the name of the run, and the scores of its checkpoints and files of weights, for `restore`."""
+        of_weights = self.weights.rule.scores
+        kept = {"run_id": self.run_id, "scores": dict(self.retention.scores), **self.lineage}
+        return kept | ({"weight_scores": dict(of_weights)} if of_weights else {})
+
+    def describe(self, progress: ProgressChecker, world_size: int, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a manifest says of the run, beside its files; ``info`` is what differs from save to save."""
+        return {
+            "run_id": self.run_id or "unset",
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "composition": self.composition,
+            "world_size": world_size,
+            "info": {"resumed_at": list(self.resumed_at), **self.code, **self.lineage, **self.about_run, **info},
+        }
+
+    def restore(self, saved: Mapping[str, Any], by_step: Mapping[int, Mapping[str, Any]] | None) -> None:
+        """Load the name of the run, its start, and the scores of those of its checkpoints that still exist.
+
+        ``by_step`` has the rows of the history by another monitor than the one that the scores were saved with.
+        """
+        there = self._names()
+        scores = {name: score for name, score in saved["scores"].items() if name in there}
+        of_weights = dict(saved.get("weight_scores", {}))
+        if by_step is not None:
+            rows = {name: by_step.get(step_of(name) or 0) for name in scores}
+            scores = {name: None if row is None else row["score"] for name, row in rows.items()}
+            rows = {name: by_step.get(step_of_weights(name)) for name in of_weights}
+            of_weights = {name: None if row is None else row["score"] for name, row in rows.items()}
+        self.run_id, self.parent, self.retention.scores = saved.get("run_id", ""), saved.get("parent"), scores
+        self.weights.rule.scores = of_weights
+
+    def require_best(self, monitor: str, best: Mapping[str, Any]) -> Path:
+        """Return the checkpoint with the best score; raise CheckpointNotFound if none has it.
+
+        ``best`` is the best row of the history of this run.
+        """
+        path = self.best
+        if path is not None:
+            found, wanted, sign = self.retention.scores[path.name], best.get("score"), self.retention.sign
+            if found is not None and wanted is not None and sign * found > sign * wanted:
+                text = (
+                    f"the best has {monitor}={wanted:g}, in step {best['step']}, and no checkpoint of it is there; "
+                    f"{path.name}, which is the best of those that are, has {found:g}"
+                )
+                if self.retention.best == 0:
+                    raise CheckpointNotFound(
+                        f"{text}. Write keep_best=1 (an option of StateManagerAddon) for another run; here "
+                        f"load_state({str(path)!r}) loads this one"
+                    )
+                _log.warning("%s and is loaded", text)
+            return path
+        if self.last is None and (older := self.checkpointer.list_saved(self.folder)):
+            raise CheckpointNotFound(
+                f"{self.folder} contains {len(older)} checkpoint{'s' * (len(older) > 1)} of another run (newest: "
+                f"{older[0].name}), and none of this trainer; write resume=True to continue that run"
+            )
+        raise CheckpointNotFound(
+            f"no checkpoint in {self.folder} has a score: no validation returned monitor={monitor!r}; give run() a "
+            "valid_loader, and monitor= the name of a metric that test_step returns"
+        )

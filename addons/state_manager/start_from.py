@@ -1,0 +1,296 @@
+"""The options ``start_from`` and ``start_with``: a new run begins with parts of a checkpoint."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
+
+from zae import optim
+from zae.checkpoint.filesystem import MODEL_FILES, STATE, STATE_TENSORS
+from zae.checkpoint.folder import list_checkpoints, load_state, load_weights, newest_valid
+from zae.checkpoint.manifest import read_manifest, verify
+from zae.checkpoint.weights_file import format_of
+from zae.common import random_state
+from zae.common.model_weights import extra_names
+from zae.compose.introspect import add_ons_of, is_engine_slot
+from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean, printable
+from zae.loop.rank_states import RankStates, engine_of
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["Start", "parts_of"]
+
+_log = logging.getLogger("zae")
+
+
+_Read = TypeVar("_Read")
+_PARTS = ("model", "optimizer", "scheduler", "progress", "random")
+_RATES = ("lr", "initial_lr")
+
+
+class Start:
+    """The options ``start_from`` and ``start_with``: which checkpoint, and which parts of it."""
+
+    def __init__(
+        self, start_from: Any, start_with: Any, cls: type, save_path: Path, resume: Any, allow_partial: Any
+    ) -> None:
+        self.parts, add_ons = _check_parts(start_from, start_with, parts_of(cls)), add_ons_of(cls)
+        self._checked = [each.__name__ for each in add_ons if each.checks_model] if "model" in self.parts else []
+        self.path = None if start_from is None else _check_path(save_path, start_from, resume, allow_partial)
+        self._has_extra = False  # Whether the model has state beside its tensors, which files of weights lack.
+        if self.path is not None and self.path.is_file():
+            format_of(self.path)
+            if self.parts != ["model"]:
+                raise ConfigError(
+                    f"start_from={str(start_from)!r} is a file of weights, and start_with={start_with!r} names more "
+                    "than the model; leave start_with out, or give a checkpoint"
+                )
+        elif self.path is not None and not (resume == "auto" and list_checkpoints(save_path)):
+            self._newest(read_manifest, read_manifest)
+
+    def _newest(self, read: Callable[[Path], _Read], read_whole: Callable[[Path], _Read]) -> tuple[Path, _Read]:
+        """Read the checkpoint at the path, or the newest whole one of a folder, and return both."""
+        assert self.path is not None
+        if self.path.is_file():
+            return self.path, read(self.path)
+        if not self.path.is_dir():
+            raise CheckpointNotFound(
+                f"start_from={str(self.path)!r} does not exist; give the folder of a checkpoint, or a file of weights"
+            )
+        if not list_checkpoints(self.path):
+            return self.path, read(self.path)
+        newest = newest_valid(self.path, read_whole)
+        assert newest is not None  # It raises where none is whole.
+        for damaged, why in newest[2]:
+            _log.warning("passed over %s, which is damaged (%s); starting from %s", damaged, why, newest[0])
+        return newest[:2]
+
+    def _describe(self, found: Path) -> dict[str, Any]:
+        """Return what checkpoints of the new run say of the one that it started from."""
+        about: dict[str, Any] = {"path": str(found), "parts": list(self.parts)}
+        if found.is_file():
+            return about
+        manifest = read_manifest(found)
+        return {**about, **{name: manifest[name] for name in ("run_id", "step", "sha256")}}
+
+    def _load(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
+        """Read only the files of a checkpoint that the parts need."""
+        model = load_weights(path) if "model" in self.parts else {}
+        return model, load_state(path) if self._reads_state() and path.is_dir() else {}
+
+    def _reads_state(self) -> bool:
+        return self.parts != ["model"] or bool(self._checked) or self._has_extra
+
+    def _load_whole(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
+        """Read what the parts need, and verify the other files."""
+        needed = {*MODEL_FILES.values()} if "model" in self.parts else set()
+        verify(path, skip={*needed, STATE, STATE_TENSORS} if self._reads_state() else needed)
+        return self._load(path)
+
+    def apply(self, trainer: Trainer) -> str:
+        """Load the parts into a trainer that is set up and has not begun; on an error nothing is loaded.
+
+        Return what there is to say of it.
+        """
+        if self.path is None:
+            return ""
+        self._has_extra = "model" in self.parts and bool(extra_names(trainer.unwrap().state_dict()))
+        found, (model, rest) = self._newest(self._load, self._load_whole)
+        engine, world, rank = engine_of(type(trainer), rest), trainer.dp_world_size, trainer.dp_rank
+        saved = RankStates.with_entries_of(rest, engine, world, rank)
+        present = trainer.state_dict()
+        streams = RankStates.streams_in(saved, rank, world) if "random" in self.parts else None
+        state = {**present, **_merge(saved, present, self.parts, found, _counters_of(trainer.optimizer))}
+        if "optimizer" in self.parts:  # Its state has another order in memory than the parameters of this script.
+            state["module"] = {**present["module"], "strides": None}
+            state["devices"] = saved.get("devices", {})
+        if "model" in self.parts:
+            state["model"] = model
+            state |= {"extra_state": saved["extra_state"]} if "extra_state" in saved else {}
+            state |= {name: saved[name] for name in self._checked if saved.get(name) is not None}
+            if "optimizer" in self.parts and saved.get("training_weights"):
+                state["training_weights"] = saved["training_weights"]
+        position, kept = trainer.loader_position, dict(vars(trainer.loader_position))
+        is_seeded = trainer.progress_checker.is_seeded
+        trainer.load_state_dict(state)
+        trainer.loader_position, trainer.progress_checker.is_seeded = position, is_seeded
+        vars(position).update(kept)
+        position.restart(trainer.progress_checker.batch)
+        if streams is not None:
+            random_state.restore(streams)
+        trainer.checkpoints.parent = self._describe(found)  # type: ignore[attr-defined]
+        place = trainer.checkpointer.shown(found)  # type: ignore[attr-defined]
+        return f"a new run starts from {', '.join(self.parts)} of {place}"
+
+
+def parts_of(cls: type) -> list[str]:
+    """List the parts of a checkpoint that a trainer class may take: its own, and its add-ons."""
+    # What distributes the work, and the list of the checkpoints, belong to a run.
+    return [
+        *_PARTS,
+        *(each.__name__ for each in add_ons_of(cls) if each.slot != "state" and not is_engine_slot(each.slot)),
+    ]
+
+
+def _check_parts(start_from: Any, start_with: Any, known: Sequence[str]) -> list[str]:
+    """Return the parts, or refuse them."""
+    if start_from is None:
+        if start_with is not None:
+            raise ConfigError(f"start_with={start_with!r} names parts of a checkpoint; give its path: start_from=...")
+        return []
+    if start_with is None:
+        return ["model"]
+    if not isinstance(start_with, (list, tuple, set, frozenset)) or not start_with:
+        raise ConfigError(f"start_with={start_with!r}; it must be a tuple of parts: start_with=('model', 'optimizer')")
+    for name in start_with:
+        if name not in known:
+            raise ConfigError(
+                f"start_with={start_with!r}: {name!r} is not a part of a checkpoint of this trainer"
+                f"{did_you_mean(str(name), known)}; available: {', '.join(known)}"
+            )
+    return [name for name in known if name in start_with]
+
+
+def _check_path(save_path: Path, start_from: Any, resume: Any, allow_partial: Any) -> Path:
+    """Return the path; refuse it beside options that contradict it."""
+    if not isinstance(start_from, (str, Path)) or not str(start_from):
+        raise ConfigError(f"start_from={start_from!r}; it must be the path of a checkpoint, or of a folder of them")
+    if "://" in str(start_from):
+        raise ConfigError(
+            f"start_from={start_from!r} is a URL, and start_from reads the local disk; copy the checkpoint to a local "
+            "folder, or load a file of weights: trainer.apply_weights(url)"
+        )
+    if resume not in (False, "auto"):
+        raise ConfigError(
+            f"start_from begins a new run, and resume={resume!r} continues one; give one of them, or write "
+            "resume='auto': start_from is then read only if save_path has no checkpoint"
+        )
+    if allow_partial:
+        raise ConfigError(
+            "allow_partial is for resume=PATH; with start_from, start_with selects the files that are read: leave "
+            "allow_partial out"
+        )
+    path = Path(start_from).expanduser().absolute()
+    if save_path in (path, path.parent):
+        raise ConfigError(
+            f"start_from={str(start_from)!r} is in save_path, which is for the checkpoints of the new run; give "
+            "another save_path, or resume='auto' to continue the run that is there"
+        )
+    return path
+
+
+def _merge(
+    saved: Mapping[Any, Any],
+    present: Mapping[str, Any],
+    parts: list[str],
+    found: Path,
+    counters: Mapping[str, set[str]],
+) -> dict[str, Any]:
+    """Return the entries of the new state that contain values of the saved one."""
+    made: dict[str, Any] = {}
+    try:
+        if "optimizer" in parts or "scheduler" in parts:
+            _same_names(saved, present, "optimizer", found)
+            made |= _optimizers(saved, present, parts, counters)
+        if "scheduler" in parts:
+            _same_names(saved, present, "scheduler", found)
+            made["scheduler"] = saved["scheduler"]
+        if "progress" in parts:
+            made["progress"] = _progress(saved["progress"])
+        made["records"] = _records(saved, present, parts)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        if isinstance(error, CheckpointMismatch):
+            raise
+        raise CheckpointMismatch(
+            f"the state in {found} is not one that zae has saved ({type(error).__name__}: "
+            f"{printable(str(error)[:200])}); give another checkpoint"
+        ) from error
+    for name in parts:
+        if name not in _PARTS:
+            if saved.get(name) is None:
+                raise CheckpointMismatch(f"{found} has no entry of {name}; leave {name!r} out of start_with")
+            made[name] = saved[name]
+    return made
+
+
+def _same_names(saved: Mapping[Any, Any], present: Mapping[str, Any], what: str, found: Path) -> None:
+    """Refuse optimizers or schedulers of other names, or in other groups."""
+    if set(saved[what]) != set(present[what]):
+        raise CheckpointMismatch(
+            f"{found} holds the {what}s {sorted(saved[what])}, and this trainer has {sorted(present[what])}; build "
+            f"them as they were, or leave {what!r} out of start_with"
+        )
+
+
+def _counters_of(optimizers: Any) -> dict[str, set[str]]:
+    """Return the counters in the groups of each optimizer, as schedule-free ones have: not arguments of its class."""
+    found = {}
+    for name, optimizer in optim.as_dict(optimizers).items():
+        parameters = inspect.signature(type(optimizer)).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        found[name] = set() if takes_any else set(optimizer.defaults) - set(parameters)
+    return found
+
+
+def _optimizers(
+    saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str], counters: Mapping[str, set[str]]
+) -> dict[str, Any]:
+    """Return the saved state of each parameter, and the settings of the script; a schedule brings its rates."""
+    made: dict[str, Any] = {"optimizer": {}, "order": {}, "outside": {}}
+    for name, own in present["optimizer"].items():
+        other = saved["optimizer"][name]
+        source = other if "optimizer" in parts else own
+        groups = [dict(group) for group in own["param_groups"]]
+        if len(groups) != len(other["param_groups"]):
+            raise CheckpointMismatch(
+                f"optimizer {name} has {len(groups)} parameter groups, and was saved with "
+                f"{len(other['param_groups'])}; build it as it was, or take the model alone: start_with=('model',)"
+            )
+        for group, before, kept in zip(groups, other["param_groups"], source["param_groups"]):
+            group["params"] = kept["params"]
+            group.update({key: kept[key] for key in counters[name] if key in kept})
+            if "scheduler" in parts:
+                group.update({key: before[key] for key in _RATES if key in before})
+        made["optimizer"][name] = {**source, "param_groups": groups}
+        state = saved if "optimizer" in parts else present
+        for key in ("order", "outside"):
+            if name in state.get(key, {}):
+                made[key][name] = state[key][name]
+    return made
+
+
+def _progress(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counters for a run that begins with an epoch; an open epoch counts as finished."""
+    is_open = bool(saved["epoch_batch"])
+    changed = {
+        "epoch": saved["epoch"] + is_open,
+        "epoch_step": 0,
+        "epoch_batch": 0,
+        "run_starts": [],
+        "stop_reason": None,
+    }
+    return {**saved, **changed}
+
+
+def _records(saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str]) -> dict[str, Any]:
+    """Return the records of the new run; of the settings, those of the parts that keep them come along."""
+    own = present["records"]["settings"]
+    if not {"optimizer", "scheduler"} & set(parts):
+        return dict(present["records"])
+    settings = saved["records"]["settings"]
+    both = {
+        "optimizer": {
+            name: {**each, "class": own["optimizer"][name]["class"]} for name, each in own["optimizer"].items()
+        },
+        "scheduler": settings["scheduler"] if "scheduler" in parts else own["scheduler"],
+    }
+    if "optimizer" in parts:  # Another class is refused as the state is loaded.
+        for name, each in both["optimizer"].items():
+            each["class"] = settings["optimizer"][name]["class"]
+    return {**present["records"], "settings": both}
