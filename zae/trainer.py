@@ -986,9 +986,18 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @hook
     @explained_call("evaluate(loader)")
     def validate(self) -> dict[str, float]:
-        """Evaluate the ``valid_loader`` of the run, record the metrics and update the best."""
+        """Return the metrics of the ``valid_loader`` of a run, which then records them and updates the best.
+
+        An override may add numbers to those of ``super().validate()``, or return others. Of several ranks, what rank 0
+        returns counts.
+
+        Returns
+        -------
+        dict of str to float
+            Means by sample, and what ``metric_on_epoch_end`` added.
+        """
         run = self.current_run
-        return run.end_validation(Evaluation(self, run.stop_signals).metrics(run.valid_loader))
+        return Evaluation(self, run.stop_signals).metrics(run.valid_loader)
 
     def toggle(self, mode: str | None = None) -> None:
         """Switch between training and evaluation; back in training, each module has the mode that it had before.

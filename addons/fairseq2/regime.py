@@ -140,9 +140,8 @@ class RegimeAddon(AddOnBase):
         finally:
             super().teardown()
 
-    def validate(self) -> dict[str, float]:
-        """Validate, unless the last step of the epoch that has ended was validated already."""
+    def should_validate(self, is_due: bool) -> bool:
+        """Do not validate again at the end of an epoch whose last step was validated."""
         rows, progress = self.history.valid, self.progress_checker
-        if not progress.epoch_batch and rows and rows[-1]["step"] == progress.step:
-            return dict(self.history.test_metrics)
-        return super().validate()
+        is_done = not progress.epoch_batch and bool(rows) and rows[-1]["step"] == progress.step
+        return super().should_validate(is_due and not is_done)

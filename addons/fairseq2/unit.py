@@ -205,7 +205,7 @@ class TrainUnitAddon(AddOnBase):
         found = [value for name, value in metrics.items() if name.endswith(f"/{score}")]
         if found and score not in metrics:
             metrics = {score: sum(found) / len(found), **metrics}
-        return run.end_validation(metrics)
+        return metrics
 
     def metric_on_epoch_end(self) -> Mapping[str, float]:
         """Add the metrics of the unit, computed over all ranks, where an epoch has its own."""

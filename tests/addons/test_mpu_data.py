@@ -25,7 +25,7 @@ from kit.rank_tasks import (
     weights,
 )
 from kit.ranks import on_ranks
-from zae.addons import MultiGPUAddon, StateManagerAddon
+from zae.addons import EarlyStoppingAddon, MultiGPUAddon, StateManagerAddon
 from zae.errors import LoaderError
 
 
@@ -39,6 +39,20 @@ def test_evaluation_is_bitwise_that_of_one_process(world):
         assert trainer.log_test["loss"] == single.log_test["loss"]
         here, there = trainer.inference(loader(size, 2)), single.inference(loader(size, 2))
         assert same([out["output"] for out in here], [out["output"] for out in there])
+
+
+@on_ranks(2)
+def test_of_a_validate_that_gives_metrics_of_its_own_those_of_rank_0_count(world):
+    """All ranks decide by the same: else one of them would stop alone."""
+
+    class Own(Task):
+        def validate(self):
+            return {"loss": 3.0 - self.progress_checker.step * (1 - 2 * self.rank)}
+
+    trainer = build(Own, (EarlyStoppingAddon, MultiGPUAddon), patience=1)
+    trainer.run(3, loader(8, 2), loader(4, 2))
+    assert trainer.world_size == world
+    assert [row["valid_loss"] for row in trainer.valid_history] == [1.0, -1.0, -3.0]
 
 
 @on_ranks(2, 3)

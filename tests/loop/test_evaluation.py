@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,8 +14,8 @@ from torch.optim import SGD
 from kit import hand
 from kit.hand import digest, loader, network
 from kit.table import Task
-from zae import ConfigError, LoaderError, Trainer
-from zae.addons import AMPAddon, EMAAddon
+from zae import ConfigError, LoaderError, StepError, Trainer
+from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon
 
 
 def build(*add_ons: Any, task: Any = Task, **options: Any) -> Any:
@@ -311,6 +312,37 @@ def test_the_hooks_around_a_validation(every: int | None) -> None:
     tested = build(task=Events, mode="test")
     tested.run(1, valid())
     assert tested.events == ["setup", ("begin", 0, 0), ("end", None, True), "teardown"]
+
+
+class OwnMetrics(Events):
+    """A validation without the loop's, which gives metrics of its own."""
+
+    def validate(self) -> Any:
+        return {"loss": torch.tensor(4.0 - self.progress_checker.step), "accuracy": np.float32(0.5)}
+
+
+@pytest.mark.parametrize("own", [OwnMetrics, Events])
+def test_what_an_override_of_validate_returns_is_recorded(own: Any) -> None:
+    """Beside those of the loop, or in place of them: in the history, the log, the best and for what waits for them."""
+    monitor = {"monitor": "loss" if own is OwnMetrics else "extra", "monitor_mode": "min"}
+    stops = build(EarlyStoppingAddon, task=own, patience=1, **monitor)
+    metrics = stops.run(4, [*loader(8)][:2], valid())
+    name, first = ("accuracy", 0.5) if own is OwnMetrics else ("extra", 1.0)
+    rows = metrics["valid_metrics_history"]
+    assert [row[f"valid_{name}"] for row in rows] == [first] * len(rows)
+    assert [row[f"valid/{name}"] for row in stops.log_history if f"valid/{name}" in row] == [first] * len(rows)
+    assert stops.best["score"] == (-4.0 if own is OwnMetrics else 1.0)
+    assert all(type(row["valid_loss"]) is float for row in rows)
+    assert len(rows) == (4 if own is OwnMetrics else 2)  # The other metric does not improve.
+
+
+def test_an_override_of_validate_returns_numbers() -> None:
+    class Words(Events):
+        def validate(self) -> Any:
+            return {"loss": "low"}
+
+    with pytest.raises(StepError, match=r"validate returned 'loss' of type str 'low'; return a number"):
+        build(task=Words).run(1, loader(8), valid())
 
 
 def test_ready_is_one_setup_for_all_that_it_encloses() -> None:

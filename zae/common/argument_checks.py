@@ -229,7 +229,7 @@ def describe_batch(batch: Any, depth: int = 0) -> str:
 
 
 def check_metrics(name: str, metrics: Any) -> dict[str, float]:
-    """Return the metrics of ``metric_on_epoch_end`` as floats; refuse what cannot be converted."""
+    """Return the metrics that a method of the user returned as floats; refuse what cannot be converted."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):

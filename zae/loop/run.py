@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from zae import optim
+from zae.common.argument_checks import check_metrics
 from zae.compose.introspect import is_overridden, mentions_super
 from zae.data.loaders import describe, length_of
 from zae.data.workers import check_epoch_of_workers, ignore_dead_workers
@@ -609,7 +610,11 @@ class Run:
                     "metrics of the validation: write return super().validate(), or give a method of your own "
                     "another name"
                 )
-            progress.pending_validation = ""
+            if is_overridden(trainer, "validate"):  # Its numbers may be of this rank alone.
+                own = check_metrics(f"{type(trainer).__name__}.validate", metrics)
+                metrics = trainer.gather(own)[0]
+            self.record_validation(metrics)
+            self.update_best("valid", metrics)
             if moment == "step":  # That of an epoch is in the line of the epoch.
                 self.display.validation(RunView(self))
             trainer.on_validation_end(metrics)
@@ -641,12 +646,6 @@ class Run:
     def stop_signals(self) -> list[int] | None:
         """The signals that end the validation of a run early; None for one that the user calls."""
         return self.signals if self._progress.pending_validation else None
-
-    def end_validation(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Record the metrics of a validation, and update the best."""
-        self.record_validation(metrics)
-        self.update_best("valid", metrics)
-        return metrics
 
     def record_validation(self, metrics: Mapping[str, float]) -> None:
         """Record and log the metrics of a validation."""
