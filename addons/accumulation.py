@@ -166,7 +166,7 @@ class GradientAccumulationAddon(AddOnBase):
         if samples is None:
             return window.batches
         shares = shares_of(loader)
-        count = window.batches_of(batch_size_of(loader), self.dp_world_size if shares is None else shares.size)
+        count = window.batches_of(batch_size_of(loader), self.engine.dp_world_size if shares is None else shares.size)
         if count is None:
             raise LoaderError(
                 f"global_batch_size={samples} needs the batch size of the loader, which it does not "

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,14 +31,16 @@ from zae.display.notebook import Output, draw_elsewhere, is_in_a_notebook
 from zae.distributed import shards
 from zae.distributed import spawn as launching
 from zae.distributed.blocks import check_shapes
-from zae.distributed.collectives import all_reduce, gather_objects, open_host_group
-from zae.distributed.drift import CollectiveCalls, DriftCheck, add_failed_rank_note
+from zae.distributed.collectives import open_host_group
+from zae.distributed.drift import DriftCheck, add_failed_rank_note
 from zae.distributed.mesh import DIMENSIONS, Mesh, check_mesh
 from zae.distributed.rank_process import is_spawned, note_failure, show, tell_failures_early
+from zae.distributed.ranks import NotJoined, RanksEngine
 from zae.distributed.stop_flag import StopFlag
 from zae.errors import ConfigError, DistributedError
 from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
 from zae.loop.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
+from zae.parts import Engine
 
 __all__ = ["DistributedAddon"]
 
@@ -96,7 +97,7 @@ class DistributedAddon(ShardingAddon, AddOnBase):
     layer = "parallel"
     slot = "parallel"
     mesh_dimensions: ClassVar[tuple[str, ...]] = ("replicate",)
-    process_attributes = {"_outer_error": None, "_beside": None, "_placed": False, "device_mesh": None}
+    process_attributes = {"_outer_error": None, "_placed": False, "device_mesh": None}
 
     def __init__(
         self,
@@ -115,13 +116,13 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         self.init_method, self.backend = init_method, backend
         self.timeout = min(check_number("timeout", timeout, 0.001), 1e9)  # The largest that torch takes.
         self.mesh = check_mesh(mesh, self._dimensions(), type(self).__name__)
+        self.engine = NotJoined(self.mesh, self._dimensions())
         self.device_mesh: Any = None  # The DeviceMesh of torch, once it is asked for.
         self._rank_states = RankStates()  # What each rank saved, until this one has loaded its own.
         self._placed = False
         self._between_runs = StreamsBetweenRuns()
         self._stop_flag, self._drift = StopFlag(), DriftCheck()
         self._outer_error: BaseException | None = None  # One that was being handled as the run began.
-        self._beside: Any = None  # The process group of saves in shards.
 
     # ------------------------------------------------------------------------------------------- beginning and end
 
@@ -186,18 +187,33 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         self._outer_error = sys.exc_info()[1]  # The other ranks have it too.
         if launching.join(self._backend(), self.timeout, self.init_method):
             open_host_group(self.timeout)
-            self._rank, self._world = dist.get_rank(), dist.get_world_size()
-            mesh = self._mesh()
-            self._dp_rank, self._dp_world_size = mesh.dp_rank(self._rank), mesh.dp_world_size
+            self._take_engine(dist.get_world_size())
             self.device = self._own_device()
-            self.rendezvous("run" if self.current_run.is_call else "evaluate, inference or run_epoch")
+            self.engine.rendezvous("run" if self.current_run.is_call else "evaluate, inference or run_epoch")
             self._begin_streams()
-            if self._dp_world_size < self._world:  # Ranks with the same batches draw alike.
-                leader = mesh.dp_leaders()[self._dp_rank]
+            if self.engine.dp_world_size < self.world_size:  # Ranks with the same batches draw alike.
+                leader = self._mesh().dp_leaders()[self.engine.dp_rank]
                 random_state.restore(self.gather(random_state.capture())[leader])
         super().setup()
-        if self._world > 1 and not self._placed:
+        if self._is_parallel and not self._placed:
             self._place()
+
+    def _take_engine(self, world: int) -> None:
+        """Take the engine of the ranks that have joined, unless a run before this one did."""
+        if world == 1:
+            self.engine = NotJoined(self.mesh, self._dimensions())
+        elif not self._is_parallel or self.world_size != world:
+            self.engine = self.build_engine()
+
+    def build_engine(self) -> Engine:
+        """Return the engine of the ranks, which have joined; an add-on returns its own one around that of ``super()``.
+
+        Returns
+        -------
+        Engine
+            By default `zae.distributed.ranks.RanksEngine`, which knows the ranks, and leaves each with a whole model.
+        """
+        return RanksEngine(self._mesh(), self.timeout)
 
     def _dimensions(self) -> list[str]:
         """List the dimensions along which the add-ons of this trainer divide the work."""
@@ -230,22 +246,22 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         """Load the part of this rank from a state that was loaded before its number was known."""
         self._placed = True
         if self._rank_states.ranks:
-            own, self._rank_states = self._rank_states.ranks[self._dp_rank], RankStates()
+            own, self._rank_states = self._rank_states.ranks[self.engine.dp_rank], RankStates()
             self.loader_position.load_state_dict(own["position"])
             self.log_train.load_state_dict(own["log_train"])
             load_entries(self, own.get("add_ons"))
         elif self.loader_position.is_restored:
-            self.loader_position.load_state_dict(derive_streams(self.loader_position.state_dict(), self._dp_rank))
+            self.loader_position.load_state_dict(derive_streams(self.loader_position.state_dict(), self.engine.dp_rank))
 
     def _own_device(self) -> torch.device:
         """Return the device of this rank."""
         local, first = launching.local_rank(), self.devices[0]
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self._world))
-        if len(self.devices) not in (1, here, self._world):
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        if len(self.devices) not in (1, here, self.world_size):
             raise ConfigError(
-                f"device is a list of {len(self.devices)}, and the launcher has started {self._world} ranks, {here} on "
-                f"this machine; write --nproc_per_node {len(self.devices)}, or device='{first.type}': each rank then "
-                "takes its own"
+                f"device is a list of {len(self.devices)}, and the launcher has started {self.world_size} ranks, "
+                f"{here} on this machine; write --nproc_per_node {len(self.devices)}, or device='{first.type}': each "
+                "rank then takes its own"
             )
         if len(self.devices) == here or first.type == "cpu":
             return self.devices[local % len(self.devices)]
@@ -261,7 +277,7 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         """
         if self.seed is not None and not self.progress_checker.is_seeded:
             random_state.seed_everything(self.seed)
-            random_state.draw_as_rank(self._dp_rank)
+            random_state.draw_as_rank(self.engine.dp_rank)
             self.progress_checker.is_seeded = True
             self._between_runs = StreamsBetweenRuns()
             return
@@ -273,8 +289,8 @@ class DistributedAddon(ShardingAddon, AddOnBase):
             random_state.restore(before.own)
             return
         # The ranks of a launcher may all have been seeded alike by the script: without this they would augment alike.
-        random_state.restore(self.gather(random_state.capture() if self._rank == 0 else None)[0])
-        random_state.draw_as_rank(self._rank)
+        random_state.restore(self.gather(random_state.capture() if self.rank == 0 else None)[0])
+        random_state.draw_as_rank(self.rank)
 
     @contextmanager
     def _streams_to_save(self) -> Iterator[None]:
@@ -291,140 +307,46 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         """Leave nothing under way on the process group, and give the script the random streams of rank 0."""
         self._stop_flag.drop(is_failing=self._is_failing())
         super().teardown()
-        if self._world > 1 and not is_spawned() and not self._is_failing():
-            self._between_runs.give_back(self._rank, self.gather)
+        if self._is_parallel and not is_spawned() and not self._is_failing():
+            self._between_runs.give_back(self.rank, self.gather)
 
     def on_exception(self, error: BaseException) -> None:
         """Report at once that this rank fails, and look which other rank is the cause."""
         note_failure(error)
-        if isinstance(error, Exception) and self._world > 1:
-            error.add_note(f"zae: in rank {self._rank} of {self._world}")
+        if isinstance(error, Exception) and self._is_parallel:
+            error.add_note(f"zae: in rank {self.rank} of {self.world_size}")
         super().on_exception(error)
-        if self._world > 1:
+        if self._is_parallel:
             add_failed_rank_note(error, self.timeout)
 
     # -------------------------------------------------------------------------------------------------- the ranks
 
-    @property
-    @replaces
-    def rank(self) -> int:
-        """The number of this process; under a launcher it is known before the first run."""
-        if self._world > 1:
-            return self._rank
-        launched = launching.launched_world()
-        return 0 if launched is None else launched[0]
-
-    @property
-    @replaces
-    def world_size(self) -> int:
-        """The number of processes; without a launcher it is 1 outside of ``run``."""
-        if self._world > 1:
-            return self._world
-        launched = launching.launched_world()
-        return 1 if launched is None else launched[1]
-
-    @property
-    @replaces
-    def dp_rank(self) -> int:
-        """The number of this rank's share of the data; under a launcher it is known before the first run."""
-        return self._dp_rank if self._world > 1 else self._mesh().dp_rank(self.rank)
-
-    @property
-    @replaces
-    def dp_world_size(self) -> int:
-        """The number of shares of the data."""
-        return (
-            self._dp_world_size
-            if self._world > 1
-            else Mesh(self.mesh, self._dimensions(), self.world_size).dp_world_size
-        )
-
-    @replaces
-    def reduce(self, value: Tensor) -> Tensor:
-        """Sum a tensor over the ranks."""
-        total = super().reduce(value).clone()
-        if self._world > 1:
-            with self._explaining_silence():
-                all_reduce(total)
-        return total
-
-    @replaces
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
-        values = super().gather(value)
-        if self._world > 1:
-            with self._explaining_silence():
-                values = gather_objects(value)
-        return values
-
-    @contextmanager
-    def _explaining_silence(self) -> Iterator[None]:
-        """Add to the error of a timeout what some ranks may have called alone."""
-        try:
-            yield
-        except RuntimeError as error:
-            if "timed out" in str(error).lower():
-                error.add_note(
-                    f"zae: rank {self._rank} of {self._world} waited for the others. Call state_dict, save_model and "
-                    "evaluate on every rank, not under `if self.is_main`"
-                )
-            raise
-
-    @replaces
-    def gather_data(self, value: Any) -> list[Any]:
-        """Return the values of the first rank of each share of the data."""
-        values = self.gather(value)
-        return values if self._dp_world_size == self._world else [values[rank] for rank in self._mesh().dp_leaders()]
-
     def barrier(self) -> None:
         """Wait for every rank, unless an exception is being handled that the others may not have."""
-        super().barrier()
         if not self._is_failing():
-            self.reduce(torch.zeros(1))
+            super().barrier()
 
     # ------------------------------------------------------------------------------- what the ranks agree on
-
-    def rendezvous(self, call: str) -> None:
-        """Wait until all ranks make this call; the error names it where one does not."""
-        super().rendezvous(call)
-        if self._world > 1:
-            CollectiveCalls.rendezvous(call, self.timeout)
 
     def save_model(self, path: str | Path | None = None, **options: Any) -> Path:
         """Save the weights; where they lie in parts, all ranks call it, and raise the error of rank 0."""
         save = partial(super().save_model, path, **options)
-        if self.can_save_alone:
+        if self.engine.can_save_alone:
             return save()
-        self.rendezvous("save_model")
+        self.engine.rendezvous("save_model")
         return Group(self.rank, self.gather).together(save, Path(path or "the model"))[self.rank]
-
-    @replaces
-    def gather_beside(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, through a separate process group; the loop makes the first call."""
-        values = [value] * self._world
-        if self._world > 1:
-            try:
-                if self._beside is None:
-                    self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
-                values = gather_objects(value, self._beside)
-            except RuntimeError as error:
-                raise DistributedError(
-                    f"rank {self._rank} of {self._world}: another rank has ended, or did not answer within the "
-                    f"timeout of {self.timeout:g} s, while a checkpoint was written; resume from the one before"
-                ) from error
-        return values
 
     @replaces
     def stop(self, reason: str) -> None:
         """End the run on all ranks after the next step, whichever rank calls it; see `checkpoint`."""
-        if self._world == 1:
+        if not self._is_parallel:
             return super().stop(reason)
         self._stop_flag.reason = reason
 
     @replaces
     def request(self, action: str) -> None:
         """Ask for something on all ranks, whichever rank calls it; they agree on it as on `stop`."""
-        if self._world == 1:
+        if not self._is_parallel:
             return super().request(action)
         self._stop_flag.requests.add(action)
 
@@ -447,7 +369,7 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         After a step they agree on what was asked at the step before, so that no step waits for it. After a validation,
         an epoch and the last step of the run, where the ranks meet in any case, they agree on what is asked now.
         """
-        if self._world > 1:
+        if self._is_parallel:
             progress = self.progress_checker
             waits = not progress.epoch_batch or progress.step >= self.current_run.extent.last_step
             if waits:
@@ -487,11 +409,16 @@ class DistributedAddon(ShardingAddon, AddOnBase):
 
     # ----------------------------------------------------------------------------------------------------- state
 
+    @property
+    def _own_share(self) -> int:
+        """The share whose position and log the trainer has: that of rank 0 before this process has joined others."""
+        return self.engine.dp_rank if self._is_parallel else 0
+
     def state_dict(self) -> dict[str, Any]:
         """Add the position, random streams and log of each rank; all ranks call it."""
-        asks = self._world > 1 and not self._is_failing() and not is_in_mode(self, ENTRIES, ALONE)
+        asks = self._is_parallel and not self._is_failing() and not is_in_mode(self, ENTRIES, ALONE)
         if asks:
-            self.rendezvous("state_dict")
+            self.engine.rendezvous("state_dict")
             self.nonfinite.sync_counts(self.progress_checker, self)
             self._check_drift()
         with self._streams_to_save():
@@ -499,8 +426,8 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         world = self._mesh().dp_world_size
         if world == 1:
             return state
-        ranks = self.gather_data(RankStates.own_part(state)) if asks else self._rank_states.ranks
-        return {**state, engine_of(type(self)): RankStates(world, ranks, self._dp_rank).as_entry()}
+        ranks = self.engine.gather_dp(RankStates.own_part(state)) if asks else self._rank_states.ranks
+        return {**state, engine_of(type(self)): RankStates(world, ranks, self._own_share).as_entry()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the part of this rank; that of another number of ranks only where its position allows it."""
@@ -508,8 +435,8 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         own, rest = self.take(state, name, strict=False)
         if is_in_mode(self, ENTRIES):
             return super().load_state_dict(rest, strict)
-        saved, world, is_known = RankStates.parse(name, own), self._mesh().dp_world_size, self._world > 1
-        super().load_state_dict(saved.state_for(self, rest, self._dp_rank, world, is_known=is_known), strict)
+        saved, world, is_known = RankStates.parse(name, own), self._mesh().dp_world_size, self._is_parallel
+        super().load_state_dict(saved.state_for(self, rest, self._own_share, world, is_known=is_known), strict)
         saved.warn_of_others(type(self), self.rank, world)
         is_waiting = not is_known and self.loader_position.is_restored
         self._rank_states = saved.for_ranks(self, rest, world) if is_waiting else RankStates()

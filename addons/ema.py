@@ -278,12 +278,16 @@ class EMAAddon(AddOnBase):
         Path
             The file.
         """
-        if not self.can_save_alone:
-            self.rendezvous("save_average")
+        if not self.engine.can_save_alone:
+            self.engine.rendezvous("save_average")
         average = self.whole_values(self.average)
         written = {"step": str(self.progress_checker.step), "ema": "true"}
-        save = partial(save_weights, Path(path), average, written, self.is_main or self.can_save_alone)
-        return save() if self.can_save_alone else Group(self.rank, self.gather).together(save, Path(path))[self.rank]
+        save = partial(save_weights, Path(path), average, written, self.is_main or self.engine.can_save_alone)
+        return (
+            save()
+            if self.engine.can_save_alone
+            else Group(self.rank, self.gather).together(save, Path(path))[self.rank]
+        )
 
     def plan_lines(self, plan: Any) -> list[str]:
         """Add the average to the size of a checkpoint."""

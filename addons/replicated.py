@@ -135,7 +135,7 @@ class ReplicatedAddon(AddOnPart):
     def setup(self) -> None:
         """Give every rank the weights and buffers of rank 0."""
         super().setup()
-        if self._world > 1:
+        if self._is_parallel:
             check_replicated(self.optimizers)
             self._has_unsent = False
             self._begin_group_alike()
@@ -167,7 +167,7 @@ class ReplicatedAddon(AddOnPart):
     def wrap_model(self, model: nn.Module) -> Any:
         """Wrap the model, unless there is nothing to train."""
         self._inner = super().wrap_model(model)
-        return self._inner if self._world == 1 or self.mode == "test" else self._wrap()
+        return self._inner if not self._is_parallel or self.mode == "test" else self._wrap()
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse tables whose forward changes weights, and note what has sparse gradients."""
@@ -198,7 +198,7 @@ class ReplicatedAddon(AddOnPart):
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank until the last micro-batch."""
         inner = super().sync_context(last)
-        is_synced = last and not self._takes_turns() and not self.reduces_after_backward
+        is_synced = last and not self._takes_turns() and not self.engine.reduces_after_backward
         return inner if self._engine is None or is_synced else self._alone(inner)
 
     def _takes_turns(self) -> bool:
@@ -216,7 +216,7 @@ class ReplicatedAddon(AddOnPart):
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Average the gradients over the ranks."""
-        if self._world == 1:
+        if not self._is_parallel:
             return super().gradients(batch)
         if self._known != self._trained():  # A parameter was frozen, unfrozen or added.
             self.model = self._wrap()
@@ -244,7 +244,7 @@ class ReplicatedAddon(AddOnPart):
 
     def normalize(self, num_targets: list[Any]) -> None:
         """Average the gradients that the wrapper has not averaged."""
-        if self._world > 1:
+        if self._is_parallel:
             engine = self._engine
             if self._leaves_out:
                 num_targets = self._finish_short(num_targets)
@@ -272,7 +272,7 @@ class ReplicatedAddon(AddOnPart):
         if not has_samples:
             for parameter in parameters:
                 parameter.grad = None
-        average(parameters, self._world, self.reduce, self._sparse)
+        average(parameters, self.world_size, self.reduce, self._sparse)
 
     def _check_used(self, engine: Replica) -> None:
         """Refuse a step that left parameters without gradients: the wrapper has then not averaged any."""
@@ -294,14 +294,14 @@ class ReplicatedAddon(AddOnPart):
             else "Write find_unused_parameters=True if that is meant, or freeze them: parameter.requires_grad_(False)"
         )
         return DistributedError(
-            f"train_step did not use {which} on rank {self._rank}, so they have no gradient to average over the ranks. "
+            f"train_step did not use {which} on rank {self.rank}, so they have no gradient to average over the ranks. "
             f"{cure}"
         )
 
     def optimizer_step(self) -> bool:
         """Send the buffers of rank 0 after a step, as DistributedDataParallel does before the next."""
         stepped = super().optimizer_step()
-        if self._world > 1:
+        if self._is_parallel:
             self._send_buffers()
         return stepped
 

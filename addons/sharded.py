@@ -22,6 +22,7 @@ from zae.data.divided import check_same_data, marks_of
 from zae.distributed import shards
 from zae.distributed.collectives import host_group
 from zae.distributed.rank_process import has_lost_peer
+from zae.distributed.ranks import NotJoined
 from zae.errors import ConfigError, DistributedError
 from zae.loop.addon_state import gather_tensors
 
@@ -39,32 +40,37 @@ class ShardingAddon(AddOnPart):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._rank, self._world = 0, 1
-        self._dp_rank, self._dp_world_size = 0, 1
         self._shared: list[tuple[Any, bool, Any]] = []
         self._shares: sharding.Shares | None = None
         self._absent = 0
         self._replaced: dict[int, tuple[Tensor, Tensor]] = {}  # Old and new parameters, until the optimizers know them.
         self._leaves_out = self._is_padded = False
 
+    @property
+    def _is_parallel(self) -> bool:
+        """Whether this process has joined others."""
+        return self.world_size > 1 and not isinstance(self.engine, NotJoined)
+
     def _from_main(self, value: Any) -> Any:
-        values = [value if self._rank == 0 else None]
+        values = [value if self.rank == 0 else None]
         dist.broadcast_object_list(values, src=0, group=host_group())
         return values[0]
 
     def _all_agree(self, value: bool) -> bool:
-        return float(self.reduce(torch.tensor(float(value)))) == self._world
+        return float(self.reduce(torch.tensor(float(value)))) == self.world_size
 
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Return the share of this rank: for the same loader, the same object each time."""
         loader = super().wrap_loader(loader, training)
-        if self._dp_world_size == 1:
+        if not self._is_parallel or self.engine.dp_world_size == 1:
             return loader
         shares = [share for known, use, share in self._shared if known is loader and use == training]
         if not shares:
             if not getattr(loader, "is_sharded", False):
                 check_same_data(self.gather(marks_of(loader)), self.is_main)
-            ranks = sharding.Ranks(self._dp_rank, self._dp_world_size, self._from_main, self._all_agree, self.gather)
+            ranks = sharding.Ranks(
+                self.engine.dp_rank, self.engine.dp_world_size, self._from_main, self._all_agree, self.gather
+            )
             shares = [sharding.shard(loader, training, ranks)]
             alike = [each for each in self._shared if each[1] == training]  # Each kind has its own limit.
             others = [each for each in self._shared if each[1] != training]
@@ -74,7 +80,7 @@ class ShardingAddon(AddOnPart):
     def batches(self, loader: Any) -> Iterator[Any]:
         """Note how many samples the other ranks have in each batch."""
         self._shares = sharding.shares_of(loader)
-        if self.needs_lockstep_forward and self._shares is not None and self._shares.leaves_out:
+        if self.engine.needs_lockstep_forward and self._shares is not None and self._shares.leaves_out:
             self._check_padding()
         try:
             yield from super().batches(loader)
@@ -88,7 +94,7 @@ class ShardingAddon(AddOnPart):
         shares = self._shares
         last = self.progress_checker.epoch_batch + len(found)
         self._leaves_out = shares is not None and shares.leaves_out and last == len(shares)
-        if self._leaves_out and self.needs_lockstep_forward:
+        if self._leaves_out and self.engine.needs_lockstep_forward:
             return self._padded(list(found))
         return _Given(found, self._note_absent) if self._leaves_out else found
 
@@ -119,14 +125,14 @@ class ShardingAddon(AddOnPart):
         if self._shares is None or (num_targets is not None and not self._is_padded):
             return loss
         own, together = self._shares.share(self.progress_checker.epoch_batch + self.current_run.micro_index)
-        share = own * self._dp_world_size / together
+        share = own * self.engine.dp_world_size / together
         if share == 1:
             return loss
         return {key: each * share for key, each in loss.items()} if isinstance(loss, Mapping) else loss * share
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Refuse to train in one process with a list of devices; explain a batch of one sample."""
-        if self._world == 1 and len(self.devices) > 1:
+        if not self._is_parallel and len(self.devices) > 1:
             raise ConfigError(
                 f"device is a list of {len(self.devices)}, and run_epoch or run_batch was called here, in one process; "
                 "call run(), which starts the ranks"
@@ -135,9 +141,9 @@ class ShardingAddon(AddOnPart):
         try:
             outputs = super().gradients(batch)
         except ValueError as error:
-            if self._world > 1 and "Expected more than 1 value per channel" in str(error):
+            if self._is_parallel and "Expected more than 1 value per channel" in str(error):
                 error.add_note(
-                    f"zae: this step has left a single sample to rank {self._rank} of {self._world}, of which batch "
+                    f"zae: this step has left a single sample to rank {self.rank} of {self.world_size}, of which batch "
                     "normalization cannot compute a variance; leave the short last step of an epoch out, "
                     "DataLoader(..., drop_last=True), or choose another batch_size"
                 )
@@ -178,7 +184,7 @@ class ShardingAddon(AddOnPart):
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Take part in the forward of the others where this rank has fewer batches."""
         batches = super().evaluation_batches(loader)
-        return self._in_step(batches, loader) if self.needs_lockstep_forward and self._world > 1 else batches
+        return self._in_step(batches, loader) if self.engine.needs_lockstep_forward and self._is_parallel else batches
 
     def _in_step(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
         """Yield the batches, with a forward of another one whenever this rank has none and others do."""
@@ -198,7 +204,7 @@ class ShardingAddon(AddOnPart):
                     continue
                 if not all_have_one and not all(samples for _, samples in present):
                     source = [samples for _, samples in present].index(True)
-                    spare = self.gather(batch if self._rank == source else None)[source]
+                    spare = self.gather(batch if self.rank == source else None)[source]
                 all_have_one = True
             elif index >= longest:
                 return
@@ -226,7 +232,7 @@ class ShardingAddon(AddOnPart):
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Let the optimizers hold the parameters that sharding has put in place of those they were made with."""
         super().wrap_optimizers(optimizers)
-        self.optimization.tensors_to_clip = shards.local_gradients if self._world > 1 else list
+        self.optimization.tensors_to_clip = shards.local_gradients if self._is_parallel else list
         replaced, self._replaced = self._replaced, {}
         for optimizer in optimizers.values() if replaced else ():
             shards.replace_parameters(optimizer, replaced)
@@ -238,11 +244,11 @@ class ShardingAddon(AddOnPart):
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to copy or pickle parts of tensors, which torch cannot do."""
-        if self._world > 1 and any(map(is_sharded, self.unwrap().parameters())):
+        if self._is_parallel and any(map(is_sharded, self.unwrap().parameters())):
             raise ConfigError(
-                f"the parameters of {type(self.unwrap()).__name__} lie in parts on {self._world} ranks: the trainer "
-                "cannot be copied or pickled. Call save_state (StateManagerAddon) or save_model(path) on every rank, "
-                "and load the file into a new trainer"
+                f"the parameters of {type(self.unwrap()).__name__} lie in parts on {self.world_size} ranks: the "
+                "trainer cannot be copied or pickled. Call save_state (StateManagerAddon) or save_model(path) on every "
+                "rank, and load the file into a new trainer"
             )
         return super().__getstate__()
 
@@ -260,12 +266,12 @@ class ShardingAddon(AddOnPart):
         except RuntimeError as error:
             if not has_lost_peer(error):
                 error.add_note(
-                    f"zae: rank {self._rank} of {self._world} was gathering a tensor of shape {tuple(tensor.shape)} "
+                    f"zae: rank {self.rank} of {self.world_size} was gathering a tensor of shape {tuple(tensor.shape)} "
                     "from the parts that all ranks hold; checkpoints in shards gather nothing: save_format='sharded'"
                 )
                 raise
             raise DistributedError(
-                f"rank {self._rank} of {self._world} gathers a tensor that is sharded over all ranks, but the other "
+                f"rank {self.rank} of {self.world_size} gathers a tensor that is sharded over all ranks, but the other "
                 "ranks did not take part. Call state_dict, save_model and evaluate on every rank, not under "
                 "`if self.is_main`; only rank 0 writes the file"
             ) from error

@@ -20,8 +20,18 @@ from zae.distributed import shards
 from zae.distributed.blocks import check_divisible, check_even, divided_dimensions
 from zae.distributed.collectives import broadcast, gather_objects
 from zae.errors import ConfigError, DistributedError
+from zae.parts import Engine
 
 __all__ = ["TensorParallelAddon"]
+
+
+class TensorParallelEngine(Engine):
+    """The engine of ranks that each hold a part of the divided layers."""
+
+    @property
+    def can_save_alone(self) -> bool:
+        """False: the state lies in parts on the ranks."""
+        return False
 
 
 class TensorParallelAddon(DistributedAddon):
@@ -100,12 +110,11 @@ class TensorParallelAddon(DistributedAddon):
         self.tensor_plan = dict(self.tensor_plan)
         self.styles()
 
-    @property
-    def can_save_alone(self) -> bool:  # type: ignore[override]
-        """False where the state lies in parts on several ranks."""
-        return self._world == 1
-
     # ------------------------------------------------------------------------------------------------ the model
+
+    def build_engine(self) -> Engine:
+        """Return the engine that knows how the model is divided."""
+        return TensorParallelEngine(super().build_engine())
 
     def styles(self) -> dict[str, Any]:
         """Return the style of each module that ``tensor_plan`` names, by the path of the module.
@@ -135,7 +144,7 @@ class TensorParallelAddon(DistributedAddon):
     def wrap_model(self, model: nn.Module) -> Any:
         """Divide the layers of the plan in place, once, with the weights of rank 0."""
         model = super().wrap_model(model)
-        if self._world == 1 or any(map(is_sharded, model.parameters())):  # Of an earlier run.
+        if not self._is_parallel or any(map(is_sharded, model.parameters())):  # Of an earlier run.
             return model
         self._check_model(model)
         # FSDPAddon sends the weights of a model on the meta device.
@@ -208,7 +217,7 @@ class TensorParallelAddon(DistributedAddon):
 
     def step_one(self, optimizer: Optimizer) -> bool:
         """Update one parameter after another where they are divided in different ways."""
-        groups = [group for group in optimizer.param_groups if self._world > 1 and group.get("foreach", 0) is None]
+        groups = [group for group in optimizer.param_groups if self._is_parallel and group.get("foreach", 0) is None]
         mixed = [group for group in groups if len(shards.by_mesh(group["params"])) > 1]
         try:
             for group in mixed:
@@ -243,7 +252,7 @@ class TensorParallelAddon(DistributedAddon):
         """Refuse a loss scale, and check the first step again: the modules may have changed."""
         super().on_run_begin()
         self._is_checked = False
-        if self._world > 1 and self.precision_part.is_scaled:
+        if self._is_parallel and self.precision_part.is_scaled:
             raise ConfigError(
                 "precision='fp16' needs a loss scale, which torch does not have for layers in parts; write "
                 "precision='bf16'"
@@ -263,10 +272,10 @@ class TensorParallelAddon(DistributedAddon):
             yield batch
 
     def _compare_batches(self, batch: Any) -> None:
-        if self._world > 1 and not self._same_on_ranks(batch):
+        if self._is_parallel and not self._same_on_ranks(batch):
             raise DistributedError(
-                f"rank {self._rank} of {self._world} has another batch than the ranks that compute the same layers "
-                "with it. Let the loader depend on dp_rank and dp_world_size of the trainer, not on the rank, and draw "
+                f"rank {self.rank} of {self.world_size} has another batch than the ranks that compute the same layers "
+                "with it. Let the loader depend on engine.dp_rank and engine.dp_world_size, not on the rank, and draw "
                 "from torch, numpy.random or random, whose streams these ranks share"
             )
 
@@ -274,12 +283,12 @@ class TensorParallelAddon(DistributedAddon):
         """Compare the losses of the first batch of an epoch: each rank may have taken its part for the whole."""
         values, weight = super().micro_step(batch, count)
         is_first = not self.progress_checker.epoch_batch and not self.current_run.micro_index
-        if self._world > 1 and is_first and not self._same_on_ranks(values["loss"]):
+        if self._is_parallel and is_first and not self._same_on_ranks(values["loss"]):
             raise ConfigError(
-                f"rank {self._rank} of {self._world} has another loss than the ranks that compute the same layers with "
-                "it: a layer of tensor_plan leaves each rank its part, as ColwiseParallel without a RowwiseParallel "
-                "behind it, and the step takes the part for the whole. Write output_layouts=Replicate(), or "
-                "use_local_output=False, for that layer"
+                f"rank {self.rank} of {self.world_size} has another loss than the ranks that compute the same layers "
+                "with it: a layer of tensor_plan leaves each rank its part, as ColwiseParallel without a "
+                "RowwiseParallel behind it, and the step takes the part for the whole. Write "
+                "output_layouts=Replicate(), or use_local_output=False, for that layer"
             )
         return values, weight
 
@@ -302,7 +311,7 @@ class TensorParallelAddon(DistributedAddon):
             yield
 
     def _divided_loss(self) -> AbstractContextManager[None]:
-        if self._world == 1 or self._leaves_logits is False:
+        if not self._is_parallel or self._leaves_logits is False:
             return NULL_CONTEXT
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor.parallel import loss_parallel
@@ -316,7 +325,7 @@ class TensorParallelAddon(DistributedAddon):
     def forward_context(self) -> AbstractContextManager[None]:
         """In the first forward of training, look for random numbers that are drawn for a part of an activation."""
         inner = super().forward_context()
-        if self._world == 1 or self._is_checked or not torch.is_grad_enabled():
+        if not self._is_parallel or self._is_checked or not torch.is_grad_enabled():
             return inner
         self._is_checked = True
         return self._watched(inner)
@@ -332,7 +341,7 @@ class TensorParallelAddon(DistributedAddon):
 
     def normalize(self, num_targets: list[Any]) -> None:
         """Add up the gradients that a sequence parallel layer has left in parts."""
-        for parameter in self.parameters if self._world > 1 else ():
+        for parameter in self.parameters if self._is_parallel else ():
             gradient: Any = parameter.grad
             if is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]

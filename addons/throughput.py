@@ -226,7 +226,7 @@ class ThroughputAddon(AddOnBase):
 
     def rates(self) -> dict[str, float]:
         """Return what was measured since the last record, by name."""
-        seconds, ranks = math.fsum(self._meter.seconds) + self._meter.late, self.dp_world_size
+        seconds, ranks = math.fsum(self._meter.seconds) + self._meter.late, self.engine.dp_world_size
         if not seconds:
             return {}
         ordered, tokens, samples = sorted(self._meter.seconds), float(self._meter.tokens), self._meter.samples

@@ -50,6 +50,8 @@ class AddOnBase(Trainer):
         values of rank 0, and warns, unless the add-on overrides ``merge_ranks``.
     process_attributes : dict of str to object
         Attributes that belong to this process, such as an open file, with the values that a copy of the trainer has.
+    lockstep_forward : bool
+        Whether the ranks of its engine compute every forward together, so that none may compute one more than others.
     checks_model : bool
         Whether ``start_from`` loads the state of this add-on with the weights: it refuses those that do not fit.
 
@@ -80,6 +82,7 @@ class AddOnBase(Trainer):
     state_attributes: ClassVar[tuple[str, ...]] = ()
     rank_state_attributes: ClassVar[tuple[str, ...]] = ()
     process_attributes: ClassVar[Mapping[str, Any]] = {}
+    lockstep_forward: ClassVar[bool] = False
     checks_model: ClassVar[bool] = False
 
     if TYPE_CHECKING:

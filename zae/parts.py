@@ -16,7 +16,165 @@ from torch.optim import Optimizer
 
 from zae.common.null_context import NULL_CONTEXT
 
-__all__ = ["Precision", "StepWindow"]
+__all__ = ["Engine", "Precision", "SingleProcess", "StepWindow"]
+
+
+class Engine:
+    """The processes that train together, how data and parameters lie on them, and how gradients come together.
+
+    An engine has another one inside, and passes on to it what it does not override. The innermost one is
+    `SingleProcess`, or `zae.distributed.ranks.RanksEngine` where several processes have joined. An engine knows no
+    trainer: a test makes it in a process group of its own.
+
+    Parameters
+    ----------
+    inner : Engine
+        The one that answers what this one does not override.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae.parts import Engine, SingleProcess
+    >>> class Doubled(Engine):
+    ...     "Count every number twice."
+    ...     def reduce(self, value):
+    ...         return 2 * super().reduce(value)
+    >>> engine = Doubled(SingleProcess())
+    >>> engine.world_size, engine.reduce(torch.tensor(3.0))
+    (1, tensor(6.))
+    """
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+
+    # ------------------------------------------------------------------------------------------------- who is there
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that train."""
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train."""
+        return self.inner.world_size
+
+    @property
+    def dp_rank(self) -> int:
+        """The number of this process's share of the data; processes with the same number get equal batches."""
+        return self.inner.dp_rank
+
+    @property
+    def dp_world_size(self) -> int:
+        """The number of shares of the data; at most ``world_size``."""
+        return self.inner.dp_world_size
+
+    # ------------------------------------------------------------------------------------------- what it can and needs
+
+    @property
+    def needs_lockstep_forward(self) -> bool:
+        """Whether each forward is a collective: a rank without a batch then takes part with one of weight 0."""
+        return self.inner.needs_lockstep_forward
+
+    @property
+    def can_save_alone(self) -> bool:
+        """Whether a rank can save the state without the others, after an error."""
+        return self.inner.can_save_alone
+
+    @property
+    def reduces_after_backward(self) -> bool:
+        """Whether ranks exchange gradients only after the backward of a step; an add-on may ask for it.
+
+        A rank whose backward fails then leaves no other rank waiting.
+        """
+        return self.inner.reduces_after_backward
+
+    @reduces_after_backward.setter
+    def reduces_after_backward(self, value: bool) -> None:
+        self.inner.reduces_after_backward = value
+
+    # --------------------------------------------------------------------- collectives: every rank makes the same calls
+
+    def reduce(self, value: Tensor) -> Tensor:
+        """Return the sum of a tensor over the ranks; the tensor itself is not changed."""
+        return self.inner.reduce(value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return a value of every rank, in their order; anything that pickle takes."""
+        return self.inner.gather(value)
+
+    def gather_dp(self, value: Any) -> list[Any]:
+        """Return a value of one rank of each share of the data, on every rank."""
+        return self.inner.gather_dp(value)
+
+    def gather_in_background(self, value: Any) -> list[Any]:
+        """Return a value of every rank, from a thread too, while the ranks exchange other values."""
+        return self.inner.gather_in_background(value)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.inner.barrier()
+
+    def rendezvous(self, call: str) -> None:
+        """Wait until every rank makes this call of a user; before it, no rank has exchanged any tensor for it."""
+        self.inner.rendezvous(call)
+
+
+class SingleProcess(Engine):
+    """The engine of one process, which has all of the data and the whole model."""
+
+    def __init__(self) -> None:
+        self._reduces_after_backward = False
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @property
+    def dp_rank(self) -> int:
+        return 0
+
+    @property
+    def dp_world_size(self) -> int:
+        return 1
+
+    @property
+    def needs_lockstep_forward(self) -> bool:
+        return False
+
+    @property
+    def can_save_alone(self) -> bool:
+        return True
+
+    @property
+    def reduces_after_backward(self) -> bool:
+        return self._reduces_after_backward
+
+    @reduces_after_backward.setter
+    def reduces_after_backward(self, value: bool) -> None:
+        self._reduces_after_backward = value
+
+    def reduce(self, value: Tensor) -> Tensor:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def gather_dp(self, value: Any) -> list[Any]:
+        return [value]
+
+    def gather_in_background(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        pass
+
+    def rendezvous(self, call: str) -> None:
+        pass
 
 
 class Precision:

@@ -48,7 +48,7 @@ from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, copy_output, count_targets, explain_failure, read_output, sample_weight
 from zae.optim import checks
 from zae.optim.optimization import Optimization
-from zae.parts import Precision, StepWindow
+from zae.parts import Engine, Precision, SingleProcess, StepWindow
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed
@@ -157,6 +157,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         argument_checks.check_launch_precision(name, slots, self.has_own_precision)
         self.devices = argument_checks.check_devices(parse_device(device), name, slots)
         self.device, self.mode = self.devices[0], argument_checks.check_mode(mode)
+        self.engine: Engine = SingleProcess()
         self.seed = argument_checks.check_count("seed", seed, least=0, bits=64, optional=True)
         self.model: Any = argument_checks.check_model(model, random_state.seeded(self.seed))
         self._module: nn.Module = self.model
@@ -540,7 +541,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
 
         ``normalize`` divides the gradients by the sum of the targets. A single micro-batch is not scaled.
         """
-        if count == 1 and (num_targets is None or self.dp_world_size == 1):
+        if count == 1 and (num_targets is None or self.engine.dp_world_size == 1):
             return loss
         if isinstance(loss, Mapping):  # Not self.scale_loss: an override scales all of them, once.
             return {key: Trainer.scale_loss(self, each, num_targets, count) for key, each in loss.items()}
@@ -564,7 +565,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     def normalize(self, num_targets: list[Any]) -> None:
         """Divide the gradients by the targets of the window over all ranks, when the steps counted them."""
         if num_targets != [None]:  # Most steps count none.
-            ranks = self.world_size if self.dp_world_size > 1 else 1  # Those of one share count the same targets.
+            # The ranks of one share of the data count the same targets.
+            ranks = self.world_size if self.engine.dp_world_size > 1 else 1
             optim.normalize(num_targets, self.optimization.parameters, self.reduce, ranks)
 
     @hook
@@ -913,7 +915,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         dict of str to float
             Means by sample, and what ``metric_on_epoch_end`` adds.
         """
-        self.rendezvous("evaluate")
+        self.current_run.begin_user_call("evaluate")
         with self.ready():
             return Evaluation(self).metrics(loader)
 
@@ -931,7 +933,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         list of dict
             One for each batch.
         """
-        self.rendezvous("inference")
+        self.current_run.begin_user_call("inference")
         outputs: list[dict[str, Any]] = []
         with self.ready():
             Evaluation(self).outputs(loader, lambda size, values: outputs.append(values))
@@ -976,7 +978,7 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         >>> trainer.predict([torch.ones(4, 2), torch.ones(1, 2)])["output"].shape
         torch.Size([5, 3])
         """
-        self.rendezvous("predict")
+        self.current_run.begin_user_call("predict")
         with self.ready(), Predictions(path, self.is_main) as predictions:
             Evaluation(self).outputs(loader, predictions.add)
             found = predictions.finish()
@@ -1131,7 +1133,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         if path is None:
             raise ConfigError("save_model() needs a file; write save_model('weights.safetensors')")
         step = str(self.progress_checker.step)
-        return save_weights(Path(path), CoreState(self).weights(), {"step": step}, self.is_main or self.can_save_alone)
+        writes = self.is_main or self.engine.can_save_alone
+        return save_weights(Path(path), CoreState(self).weights(), {"step": step}, writes)
 
     @explained_call("apply_weights(path)")
     def apply_weights(self, weights: Weights, strict: bool = True) -> tuple[list[str], list[str]]:

@@ -128,10 +128,10 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
     def wrap_model(self, model: nn.Module) -> Any:
         """Let the Accelerator prepare the model, and wrap it for the ranks."""
         if self.accelerator is None:
-            self.accelerator = make(self._accelerator_args, self.device, self._world)
+            self.accelerator = make(self._accelerator_args, self.device, self.world_size)
         slots = slots_of(type(self))
         check_given(self.accelerator, slots, 1, True)
-        check_made(self.accelerator, self.device, self._rank, self._world)
+        check_made(self.accelerator, self.device, self.rank, self.world_size)
         if self.accelerator.mixed_precision == "bf16":
             self.precision_part = Precision("bf16")
         if self._prepared_parts is not None:
@@ -191,7 +191,7 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         CheckpointError
             The folder contains other files, or the disk refuses.
         """
-        self.rendezvous("save_accelerate_state")
+        self.engine.rendezvous("save_accelerate_state")
         with self.ready():
             return folders.save(self.accelerator, folder, Group(self.rank, self.gather))
 
@@ -217,7 +217,7 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         if unknown := [name for name in parts if name not in folders.PARTS]:
             raise ConfigError(f"parts has {unknown[0]!r}{did_you_mean(unknown[0], folders.PARTS)}; available: "
                               f"{', '.join(folders.PARTS)}")  # fmt: skip
-        self.rendezvous("load_accelerate_state")
+        self.engine.rendezvous("load_accelerate_state")
         with self.ready():
             assert self._prepared_parts is not None
             self._load_folder(folders.Folder(folder, self._prepared_parts), parts)

@@ -80,7 +80,6 @@ class AutoBatchAddon(AddOnBase):
     """
 
     layer = "control"
-    reduces_after_backward = True
     excludes = {
         "DeepSpeedAddon": "its engine cannot take the gradients of a step back; leave AutoBatchAddon out, and write "
         "GradientAccumulationAddon with a smaller batch size, which zae.find_batch_size finds",
@@ -107,13 +106,16 @@ class AutoBatchAddon(AddOnBase):
     def setup(self) -> None:
         """Refuse a model whose layers mix samples."""
         super().setup()
+        self.engine.reduces_after_backward = True  # A rank whose memory runs out leaves no other waiting.
         if self.mode == "train":
             check_layers(self.unwrap())
 
     @property
     def _is_fixed(self) -> bool:
         """Whether the ranks exchange something in each forward, so that none can begin a step again."""
-        return self.world_size > 1 and (self.needs_lockstep_forward or self.dp_world_size < self.world_size)
+        return self.world_size > 1 and (
+            self.engine.needs_lockstep_forward or self.engine.dp_world_size < self.world_size
+        )
 
     # ----------------------------------------------------------------------------------------------- out of memory
 
@@ -152,7 +154,7 @@ class AutoBatchAddon(AddOnBase):
             sizes = self._agree(0)
             if any(sizes):
                 raise _OtherRankError(sizes)
-        if self._is_divided and len(num_targets) == 1 and self.dp_world_size == 1 and num_targets[0] is not None:
+        if self._is_divided and len(num_targets) == 1 and self.engine.dp_world_size == 1 and num_targets[0] is not None:
             num_targets = [*num_targets, 0.0]  # A single batch is not divided by its targets; parts have to be.
         super().normalize(num_targets)
 
@@ -231,7 +233,7 @@ class AutoBatchAddon(AddOnBase):
         limits = self._limits()
         if not limits:
             return 1
-        if self._is_fixed and self.needs_lockstep_forward:
+        if self._is_fixed and self.engine.needs_lockstep_forward:
             samples = max(self._agree(samples))
         return max(1, -(-samples // min(limits)))
 

@@ -20,12 +20,26 @@ from zae.distributed.blocks import check_divisible
 from zae.distributed.collectives import broadcast
 from zae.errors import ConfigError
 from zae.optim import as_dict
-from zae.parts import Precision
+from zae.parts import Engine, Precision
 
 __all__ = ["DeepSpeedAddon"]
 
 _DEFAULT_STAGE = 2
 _SHOWN = 5
+
+
+class DeepSpeedEngine(Engine):
+    """The engine of ranks among which DeepSpeed divides the state."""
+
+    @property
+    def can_save_alone(self) -> bool:
+        """False: the state lies in parts on the ranks."""
+        return False
+
+    @property
+    def needs_lockstep_forward(self) -> bool:
+        """True: the backward, and the forward of stage 3, are collectives."""
+        return True
 
 
 class DeepSpeedAddon(DistributedAddon):
@@ -73,6 +87,7 @@ class DeepSpeedAddon(DistributedAddon):
     3
     """
 
+    lockstep_forward = True
     process_attributes = {"_zero": None}
     has_own_precision = True
     excludes = {
@@ -144,17 +159,11 @@ class DeepSpeedAddon(DistributedAddon):
                 "a list of devices, or train it with AMPAddon, precision='bf16'"
             )
 
-    @property
-    def can_save_alone(self) -> bool:  # type: ignore[override]
-        """False with several ranks, since each has a part of the optimizer's state."""
-        return self._world == 1
-
-    @property
-    def needs_lockstep_forward(self) -> bool:  # type: ignore[override]
-        """True with several ranks, since backward, and the forward of stage 3, are collectives."""
-        return self._world > 1
-
     # --------------------------------------------------------------------------------------- model and optimizer
+
+    def build_engine(self) -> Engine:
+        """Return the engine that knows how the model is divided."""
+        return DeepSpeedEngine(super().build_engine())
 
     def setup(self) -> None:
         """Show the engine as the model."""
@@ -214,7 +223,7 @@ class DeepSpeedAddon(DistributedAddon):
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Start the engine once, with the model and its optimizer."""
         super().wrap_optimizers(optimizers)
-        if self._world == 1 or self.mode == "test":
+        if not self._is_parallel or self.mode == "test":
             return
         (optimizer,) = optimizers.values()
         if self._zero is None:
@@ -231,7 +240,7 @@ class DeepSpeedAddon(DistributedAddon):
             allowed = self._config.get("zero_allow_untested_optimizer", False) is True
             settings.check_kind(optimizer, allowed)
         broadcast(each for each in model.buffers() if each.numel())
-        filled = self._fill(self._world)
+        filled = self._fill(self.world_size)
         self._zero = Zero(load_library(self.device), model, optimizer, filled)
 
     def _fill(self, world: int, batch: int | None = None) -> Any:
@@ -359,7 +368,7 @@ class DeepSpeedAddon(DistributedAddon):
         """Refuse to copy or pickle a model that an engine has divided."""
         if self._zero is not None:
             raise ConfigError(
-                f"DeepSpeed has divided the model on {self._world} ranks: the trainer cannot be copied or pickled. "
+                f"DeepSpeed has divided the model on {self.world_size} ranks: the trainer cannot be copied or pickled. "
                 "Call save_state (StateManagerAddon) or save_model(path) on every rank, and load the file into a new "
                 "trainer"
             )

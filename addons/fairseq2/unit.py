@@ -139,7 +139,7 @@ class TrainUnitAddon(AddOnBase):
     @replaces
     def normalize(self, num_targets: list[Any]) -> None:
         """Multiply the gradients by the number of ranks over that of the targets of all, as fairseq2 does."""
-        ranks = self.world_size if self.dp_world_size > 1 else 1  # Those of one share count the same targets.
+        ranks = self.world_size if self.engine.dp_world_size > 1 else 1  # Those of one share count the same targets.
         if (total := total_targets(num_targets, self.reduce, ranks)) is None:
             return
         for parameter in self.optimization.parameters:
@@ -212,7 +212,7 @@ class TrainUnitAddon(AddOnBase):
         found, unit = super().metric_on_epoch_end(), self._valid_unit if self.mode == "test" else self.train_unit
         if self.mode == "train" and self._is_published:
             return found
-        return {**found, **compute_over_ranks(unit, self.gather_data)}
+        return {**found, **compute_over_ranks(unit, self.engine.gather_dp)}
 
     @property
     def _is_published(self) -> bool:
@@ -227,7 +227,7 @@ class TrainUnitAddon(AddOnBase):
         dict of str to float
             Numbers by name, computed over all ranks.
         """
-        found = compute_over_ranks(self.train_unit, self.gather_data)
+        found = compute_over_ranks(self.train_unit, self.engine.gather_dp)
         reset(self.train_unit)
         return found
 

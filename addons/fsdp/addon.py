@@ -27,12 +27,26 @@ from zae.distributed.blocks import (
 from zae.distributed.collectives import average, broadcast
 from zae.distributed.spawn import launched_world
 from zae.errors import ConfigError
-from zae.parts import Precision
+from zae.parts import Engine, Precision
 
 __all__ = ["FSDPAddon"]
 
 _log = logging.getLogger("zae")
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class FSDPEngine(Engine):
+    """The engine of ranks that each hold a shard of every parameter."""
+
+    @property
+    def can_save_alone(self) -> bool:
+        """False: the state lies in parts on the ranks."""
+        return False
+
+    @property
+    def needs_lockstep_forward(self) -> bool:
+        """True: each forward gathers blocks."""
+        return True
 
 
 class FSDPAddon(DistributedAddon):
@@ -93,6 +107,7 @@ class FSDPAddon(DistributedAddon):
 
     slot = "parallel.data"
     mesh_dimensions = ("replicate", "shard")
+    lockstep_forward = True
     process_attributes = {"_sharded": None, "_is_prepared": False, "_held": {}}
     excludes = {
         "CompileAddon": "blocks are compiled one at a time, before they are sharded; leave CompileAddon out, and write "
@@ -131,27 +146,21 @@ class FSDPAddon(DistributedAddon):
             raise ConfigError("cpu_offload=True moves shards from an accelerator to the host, and there is none here; "
                               "leave it out")  # fmt: skip
 
-    @property
-    def can_save_alone(self) -> bool:  # type: ignore[override]
-        """False where the state lies in parts on several ranks."""
-        return self._world == 1
-
-    @property
-    def needs_lockstep_forward(self) -> bool:  # type: ignore[override]
-        """True with several ranks, since each forward gathers blocks."""
-        return self._world > 1
+    def build_engine(self) -> Engine:
+        """Return the engine that knows how the model is divided."""
+        return FSDPEngine(super().build_engine())
 
     def setup(self) -> None:
         """Send the parameters outside of the model from rank 0; those of the model are sent as they are sharded."""
         super().setup()
-        if self._world > 1:
+        if self._is_parallel:
             broadcast(each for each in self.parameters if not is_sharded(each))
 
     # ------------------------------------------------------------------------------------------------ the model
 
     def materialize(self, module: nn.Module) -> None:
         """Leave a module on the meta device to `wrap_model`; in one process, give it its weights."""
-        if is_meta(module) and self._world > 1:
+        if is_meta(module) and self._is_parallel:
             return
         if is_meta(module):
             self._meta.fill(module, self.seed)
@@ -160,7 +169,7 @@ class FSDPAddon(DistributedAddon):
     def wrap_model(self, model: nn.Module) -> Any:
         """Shard the model in place, once, with the weights of rank 0."""
         model = super().wrap_model(model)
-        if self._world == 1:
+        if not self._is_parallel:
             self._prepare_alone()
             return model
         from torch.distributed.fsdp import FSDPModule
@@ -177,7 +186,7 @@ class FSDPAddon(DistributedAddon):
         self._sharded = model
         self._note_replaced(before, dict(model.named_parameters()))
         if on_meta:
-            self._meta.send(model, self.seed, self.device, self._rank == 0)
+            self._meta.send(model, self.seed, self.device, self.rank == 0)
         self._held = dict(model.named_parameters())
         return model
 
@@ -266,7 +275,7 @@ class FSDPAddon(DistributedAddon):
 
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Accumulate whole gradients on this rank, and average shards of them in the last micro-batch."""
-        if self._world > 1:
+        if self._is_parallel:
             self._sharded.set_requires_gradient_sync(last)
         return super().sync_context(last)
 
@@ -274,28 +283,28 @@ class FSDPAddon(DistributedAddon):
         """In the first step of an epoch, look for parameters that were replaced and forwards that change weights."""
         inner = super().forward_context()
         is_first = torch.is_grad_enabled() and not self.progress_checker.epoch_batch
-        if self._world == 1 or self.compile_blocks or not is_first:
+        if not self._is_parallel or self.compile_blocks or not is_first:
             return inner
         self._reshard()
         return shards.forward_keeps_weights(self.unwrap(), self._held, inner)
 
     def replicas(self) -> dict[str, Tensor]:
         """Refuse parameters that were replaced, and return those that ranks compare."""
-        if self._world > 1:
+        if self._is_parallel:
             self._reshard()
             shards.check_held(self.unwrap(), self._held)
         return super().replicas()
 
     def normalize(self, num_targets: list[Any]) -> None:
         """Average the gradients of parameters outside of the model."""
-        if self._world > 1:
-            shards.check_used(self._held, self.progress_checker.step, self.gather_data)
-            average([each for each in self.parameters if not is_sharded(each)], self._world, self.reduce)
+        if self._is_parallel:
+            shards.check_used(self._held, self.progress_checker.step, self.engine.gather_dp)
+            average([each for each in self.parameters if not is_sharded(each)], self.world_size, self.reduce)
         super().normalize(num_targets)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Refuse losses for some parameters each: the backward reaches gathered blocks, not the shards."""
-        if self._world > 1 and (isinstance(loss, Mapping) or "inputs" in kwargs):
+        if self._is_parallel and (isinstance(loss, Mapping) or "inputs" in kwargs):
             raise ConfigError(
                 "FSDPAddon differentiates one loss by all parameters, and train_step returned one for each optimizer "
                 "(or backward was given inputs). Return one loss, or train with MultiGPUAddon"
@@ -304,20 +313,20 @@ class FSDPAddon(DistributedAddon):
 
     def on_exception(self, error: BaseException) -> None:
         """Explain what torch cannot do with parameters that lie in parts."""
-        if self._world > 1:
+        if self._is_parallel:
             shards.explain_parts(error)
         super().on_exception(error)
 
     def unscale(self) -> None:
         """Let all ranks skip a step in which the float16 gradients of one have overflowed."""
         super().unscale()
-        if self._world > 1:
+        if self._is_parallel:
             self.precision_part.combine_found_inf(self.optimizers.values(), self.reduce)
 
     def zero_grad(self) -> None:
         """Send the buffers of rank 0 after a step, which may have changed them."""
         super().zero_grad()
-        if self._world > 1:
+        if self._is_parallel:
             broadcast(each for each in self.unwrap().buffers() if each.numel())
 
     # ------------------------------------------------------------------------------ evaluation and state
@@ -326,7 +335,7 @@ class FSDPAddon(DistributedAddon):
         """Free the gathered blocks: those that a forward without a backward has left are not gathered again."""
         from torch.distributed.fsdp import FSDPModule
 
-        for module in self.unwrap().modules() if self._world > 1 else ():
+        for module in self.unwrap().modules() if self._is_parallel else ():
             if isinstance(module, FSDPModule):
                 module.reshard()
 

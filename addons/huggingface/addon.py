@@ -243,7 +243,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
         self._last_step = 0 if self.eval_strategy != "epoch" else length.cut_at(self, self.steps_per_epoch(loader))
         length.train(self, self, loader)
         progress = self.progress_checker  # A resumed run has another one.
-        samples = (progress.batch - batches) * self.loading.train_batch_size * self.dp_world_size
+        samples = (progress.batch - batches) * self.loading.train_batch_size * self.engine.dp_world_size
         epoch = progress.epoch + progress.epoch_step / (self.steps_per_epoch(loader) or progress.epoch_step or 1)
         return train_output(started, samples, progress.step, float(self._loss_sum) / max(progress.step, 1), epoch)
 

@@ -25,7 +25,6 @@ from zae.addons.huggingface.training import call_by_name, check_named, without_c
 from zae.compose.introspect import AddOnPart
 from zae.distributed.spawn import planned_world
 from zae.errors import ConfigError, StepError
-from zae.loop.bases import Processes
 from zae.loop.evaluation import Evaluation
 
 if TYPE_CHECKING:
@@ -90,11 +89,8 @@ class EvaluationPart(AddOnPart):
             raise ConfigError(
                 "prediction_loss_only=True keeps no predictions, which compute_metrics needs; leave one of them out"
             )
-        if (
-            predict_with_generate
-            and type(self).needs_lockstep_forward is not Processes.needs_lockstep_forward
-            and planned_world(len(self.devices)) > 1
-        ):
+        is_one_of_several = planned_world(len(self.devices)) > 1
+        if predict_with_generate and type(self).lockstep_forward and is_one_of_several:
             raise ConfigError(
                 f"predict_with_generate=True generates on each rank as long as its own samples need, and the ranks of "
                 f"{type(self).__name__} compute every forward together; leave predict_with_generate out here, save the "
@@ -123,7 +119,7 @@ class EvaluationPart(AddOnPart):
             return super().test_step(batch)
         is_loss_only = self.outputs.compute_metrics is None
         loss, logits, labels = self.prediction_step(self.model, batch, is_loss_only, self._ignore_keys)
-        return self.outputs.collect(loss, logits, labels, batch, self._main_input, self.dp_world_size == 1)
+        return self.outputs.collect(loss, logits, labels, batch, self._main_input, self.engine.dp_world_size == 1)
 
     def predict_step(self, batch: Any) -> Any:
         """Return the predictions of a batch, with its loss and labels where it has some."""
@@ -335,7 +331,7 @@ class EvaluationPart(AddOnPart):
                 )
             losses.append((float(values.get("loss", 0.0)), size or 1))
 
-        self.rendezvous("predict")
+        self.current_run.begin_user_call("predict")
         started = time.time()
         with self.ready():
             Evaluation(self).outputs(loader, take)
@@ -373,7 +369,7 @@ class EvaluationPart(AddOnPart):
         """Return the time that an evaluation took, and the epoch that training is in."""
         from transformers.trainer_utils import speed_metrics
 
-        steps = -(-batches // max(self.dp_world_size, 1))
+        steps = -(-batches // max(self.engine.dp_world_size, 1))
         speed: dict[str, float] = speed_metrics(prefix, started, num_samples=samples, num_steps=steps)
         epoch = {"epoch": float(self.progress_checker.epoch)} if with_epoch and self.progress_checker.step else {}
         return speed | epoch

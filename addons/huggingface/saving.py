@@ -116,7 +116,7 @@ class SavingPart(AddOnPart):
                     "zae.json has the metadata"
                 )
             return super().save_model(path)
-        folder = self._save_folder(path, metadata or {}, all_call=not self.can_save_alone)
+        folder = self._save_folder(path, metadata or {}, all_call=not self.engine.can_save_alone)
         if self._pushes and self.is_main:
             self.uploader.start(Push(folder, "Model save"))
             if not self.current_run.is_ready:

@@ -108,7 +108,7 @@ class LightningAddon(AttachedModule):
     @property
     def _padded_module(self) -> Any:
         """The module where a rank may get a batch that weighs nothing, to take part in the forward of the others."""
-        return self.unwrap() if self.needs_lockstep_forward and self.world_size > 1 else None
+        return self.unwrap() if self.engine.needs_lockstep_forward and self.world_size > 1 else None
 
     @property
     def batch_index(self) -> int:

@@ -17,6 +17,7 @@ from zae.errors import ConfigError, LoaderError, kind_of
 __all__ = ["AttachedModule"]
 
 _OURS = ("log", "optimizers", "clip_gradients", "all_gather")  # Methods of the module that a run replaces.
+_STAGES = {"evaluate": "validate", "inference": "predict", "predict": "predict"}  # What ``setup`` of the module gets.
 
 
 class AttachedModule(AddOnBase):
@@ -46,7 +47,7 @@ class AttachedModule(AddOnBase):
         self.datamodule, self._view, self._module_log = datamodule, views.TrainerView(self), lit.Records(self)
         if placeholder is not None:
             placeholder.module, placeholder.trainer = self.unwrap(), self
-        self.evaluation_stage = self._stage = self._asked = ""
+        self.evaluation_stage = self._stage = ""
         self._prepared: list[str] = []
         self._schedules: list[Any] | None = None
         self._index = 0
@@ -108,17 +109,12 @@ class AttachedModule(AddOnBase):
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
-    def rendezvous(self, call: str) -> None:
-        """Note which call is made, for the stage that ``setup`` of the module gets."""
-        super().rendezvous(call)
-        self._asked = call
-
     def setup(self) -> None:
         """Attach the module, and call its ``prepare_data``, ``setup`` and ``configure_model``."""
         if self.current_run.is_call:
             self._stage = "test" if self.mode == "test" else "fit"
         elif self._stage != "test":
-            self._stage = {"evaluate": "validate", "inference": "predict", "predict": "predict"}.get(self._asked, "fit")
+            self._stage = _STAGES.get(self.current_run.user_call, "fit")
         module: Any = self.unwrap()
         self._attach(module)
         self._prepare(self._stage)
@@ -164,7 +160,7 @@ class AttachedModule(AddOnBase):
                 if each is not None:
                     each.teardown(self._stage)
         finally:
-            self._stage = self._asked = ""
+            self._stage = ""
             self._prepared = []
             super().teardown()
             for each in module.modules():

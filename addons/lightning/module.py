@@ -278,7 +278,7 @@ class Records:
         """Return what was logged of an epoch on all ranks, by its names without the split, and clear its log."""
         log: EpochLog = getattr(self, split)
         trainer = self._trainer
-        whole, metrics = log.over_ranks(trainer.gather_data, trainer.dp_world_size), self._metrics
+        whole, metrics = log.over_ranks(trainer.engine.gather_dp, trainer.engine.dp_world_size), self._metrics
         if trainer.world_size > 1:  # A rank without batches has logged nothing.
             modules = dict(metrics_in(trainer.unwrap()))
             names = {id(each): name for name, each in modules.items()}

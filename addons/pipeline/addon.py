@@ -24,8 +24,23 @@ from zae.errors import ConfigError
 from zae.loop.addon_state import ALONE, gather_tensors, is_in_mode
 from zae.loop.step_output import explain_failure, read_output
 from zae.optim import as_dict
+from zae.parts import Engine
 
 __all__ = ["PipelineAddon"]
+
+
+class PipelineEngine(Engine):
+    """The engine of ranks that each hold some stages of the model."""
+
+    @property
+    def can_save_alone(self) -> bool:
+        """False: the state lies in parts on the ranks."""
+        return False
+
+    @property
+    def needs_lockstep_forward(self) -> bool:
+        """True with several pipelines, which average their gradients in each step."""
+        return self.dp_world_size > 1
 
 
 class PipelineAddon(DistributedAddon):
@@ -94,6 +109,7 @@ class PipelineAddon(DistributedAddon):
 
     slot = "parallel.pipeline"
     mesh_dimensions = ("replicate", "pipeline")
+    lockstep_forward = True
     process_attributes = {"_runner": None, "_chain": None}
     excludes = {
         "MultiGPUAddon": "pipelines average their gradients themselves; leave MultiGPUAddon out, and write "
@@ -142,16 +158,6 @@ class PipelineAddon(DistributedAddon):
                 "super().clip(), or train with MultiGPUAddon"
             )
 
-    @property
-    def can_save_alone(self) -> bool:  # type: ignore[override]
-        """False where the stages are on several ranks."""
-        return self._world == 1
-
-    @property
-    def needs_lockstep_forward(self) -> bool:  # type: ignore[override]
-        """True with several pipelines, which average their gradients in each step."""
-        return self._dp_world_size > 1
-
     # -------------------------------------------------------------------------------------------------- the stages
 
     def _arrangement(self) -> Arrangement:
@@ -172,7 +178,7 @@ class PipelineAddon(DistributedAddon):
 
     def _divide(self, model: nn.Module) -> Chain:
         super()._check_model(model)
-        if self._dp_world_size > 1:
+        if self.engine.dp_world_size > 1:
             check_tables(model)
         return self._arrangement().chain(model, self.mode == "train")
 
@@ -184,10 +190,10 @@ class PipelineAddon(DistributedAddon):
     def wrap_model(self, model: nn.Module) -> Any:
         """Keep the stages of this rank, once, with the weights of rank 0."""
         model = super().wrap_model(model)
-        if self._world == 1:
+        if not self._is_parallel:
             return model
         arrangement, mesh = self._arrangement(), self.build_mesh()
-        stages = arrangement.stages_of(self._mesh().place(self._rank)["pipeline"])
+        stages = arrangement.stages_of(self._mesh().place(self.rank)["pipeline"])
         group = mesh.get_group("pipeline") if len(self._mesh().sizes) > 1 else mesh.get_group()
         place = Place(stages, tuple(dist.get_global_rank(group, rank) for rank in arrangement.owners), group)
         if self._chain is None:
@@ -203,11 +209,15 @@ class PipelineAddon(DistributedAddon):
         self._runner = Runner(self._chain, staged, place, *how, lambda: self.forward_context())
         return staged
 
+    def build_engine(self) -> Engine:
+        """Return the engine that knows how the model is divided."""
+        return PipelineEngine(super().build_engine())
+
     def setup(self) -> None:
         """Refuse parameters that no stage computes with."""
         super().setup()
         known = {id(each) for each in self.unwrap().parameters()}
-        if self._world > 1 and any(id(each) not in known for each in self.parameters):
+        if self._is_parallel and any(id(each) not in known for each in self.parameters):
             raise ConfigError(
                 "the optimizer trains a parameter that is not of the model, and belongs to no stage; make it one of "
                 "the model, which its forward uses, or train with MultiGPUAddon"
@@ -221,7 +231,7 @@ class PipelineAddon(DistributedAddon):
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Drop the states of parameters that other ranks have."""
         super().wrap_optimizers(optimizers)
-        for optimizer in optimizers.values() if self._world > 1 else ():
+        for optimizer in optimizers.values() if self._is_parallel else ():
             for parameter in [each for each in optimizer.state if each.is_meta]:
                 del optimizer.state[parameter]
 
@@ -245,7 +255,7 @@ class PipelineAddon(DistributedAddon):
     def on_run_begin(self) -> None:
         """Refuse a loss scale."""
         super().on_run_begin()
-        if self._world > 1 and self.precision_part.is_scaled:
+        if self._is_parallel and self.precision_part.is_scaled:
             raise ConfigError("precision='fp16' needs a loss scale, which a schedule does not apply; write "
                               "precision='bf16'")  # fmt: skip
 
@@ -253,7 +263,10 @@ class PipelineAddon(DistributedAddon):
         """Compute the gradient of one batch with the schedule."""
         if self._runner is None:
             return super().micro_step(batch, count)
-        weighs, found = count > 1 or self._dp_world_size > 1, Found(f"what {type(self).__name__}.train_step returned")
+        weighs, found = (
+            count > 1 or self.engine.dp_world_size > 1,
+            Found(f"what {type(self).__name__}.train_step returned"),
+        )
 
         def finish(out: Any, part: Any, rows: int, total: int) -> Tensor:
             values, weight = read_output(out, part, self.sample_weight, type(self), self.mode, self.count_targets)
@@ -279,9 +292,9 @@ class PipelineAddon(DistributedAddon):
 
     def normalize(self, num_targets: list[Any]) -> None:
         """Average the gradients of several pipelines."""
-        if self._runner is not None and self._dp_world_size > 1:
+        if self._runner is not None and self.engine.dp_world_size > 1:
             own = [each for each in self.parameters if each.requires_grad and not each.is_meta]
-            average(own, self._dp_world_size, self._sum_over_pipelines)
+            average(own, self.engine.dp_world_size, self._sum_over_pipelines)
         super().normalize(num_targets)
 
     def _sum_over_pipelines(self, tensor: Tensor) -> Tensor:
@@ -351,7 +364,7 @@ class PipelineAddon(DistributedAddon):
         """Refuse to copy or pickle a model of which this rank has some stages."""
         if self._chain is not None:
             raise ConfigError(
-                f"the stages of {type(self.unwrap()).__name__} are on {self._world} ranks: the trainer cannot be "
+                f"the stages of {type(self.unwrap()).__name__} are on {self.world_size} ranks: the trainer cannot be "
                 "copied or pickled. Call save_state (StateManagerAddon) or save_model(path) on every rank, and load "
                 "the file into a new trainer"
             )

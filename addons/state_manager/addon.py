@@ -335,7 +335,9 @@ class StateManagerAddon(AddOnBase):
                 info["score"] = self._present_score()
             self._write_state(target, older, info)
 
-        self._crash.save(progress.step, self.rank, self.world_size, write if self.can_save_alone else None, error)
+        self._crash.save(
+            progress.step, self.rank, self.world_size, write if self.engine.can_save_alone else None, error
+        )
 
     def teardown(self) -> None:
         """Wait for the last save, and give back the folder and the signals."""
@@ -380,7 +382,7 @@ class StateManagerAddon(AddOnBase):
         if path is None and self._resumption.is_ahead(progress.run_calls):
             return self._resumption.skip_save()
         target = checkpoints.path_at(progress.step) if path is None else Path(path).expanduser()
-        self.rendezvous("save_state")
+        self.engine.rendezvous("save_state")
         score = self._present_score()
         entry = (target.name, score) if path is None else None
         is_saved = False
@@ -407,7 +409,7 @@ class StateManagerAddon(AddOnBase):
             about=checkpoints.describe(self.progress_checker, self.world_size, info),
             replaces=replaces,
             trained={name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad},
-            group=Group(self.rank, self.gather_beside),
+            group=Group(self.rank, self.engine.gather_in_background),
         )
         checkpoints.write(job, is_writer=self.is_main or has_failed)
 
@@ -467,7 +469,7 @@ class StateManagerAddon(AddOnBase):
         """Load the checkpoint that the run continues from; it counts the calls of run of this script, not its own."""
         index = self.progress_checker.run_calls.index
         try:
-            self._resumption.check_ranks(found, content, self.world_size, self.dp_world_size)
+            self._resumption.check_ranks(found, content, self.world_size, self.engine.dp_world_size)
             self._load_content(found, content, True, self._resumption.allow_partial)
         except CheckpointMismatch as error:
             if "strict=False" in str(error):  # A resume is always strict.

@@ -102,7 +102,7 @@ class Start:
             return ""
         self._has_extra = "model" in self.parts and bool(extra_names(trainer.unwrap().state_dict()))
         found, (model, rest) = self._newest(self._load, self._load_whole)
-        engine, world, rank = engine_of(type(trainer), rest), trainer.dp_world_size, trainer.dp_rank
+        engine, world, rank = engine_of(type(trainer), rest), trainer.engine.dp_world_size, trainer.engine.dp_rank
         saved = RankStates.with_entries_of(rest, engine, world, rank)
         present = trainer.state_dict()
         streams = RankStates.streams_in(saved, rank, world) if "random" in self.parts else None

@@ -188,11 +188,11 @@ class TorchMetricsAddon(AddOnBase):
         split, super_metrics = self._split, super().metric_on_epoch_end
         found = dict(self.history.further_metrics("train" if split == "train" else "test", super_metrics))
         group = self._torch_metrics.get(split, {})
-        if not any(self.gather_data(any(map(was_updated, group.values())))):
+        if not any(self.engine.gather_dp(any(map(was_updated, group.values())))):
             return found
         for name, metric in group.items():
-            if self.dp_world_size > 1:
-                combine_ranks(metric, self.gather_data)
+            if self.engine.dp_world_size > 1:
+                combine_ranks(metric, self.engine.gather_dp)
             found |= numbers_of(name, metric.compute())
         self._reset(split)
         return found

@@ -64,7 +64,7 @@ def on_rank(module: str, test: str, name: str, tmp_path: Path) -> None:
 def check(trainer: Any, engine: Engine) -> None:
     """Assert that it is this engine that has trained."""
     assert dist.get_world_size() == trainer.world_size == engine.world
-    assert trainer.dp_world_size == engine.shares
+    assert trainer.engine.dp_world_size == engine.shares
     assert {trainer.layout(each) for each in trainer.unwrap().parameters()} == engine.layouts
     with trainer.ready():
         assert type(trainer.model).__name__ == engine.wrapper
@@ -328,9 +328,9 @@ def test_what_ranks_must_agree_on(engine: Engine) -> None:
     assert [may for may, _ in seen[0]] == [True, False, True]
     assert len({tuple(may for may, _ in each) for each in seen}) == 1
     assert len(set(trainer.gather(float(trainer.grad_norm)))) == 1
-    drawn = dict(zip(trainer.gather(trainer.dp_rank), ([number for _, number in each] for each in seen)))
+    drawn = dict(zip(trainer.gather(trainer.engine.dp_rank), ([number for _, number in each] for each in seen)))
     assert len(drawn) == engine.shares
-    for share, numbers in zip(trainer.gather(trainer.dp_rank), seen):
+    for share, numbers in zip(trainer.gather(trainer.engine.dp_rank), seen):
         assert [number for _, number in numbers] == drawn[share]
     assert len({tuple(numbers) for numbers in drawn.values()}) == engine.shares
     with warnings.catch_warnings():

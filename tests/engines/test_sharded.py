@@ -76,8 +76,8 @@ def train(
     made = trainer(path, **{**resumed, **options})
     shares = world // (made.mesh.get("tensor", 1) * made.mesh.get("pipeline", 1))
     made.run(2, data(ROWS, BATCH // shares), **({} if max_steps is None else {"max_steps": max_steps}))
-    assert made.dp_world_size == shares
-    average = {f"average.{name}": made.whole(value).clone() for name, value in made.average.items()}
+    assert made.engine.dp_world_size == shares
+    average = {f"average.{name}": made.full_tensor(value).clone() for name, value in made.average.items()}
     return weights(made) | average, made.train_history, made.progress_checker.step
 
 

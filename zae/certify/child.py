@@ -208,7 +208,7 @@ class WitnessAddon(AddOnBase):
         parts["progress"] = {name: getattr(progress, name) for name in ("step", "epoch", "batch", "skipped_steps")}
         parts["random streams"] = _streams()
         _notes["parts"] = {name: as_plain(value) for name, value in parts.items()}
-        _notes["dp_world_size"] = self.dp_world_size
+        _notes["dp_world_size"] = self.engine.dp_world_size
         super().on_run_end()
 
 

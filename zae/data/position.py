@@ -149,7 +149,7 @@ class LoaderPosition:
 
         The progress in the epoch is counted in the new batches from here on.
         """
-        resume, progress, world = self._resume, trainer.progress_checker, trainer.dp_world_size
+        resume, progress, world = self._resume, trainer.progress_checker, trainer.engine.dp_world_size
         if resume is None or not resume.get("may_reshard") or not resume["facts"]:
             return
         before, ranks = resume["facts"], (resume.get("ranks", world), world)

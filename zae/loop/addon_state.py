@@ -180,7 +180,7 @@ class Generators:
             if not per_rank and trainer.seed is None:
                 self._seed = trainer.gather(self._seed)[0]
             self._open[name] = torch.Generator(trainer.device)
-            self._ranks[name] = trainer.dp_rank if per_rank else None
+            self._ranks[name] = trainer.engine.dp_rank if per_rank else None
             self._place(name, self._saved.pop(name, None))
         return self._open[name]
 

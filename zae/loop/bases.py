@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from zae.loop.progress import ProgressChecker
     from zae.loop.run import Run
-    from zae.parts import Precision
+    from zae.parts import Engine, Precision
 
 __all__ = ["Attributes", "Processes"]
 
@@ -125,26 +125,17 @@ class Attributes:
 
 
 class Processes:
-    """What a trainer knows of the other processes, and how they hold its model: here it is alone.
-
-    `zae.addons.distributed.DistributedAddon` has the contract for add-ons that fill a slot ``parallel``.
+    """Short forms of what a trainer's engine answers, and the hooks that depend on the number of processes.
 
     Attributes
     ----------
-    needs_lockstep_forward : bool
-        Whether a rank without a batch takes part in the forward of the others, with a batch of weight 0.
-    can_save_alone : bool
-        Whether a rank can save the state without the others, after an error.
-    reduces_after_backward : bool
-        Whether ranks exchange gradients only after the backward of a step, so that a rank whose backward fails leaves
-        no other rank waiting.
+    engine : Engine
+        The processes that train together, and how data and parameters lie on them: here one process.
     has_own_precision : bool
         Whether an engine decides about the precision, that of `accelerate launch` included.
     """
 
-    needs_lockstep_forward = False
-    can_save_alone = True
-    reduces_after_backward = False
+    engine: Engine
     has_own_precision = False
 
     if TYPE_CHECKING:
@@ -157,33 +148,32 @@ class Processes:
 
     # ------------------------------------------------------------------------------------- the processes
 
-    @hook
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that train."""
+        return self.engine.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train."""
+        return self.engine.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that logs and saves."""
+        return self.engine.rank == 0
+
     def reduce(self, value: Tensor) -> Tensor:
         """Sum a tensor over the ranks."""
-        return value
+        return self.engine.reduce(value)
 
-    @hook
     def gather(self, value: Any) -> list[Any]:
         """List a value of every rank."""
-        return [value]
+        return self.engine.gather(value)
 
-    @hook
-    def gather_data(self, value: Any) -> list[Any]:
-        """List a value of one rank of each share of the data, on every rank."""
-        return self.gather(value)
-
-    @hook
-    def gather_beside(self, value: Any) -> list[Any]:
-        """List a value of every rank, also from a thread, while the ranks exchange other values."""
-        return self.gather(value)
-
-    @hook
     def barrier(self) -> None:
         """Wait for every rank."""
-
-    @hook
-    def rendezvous(self, call: str) -> None:
-        """Wait until every rank makes this call of a user; before it, no rank has exchanged any tensor for it."""
+        self.engine.barrier()
 
     @hook
     def request(self, action: str) -> None:
@@ -199,35 +189,6 @@ class Processes:
             the epoch, whose other batches are left out.
         """
         self.current_run.request(action)
-
-    @property
-    @hook
-    def rank(self) -> int:
-        """The number of this process among those that train."""
-        return 0
-
-    @property
-    @hook
-    def world_size(self) -> int:
-        """How many processes train."""
-        return 1
-
-    @property
-    @hook
-    def dp_rank(self) -> int:
-        """The number of this process among the shares of the data; processes with the same number get equal batches."""
-        return self.rank
-
-    @property
-    @hook
-    def dp_world_size(self) -> int:
-        """The number of shares of the data; at most ``world_size``."""
-        return self.world_size
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process is the one that logs and saves."""
-        return self.rank == 0
 
     # ------------------------------------------------------------------------------------- the model in them
 

@@ -173,7 +173,7 @@ class Evaluation:
             if count is not None:
                 further = trainer.metric_on_epoch_end
                 say_not_numbers(trainer.current_run, trainer.log_test, "test_step")
-                metrics = trainer.history.summarize("test", trainer.gather_data, trainer.dp_world_size, further)
+                metrics = trainer.history.summarize("test", trainer.engine, further)
         if count is None:  # Raised here, where every context has been left as after any evaluation.
             trainer.log_test.clear()
             abandon_workers(batches, wrapped)
@@ -212,7 +212,7 @@ class Evaluation:
         def pass_on(is_last: bool) -> bool:
             """Gather what all ranks hold, and take it; return whether every rank has passed on its last batch."""
             run.is_loading = False  # An error in here is not one of the loader.
-            parts = trainer.gather_data((is_last, held))
+            parts = trainer.engine.gather_dp((is_last, held))
             for each in in_turn([part for _, part in parts]):
                 if each is not None:
                     size, values = each

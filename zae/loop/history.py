@@ -16,6 +16,7 @@ from zae.loop.epoch_log import EpochLog
 
 if TYPE_CHECKING:
     from zae.loop.progress import ProgressChecker
+    from zae.parts import Engine
 
 __all__ = ["History", "Metrics", "MetricsDict", "direction_of", "split_prefix"]
 
@@ -230,18 +231,18 @@ class History:
             self.test_metrics = Metrics(metrics)
             self.valid.append(row)
 
-    def summarize(
-        self, split: str, gather: Callable[[Any], list[Any]], world_size: int, further: Callable[[], Mapping[str, Any]]
-    ) -> Metrics:
+    def summarize(self, split: str, engine: Engine, further: Callable[[], Mapping[str, Any]]) -> Metrics:
         """Return the means of ``log_train`` or ``log_test`` over all ranks, with the further metrics computed from it.
 
         ``further`` is `Trainer.metric_on_epoch_end`: all ranks use what it returns on rank 0, to decide by the same.
         """
         name = f"log_{split}"
         own: EpochLog = getattr(self, name)
-        setattr(self, name, own.over_ranks(gather, world_size))
+        setattr(self, name, own.over_ranks(engine.gather_dp, engine.dp_world_size))
         try:
-            return Metrics({**getattr(self, name).means(), **gather(self.further_metrics(split, further))[0]})
+            means = getattr(self, name).means()
+            own_metrics = self.further_metrics(split, further)
+            return Metrics({**means, **engine.gather_dp(own_metrics)[0]})
         finally:
             if split == "train":
                 self.log_train = own

@@ -81,7 +81,7 @@ class RankStates:
         """
         with state_mode(trainer, PARTS):
             state = dict(trainer.state_dict())
-        name, world, varying = engine_of(type(trainer)), trainer.dp_world_size, _varying_entries(type(trainer))
+        name, world, varying = engine_of(type(trainer)), trainer.engine.dp_world_size, _varying_entries(type(trainer))
         for key, each in state.items() if trainer.world_size > 1 else ():
             if key in varying or not in_parts:
                 state[key] = trainer.whole_values(each, key in varying or trainer.is_main)
@@ -91,11 +91,11 @@ class RankStates:
         for owner, keys in varying.items():
             if owner in state:
                 own[owner] = state[owner] if keys is None else {key: state[owner][key] for key in keys}
-        digests = trainer.gather_data({owner: digest(entry) for owner, entry in own.items()})
+        digests = trainer.engine.gather_dp({owner: digest(entry) for owner, entry in own.items()})
         differing = [owner for owner in own if len({each.get(owner) for each in digests}) > 1]
         entries: list[Any] = [{}] * world
         if differing:
-            entries = trainer.gather_data({owner: to_host(own[owner]) for owner in differing})
+            entries = trainer.engine.gather_dp({owner: to_host(own[owner]) for owner in differing})
         ranks = [{**each, "add_ons": entry} for each, entry in zip(state[name]["ranks"], entries, strict=True)]
         return {**state, name: {**state[name], "ranks": ranks}}
 
@@ -226,7 +226,7 @@ def load_from_file(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> 
     name = engine_of(type(trainer), state)
     if not name:
         state = _of_one_process(trainer, state)
-    own = RankStates.with_entries_of(state, name, trainer.dp_world_size, trainer.dp_rank)
+    own = RankStates.with_entries_of(state, name, trainer.engine.dp_world_size, trainer.engine.dp_rank)
     with state_mode(trainer, FROM_FILE):
         trainer.load_state_dict(own, strict)
 

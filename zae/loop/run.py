@@ -94,6 +94,8 @@ class Run:
         Signals that ask for the end, as `StopSignals` notes them.
     began : float
         When the call began, by ``time.monotonic``.
+    user_call : {"run", "evaluate", "inference", "predict"}
+        Which method of the trainer the user has called.
     requests : set of str
         What `Trainer.request` asked for, as all ranks know it; `serve_requests` does it.
     computation : int
@@ -160,6 +162,7 @@ class Run:
         self.test_step = "test_step"
         self.loader_place = (0, 1)
         self.valid_name: str | None = None
+        self.user_call = "run"
         # For error notes.
         self.batch: Any = None
         self.current_loader: Any = None
@@ -240,6 +243,11 @@ class Run:
             self.display.close(RunView(self))
 
     # ---------------------------------------------------------------------------------------------- what is shown
+
+    def begin_user_call(self, call: str) -> None:
+        """Note which method a user has called, when every rank has called it."""
+        self.trainer.engine.rendezvous(call)
+        self.user_call = call
 
     @cached_property
     def display(self) -> Display:
@@ -482,7 +490,7 @@ class Run:
             warn_of_unmoved(trainer, self._weights_before)
         self._weights_before = {}
         if not is_complete:  # The epoch stays open: it has means, but no row in the history.
-            sums = trainer.gather_data(trainer.log_train.sums())
+            sums = trainer.engine.gather_dp(trainer.log_train.sums())
             return Metrics(means_of(merge_sums(sums)))
         return self._record_epoch()
 
@@ -500,7 +508,7 @@ class Run:
         progress = self._progress
         history = trainer.history
         trainer.log_test.clear()
-        metrics = history.summarize("train", trainer.gather_data, trainer.dp_world_size, trainer.metric_on_epoch_end)
+        metrics = history.summarize("train", trainer.engine, trainer.metric_on_epoch_end)
         # The rates that the epoch had: its schedulers step below.
         history.record("train", metrics, progress.place, trainer.optimization.learning_rates())
         if trainer.log_every.due_at_epoch(progress.epoch + 1):
@@ -678,7 +686,7 @@ class Run:
         if means is None:
             trainer.nonfinite.sync_counts(progress, trainer)
         # Also where the means of an epoch are logged: the next record begins after this one.
-        since_last_record = means_of(merge_sums(trainer.gather_data(trainer.log_train.take_sums())))
+        since_last_record = means_of(merge_sums(trainer.engine.gather_dp(trainer.log_train.take_sums())))
         record = {f"train/{key}": value for key, value in (means or since_last_record).items()}
         record |= optimization.learning_rates()
         if trainer.grad_norm is not None:

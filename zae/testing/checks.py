@@ -12,9 +12,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from zae.addon import AddOnBase, as_saved
 from zae.compose.introspect import is_engine_slot, is_marked
 from zae.errors import CheckpointError
+from zae.parts import SingleProcess
 from zae.testing import watch
 from zae.testing.kit import CLIP, Kit, Loader, build_optimizer, build_scheduler, in_new_folder
 from zae.trainer import Trainer
@@ -456,7 +459,7 @@ def check_ranks(kit: Kit) -> Iterator[str]:
         with in_new_folder() as folder:
             trainer = kit.run(kit.make(task, kit_rank=rank))
             written = sorted(str(each.relative_to(folder)) for each in Path(folder).rglob("*") if each.is_file())
-        calls.append(trainer.notes.collectives)
+        calls.append(trainer.engine.collectives)
         if rank and written:
             yield f"writes on every rank: on rank 1 it writes {written[0]!r}; ask self.is_main first"
     if calls[0] != calls[1]:
@@ -469,33 +472,41 @@ def check_ranks(kit: Kit) -> Iterator[str]:
         )
 
 
+class _OneOfTwo(SingleProcess):
+    """The engine of one of two ranks; the other is taken to have the same values."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self.collectives: list[str] = []
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def reduce(self, value: Tensor) -> Tensor:
+        self.collectives.append("reduce")
+        return super().reduce(value) * 2
+
+    def gather(self, value: Any) -> list[Any]:
+        self.collectives.append("gather")
+        return [value, *super().gather(value)]
+
+    def barrier(self) -> None:
+        self.collectives.append("barrier")
+
+
 def _with_two_ranks(probe: Any) -> Any:
-    """Derive a task that is one of two ranks; the other is taken to have the same values."""
+    """Derive a task that is one of two ranks."""
 
     class Ranked(probe):
         def __init__(self, *args: Any, kit_rank: int = 0, **kwargs: Any) -> None:
-            self.kit_rank = kit_rank
             super().__init__(*args, **kwargs)
-
-        @property
-        def rank(self) -> int:
-            return self.kit_rank
-
-        @property
-        def world_size(self) -> int:
-            return 2
-
-        def reduce(self, value: Any) -> Any:
-            self.notes.collectives.append("reduce")
-            return super().reduce(value) * 2
-
-        def gather(self, value: Any) -> list[Any]:
-            self.notes.collectives.append("gather")
-            return [value, *super().gather(value)]
-
-        def barrier(self) -> None:
-            self.notes.collectives.append("barrier")
-            super().barrier()
+            self.engine = _OneOfTwo(kit_rank)
 
     return Ranked
 

@@ -69,7 +69,6 @@ class Notes:
     steps: int = 0
     states: list[dict[str, Any]] = field(default_factory=list)
     disturbed: str | None = None
-    collectives: list[str] = field(default_factory=list)
 
     def enter(self, step: str, model: nn.Module, at: int = 1) -> None:
         """Note the mode of a step, and raise where ``fail_in`` says so."""
