@@ -25,11 +25,12 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 
 from harness import loss_of, make
 
-from kit.addon_pages import NOT_MEASURED, OPTIONS
-from kit.options_page import add_ons
+from _generators.addons import NOT_MEASURED, OPTIONS
+from _generators.options import add_ons
 from zae import Trainer
 
 HERE = Path(__file__).resolve().parent

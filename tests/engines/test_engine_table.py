@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kit.engine_table import BEGIN, END, FEATURES, PAGE, TABLE, Cell, Row, page, refusal
+from kit.engine_table import FEATURES, TABLE, Cell, Row, refusal
 from kit.engines import ENGINES, Engine, build, data, distance, net, sgd, weights
 from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.addons.deepspeed.zero import load_library
@@ -154,8 +154,6 @@ def test_what_a_row_refuses_names_the_remedy(name: str) -> None:
             assert re.search(r"\b(leave|write|train with)\b", refusal(row, cell)), feature
 
 
-def test_the_page_has_the_table_and_every_engine_is_in_it() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert text.partition(BEGIN)[2].partition(END)[0].strip() == page()
+def test_every_engine_is_in_the_table() -> None:
     held = {engine.add_ons for engine in ENGINES.values()}
     assert held <= {row.engine.add_ons for row in TABLE.values()}

@@ -1,19 +1,15 @@
 """The table of engines and features: tests/engines/test_engine_table.py walks it, docs/features/scale.md prints it.
 
 Each cell is tried on the ranks of its engine against one process, or is refused with the remedy. A new engine is a row
-here; ``python tests/kit/engine_table.py`` then writes the page.
+here.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # When it is run as a script.
 
 from kit.engines import ENGINES, Engine, adamw, build, net
 from zae import AddOnBase, ZaeError
@@ -26,8 +22,6 @@ from zae.addons import (
     LedgerAddon,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "features" / "scale.md"
-BEGIN, END = "<!-- engines, by python tests/kit/engine_table.py -->", "<!-- end of engines -->"
 FEATURES = ("clip", "AMP", "accumulation", "EMA", "state", "sharded state", "other ranks", "validation", "ledger",
             "compile")  # fmt: skip
 
@@ -150,32 +144,3 @@ def refusal(row: Row, cell: Cell) -> str:
     except ZaeError as error:
         return str(error)
     raise AssertionError(f"{row.title} with {cell.add_ons} is not refused")
-
-
-def page() -> str:
-    """Return the table and the reasons of what is refused."""
-    lines = ["| | " + " | ".join(FEATURES) + " |", "|---|" + "---|" * len(FEATURES)]
-    refusals: list[str] = []
-    for row in TABLE.values():
-        texts = []
-        for name in FEATURES:
-            cell = row.cells[name]
-            if cell.is_refused:
-                why = refusal(row, cell)
-                refusals += [] if why in refusals else [why]
-                texts.append(f"no ({refusals.index(why) + 1})")
-            else:
-                texts.append(cell.text)
-        lines.append(f"| {row.title} | " + " | ".join(texts) + " |")
-    return "\n".join([*lines, "", *(f"{index}. {why}" for index, why in enumerate(refusals, start=1))])
-
-
-def with_table(text: str) -> str:
-    """Return the text of the page with the present table between the marks."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{page()}\n\n{END}{tail}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

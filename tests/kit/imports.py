@@ -1,4 +1,4 @@
-"""Who imports whom in the source, and the table of who may: ``python tests/kit/imports.py`` draws architecture.md.
+"""Who imports whom in the source, and the table of who may.
 
 Imports inside functions count; those under TYPE_CHECKING do not.
 """
@@ -6,18 +6,15 @@ Imports inside functions count; those under TYPE_CHECKING do not.
 from __future__ import annotations
 
 import ast
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "explanation" / "architecture.md"
-HOUSE = "<!-- house: python tests/kit/imports.py -->"
-BEGIN, END = "<!-- imports: python tests/kit/imports.py -->", "<!-- end of imports -->"
 
 EVERYBODY = frozenset({"errors", "metrics", "optimizers", "schedulers"})
 _BELOW = frozenset({"checkpoint", "common", "compose", "data", "display", "loop", "optim", "parts"})
-_CORE = _BELOW | {"addon", "description", "distributed", "trainer"}
+CORE = _BELOW | {"addon", "description", "distributed", "trainer"}
 RULES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "metrics": frozenset(),
@@ -35,20 +32,20 @@ RULES: dict[str, frozenset[str]] = {
     "description": _BELOW,
     "trainer": _BELOW | {"description"},
     "addon": _BELOW | {"trainer"},
-    "addons": _CORE,
-    "explain": _CORE,
-    "plan": _CORE,
-    "report": _CORE,
-    "diff": _CORE,
-    "doctor": _CORE,
-    "runs": _CORE,
-    "script": _CORE,
-    "testing": _CORE,
-    "certify": _CORE,
-    "replay": _CORE,
-    "search": _CORE,
-    "tuning": _CORE,
-    "cli": _CORE,
+    "addons": CORE,
+    "explain": CORE,
+    "plan": CORE,
+    "report": CORE,
+    "diff": CORE,
+    "doctor": CORE,
+    "runs": CORE,
+    "script": CORE,
+    "testing": CORE,
+    "certify": CORE,
+    "replay": CORE,
+    "search": CORE,
+    "tuning": CORE,
+    "cli": CORE,
 }
 """What each package, or module beside them, may import: these, EVERYBODY and itself."""
 
@@ -231,69 +228,3 @@ def circles(edges: dict[str, set[str]]) -> list[str]:
         return seen
 
     return sorted(name for name in edges if name in reached(name))
-
-
-def purpose_of(package: str) -> str:
-    """Return the first sentence of a docstring."""
-    text = ast.get_docstring(ast.parse(sources()[f"zae.{package}"].read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split("\n\n")[0].split()).rstrip(".")
-
-
-def drawing() -> str:
-    """Return the table of the page."""
-    present = {package_of(name) for name in sources()} - {"zae", "__main__"}
-    rows = ["| package | what it is for | may import | is built on |", "|---|---|---|---|"]
-    for package in (name for name in RULES if name in present):
-        is_free = RULES[package] == _CORE
-        may_import = "the core" if is_free else _names(RULES[package])
-        rows.append(f"| `{package}` | {purpose_of(package)} | {may_import} | {_built_on(package)} |")
-    return "\n".join(rows)
-
-
-def _built_on(package: str) -> str:
-    """Return the cell for what BUILT_ON_TOOLS says of a package, or of features in it."""
-    if BUILT_ON_TOOLS.get(package) == TOOLS:
-        return "the tools"
-    own = _names(BUILT_ON_TOOLS.get(package, frozenset()))
-    inside = [
-        f"`{feature}` on {_names(needs)}"
-        for feature, needs in BUILT_ON_TOOLS.items()
-        if feature.startswith(f"{package}.")
-    ]
-    return "; ".join([own] * bool(own) + inside)
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names))
-
-
-def house() -> str:
-    """Return the drawing of the page: an arrow from each package to those it imports, but for what follows from others.
-
-    The tools are one node. What BUILT_ON_TOOLS names, and what everybody may import, is left out.
-    """
-    edges: dict[str, set[str]] = {}
-    for source, target in ruled_edges():
-        if target not in EVERYBODY:
-            edges.setdefault("tools" if source in TOOLS else source, set()).add(target)
-
-    def below(package: str) -> set[str]:
-        return {each for direct in edges.get(package, ()) for each in (direct, *below(direct))}
-
-    arrows = []
-    for source in sorted(edges, key=["tools", *reversed(RULES)].index):
-        implied = {each for direct in edges[source] for each in below(direct)}
-        arrows += [f"    {source} --> {target}" for target in sorted(edges[source] - implied)]
-    return "\n".join(["```mermaid", "graph TD", *arrows, "```"])
-
-
-def with_drawing(text: str) -> str:
-    """Return the text of the page with the present drawing and the present table."""
-    for begin, drawn in ((HOUSE, house()), (BEGIN, drawing())):
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n\n{drawn}\n\n{END}{rest.partition(END)[2]}"
-    return text
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_drawing(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The pictures of the documentation, each for light and for dark pages: ``python tests/kit/pictures.py`` makes them.
+"""The pictures of the documentation, each for light and for dark pages.
 
 It trains examples/digits.py twice, without interruption and with two kills, and compares the last weights bit by bit.
 ``docs/resume-*.svg`` shows the curves of both runs, and ``docs/report-*.png`` the report of one (needs Chromium).
@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
+from _generators import DOCS, ROOT
+from kit.browser import Browser
+
 KILLED_AFTER = (6, 15)  # Epochs.
 COLORS = {
     "light": {"text": "#1f2328", "quiet": "#59636e", "grid": "#d8dee4", "train": "#2563eb", "valid": "#c2410c"},
@@ -113,8 +115,6 @@ def _panel(data: dict[str, Any], left: int, metric: str, scale: Any, color: dict
 
 def photograph(page: Path, theme: str, out: Path) -> None:
     """Write what a browser shows of the top of a report."""
-    from kit.browser import Browser
-
     with tempfile.TemporaryDirectory() as profile:
         browser = Browser(Path(profile))
         browser.open(page, 1240, 612, theme)
@@ -122,8 +122,24 @@ def photograph(page: Path, theme: str, out: Path) -> None:
         browser.close()
 
 
-def main() -> None:
-    """Train, compare, and write all pictures."""
+def stored(theme: str) -> dict[str, Any]:
+    """Return the numbers that a picture shows, which it contains."""
+    root = ElementTree.fromstring(path_of(theme).read_text(encoding="utf-8"))
+    data: dict[str, Any] = json.loads(root.findtext("{*}metadata") or "")
+    return data
+
+
+def path_of(theme: str) -> Path:
+    return DOCS / f"resume-{theme}.svg"
+
+
+def files() -> dict[Path, str]:
+    """Return the pictures of the curves, of the numbers that they contain."""
+    return {path_of(theme): draw(stored(theme), theme) for theme in COLORS}
+
+
+def record() -> None:
+    """Train, compare, and make all pictures anew."""
     with tempfile.TemporaryDirectory() as place:
         folders = {name: Path(place, name) for name in ("straight", "killed")}
         weights = []
@@ -138,10 +154,5 @@ def main() -> None:
         subprocess.run(command, cwd=folders["straight"], check=True)
         for theme in COLORS:
             picture = draw({**data, "kills": KILLED_AFTER}, theme)
-            (DOCS / f"resume-{theme}.svg").write_text(picture, encoding="utf-8")
+            path_of(theme).write_text(picture, encoding="utf-8")
             photograph(page, theme, DOCS / f"report-{theme}.png")
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "tests"))
-    main()

@@ -1,4 +1,4 @@
-"""docs/reference/options.md, made from the classes: ``python tests/kit/options_page.py`` writes it."""
+"""docs/reference/options.md, made from the classes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import zae.addons
+from _generators import DOCS, ROOT
 from zae import AddOnBase, Trainer
 from zae.compose.metaclass import options_of
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "reference" / "options.md"
 INTRODUCTION = """# Add-ons and options
 
-This page is generated from the docstrings by `python tests/kit/options_page.py`; a test fails if it is out of date.
+This page is generated from the docstrings by `python docs/_generators`; a test fails if it is out of date.
 
 `from zae.addons import EMAAddon` imports an add-on, `Task.add_on(EMAAddon)` mixes it in, and its options are then
 arguments of the class. The page of each add-on has its options, what it overrides, what it saves and what it costs.
@@ -115,5 +114,6 @@ def page() -> str:
     return "\n".join(parts)
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+def files() -> dict[Path, str]:
+    """Return the text of the page."""
+    return {DOCS / "reference" / "options.md": page()}

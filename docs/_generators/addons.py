@@ -1,4 +1,4 @@
-"""docs/reference/addons/, one page for each add-on, made from its class: ``python tests/kit/addon_pages.py``."""
+"""docs/reference/addons/, one page for each add-on, made from its class."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import inspect
 import itertools
 import json
 import re
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from kit import options_page
+from _generators import DOCS, ROOT, options
 from zae import AddOnConflict, Trainer
 from zae.compose.introspect import function_of, hooks_of, is_add_on, is_base, is_marked
 from zae.compose.options import options_of
 from zae.loop.addon_state import declaring
 
-FOLDER = options_page.PAGE.parent / "addons"
-COSTS = options_page.ROOT / "benchmarks" / "addon_costs.json"
+FOLDER = DOCS / "reference" / "addons"
+COSTS = ROOT / "benchmarks" / "addon_costs.json"
 
 _ADAM = "optimizer=torch.optim.AdamW(model.parameters())"
 _RANKS = "print(trainer.plan(20, train, test))  # trainer.run(20, train, test) starts the ranks"
@@ -202,15 +199,15 @@ def hooks(cls: Any) -> Iterator[str]:
         function = owner.__dict__[name]
         does = inspect.cleandoc(function_of(function).__doc__ or "").partition("\n\n")[0]
         mark = "; it does not call `super()`" if is_marked(function, "__replaces__") else ""
-        does = options_page.markdown(" ".join(does.split())).rstrip(".")
+        does = options.markdown(" ".join(does.split())).rstrip(".")
         yield f"| `{name}` | {does}{mark} |"
 
 
 @cache
 def conflicts() -> dict[str, dict[str, str]]:
     """Map each add-on to those that it cannot be combined with, and the error that says why."""
-    found: dict[str, dict[str, str]] = {name: {} for name in options_page.add_ons()}
-    for (one, first), (two, second) in itertools.combinations(options_page.add_ons().items(), 2):
+    found: dict[str, dict[str, str]] = {name: {} for name in options.add_ons()}
+    for (one, first), (two, second) in itertools.combinations(options.add_ons().items(), 2):
         try:
             Trainer.add_on(first, second)
         except AddOnConflict as error:
@@ -229,7 +226,7 @@ def combining(name: str, cls: Any) -> Iterator[str]:
     refused = conflicts()[name]
     for other, why in refused.items():
         why = re.sub(rf"^({name} and {other}|{other} and {name}) do not go together: ", "", why)
-        yield f"- Not with [{other}]({other}.md): {options_page.markdown(why)}."
+        yield f"- Not with [{other}]({other}.md): {options.markdown(why)}."
     if not refused:
         yield "- No add-on of zae excludes it."
 
@@ -246,7 +243,7 @@ def state(cls: Any) -> Iterator[str]:
     written = [each for each in owners(cls) if "state_dict" in each.__dict__ and each not in entries]
     for owner in written:
         does = inspect.cleandoc(owner.__dict__["state_dict"].__doc__).partition("\n\n")[0]
-        yield f"{options_page.markdown(' '.join(does.split()))}\n"
+        yield f"{options.markdown(' '.join(does.split()))}\n"
     if not entries and not written:
         yield "It saves nothing in checkpoints.\n"
     if cls.checks_model:
@@ -283,13 +280,13 @@ def page(name: str, cls: Any) -> str:
     """Return the text of one page."""
     plain = options_of(Trainer)
     own = [option for option in options_of(Trainer.add_on(cls)) if option not in plain]
-    extra = options_page.extra_of(name)
+    extra = options.extra_of(name)
     parts = [
-        f"# {name}\n\n{options_page.markdown(options_page.parse(cls)[0])}\n\n## Use\n",
+        f"# {name}\n\n{options.markdown(options.parse(cls)[0])}\n\n## Use\n",
         f"After [the README's first block](../../../README.md#write-your-own):\n\n{use(name)}\n",
         *([f'It needs the extra `{extra}`: `pip install -e ".[{extra}]"`.\n'] if extra else []),
         "## Options\n",
-        *([*options_page.table(Trainer.add_on(cls), own)] if own else ["It has no options."]),
+        *([*options.table(Trainer.add_on(cls), own)] if own else ["It has no options."]),
         "\nThe class takes [the options of every trainer](../options.md#every-trainer) as well.\n",
         f"## Layer and slot\n\nIt acts in the layer `{cls.layer}`"
         + (f", and fills the slot `{cls.slot}`.\n" if cls.slot else ", and fills no slot.\n"),
@@ -300,21 +297,11 @@ def page(name: str, cls: Any) -> str:
         *state(cls),
         f"## Cost\n\n{cost(name)}\n",
         f"## Class\n\n:::{{eval-rst}}\n.. autoclass:: zae.addons.{name}\n   :members:\n:::\n",
-        "This page is generated from the class by `python tests/kit/addon_pages.py`; a test fails if it is out of date.",  # noqa: E501
+        "This page is generated from the class by `python docs/_generators`; a test fails if it is out of date.",
     ]
     return "\n".join(parts) + "\n"
 
 
-def pages() -> dict[str, str]:
-    """Return the text of each page by the name of its file."""
-    return {f"{name}.md": page(name, cls) for name, cls in options_page.add_ons().items()}
-
-
-if __name__ == "__main__":
-    texts = pages()  # All of them, before the first is replaced.
-    for old in FOLDER.glob("*.md"):
-        if old.name not in texts:
-            old.unlink()
-    FOLDER.mkdir(exist_ok=True)
-    for file, text in texts.items():
-        (FOLDER / file).write_text(text, encoding="utf-8")
+def files() -> dict[Path, str]:
+    """Return the text of each page."""
+    return {FOLDER / f"{name}.md": page(name, cls) for name, cls in options.add_ons().items()}

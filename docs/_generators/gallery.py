@@ -1,8 +1,4 @@
-"""docs/gallery/, made of real runs of the examples.
-
-``python tests/kit/gallery_page.py [NAME...]`` runs the examples (all, or these), stores what they printed, logged and
-drew in docs/gallery, and writes the pages. With ``--pages`` it runs none, and makes the pages of what is stored.
-"""
+"""docs/gallery/, made of real runs of the examples: what they printed, logged and drew is stored there."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import json
 import math
 import platform
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -19,23 +14,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+from _generators import DOCS, ROOT
+from kit.gallery import CPU_SECONDS, Example, Outcome, Plot, check, run
+from kit.gallery_list import GALLERY
 
-from kit.gallery import CPU_SECONDS, Example, Outcome, Plot, check, run  # noqa: E402
-from kit.gallery_list import GALLERY  # noqa: E402
-
-DOCS = ROOT / "docs" / "gallery"
+FOLDER = DOCS / "gallery"
 # Each is as far from white as from the black of a dark page: one picture for both.
 TEXT, GRID, COLORS = "#757b83", "#8a919a", ("#3b7ddd", "#d26911", "#2f9160", "#a55bc9")
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 720, 262, 52, 50, 218, 62
 POINTS = 150  # Of a curve, at most: a longer one is drawn by the means of its parts.
 
 
-def record(example: Example, outcome: Outcome, folder: Path) -> None:
+def store(example: Example, outcome: Outcome, folder: Path) -> None:
     """Store what the page of an example shows of a run, and the pictures that it drew."""
     for number, (picture, _) in enumerate(example.pictures):
-        shutil.copyfile(folder / picture, DOCS / picture_name(example, number))
+        shutil.copyfile(folder / picture, FOLDER / picture_name(example, number))
     result = {
         "script": outcome.script,
         "output": outcome.output,
@@ -44,12 +37,12 @@ def record(example: Example, outcome: Outcome, folder: Path) -> None:
         "date": datetime.now(UTC).date().isoformat(),
         "curves": [[read_curve(folder, each.log, each.key) for each in plot.series] for plot in example.plots],
     }
-    (DOCS / "runs" / f"{example.name}.json").write_text(json.dumps(result, indent=None) + "\n", encoding="utf-8")
+    (FOLDER / "runs" / f"{example.name}.json").write_text(json.dumps(result, indent=None) + "\n", encoding="utf-8")
 
 
 def read_result(example: Example) -> dict[str, Any]:
     """Return what is stored of the last run of an example."""
-    found: dict[str, Any] = json.loads((DOCS / "runs" / f"{example.name}.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((FOLDER / "runs" / f"{example.name}.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -222,7 +215,7 @@ was run as its page shows it, and a test runs it again, in an empty folder where
 alone: it has to reach its floor on data that nothing was trained on or chosen by, within 60 s of processor time, and to
 leave only the files that it names. Where the floor is another method, the script computes it from the same data.
 
-`python -m pip install -c constraints.txt -e ".[examples]"` installs what they need. `python tests/kit/gallery_page.py`
+`python -m pip install -c constraints.txt -e ".[examples]"` installs what they need. `python docs/_generators gallery`
 runs all of them and writes these pages, and a test fails where a page is not made of its script.
 """
 
@@ -245,8 +238,8 @@ def index(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join([INTRODUCTION, *rows, "", f"All of them together take {total} s of processor time.", ""])
 
 
-def files() -> dict[str, str]:
-    """Return the text of every file that is made of what is stored, by name."""
+def files() -> dict[Path, str]:
+    """Return the text of every file that is made of what is stored."""
     results = {each.name: read_result(each) for each in GALLERY}
     made = {"index.md": index(results)}
     for each in GALLERY:
@@ -254,20 +247,14 @@ def files() -> dict[str, str]:
         made[f"{each.name}.md"] = page(each, result)
         made[f"{each.name}.svg"] = draw(each, result["curves"], each.numbers(result["output"]))
         made[f"{each.name}-small.svg"] = draw_small(each, result["curves"])
-    return made
+    return {FOLDER / name: text for name, text in made.items()}
 
 
-def main(names: list[str]) -> None:
-    """Run the examples that are named, or all but with ``--pages``, and write the pages."""
+def record(*names: str) -> None:
+    """Run the examples that are named, or all, and store what they showed."""
     for each in GALLERY:
         if each.name in names or not names:
             with tempfile.TemporaryDirectory() as place:
                 outcome = run(each, Path(place))
                 check(each, outcome)
-                record(each, outcome, Path(place))
-    for name, text in files().items():
-        (DOCS / name).write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+                store(each, outcome, Path(place))

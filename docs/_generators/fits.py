@@ -1,4 +1,4 @@
-"""docs/reference/fits.md, made from the tests in tests/fits: ``python tests/kit/fits_page.py`` writes it."""
+"""docs/reference/fits.md, made from the tests in tests/fits."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "reference" / "fits.md"
+from _generators import DOCS, ROOT
+
 TESTS = ROOT / "tests" / "fits"
 INTRODUCTION = """# Other libraries
 
-This page is generated from the tests in `tests/fits` by `python tests/kit/fits_page.py`; a test fails if it is out of
-date. Each block is a part of the test that is named above it, and each test runs the real library, with a tiny
-configuration and without a download. None of them needs an adapter class: a model, an optimizer, a schedule, a loader
-or a metric of the library goes where one of PyTorch would.
+This page is generated from the tests in `tests/fits` by `python docs/_generators`; a test fails if it is out of date.
+Each block is a part of the test that is named above it, and each test runs the real library, with a tiny configuration
+and without a download. None of them needs an adapter class: a model, an optimizer, a schedule, a loader or a metric of
+the library goes where one of PyTorch would.
 
 The versions are those of `constraints.txt`, with which the tests were run. A library whose tests need the extra `fits`
 is tried by `python -m pytest -m fits`, after `pip install -c constraints.txt -e ".[test,fits]"`, and in the same way
@@ -78,5 +78,6 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+def files() -> dict[Path, str]:
+    """Return the text of the page."""
+    return {DOCS / "reference" / "fits.md": page()}

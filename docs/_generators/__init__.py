@@ -1,0 +1,22 @@
+"""What writes the generated pages of the documentation: ``python docs/_generators`` writes them all.
+
+Each module has ``files()``, the text of each file that it makes. The pages of the gallery and the pictures are made of
+stored runs; ``record(*names)`` of these modules runs their examples anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parents[1]
+ROOT = DOCS.parent
+
+GENERATORS = ("addons", "architecture", "composition", "fits", "gallery", "options", "pictures", "scale")
+"""The modules beside this one."""
+
+
+def replace_between(text: str, begin: str, end: str, new: str) -> str:
+    """Return the text of a page with another part between two marks."""
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{new}\n\n{end}{after}"
