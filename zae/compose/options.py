@@ -325,4 +325,6 @@ def _known_add_ons(cls: Any) -> list[Any]:
         subclasses: list[Any] = [c for c in type.__subclasses__(waiting.pop()) if is_add_on(c) and c not in found]
         found |= dict.fromkeys(subclasses)
         waiting += subclasses
-    return [*(c for c in found if c not in installed), *installed]
+    # A base of several add-ons is not what one adds: of WebLoggerAddon and WandBLoggerAddon the second is named.
+    leaves = [c for c in installed if not any(other is not c and issubclass(other, c) for other in installed)]
+    return [*(c for c in found if c not in leaves), *leaves]
