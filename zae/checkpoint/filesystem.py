@@ -120,7 +120,10 @@ def entries_of(parent: Path) -> list[os.DirEntry[str]]:
     except FileNotFoundError:
         return []
     except NotADirectoryError as error:
-        raise ConfigError(f"{parent} is a file, not a directory; give the directory that holds checkpoints") from error
+        raise ConfigError(
+            f"{parent} is a file, not a directory; give the directory that holds checkpoints. start_from and "
+            "apply_weights take a file of weights"
+        ) from error
 
 
 def holds_checkpoint(directory: Path) -> bool:

@@ -31,7 +31,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -607,14 +607,11 @@ def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) ->
         return _download_weights(path, trust_pickle)
     path = Path(path).expanduser()
     if path.is_dir():
-        names = {each.name for each in path.iterdir()}
         if not holds_checkpoint(path) and (saved := list_checkpoints(path)):
             raise CheckpointNotFound(
                 f"{path} is a folder of checkpoints; give one of them, for instance the newest: {str(saved[0])!r}. "
                 f"start_from={str(path)!r} of StateManagerAddon takes the newest intact one"
             )
-        if names and not names & {MANIFEST, STATE}:
-            raise CheckpointNotFound(f"{path} is a folder without a checkpoint; {_instead_of(path, names)}")
         manifest = read_manifest(path)
         return {**read_model(path, manifest), **read_parts(path, manifest)[0]}
     kind = format_of(path)
@@ -625,16 +622,6 @@ def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) ->
         _log.warning("%s is read with trust_pickle=True: whatever code it contains is run", path)
         return read_trusted(path)
     return load_safetensors(path) if kind == "safetensors" else read_ckpt(read_whole(path), str(path))
-
-
-def _instead_of(folder: Path, names: Iterable[str]) -> str:
-    """Return what to give instead of a folder with these names, in which there is no checkpoint."""
-    if "adapter_config.json" in names:
-        return f"it holds an adapter of PEFT: PeftModel.from_pretrained(model, {str(folder)!r})"
-    files = sorted(name for name in names if Path(name).suffix == ".safetensors")
-    if len(files) == 1:
-        return f"give the file of weights in it: {str(folder / files[0])!r}"
-    return "give one, or a file of weights"
 
 
 def _download_weights(url: str, trust_pickle: bool) -> dict[str, Tensor]:

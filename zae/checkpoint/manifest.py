@@ -28,7 +28,14 @@ from zae.checkpoint.filesystem import (
     read_whole,
     shard_name,
 )
-from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError
+from zae.checkpoint.weights_file import SUFFIXES
+from zae.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    ConfigError,
+)
 
 __all__ = [
     "FORMAT",
@@ -160,7 +167,27 @@ def parse(data: bytes, where: str) -> Manifest:
 
 def read_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of a checkpoint, without its other files."""
+    _refuse_other_folder(directory)
     return parse(read_whole(directory / MANIFEST, limit=MANIFEST_LIMIT), str(directory / MANIFEST))
+
+
+def _refuse_other_folder(directory: Path) -> None:
+    """Say of a folder that holds something else than a checkpoint what it is, and which call takes it."""
+    names = {each.name for each in directory.iterdir()} if directory.is_dir() else set()
+    weights = sorted(name for name in names if Path(name).suffix in SUFFIXES)
+    if names & {MANIFEST, STATE, STATE_TENSORS, SHARDS} or not names:  # A damaged one.
+        return
+    if "adapter_config.json" in names:
+        instead = f"it holds an adapter of PEFT: PeftModel.from_pretrained(model, {str(directory)!r})"
+    elif len(weights) == 1:
+        file = str(directory / weights[0])
+        instead = (
+            f"give the file of weights in it: {file!r}, to start_from or apply_weights. A run resumes only from a "
+            "checkpoint"
+        )
+    else:
+        instead = "give one, or a file of weights to start_from or apply_weights"
+    raise CheckpointNotFound(f"{directory} is a folder without a checkpoint; {instead}")
 
 
 def verify(directory: str | os.PathLike[str], *, skip: Collection[str] = ()) -> Manifest:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from zae.checkpoint.manifest import FileEntry, Manifest
 
 __all__ = [
+    "SUFFIXES",
     "format_of",
     "iterate_safetensors",
     "load_safetensors",
@@ -48,7 +49,7 @@ HEADER_LIMIT = 64 << 20
 """The largest safetensors header that is written or read, in bytes: some 400,000 tensors."""
 
 _FORMATS = {"safetensors": "safetensors", "safetensor": "safetensors", "ckpt": "ckpt"}
-_SUFFIXES = {**{f".{name}": kind for name, kind in _FORMATS.items()}, ".pt": "ckpt", ".pth": "ckpt"}
+SUFFIXES = {**{f".{name}": kind for name, kind in _FORMATS.items()}, ".pt": "ckpt", ".pth": "ckpt"}
 _TIES = "zae.tied"
 _LENGTH = 8  # The file begins with the length of the header, little endian.
 _PADDING = 1 << 16  # White space outside of the header's text: some tools align tensors to a page.
@@ -89,9 +90,9 @@ def parse_format(name: str) -> str:
 
 def format_of(path: PurePath) -> str:
     """Return the format that the suffix of a file stands for."""
-    found = _SUFFIXES.get(path.suffix.lower())
+    found = SUFFIXES.get(path.suffix.lower())
     if found is None:
-        *most, last = _SUFFIXES
+        *most, last = SUFFIXES
         raise ConfigError(f"{path}: unknown suffix {path.suffix!r} for weights; write {', '.join(most)} or {last}")
     return found
 

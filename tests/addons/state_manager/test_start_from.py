@@ -335,3 +335,42 @@ class Failing(rank_tasks.Task):
         if self.progress_checker.step == self.fail_at:
             raise RuntimeError("failed as it was told to")
         return super().train_step(batch)
+
+
+CALLS: dict[str, Callable[[Path, Path], Any]] = {
+    "start_from": lambda folder, own: build(own, start_from=folder),
+    "resume": lambda folder, own: build(own, resume=folder).run(1, hand.loader()),
+    "load_state": lambda folder, own: build(own).load_state(folder),
+    "apply_weights": lambda folder, own: build(own).apply_weights(folder),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["model.safetensors", "best.ckpt", "weights-00000012.safetensors", "last.pt"])
+def test_a_folder_of_weights_alone_is_named_with_the_calls_that_take_its_file(
+    call: str, name: str, source: Any, tmp_path: Path
+) -> None:
+    """As Transformers writes it, or as what was left of a checkpoint: it is no damaged one."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    file = source.save_model(folder / name)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointNotFound, match=r"a folder without a checkpoint; .*only from a checkpoint") as raised:
+        CALLS[call](folder, tmp_path / "run")
+    assert f"the file of weights in it: {str(file)!r}, to start_from or apply_weights" in str(raised.value)
+    build(tmp_path / "other", start_from=file).run(1, hand.loader())
+    if call in ("resume", "load_state"):
+        with pytest.raises(ConfigError, match=r"is a file, not a directory; .*start_from and apply_weights take"):
+            CALLS[call](file, tmp_path / "run")
+
+
+def test_a_checkpoint_that_has_lost_files_is_damaged(source: Any, tmp_path: Path) -> None:
+    saved = list_checkpoints(source.save_path)[0]
+    for lost in (["manifest.json"], ["manifest.json", "state.json"]):
+        folder = tmp_path / f"without{len(lost)}"
+        shutil.copytree(saved, folder)
+        for name in lost:
+            (folder / name).unlink()
+        for call in ("start_from", "resume", "load_state"):
+            with pytest.raises(CheckpointDamaged, match=r"manifest.json: is missing"):
+                CALLS[call](folder, tmp_path / "run")
