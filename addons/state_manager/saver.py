@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zae.checkpoint.encoding import PLAIN
-from zae.checkpoint.folder import Group, Share, plan_share, sweep, verify_share, write_share
+from zae.checkpoint.folder import Group, Share, plan_share, sweep, write_share
 from zae.checkpoint.tensor_bytes import DTYPES, byte_view, view_key
 from zae.checkpoint.weights_file import parse_format
 from zae.common.device import can_copy_async
@@ -178,13 +178,16 @@ class Job(NamedTuple):
         return self._replace(share=self.share._replace(files=snapshots.take(self.share.files)))
 
     def write_folder(self, directory: Path | None = None) -> Path:
-        """Write it as a folder that is whole or absent, at its target or elsewhere; verify it if it replaces others."""
+        """Write it as a folder that is whole or absent, at its target or elsewhere; read it back if it replaces others.
+
+        A folder elsewhere is brought to another storage, which verifies what it has.
+        """
+        reads_back = directory is None and bool(self.replaces)
         directory = directory or self.target
         # A whole state is encoded here, in the thread that writes.
         share = self._plan(self.model_format, self.group) if self.share is None else self.share
-        write_share(directory, share, self.group, partial(self._check, share.weights()))
-        if self.replaces:
-            verify_share(directory, self.group)
+        check = partial(self._check, share.weights())
+        write_share(directory, share, self.group, check, reads_back)
         if self.group.rank == 0:
             sweep(directory.parent)
         return directory

@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,6 +71,7 @@ class UntrackedState:
         self._begun_loader: tuple[int, int] | None = None  # Of the present call of run.
         self.modules: dict[str, str] = {}  # The class of each module that training has replaced, added or removed.
         self._begun_modules: dict[str, str] = {}
+        self._watched: _Watched | None = None
 
     def begin(self, owner: object, model: nn.Module, optimization: Optimization, is_main: bool) -> None:
         """Record all values as a run begins; the first time after a resume, warn of what the checkpoint lacks."""
@@ -124,7 +125,10 @@ class UntrackedState:
 
     def _fingerprints(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
         """Map the name of each value to a fingerprint that is equal while the value has not changed."""
-        held, kept = vars(owner), getattr(owner, "saved_attributes", ())
+        if self._watched is None or self._watched.cls is not type(owner):
+            self._watched = _Watched.of(type(owner))
+        watched, held = self._watched, vars(owner)
+        kept = getattr(owner, "saved_attributes") if watched.saves_attributes else ()  # noqa: B009  (not all have it)
         optimizers = {f"optimizer[{name!r}]": each for name, each in optimization.optimizers.items()}
         every_optimizer = [inner for each in optimizers.values() for inner in with_inner(each)]
         run = getattr(owner, "current_run", None)
@@ -135,7 +139,7 @@ class UntrackedState:
         inside = {id(each) for each in (*saved, *streams, *model.modules())}
         fingerprint_of = _Fingerprint(inside, _memory_of(model))
         found: dict[str, Any] = {}
-        own = [(*each, _DEPTH) for each in _of_task(owner)]
+        own = [(*each, _DEPTH) for each in watched.values_of(owner)]
         of_model = [(*each, 2) for each in _of_model(model) if each[0] not in kept]
         of_optimizers = [(*each, _DEPTH) for place, one in optimizers.items() for each in _of_optimizer(place, one)]
         of_data = [(*each, 2) for each in _of_data(loader)]
@@ -175,31 +179,50 @@ def _warn_of_replaced(saved: Mapping[str, str], present: Mapping[str, str]) -> N
     )  # fmt: skip
 
 
-def _of_task(owner: object) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a task and of its class, unless a class of the user saves a state of its own.
+class _Watched(NamedTuple):
+    """Which attributes of a task are compared: the same ones for all objects of a class."""
 
-    An attribute that a class of zae names, as an option or by an annotation, or that an add-on declares, is not one.
-    Private ones are those that a method of the user names.
-    """
-    cls = type(owner)
-    users = [each for each in cls.__mro__ if each is not object and not _is_of_zae(each)]
-    if any("state_dict" in vars(each) and "layer" not in vars(each) for each in users):
-        return
-    named = {name for each in users for value in vars(each).values() for name in names_in(value)}
-    declared = {name for name, (_, taker) in options_of(cls).items() if _is_of_zae(taker)}
-    for each in cls.__mro__:
-        for kind in ("state_attributes", "rank_state_attributes", "process_attributes"):
-            declared.update(vars(each).get(kind, ()))
-        if _is_of_zae(each):
-            declared.update(vars(each).get("__annotations__", ()))
-    place = recipe_of(cls)[0].__name__
-    of_class = {name: value for each in reversed(users) for name, value in vars(each).items() if name in named}
-    of_class = {name: value for name, value in of_class.items() if isinstance(value, _KINDS)}
-    for name, value in sorted((of_class | vars(owner)).items()):
-        if name.startswith("_") and (name not in named or name.startswith("__")):
-            continue
-        if name not in declared and not _is_of_zae(type(value)):
-            yield f"{place}.{name}", value
+    cls: type
+    users: list[type]  # The classes that are not zae's, the task first.
+    named: set[str]  # What their methods name.
+    declared: set[str]  # What zae knows: an option, an annotation, what an add-on declares.
+    has_own_state: bool  # A class of the user saves a state of its own.
+    saves_attributes: bool  # An add-on saves attributes of modules.
+
+    @classmethod
+    def of(cls, task: type) -> _Watched:
+        """Examine a class."""
+        users = [each for each in task.__mro__ if each is not object and not _is_of_zae(each)]
+        declared = {name for name, (_, taker) in options_of(task).items() if _is_of_zae(taker)}
+        for each in task.__mro__:
+            for kind in ("state_attributes", "rank_state_attributes", "process_attributes"):
+                declared.update(vars(each).get(kind, ()))
+            if _is_of_zae(each):
+                declared.update(vars(each).get("__annotations__", ()))
+        return cls(
+            cls=task,
+            users=users,
+            named={name for each in users for value in vars(each).values() for name in names_in(value)},
+            declared=declared,
+            has_own_state=any("state_dict" in vars(each) and "layer" not in vars(each) for each in users),
+            saves_attributes=any("saved_attributes" in vars(each) for each in task.__mro__),
+        )
+
+    def values_of(self, owner: object) -> Iterator[tuple[str, Any]]:
+        """Yield the attributes of a task and of its class, the private ones that a method of the user names."""
+        if self.has_own_state:
+            return
+        found: dict[str, Any] = {}
+        for each in reversed(self.users):
+            for name, value in vars(each).items():
+                if name in self.named and isinstance(value, _KINDS):
+                    found[name] = value
+        place = recipe_of(self.cls)[0].__name__
+        for name, value in sorted((found | vars(owner)).items()):
+            if name.startswith("_") and (name not in self.named or name.startswith("__")):
+                continue
+            if name not in self.declared and not _is_of_zae(type(value)):
+                yield f"{place}.{name}", value
 
 
 def _is_of_zae(cls: type) -> bool:

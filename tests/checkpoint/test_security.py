@@ -114,9 +114,9 @@ def test_no_call_in_the_package_makes_code_of_a_file() -> None:
     # proves an add-on reads back what it has itself pickled.
     allowed = {
         name: {"pickle.loads", "torch.load"}
-        for name in ("launch/rank_process.py", "launch/spawn.py", "launch/transfer.py")
+        for name in ("distributed/rank_process.py", "distributed/spawn.py", "distributed/transfer.py")
     }
-    allowed["launch/collectives.py"] = {"pickle.loads"}  # Ranks too, as dist.all_gather_object does.
+    allowed["distributed/collectives.py"] = {"pickle.loads"}  # Ranks too, as dist.all_gather_object does.
     allowed["testing/checks.py"] = {"pickle.loads"}
     assert {name: calls for name, calls in found.items() if not set(calls) <= allowed.get(name, set())} == {}
     assert len(SOURCES) > 40

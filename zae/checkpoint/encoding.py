@@ -23,6 +23,7 @@ import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -46,6 +47,7 @@ _ROOM = 4  # Brackets that a leaf may add: {"$tensor": ["name", null, [1, 0], [1
 _COLLISIONS = 64  # Keys of one hash in a dict: 34 powers of two have the same, as floats.
 _NUMPY_TEXT = re.compile(r"[<>|=](?:[biufcSU]\d{1,9}|[mM]8(?:\[\d*[A-Za-z]{1,2}\])?)")
 _NUMPY_KINDS = "biufcSUmM"
+_FIRST = itemgetter(slice(1))  # The first letter of a key: "$" if it looks like a tag.
 
 # The keys from a value back to the root, linked: one tuple for each level, turned into text only for a message.
 _Path: TypeAlias = "tuple[_Path, object] | None"
@@ -209,7 +211,9 @@ class _Encoder:
     def value(self, value: Any, path: _Path, depth: int) -> Any:
         """Return the JSON form of `value`, which stands at `path` and `depth` brackets deep."""
         kind = type(value)
-        if kind in PLAIN and _is_in_json(value):
+        if kind is str or kind is bool or value is None:
+            return value
+        if (kind is int or kind is float) and _is_in_json(value):
             return value
         if depth + _ROOM > DEPTH_LIMIT:
             raise CheckpointError(
@@ -237,7 +241,7 @@ class _Encoder:
 
     def _dict(self, value: dict[Any, Any], path: _Path, depth: int) -> Any:
         """Return an object if JSON can hold the keys and none looks like a tag, else pairs."""
-        if type(value) is dict and {str}.issuperset(map(type, value)) and "$" not in {key[:1] for key in value}:
+        if type(value) is dict and {str}.issuperset(map(type, value)) and "$" not in map(_FIRST, value):
             if PLAIN.issuperset(map(type, value.values())) and all(map(_is_in_json, value.values())):
                 return value  # A row of a history, which may have a hundred thousand.
             return {key: self.value(item, (path, key), depth + 1) for key, item in value.items()}

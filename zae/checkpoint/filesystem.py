@@ -348,11 +348,13 @@ def reason(error: OSError) -> str:
     return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
 
 
+# Windows has only the last flag, other systems the first two.
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
 def _open_no_link(path: str, flags: int) -> int:
     """Open without following a link or waiting for the other end of a pipe."""
-    # Windows has only the last flag, other systems the first two.
-    more = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
-    return os.open(path, flags | more)
+    return os.open(path, flags | _NO_LINK)
 
 
 # ------------------------------------------------------------------------------------------------ changes of the disk

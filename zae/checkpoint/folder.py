@@ -51,6 +51,7 @@ from zae.checkpoint.filesystem import (
     SHARDS,
     STATE,
     STATE_TENSORS,
+    Output,
     clear,
     entries_of,
     holds_checkpoint,
@@ -59,6 +60,7 @@ from zae.checkpoint.filesystem import (
     locate,
     make_directory,
     not_saved,
+    open_input,
     original_name,
     read_whole,
     refuse_foreign,
@@ -230,12 +232,14 @@ def write_share(
     share: Share,
     group: Group = Group(),  # noqa: B008  (it is a tuple)
     check: Callable[[], object] = lambda: None,
+    reads_back: bool = False,
 ) -> Path:
     """Write a checkpoint of which each rank has its share; all ranks of the group call it.
 
     When this returns, the disk has all of it. If it fails on one rank, ``check`` included, it fails on all, and nothing
     is left. An existing checkpoint with this name stays complete until the new one is, which then replaces it. The
-    directory must be on a disk that all ranks share.
+    directory must be on a disk that all ranks share. With ``reads_back`` each rank then reads what it has written, and
+    compares the hashes: before others are removed.
     """
     directory, manifest = Path(os.path.abspath(directory)), share.manifest
     sizes = (len(each) if isinstance(each, bytes) else byte_count(*each.values()) for each in share.files.values())
@@ -249,14 +253,20 @@ def write_share(
         filesystem.disk.mkdir(staging)
         return str(staging)
 
-    def finish() -> None:
-        if manifest is not None:
-            _install(staging, directory, manifest, {name: each for files in written for name, each in files.items()})
+    def finish() -> dict[str, FileEntry]:
+        if manifest is None:
+            return {}
+        for files in written:
+            manifest["files"] |= files
+        return {MANIFEST: _install(staging, directory, manifest)}
 
     with stage(directory, needed) if manifest is not None else contextlib.nullcontext(Path()) as staging:
         staging = Path(group.together(prepare, directory, needed)[0] or "")
         written = group.together(partial(_write_files, staging, share.files, check), directory, needed)
-        group.together(finish, directory, needed)
+        installed = group.together(finish, directory, needed)
+    if reads_back:
+        own = written[group.rank] | installed[group.rank]
+        group.together(partial(_read_back, directory, own), directory)
     return directory
 
 
@@ -269,7 +279,11 @@ def _write_files(
     with contextlib.ExitStack() as hashing:  # Each file is hashed while the next is written, and during the check.
         outputs = {name: write_file(staging / name, _writer(name, held), hashing) for name, held in files.items()}
         check()
-    return {name: FileEntry(size=each.size, sha256=each.hexdigest()) for name, each in outputs.items()}
+    return {name: _entry_of(each) for name, each in outputs.items()}
+
+
+def _entry_of(output: Output) -> FileEntry:
+    return FileEntry(size=output.size, sha256=output.hexdigest())
 
 
 def _writer(name: str, content: dict[str, Tensor] | bytes) -> Callable[[Callable[[Any], object]], object]:
@@ -278,25 +292,20 @@ def _writer(name: str, content: dict[str, Tensor] | bytes) -> Callable[[Callable
     return partial(write_ckpt if name == MODEL_FILES["ckpt"] else write_safetensors, tensors=content)
 
 
-def _install(staging: Path, directory: Path, manifest: Manifest, written: Mapping[str, FileEntry]) -> None:
-    """List the files of all ranks in the manifest, and rename the directory."""
-    manifest["files"] |= written
+def _install(staging: Path, directory: Path, manifest: Manifest) -> FileEntry:
+    """Write the manifest and rename the directory to its place."""
     text = seal(manifest)
-    write_file(staging / MANIFEST, lambda write: write(text))
-    filesystem.disk.fsync_directory(staging)
+    output = write_file(staging / MANIFEST, lambda write: write(text))
+    filesystem.disk.fsync_directory(staging)  # The names of the files, before the directory gets its own.
     install(staging, directory)
+    return _entry_of(output)
 
 
-def verify_share(directory: Path, group: Group) -> None:
-    """Read what was written, each rank its own files, and compare the hashes; all ranks call it."""
-
-    def check() -> None:
-        others = {shard_name(rank) for rank in range(ranks) if rank != group.rank}
-        rest = {MODEL_FILES["sharded"], STATE_TENSORS, STATE, SHARDS} if group.rank else set()
-        verify(directory, skip=others | rest)
-
-    ranks = len(group.gather(None))
-    group.together(check, directory)
+def _read_back(directory: Path, written: Mapping[str, FileEntry]) -> None:
+    """Read files again that were just written, and raise CheckpointDamaged unless they have their hashes."""
+    for name, entry in written.items():
+        with open_input(directory / name, size=entry["size"]) as source:
+            source.finish(entry["sha256"])
 
 
 def save_checkpoint(

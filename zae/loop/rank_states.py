@@ -81,8 +81,12 @@ class RankStates:
         """
         with state_mode(trainer, PARTS):
             state = dict(trainer.state_dict())
-        name, world, varying = engine_of(type(trainer)), trainer.engine.dp_world_size, _varying_entries(type(trainer))
-        for key, each in state.items() if trainer.world_size > 1 else ():
+        if trainer.world_size == 1:
+            return state
+        name = engine_of(type(trainer))
+        world = trainer.engine.dp_world_size
+        varying = _varying_entries(type(trainer))
+        for key, each in state.items():
             if key in varying or not in_parts:
                 state[key] = trainer.whole_values(each, key in varying or trainer.is_main)
         if world == 1 or name not in state or len(state[name]["ranks"]) != world:
