@@ -10,7 +10,7 @@ import zae.addons
 from kit import removal
 from zae.common.lazy import names_in_stub
 
-EVERY_RUN = ("ema", "loggers", "search")
+EVERY_RUN = ("addons.ema", "addons.loggers", "search")
 """A file of addons/, a folder of it, and a tool."""
 
 
@@ -36,11 +36,10 @@ def is_left(folder: Path, module: str) -> bool:
     return folder.joinpath(*module.split(".")).with_suffix(".py").is_file()
 
 
-def test_what_is_declared_is_there() -> None:
-    """The table names features and tools, and each of their files is in the repository."""
+def test_what_is_removed_is_there() -> None:
+    """Each name is that of a file or folder, and what each is built on can be removed too."""
     known = removal.removable()
     assert set(EVERY_RUN) <= set(known)
-    named = {*removal.BUILT_ON, *(base for bases in removal.BUILT_ON.values() for base in bases)}
-    assert named <= set(known)
-    missing = [path for paths in known.values() for path in paths if not (removal.ROOT / path).exists()]
-    assert missing == []
+    assert set().union(*map(removal.needs, known)) <= set(known)
+    places = [removal.ROOT.joinpath("zae", *name.split(".")) for name in known]
+    assert [path for path in places if not path.is_dir() and not path.with_suffix(".py").is_file()] == []

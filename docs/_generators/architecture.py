@@ -34,7 +34,7 @@ def table() -> str:
 
 def _built_on(package: str) -> str:
     """Return the cell for what BUILT_ON_TOOLS says of a package, or of features in it."""
-    if imports.BUILT_ON_TOOLS.get(package) == imports.TOOLS:
+    if package == "cli":
         return "the tools"
     own = _names(imports.BUILT_ON_TOOLS.get(package, frozenset()))
     inside = [

@@ -93,6 +93,16 @@ def check_weights() -> None:
     assert hand.digest(fresh.model) == hand.digest(trainer.model)
 
 
+def check_commands() -> None:
+    """Each command that the help lists can be imported."""
+    try:
+        from zae import cli
+    except ImportError:
+        return  # It has been removed.
+    for name in cli.COMMANDS:
+        importlib.import_module(f"zae.cli.{name}")
+
+
 def check_names() -> list[str]:
     """Every name that is listed is there, and an add-on composes with the trainer."""
     import zae.addons
@@ -110,4 +120,5 @@ if __name__ == "__main__":
     check_run()
     check_composition()
     check_weights()
+    check_commands()
     print(json.dumps({"add_ons": check_names()}))

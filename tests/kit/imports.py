@@ -63,13 +63,26 @@ BUILT_ON_TOOLS: dict[str, frozenset[str]] = {
     "doctor": frozenset({"addons.state_manager"}),
     "certify": frozenset({"script", "testing"}),
     "replay": frozenset({"addons.state_manager", "diff", "script"}),
-    "tuning": frozenset({"addons.accumulation", "report"}),
-    "cli": TOOLS,
+    "tuning.batch_size": frozenset({"addons.accumulation"}),
+    "cli.certify": frozenset({"certify", "cli.script"}),
+    "cli.consolidate": frozenset({"doctor"}),
+    "cli.diff": frozenset({"diff"}),
+    "cli.doctor": frozenset({"doctor"}),
+    "cli.explain": frozenset({"explain", "cli.script"}),
+    "cli.plan": frozenset({"cli.script", "script"}),
+    "cli.plot": frozenset({"report"}),
+    "cli.replay": frozenset({"replay", "cli.script"}),
+    "cli.report": frozenset({"report"}),
+    "cli.runs": frozenset({"runs"}),
+    "cli.script": frozenset({"script"}),
 }
 """What is built on a tool, or on an add-on, without which it does not work.
 
 The core and the add-ons import these where they are called, so that they can be imported without them.
 """
+
+IN_ONE_METHOD = ("trainer", "addons.huggingface")
+"""Of these only a method needs the tool, `explain`, `plan` or `hyperparameter_search`; all else works without it."""
 
 ENGINES = ("accelerate", "deepspeed", "fsdp", "mpu", "pipeline", "tensor_parallel")
 """The features that are engines: they share the modules `SHARED` of the ranks."""

@@ -1,6 +1,7 @@
 """What can be removed of zae, what is built on what, and copies of the package without some of it.
 
-A feature is a file or a folder of ``addons/``, or one logger of ``addons/loggers/``. A tool is what `TOOLS` lists.
+A feature is a file or a folder of ``addons/``, or one logger of ``addons/loggers/``. `imports` has the table of the
+tools, and says what is built on what.
 """
 
 from __future__ import annotations
@@ -11,85 +12,50 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from kit import imports
+
+ROOT = imports.ROOT
 CORE_SAMPLE = Path(__file__).with_name("core_sample.py")
 
-TOOLS: dict[str, tuple[str, ...]] = {
-    "certify": ("zae/certify", "zae/cli/certify.py"),
-    "cli": ("zae/cli", "zae/__main__.py"),
-    "consolidate": ("zae/cli/consolidate.py",),
-    "diff": ("zae/diff.py", "zae/cli/diff.py"),
-    "doctor": ("zae/doctor", "zae/cli/doctor.py"),
-    "explain": ("zae/explain.py", "zae/cli/explain.py"),
-    "find_batch_size": ("zae/tuning/batch_size.py",),
-    "launch": ("zae/cli/launch.py",),
-    "new": ("zae/cli/new.py", "zae/cli/templates"),
-    "plan": ("zae/plan", "zae/cli/plan.py"),
-    "plot": ("zae/cli/plot.py",),
-    "replay": ("zae/replay", "zae/cli/replay.py"),
-    "report of runs": ("zae/report", "zae/cli/report.py"),
-    "runs": ("zae/runs", "zae/cli/runs.py"),
-    "script": ("zae/script.py", "zae/cli/script.py", "zae/cli/explain.py", "zae/cli/plan.py"),
-    "search": ("zae/search",),
-    "testing": ("zae/testing",),
-    "tuning": ("zae/tuning",),
-}
-"""The tools, each with its files and folders."""
-
-BUILT_ON: dict[str, tuple[str, ...]] = {
-    # Engines of several processes, on what they share.
-    "accelerate": ("distributed", "replicated"),
-    "deepspeed": ("distributed",),
-    "distributed": ("sharded",),
-    "fsdp": ("distributed",),
-    "mpu": ("distributed", "replicated"),
-    "pipeline": ("distributed",),
-    "tensor_parallel": ("distributed",),
-    # Other features.
-    "activation_offload": ("gradient_checkpointing",),
-    "fairseq2": ("torch_metrics",),
-    "lightning": ("torch_metrics",),
-    "report": ("report of runs", "doctor"),
-    # Tools.
-    "certify": ("script", "testing"),
-    "consolidate": ("doctor",),
-    "doctor": ("state_manager",),
-    "find_batch_size": ("accumulation",),
-    "plot": ("report of runs",),
-    "replay": ("diff", "script", "state_manager"),
-    "report of runs": ("doctor",),
-    "tuning": ("report of runs",),
-}
-"""What each feature or tool imports of others: it is removed together with any of them."""
+COMMANDS = ROOT / "zae" / "cli"
+LOGGERS = ROOT / "addons" / "loggers"
 
 
-def features() -> dict[str, tuple[str, ...]]:
-    """Map each feature of addons/ to its file or folder."""
-    found: dict[str, tuple[str, ...]] = {}
-    for path in sorted((ROOT / "addons").iterdir()):
-        is_package = (path / "__init__.py").is_file()
-        if is_package or (path.suffix == ".py" and path.name != "__init__.py"):
-            found[path.stem] = (f"zae/addons/{path.name}",)
-    for path in sorted((ROOT / "addons" / "loggers").glob("*_logger.py")):
-        found[f"loggers.{path.stem}"] = (f"zae/addons/loggers/{path.name}",)
+@cache
+def removable() -> list[str]:
+    """List what can be removed, by the name of its module or package below zae: "addons.ema", "search", "cli.plot"."""
+    features = [f"addons.{name}" for name in [*imports.features(), *imports.SHARED]]
+    loggers = [f"addons.loggers.{path.stem}" for path in LOGGERS.glob("*_logger.py")]
+    commands = [f"cli.{path.stem}" for path in COMMANDS.glob("*.py") if path.stem != "__init__"]
+    parts = [name for name in imports.BUILT_ON_TOOLS if name.partition(".")[0] in imports.TOOLS]
+    return sorted({*features, *loggers, *imports.TOOLS, *commands, *parts})
+
+
+def needs(name: str) -> set[str]:
+    """Return what a feature or a tool is built on."""
+    if name in imports.IN_ONE_METHOD:
+        return set()
+    found = set(imports.BUILT_ON_TOOLS.get(name, ()))
+    folder, _, own = name.partition(".")
+    if folder == "addons":
+        shared = imports.SHARED if own in imports.SHARED else ()  # The engines need them together.
+        found |= {f"addons.{each}" for each in (*imports.BUILT_ON.get(own, ()), *shared)} - {name}
+    if folder == "cli" and own in imports.TOOLS:
+        found.add(own)  # A command of the name of a tool.
     return found
 
 
-def removable() -> dict[str, tuple[str, ...]]:
-    """Map each feature and each tool to its files and folders."""
-    return features() | TOOLS
-
-
 def built_on(name: str) -> list[str]:
-    """List what is built on a feature or a tool, directly or not."""
+    """List what is built on a feature or a tool, directly or not: it is removed together with that."""
     found: list[str] = []
     waiting = [name]
     while waiting:
         base = waiting.pop()
-        new = [each for each in removable() if base in BUILT_ON.get(each, ()) and each not in found]
+        new = [each for each in removable() if base in needs(each) and each not in found]
         found += new
         waiting += new
     return sorted(found)
@@ -106,14 +72,15 @@ def copy_package(folder: Path) -> None:
 
 
 def remove(folder: Path, names: Iterable[str]) -> None:
-    """Delete the files and folders of features and tools from a copy."""
+    """Delete features and tools, each a file or a folder, from a copy."""
     for name in names:
-        for each in removable()[name]:
-            path = folder / each
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)  # One that lies in a folder which has gone.
+        path = folder.joinpath("zae", *name.split("."))
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.with_suffix(".py").unlink(missing_ok=True)  # One that lies in a folder which has gone.
+        if name == "cli":
+            (folder / "zae" / "__main__.py").unlink()  # It only calls the commands.
 
 
 def run_core_sample(folder: Path) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from zae.cli import main
-from zae.report.records import Series
-from zae.report.text_plot import draw
+from zae.display.text_plot import Series, draw
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "plots.txt"
 

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import zae
@@ -22,8 +23,7 @@ from zae.errors import CheckpointDamaged, ZaeError, did_you_mean, printable
 
 __all__ = ["COMMANDS", "Answer", "main"]
 
-
-COMMANDS = {
+_COMMANDS = {
     "doctor": "examine this machine, or the checkpoints of a run, and say what to do about what is wrong",
     "plan": "show what the run of a script would do, or refuse, without training",
     "explain": "show the loop of a script's trainer, with the add-ons that override each line",
@@ -38,7 +38,8 @@ COMMANDS = {
     "addons": "list the installed add-ons, or describe one",
     "new": "write a project, or the distribution of an add-on, to begin with",
 }
-"""Each command with its line in the help."""
+COMMANDS = {name: line for name, line in _COMMANDS.items() if Path(__file__).with_name(f"{name}.py").is_file()}
+"""Each command that is there, with its line in the help."""
 
 _SCRIPT = ("plan", "explain", "certify", "replay", "launch")  # What takes arguments for a script.
 _STATUS = """\

@@ -13,7 +13,7 @@ from zae.cli import Answer
 from zae.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from zae.report.records import Series
+    from zae.display.text_plot import Series
 
 __all__ = ["add_arguments", "run"]
 
@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     """Draw all metrics of all runs into one plot; ConfigError where a run or a metric is unknown."""
     from zae.common.walk import json_safe
+    from zae.display.text_plot import draw
     from zae.report.loading import load_run, names_of
-    from zae.report.text_plot import draw
 
     for name, least in (("width", 20), ("height", 3)):
         if (given := getattr(arguments, name)) is not None and given < least:

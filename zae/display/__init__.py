@@ -1,1 +1,1 @@
-"""Show a run while it trains: numbers as text, the table and bar of a terminal, the output of a notebook."""
+"""Show a run while it trains: numbers as text, the table, bar and curves of a terminal, the output of a notebook."""

@@ -1,5 +1,4 @@
 """The report of runs: one HTML page with their curves, options, environment and checkpoints.
 
-`records` reads the log of a run into series; `page` writes the page from report.html, report.css and report.js;
-`text_plot` draws curves in a terminal.
+`records` reads the log of a run into series; `page` writes the page from report.html, report.css and report.js.
 """

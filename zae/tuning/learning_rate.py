@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import check_count
 from zae.display.text import number
+from zae.display.text_plot import Series, draw
 from zae.errors import ConfigError
 from zae.optim import as_dict
-from zae.report.records import Series
-from zae.report.text_plot import draw
 from zae.tuning.trials import trial, trial_loader
 
 if TYPE_CHECKING:

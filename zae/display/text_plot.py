@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from zae.display.text import number
 from zae.errors import printable
 
-if TYPE_CHECKING:
-    from zae.report.records import Series
-
-__all__ = ["draw"]
+__all__ = ["Series", "draw"]
 
 _MARKS = "*o+x#@%&"
 _COLOURS = ("34", "33", "32", "35", "36", "31")  # Of a terminal: each can be read on black and on white.
 _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # The dot of each column and row of a character.
+
+
+@dataclass
+class Series:
+    """The values of one metric; steps increase, times are seconds since 1970 or NaN."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    def add(self, step: int, value: float, time: float) -> None:
+        """Append a point; points of this step and of later ones are from before a resume, and are removed."""
+        while self.steps and self.steps[-1] >= step:
+            del self.steps[-1], self.values[-1], self.times[-1]
+        self.steps.append(step)
+        self.values.append(value)
+        self.times.append(time)
 
 
 def draw(
