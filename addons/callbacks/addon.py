@@ -45,7 +45,7 @@ class CallbackAddon(AddOnBase):
 
     Parameters
     ----------
-    callbacks : sequence
+    callbacks : sequence, optional
         Instances, or classes that need no arguments; they are called in this order.
     callback_args : object, optional
         The ``args`` of Transformers' events, a TrainingArguments for instance; None makes them of this run:
@@ -85,8 +85,11 @@ class CallbackAddon(AddOnBase):
     state_attributes = ("_shared_state",)
     rank_state_attributes = ("_callback_states",)
 
-    def __init__(self, *args: Any, callbacks: Sequence[Any] = (), callback_args: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, callbacks: Sequence[Any] | None = (), callback_args: Any = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        callbacks = () if callbacks is None else callbacks
         if isinstance(callbacks, (str, Mapping)) or not isinstance(callbacks, Iterable):
             raise ConfigError(f"callbacks={callbacks!r:.80}; write a list of them: callbacks=[...]")
         self._callbacks = Callbacks(callbacks)

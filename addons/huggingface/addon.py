@@ -220,6 +220,9 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
     def train(self, resume_from_checkpoint: Any = None) -> Any:
         """Train on ``train_dataset``, as long as ``num_train_epochs`` or ``max_steps`` say.
 
+        A second call trains as long again, with the same optimizer and the schedule from its beginning, as that of
+        Transformers does; the order of the data goes on.
+
         Parameters
         ----------
         resume_from_checkpoint : str, Path or bool, optional
@@ -238,6 +241,8 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
                     "keeps none; write Trainer.add_on(HuggingFaceAddon, StateManagerAddon)(..., save_path=folder)"
                 )
             self.resume_from(resume_from_checkpoint)
+        elif isinstance(self.scheduler, optimizers.Schedule) and not self.progress_checker.epoch_batch:
+            self.scheduler = self.scheduler.factory  # As in Transformers, another call begins the schedule anew.
         loader = self.get_train_dataloader()
         started, batches = time.time(), self.progress_checker.batch
         self._last_step = 0 if self.eval_strategy != "epoch" else length.cut_at(self, self.steps_per_epoch(loader))

@@ -48,6 +48,7 @@ STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 ARGUMENTS, METADATA, WEIGHTS = "training_args.json", "zae.json", "model.safetensors"
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _FILES = re.compile(r"\.(safetensors|ckpt|pth?|bin|h5|onnx|pkl|pickle|npz|json|zip|tar|gz|msgpack)")
+_REPOSITORY = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)  # As huggingface_hub checks it.
 _SECONDS = 600.0  # How long an upload waits for a checkpoint that another thread writes.
 
 
@@ -160,6 +161,16 @@ def describe_model(model: nn.Module, more: Mapping[str, Any]) -> dict[str, Any]:
     versions = {"zae_version": zae.__version__, "transformers_version": transformers.__version__}
     about = {"torch_version": torch.__version__, "model_class": type(model).__name__, "base_model": base}
     return {"library_name": "zae", **versions, **about, **more}
+
+
+def check_repository(name: Any) -> None:
+    """Refuse what the Hub takes for no name of a repository, before anything is trained."""
+    is_text = isinstance(name, str) and _REPOSITORY.fullmatch(name) is not None
+    if not is_text or "--" in name or ".." in name or name.endswith(".git"):
+        raise ConfigError(
+            f"hub_model_id={name!r} is no name of a repository; write 'name' or 'owner/name', each of letters, digits, "
+            "'_', '-' and '.', without '--', '..' and '.git' at the end"
+        )
 
 
 def check_metadata(metadata: Any) -> None:

@@ -33,6 +33,10 @@ _OPTIMIZER_ARGUMENTS = (
 _SCHEDULE_ARGUMENTS = ("lr_scheduler_type", "warmup_steps", "lr_scheduler_kwargs")
 
 
+_OF_LENGTH = ("_total", "_ends", "factory")  # Attributes of a `Schedule` that no state has.
+_SHOWN = 3  # Names that an error suggests.
+
+
 def optimizer(optim: str | None = None, **arguments: Any) -> OptimizerFactory:
     """Return a factory of an optimizer of Transformers, to be given to a trainer as ``optimizer=``.
 
@@ -182,7 +186,7 @@ class ScheduleFactory:
             raise ConfigError(
                 f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={kwargs!r} cannot be made: {error}"
             ) from error
-        return Schedule(made, total, ends=name not in _ENDLESS) if isinstance(made, LambdaLR) else made
+        return Schedule(made, total, name not in _ENDLESS, self) if isinstance(made, LambdaLR) else made
 
     def __repr__(self) -> str:
         return _written("schedule", self.args, _SCHEDULE_ARGUMENTS)
@@ -193,8 +197,9 @@ class Schedule(LambdaLR):
 
     steps_on_batch = True
 
-    def __init__(self, made: LambdaLR, total: int, ends: bool) -> None:
+    def __init__(self, made: LambdaLR, total: int, ends: bool, factory: ScheduleFactory) -> None:
         self._total, self._ends = total, ends
+        self.factory = factory
         super().__init__(made.optimizer, made.lr_lambdas)
 
     @property
@@ -209,7 +214,7 @@ class Schedule(LambdaLR):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without the length: a resumed run may be longer, as it may be in Transformers."""
-        return {name: value for name, value in super().state_dict().items() if name not in ("_total", "_ends")}
+        return {name: value for name, value in super().state_dict().items() if name not in _OF_LENGTH}
 
 
 def _check_optimizer(args: Any) -> None:
@@ -219,7 +224,9 @@ def _check_optimizer(args: Any) -> None:
     name = _name(args.optim)
     known = [each.value for each in OptimizerNames]
     if name not in known:
-        raise ConfigError(f"unknown optim={name!r}{did_you_mean(name, known) or '; it is one of ' + ', '.join(known)}")
+        near = [each for each in known if each.replace("_", "").startswith(name.lower().replace("_", ""))]
+        hint = f"; did you mean {' or '.join(map(repr, near[:_SHOWN]))}?" if near else did_you_mean(name, known)
+        raise ConfigError(f"unknown optim={name!r}{hint or '; it is one of ' + ', '.join(known)}")
     if name.endswith("_layerwise") or "lomo" in name:
         whole = name.removesuffix("_layerwise")
         raise ConfigError(

@@ -74,6 +74,8 @@ class SavingPart(AddOnPart):
         if push_to_hub and self.output_dir is None:
             raise ConfigError("push_to_hub=True uploads output_dir; write output_dir='folder'")
         repository = hub_model_id or (self.output_dir.absolute().name if self.output_dir else "")
+        if hub_model_id is not None or push_to_hub:
+            hub.check_repository(repository)
         self.uploader = Uploader(repository, hub_strategy, hub_token, hub_private_repo, hub_revision, hub_api)
         self._pushes, self._pushed_at = bool(push_to_hub), -1
 

@@ -194,6 +194,11 @@ def test_what_is_no_callback_is_refused(callbacks, found):
         Task.add_on(CallbackAddon)(nn.Linear(2, 1), "cpu", mode="test", callbacks=callbacks)
 
 
+def test_none_is_no_callbacks() -> None:
+    """As other libraries take it, whose scripts pass it on."""
+    assert Task.add_on(CallbackAddon)(nn.Linear(2, 1), "cpu", mode="test", callbacks=None).callbacks == []
+
+
 def method(name, function):
     return type("Mine", (), {name: function})
 

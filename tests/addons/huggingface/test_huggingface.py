@@ -67,6 +67,46 @@ def test_weights_are_those_of_transformers(head: str, tmp_path: Any) -> None:
     assert difference(without_key_biases(expected), without_key_biases(found)) <= 1e-6
 
 
+def rates_of(trainer: Any) -> list[float]:
+    return [row["lr"] for row in trainer.log_history if "lr" in row]
+
+
+def test_a_second_call_of_train_begins_the_schedule_anew(tmp_path: Any) -> None:
+    """As long as the first, at the same learning rates; also where it is killed and resumed."""
+
+    class Killed(BaseException):
+        pass
+
+    class Logs(Trainer):
+        killed_at = 0
+
+        def on_step_end(self, outputs: Any) -> None:
+            super().on_step_end(outputs)
+            if self.progress_checker.step == self.killed_at:
+                raise Killed
+
+    def script(folder: str, killed_at: int = 0) -> Any:
+        options = {"log_every": 1, "log_bar": False, "save_path": tmp_path / folder, "save_every": 1, "resume": "auto"}
+        kind = Logs.add_on(HuggingFaceAddon, StateManagerAddon)
+        trainer = kind(hf.make_model(), "cpu", num_train_epochs=2, train_dataset=hf.dataset(), **_ADAMW, **options)
+        trainer.killed_at = killed_at
+        for _ in range(2):
+            trainer.train()
+        return trainer
+
+    whole = script("whole")
+    rates, half = rates_of(whole), whole.progress_checker.step // 2
+    assert half == 6
+    assert rates[:half] == rates[half:]
+    assert rates[0] > rates[half - 1]
+    for step in (3, half, half + 2):
+        with pytest.raises(Killed):
+            script(f"killed-{step}", step)
+        resumed = script(f"killed-{step}")
+        assert rates_of(resumed) == rates
+        assert difference(resumed.model.state_dict(), whole.model.state_dict()) == 0
+
+
 class Weighted(transformers.Trainer):
     """A trainer of Transformers with the right mean over the targets of a window, for models that do not compute it."""
 
@@ -147,6 +187,11 @@ MISTAKES = [
     ({"train_dataset": hf.dataset().remove_columns("labels")}, "the model returned no loss .*a column 'labels'"),
     ({"train_dataset": [{"input_ids": [1] * (i + 2), "labels": 0} for i in range(4)]}, "processing_class=tokenizer"),
     ({"args": {"output_dir": "x", "num_train_epoch": 2}}, "'num_train_epoch'.*did you mean 'num_train_epochs'"),
+    ({"optim": "adamw"}, r"unknown optim='adamw'; did you mean 'adamw_torch' or 'adamw_torch_fused' or "),
+    ({"optim": "AdamW"}, r"did you mean 'adamw_torch'"),
+    ({"hub_model_id": "a/b/c"}, r"hub_model_id='a/b/c' is no name of a repository; write 'name' or 'owner/name'"),
+    ({"hub_model_id": "a b"}, r"hub_model_id='a b' is no name of a repository"),
+    ({"push_to_hub": True, "output_dir": "a..b"}, r"hub_model_id='a\.\.b' is no name of a repository"),
     ({"push_to_hub": True}, "push_to_hub=True uploads output_dir; write output_dir='folder'"),
 ]
 
