@@ -62,6 +62,11 @@ class LoaderPosition:
     To resume an epoch, the state of its beginning is restored, so that the order of samples is the same; the used
     samples are skipped, in the sampler where possible; and the present state is restored. ``fast`` says whether the
     exact data path may be taken (`zae.data.gather`).
+
+    Of the states that it keeps, ``_resume`` is one that was loaded and from which nothing has continued yet; the others
+    are of the epoch that runs. A loader is read in one of three ways: from its beginning, with the used batches
+    skipped; from its own state (a StatefulDataLoader); or, as an iterator, which cannot start again, on from where it
+    is.
     """
 
     def __init__(self, fast: bool = True) -> None:
@@ -81,12 +86,13 @@ class LoaderPosition:
         self._kept: Any = None  # The last state of a loader whose workers are gone.
         self._is_copied = False  # Whether a copy of the loader is in use, so that the loader's own state does not fit.
         # Whether the workers persist in the next epoch, and whether they persisted in this one.
-        self._persists = self._persisted = False
+        self._persists = False
+        self._persisted = False
         self._ended_at: int | None = None  # The total number of batches when an iterator ended; it may begin again.
         self._last: LastBatch | None = None  # The batch that was used last, of a loader that a resume reads again.
         self._is_read_again = False
         self._pad = 0  # Entries before the order of this epoch, since it was resharded.
-        self._padded: tuple[Any, Any] = (None, None)
+        self._padded: tuple[Any, Any] = (None, None)  # The loader that was padded last, and what came of it.
         self.view: tuple[Any, Any, Any] = (None, None, None)  # The loader of the last call, its limits, its view.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,14 +112,22 @@ class LoaderPosition:
         """Return the state of the loader and of every random stream."""
         if self._resume is not None:
             return {key: value for key, value in self._resume.items() if key != "may_reshard"}
-        absent: dict[str, Any] = {"absent": list(self._absent), "absent_before": self._absent_before}
-        if self._persists if self._begin is None else self._persisted:
-            absent["persists"] = True
+        keeps_workers = self._persists if self._begin is None else self._persisted
+        last_batch = None if self._last is None else self._last.digest()
+        state: dict[str, Any] = {
+            "begin": self._begin,
+            "present": self._capture(),
+            "loader": None,
+            "pad": self._pad,
+            "absent": list(self._absent),
+            "absent_before": self._absent_before,
+        }
+        if keeps_workers:
+            state["persists"] = True
         if not has_order(self.loader):
-            absent["has_no_order"] = True
-        if self._last is not None and (last := self._last.digest()) is not None:
-            absent["last_batch"] = last
-        state = {"begin": self._begin, "present": self._capture(), "loader": None, "pad": self._pad, **absent}
+            state["has_no_order"] = True
+        if last_batch is not None:
+            state["last_batch"] = last_batch
         state["facts"] = {} if self.loader is None else facts_of(self.loader)
         if isinstance(self.loader, Iterator):
             state["first"] = self._first
@@ -127,36 +141,48 @@ class LoaderPosition:
         With ``"may_reshard": True``, another batch size or another number of ranks (it was saved by ``"ranks"``) may
         continue with the samples that are left.
         """
-        made, absent = dict(state), list(state["absent"])  # These may fail: nothing is changed before.
-        self._pad, self._absent_before = int(state.get("pad", 0)), int(state["absent_before"])
-        self._resume, self._absent = made, absent
+        # Any of these may fail: nothing is changed before all are read.
+        resume = dict(state)
+        absent = list(state["absent"])
+        pad = int(state.get("pad", 0))
+        absent_before = int(state["absent_before"])
+        self._resume = resume
+        self._absent = absent
+        self._pad = pad
+        self._absent_before = absent_before
 
     def view_of(self, loader: Any, limits: BatchLimits) -> Any:
         """Return the view of a training loader; in the next call of ``run`` with both the same one, to continue it."""
-        before, known, view = self.view
+        last_loader, last_limits, view = self.view
         is_changed = isinstance(view, (list, tuple)) and not all(map(operator.is_, view, loader))
-        is_known = before is loader and known == limits and not is_changed
-        return view if is_known else limits.of_training(loader)
+        is_same = last_loader is loader and last_limits == limits and not is_changed
+        return view if is_same else limits.of_training(loader)
 
     def pad_loader(self, loader: Any) -> Any:
         """Return the loader to train on; in an epoch that was resharded, its order begins with the used entries."""
-        if self._pad and self._padded[0] is not loader:
+        if not self._pad:
+            return loader
+        if self._padded[0] is not loader:
             self._padded = (loader, pad_order(loader, self._pad))
-        return self._padded[1] if self._pad else loader
+        return self._padded[1]
 
     def reshard(self, trainer: Trainer, given: Any) -> None:
         """Continue, where that is allowed, with another batch size or number of ranks: each remaining sample once.
 
         The progress in the epoch is counted in the new batches from here on.
         """
-        resume, progress, world = self._resume, trainer.progress_checker, trainer.engine.dp_world_size
+        resume = self._resume
+        progress = trainer.progress_checker
+        world = trainer.engine.dp_world_size
         if resume is None or not resume.get("may_reshard") or not resume["facts"]:
             return
-        before, ranks = resume["facts"], (resume.get("ranks", world), world)
-        if ranks[0] == world and all(
-            before.get(key) == facts_of(given).get(key) for key in ("batch_size", "drop_last")
-        ):
+        before = resume["facts"]
+        world_before = resume.get("ranks", world)
+        now = facts_of(given)
+        has_same_batches = all(before.get(key) == now.get(key) for key in ("batch_size", "drop_last"))
+        if world_before == world and has_same_batches:
             return
+        ranks = (world_before, world)
         reasons = why_not_reshard(given, before, ranks, self._pad, progress.epoch_batch)
         if progress.epoch_batch and resume["loader"] is not None:
             reasons.append(f"a {type(given).__name__} has its own position, counted in the previous batches")
@@ -167,13 +193,16 @@ class LoaderPosition:
             )
         present = resume["present"]
         if progress.epoch_batch:
-            if ranks[0] != world:  # Several ranks draw the whole order at once, one process the end of it at the end.
+            if world_before != world:
+                # Several ranks draw the whole order at once, one process the end of it at the end.
                 present = {**present, "generators": None}
-            used = progress.epoch_batch + sum(after <= progress.epoch_batch for after in self._absent)
+            absent = sum(after <= progress.epoch_batch for after in self._absent)
+            used = progress.epoch_batch + absent
             self._pad, progress.epoch_batch = place_of(given, before, used, ranks, self._pad)
-            wrapped = trainer.wrap_loader(given, True)
-            steps, batches = trainer.steps_per_epoch(wrapped) or 0, length_of(wrapped) or 1
-            progress.epoch_step = -(-steps * progress.epoch_batch // batches)
+            wrapped_loader = trainer.wrap_loader(given, True)
+            steps = trainer.steps_per_epoch(wrapped_loader) or 0
+            batches = length_of(wrapped_loader) or 1
+            progress.epoch_step = -(-steps * progress.epoch_batch // batches)  # Rounded up.
             _log.info("epoch %d is resharded: each remaining sample is used once", progress.epoch + 1)
         kept = {key: value for key, value in resume.items() if key not in ("may_reshard", "ranks")}
         self._resume = {**kept, "present": present, "facts": {}, "loader": None, "pad": self._pad, "absent": []}
@@ -181,25 +210,37 @@ class LoaderPosition:
 
     def restart(self, used_before: int) -> None:
         """Begin the epoch again at its first batch, with the present random state; an iterator continues."""
-        self._absent, self._absent_before, self._pad = [], -used_before, 0
-        if self._resume is not None:
-            absent, present = {"absent": [], "absent_before": -used_before}, self._resume["present"]
-            begin = self._resume["begin"] or present
-            present = {**present, "parts": as_begun(present["parts"], begin["parts"])}
-            unset = {"begin": None, "first": None, "loader": None, "pad": 0, "last_batch": None}
-            self._resume = {**self._resume, **unset, "present": present, **absent}
+        self._absent = []
+        self._absent_before = -used_before
+        self._pad = 0
+        if self._resume is None:
+            return
+        present = self._resume["present"]
+        begin = self._resume["begin"] or present
+        # Datasets and samplers begin the epoch as they began it; the random streams go on from where they are.
+        present = {**present, "parts": as_begun(present["parts"], begin["parts"])}
+        unset = {"begin": None, "first": None, "loader": None, "pad": 0, "last_batch": None}
+        absent = {"absent": [], "absent_before": -used_before}
+        self._resume = {**self._resume, **unset, "present": present, **absent}
 
     def check(self, loader: Any, new_run: bool) -> None:
         """Refuse to resume with another loader, after ``wrap_loader``, than the run was saved with.
 
         A new call of ``run``, which had not begun when the state was saved, takes any loader.
         """
-        before, now = {} if self._resume is None else dict(self._resume["facts"]), facts_of(loader)
-        marks = before.pop(FINGERPRINT, None), now.pop(FINGERPRINT, None)
+        before = {} if self._resume is None else dict(self._resume["facts"])
+        now = facts_of(loader)
+        fingerprint_before = before.pop(FINGERPRINT, None)
+        fingerprint = now.pop(FINGERPRINT, None)
+        is_known = fingerprint_before is not None and fingerprint is not None
+        if not new_run and is_known and fingerprint_before != fingerprint:
+            _log.warning(
+                "the dataset has changed since the checkpoint was saved: its fingerprint was %s and is %s, so its "
+                "samples may differ",
+                fingerprint_before,
+                fingerprint,
+            )
         changes = changes_of(before, now) if before else []
-        if not new_run and None not in marks and marks[0] != marks[1]:
-            _log.warning("the dataset has changed since the checkpoint was saved: its fingerprint was %s and is %s, so "
-                         "its samples may differ", *marks)  # fmt: skip
         if new_run and self._ended_with is not None and self._ended_with is not loader:
             changes.append("it is another object")
         if self._resume is not None and "ranks" in self._resume:
@@ -211,6 +252,7 @@ class LoaderPosition:
                 raise _another_loader(changes)
             self._expected = before["number of batches"] if self._resume["begin"] else None
             return
+        # Another loader begins anew: of the state, the global random streams alone are for it.
         present = {"random": self._resume["present"]["random"], "generators": None, "parts": {}}
         unset = {"begin": None, "first": None, "loader": None, "persists": False}
         self._resume = {**self._resume, **unset, "present": present}
@@ -237,8 +279,9 @@ class LoaderPosition:
                 "%s has in_order=False and num_workers=%d: what is saved within an epoch cannot be resumed there, "
                 "since the order of the batches is not known; write in_order=True, or mid_epoch='restart' (an option "
                 "of StateManagerAddon) to begin such an epoch again",
-                type(loader).__name__, loader.num_workers,
-            )  # fmt: skip
+                type(loader).__name__,
+                loader.num_workers,
+            )
 
     def note_loader(self, loader: Any) -> None:
         """Note the loader of a finished call of ``run`` that is repeated; the next call may have another one."""
@@ -254,11 +297,15 @@ class LoaderPosition:
         self.pinned = False
         if not isinstance(self.loader, Iterator):  # It is read on in the next epoch.
             self._last = None
-        self._begin = self._resume = None
-        self._pad, self._padded = 0, (None, None)
+        self._begin = None
+        self._resume = None
+        self._pad = 0
+        self._padded = (None, None)
         self._absent_before += len(self._absent)
         if self._ended_at is not None:  # An iterator that yields batches again begins at its first one.
-            self._absent_before, self._ended_at, self._first = -self._ended_at, None, None
+            self._absent_before = -self._ended_at
+            self._ended_at = None
+            self._first = None
         self._absent = []
 
     @property
@@ -294,49 +341,77 @@ class LoaderPosition:
             self.check_order(loader)
         else:
             check_epoch_of_workers(loader, 1)
-        resume, self._resume, self._another, self._ended_with = self._resume, None, False, None
+        resume = self._resume
+        self._resume = None
+        self._another = False
+        self._ended_with = None
         self._note_workers(loader, used, resume)
-        self._kept, self._first = None, self._first if self.loader is loader else (resume or {}).get("first")
-        self.loader, self.pinned, self._is_copied, self._ended_at = loader, has_pinned_batches(loader), False, None
-        self.failed_at = None
-        self._is_read_again = is_read_again(loader)
-        unmute_workers()
+        self._begin_loader(loader, resume)
         once = isinstance(loader, Iterator)  # It cannot start again.
         if resume is None and (once or not used):
-            self._begin = self._begin if used else self._capture()
-            self._first = self._first or self._begin
-            iterator = loader if used else self._open(loader, 0)
-            return self._present(iterate_on(iterator) if once else iterator, used, used_before - used)
+            iterator = self._begin_or_go_on(loader, used)
+        else:
+            iterator = self._skip_to(loader, used, used_before, resume)
+        return self._present(iterate_on(iterator) if once else iterator, used, used_before - used)
+
+    def _begin_loader(self, loader: Any, resume: Mapping[str, Any] | None) -> None:
+        """Note the loader of the epoch, and forget what was of another one."""
+        if self.loader is not loader:
+            self._first = None if resume is None else resume.get("first")
+        self.loader = loader
+        self.pinned = has_pinned_batches(loader)
+        self.failed_at = None
+        self._kept = None
+        self._is_copied = False
+        self._ended_at = None
+        self._is_read_again = is_read_again(loader)
+        unmute_workers()
+
+    def _begin_or_go_on(self, loader: Any, used: int) -> Iterator[Any]:
+        """Iterate over a loader from its beginning, or over an iterator from where it is."""
+        if not used:
+            self._begin = self._capture()
+        self._first = self._first or self._begin
+        return loader if used else self._open(loader, 0)
+
+    def _skip_to(self, loader: Any, used: int, used_before: int, resume: Mapping[str, Any] | None) -> Iterator[Any]:
+        """Iterate over what is left of an epoch that was begun: in this process, or in the one of a loaded state."""
         present = self._capture() if resume is None else resume["present"]
         begin = self._begin if resume is None else resume["begin"]
+        last_batch = None if resume is None else resume.get("last_batch")
         skip = used + sum(after <= used for after in self._absent)
-        earlier = used_before - used + self._absent_before if once else 0  # Of epochs since the iterator began.
-        if once and skip + earlier:
-            _log.info("the first %d batches of the iterator are skipped", skip + earlier)
-        if (
-            resume is not None
-            and is_stateful(loader)
-            and resume["loader"] is not None
-            and not (used and (_begins_anew(loader) or _lacks_place(resume["loader"])))
-        ):
-            iterator = self._of_stateful(loader, resume["loader"], present, used)
+        earlier = 0  # Batches that an iterator has yielded in epochs before this one, since it began.
+        if isinstance(loader, Iterator):
+            earlier = used_before - used + self._absent_before
+            if skip + earlier:
+                _log.info("the first %d batches of the iterator are skipped", skip + earlier)
+        state = None if resume is None or not is_stateful(loader) else resume["loader"]
+        if used and state is not None and (_begins_anew(loader) or _lacks_place(state)):
+            state = None
+        if state is not None:
+            iterator = self._of_stateful(loader, state, present, used)
         elif earlier:
             if self._first is not None:
                 self._rewind(self._first)
-            iterator = self._open(loader, skip + earlier, (resume or {}).get("last_batch"))
-        else:
-            self._rewind(begin if used and begin is not None else present)
-            begin = begin if used and begin is not None else self._capture()
+            iterator = self._open(loader, skip + earlier, last_batch)
+        elif used and begin is not None:
+            self._rewind(begin)
             self._first = self._first or begin
-            iterator = self._open(loader, skip, (resume or {}).get("last_batch"))
-        expected, self._expected = self._expected, None
+            iterator = self._open(loader, skip, last_batch)
+        else:
+            self._rewind(present)
+            begin = self._capture()
+            self._first = self._first or begin
+            iterator = self._open(loader, skip, last_batch)
+        expected = self._expected
+        self._expected = None
         if expected is not None and length_of(loader) != expected:
             raise _another_loader([f"number of batches was {expected} and is {length_of(loader)}"])
         self._begin = begin
         if used or earlier:
             # Workers that have begun their first batches have their own random streams.
             self._restore(present)
-        return self._present(iterate_on(iterator) if once else iterator, used, used_before - used)
+        return iterator
 
     def _of_stateful(self, loader: Any, state: Any, present: Mapping[str, Any], used: int) -> Iterator[Any]:
         """Iterate over a loader from its own state."""
@@ -345,7 +420,8 @@ class LoaderPosition:
         try:
             iterator = iterate(loader)
         except AssertionError as error:  # Of torchdata, with any text or none.
-            workers, why = getattr(loader, "num_workers", 0), str(error) or "refused"
+            workers = getattr(loader, "num_workers", 0)
+            why = str(error) or "refused"
             raise CheckpointMismatch(
                 f"the state of the {type(loader).__name__} does not fit num_workers={workers} ({why}); give as many "
                 "workers as it was saved with, or begin the epoch again: mid_epoch='restart', an option of "
@@ -380,10 +456,12 @@ class LoaderPosition:
 
     def _open(self, loader: Any, count: int, last: str | None = None) -> Iterator[Any]:
         """Skip the first batches of a loader, without drawing a seed for persistent workers, which have one."""
-        if not self._persisted or (not count and getattr(loader, "_iterator", None) is not None):
+        has_seed = not count and getattr(loader, "_iterator", None) is not None
+        if not self._persisted or has_seed:
             iterator, self._is_copied = skip_batches(loader, count, self.is_fast, last)
             return iterator
-        own, loader.generator = loader.generator, torch.Generator()  # The workers' seed is drawn from it.
+        own = loader.generator
+        loader.generator = torch.Generator()  # The workers' seed is drawn from it, and not from the loader's own.
         try:
             iterator, self._is_copied = skip_batches(loader, count, self.is_fast, last)
         finally:
@@ -412,8 +490,8 @@ class LoaderPosition:
                 abandon_workers(iterator, self.loader)
         if isinstance(self.loader, Iterator):
             self._ended_at = before + given
-        check_ended(self.loader, given + len(self._absent))
         absent = len(self._absent)
+        check_ended(self.loader, given + absent)
         if absent > given:
             raise LoaderError(
                 f"{absent} of {absent + given} batches were None ({describe(self.loader)}); fix the collate_fn"
@@ -477,7 +555,7 @@ def _entries(state: Any, keys: Sequence[str]) -> Iterator[Any]:
 
 def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
     """Return whether only the number of batches differs, and the batch sampler may change it in each epoch."""
-    return bool(own_batch_sampler(before)) and [change.startswith("number of batches") for change in changes] == [True]
+    return bool(own_batch_sampler(before)) and len(changes) == 1 and changes[0].startswith("number of batches")
 
 
 def _another_loader(changes: Sequence[str]) -> CheckpointMismatch:

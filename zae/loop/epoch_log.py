@@ -24,7 +24,7 @@ __all__ = ["EpochLog", "in_turn", "merge_logs", "plain", "to_host"]
 
 _log = logging.getLogger("zae")
 _CHUNK = 64  # Values that wait on an accelerator before they are packed into one tensor.
-_CURES = {
+_HINTS = {
     "log_train": "write keep_train_outputs=True, an option of the trainer, to keep it for metric_on_epoch_end",
     "log_test": "override metric_on_epoch_end, which it is kept for, or call inference(loader)",
 }
@@ -46,10 +46,17 @@ class _Late:
 
     def read(self) -> list[float]:
         """Copy them to the host, at once if they are of one type: not all devices have float64."""
-        parts = [*self._chunks, torch.stack(self._waiting)] if self._waiting else self._chunks
-        self._waiting, self._chunks = [], []
-        parts = [torch.cat(parts)] if len({part.dtype for part in parts}) == 1 else parts
-        return [number for part in parts for number in part.tolist()]
+        parts = self._chunks
+        if self._waiting:
+            parts.append(torch.stack(self._waiting))
+        self._waiting = []
+        self._chunks = []
+        if len({part.dtype for part in parts}) == 1:
+            parts = [torch.cat(parts)]
+        numbers = []
+        for part in parts:
+            numbers += part.tolist()
+        return numbers
 
 
 class _Series:
@@ -58,19 +65,21 @@ class _Series:
     def __init__(self, kind: str = "mean") -> None:
         self.values = array("d")
         self.weights = array("d")
-        self.kind, self.is_mean = kind, kind == "mean"
+        self.kind = kind
+        self.is_mean = kind == "mean"
         self.sums = Partial.empty(kind)
         self.waits = False  # Whether any value waits on its device.
-        self.late, self.late_weights = _Late(), _Late()
-        self.owed: list[int] = []  # Which weights wait as well.
+        self.late = _Late()
+        self.late_weights = _Late()
+        self.owed: list[int] = []  # The indices of the weights that wait as well.
 
-    def add(self, value: float, weight: Any) -> None:
-        if self.waits:  # Those before it come first.
+    def add(self, value: float, weight: float | Tensor) -> None:
+        if self.waits:  # The values before this one come first.
             self.read()
         self.values.append(value)
         self.weights.append(float(weight))
 
-    def wait(self, value: Tensor, weight: Any) -> None:
+    def wait(self, value: Tensor, weight: float | Tensor) -> None:
         """Keep a value on its device, and its weight too where that is there."""
         self.waits = True
         self.late.add(value)
@@ -86,9 +95,10 @@ class _Series:
             self.values.extend(self.late.read())
             for index, weight in zip(self.owed, self.late_weights.read(), strict=True):
                 self.weights[index] = weight
-            self.waits, self.owed = False, []
-        new = self.sums.seen  # Of the first value that is not in the sums.
-        self.sums = self.sums.extend(self.values[new:], self.weights[new:])
+            self.waits = False
+            self.owed = []
+        first_new = self.sums.seen
+        self.sums = self.sums.extend(self.values[first_new:], self.weights[first_new:])
 
 
 class EpochLog(Mapping[str, list[Any]]):
@@ -122,7 +132,8 @@ class EpochLog(Mapping[str, list[Any]]):
     """
 
     def __init__(self, name: str = "log", keeps: bool = True) -> None:
-        self._name, self.keeps = name, keeps
+        self._name = name
+        self.keeps = keeps
         self._series: dict[str, _Series] = {}
         self._kept: dict[str, list[Any]] = {}
         self._dropped: dict[str, bool] = {}  # Entries that are not kept, and whether their values are tensors.
@@ -136,14 +147,11 @@ class EpochLog(Mapping[str, list[Any]]):
         # Of a dict this takes less time than `items`; another mapping may iterate over something else.
         for key in step_dict if type(step_dict) is dict else step_dict.keys():
             value = step_dict[key]
-            series, kind = self._series.get(key), type(value)
+            series = self._series.get(key)
+            kind = type(value)
             # A number on the host of an entry that is there already comes with every step: no detours.
-            if (
-                series
-                and not series.waits
-                and series.is_mean
-                and (kind is float or (kind is Tensor and value.is_cpu and not value.ndim))
-            ):
+            is_number = kind is float or (kind is Tensor and value.is_cpu and not value.ndim)
+            if is_number and series and not series.waits and series.is_mean:
                 series.values.append(value if kind is float else value.item())
                 series.weights.append(weight)
             elif key != "num_targets":
@@ -183,11 +191,13 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def _record_typed(self, key: str, metric: Any, weight: Any) -> None:
         """Record a typed metric; a mean may have its own weight."""
-        own = getattr(metric, "weight", None)
-        value, weight = (_one_number(key, metric, each) for each in (metric.value, weight if own is None else own))
+        own_weight = getattr(metric, "weight", None)
+        value = _one_number(key, metric, metric.value)
+        weight = _one_number(key, metric, weight if own_weight is None else own_weight)
         if isinstance(weight, Tensor) and weight.is_cpu:
             weight = weight.item()
-        if own is not None and not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
+        # A weight on an accelerator is not looked at: that would wait for the device.
+        if own_weight is not None and not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
             raise StepError(
                 f"the step returned {key!r} as a Mean of weight {weight!r}; give the number of items that it is the "
                 "mean of, for instance Mean(value, weight=mask.sum())"
@@ -215,12 +225,12 @@ class EpochLog(Mapping[str, list[Any]]):
             return self._kept[key]
         if key in self._dropped:
             raise self._not_kept(key)
-        cure = "; use one of these, or return it from the step" if len(self) else ""
-        known = ", ".join(self) or "nothing yet: no step of this epoch has run in that mode"
-        error = MonitorError(
-            f"{self._name} has no entry {key!r}{did_you_mean(str(key), self)}; available: {known}{cure}"
-        )
-        error.log = self  # type: ignore[attr-defined]  # Whose entry was asked for.
+        if len(self):
+            available = f"{', '.join(self)}; use one of these, or return it from the step"
+        else:
+            available = "nothing yet: no step of this epoch has run in that mode"
+        error = MonitorError(f"{self._name} has no entry {key!r}{did_you_mean(str(key), self)}; available: {available}")
+        error.log = self  # type: ignore[attr-defined]  # Whose entry was asked for: `History.further_metrics` reads it.
         raise error
 
     def __setitem__(self, key: str, values: Iterable[Any]) -> None:
@@ -239,7 +249,7 @@ class EpochLog(Mapping[str, list[Any]]):
                 "evaluation, ends; read it in metric_on_epoch_end, or call inference(loader)"
             )
         else:
-            text = f"{self._name} does not keep {key!r}, which is not a number; {_CURES.get(self._name, 'keep it')}"
+            text = f"{self._name} does not keep {key!r}, which is not a number; {_HINTS.get(self._name, 'keep it')}"
         error = MonitorError(text)
         error.is_lost = self.keeps  # type: ignore[attr-defined]  # Whether it was there, or will be in the next epoch.
         return error
@@ -273,27 +283,28 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def begin_epoch(self) -> None:
         """Remove the entries of the last epoch, except the sums of what no record has seen yet."""
-        carried = {key: since for key, since in self._since().items() if since.has_value}
+        carried = self._since()
         self.clear()
         self._carried = carried
 
     def take_sums(self) -> dict[str, Partial]:
         """Return the sums since the last call, and reset them."""
-        sums = {key: since for key, since in self._since().items() if since.has_value}
+        sums = self._since()
         self._seen = {key: len(series.values) for key, series in self._series.items()}
         self._carried = {}
         return sums
 
     def _since(self) -> dict[str, Partial]:
-        """Return the sums of what ``take_sums`` has not returned yet."""
+        """Return the sums of what ``take_sums`` has not returned yet, where there is anything."""
         sums = dict(self._carried)
         for key, series in self._series.items():
             series.read()
-            before, new = sums.get(key), self._seen.get(key, 0)
+            before = sums.get(key)
             if before is None or before.kind != series.kind:
                 before = Partial.empty(series.kind)
-            sums[key] = before.extend(series.values[new:], series.weights[new:])
-        return sums
+            first_new = self._seen.get(key, 0)
+            sums[key] = before.extend(series.values[first_new:], series.weights[first_new:])
+        return {key: partial for key, partial in sums.items() if partial.has_value}
 
     def sums(self) -> dict[str, Partial]:
         """Return what the values of each scalar come to so far."""
@@ -320,34 +331,61 @@ class EpochLog(Mapping[str, list[Any]]):
     def state_dict(self, is_open: bool = True) -> dict[str, Any]:
         """Return what was recorded; of a closed epoch, only what no record has seen yet."""
         if not is_open:
-            carried = {key: since.as_saved() for key, since in self._since().items() if since.has_value}
+            carried = {key: partial.as_saved() for key, partial in self._since().items()}
             return {"series": {}, "kept": {}, "seen": {}, "carried": carried}
-        self.sums()
-        series = {key: [_float64(one.values), _float64(one.weights)] for key, one in self._series.items()}
-        carried = {key: each.as_saved() for key, each in self._carried.items()}
-        kept = {key: list(values) for key, values in self._kept.items() if all(map(_can_be_saved, values))}
-        if len(kept) < len(self._kept):
-            lost = ", ".join(key for key in self._kept if key not in kept)
-            said = "what %s holds as %s cannot be saved; a resume in this epoch is without it"
-            _log.warning(said, self._name, printable(lost))
-        more: dict[str, Any] = {"dropped": dict(self._dropped)} if self._dropped else {}
-        more |= {"kinds": self.kinds} if self.kinds else {}
-        return {"series": series, "kept": kept, "seen": dict(self._seen), "carried": carried, **more}
+        series = {}
+        for key, each in self._series.items():
+            each.read()
+            series[key] = [_float64(each.values), _float64(each.weights)]
+        state: dict[str, Any] = {
+            "series": series,
+            "kept": self._kept_to_save(),
+            "seen": dict(self._seen),
+            "carried": {key: partial.as_saved() for key, partial in self._carried.items()},
+        }
+        if self._dropped:
+            state["dropped"] = dict(self._dropped)
+        if self.kinds:
+            state["kinds"] = self.kinds
+        return state
+
+    def _kept_to_save(self) -> dict[str, list[Any]]:
+        """Return the kept values that a checkpoint can hold, and warn of the others."""
+        kept = {}
+        lost = []
+        for key, values in self._kept.items():
+            if all(map(_can_be_saved, values)):
+                kept[key] = list(values)
+            else:
+                lost.append(key)
+        if lost:
+            _log.warning(
+                "what %s holds as %s cannot be saved; a resume in this epoch is without it",
+                self._name,
+                printable(", ".join(lost)),
+            )
+        return kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         self.clear()
         kinds = state.get("kinds", {})
         for key, (values, weights) in state["series"].items():
-            series = self._series[key] = _Series(kinds.get(key, "mean"))
+            series = _Series(kinds.get(key, "mean"))
             for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
                 series.add(value, weight)
-        self._dropped.update({key: bool(is_tensor) for key, is_tensor in state.get("dropped", {}).items()})
-        self._kept.update({key: list(values) for key, values in state["kept"].items() if values})
+            self._series[key] = series
+        for key, was_tensor in state.get("dropped", {}).items():
+            self._dropped[key] = bool(was_tensor)
+        for key, values in state["kept"].items():
+            if values:
+                self._kept[key] = list(values)
         if not self.keeps:
             self.free()
-        self._seen.update({key: int(count) for key, count in state["seen"].items()})
-        self._carried.update({key: _as_partial(*saved) for key, saved in state["carried"].items()})
+        for key, count in state["seen"].items():
+            self._seen[key] = int(count)
+        for key, saved in state["carried"].items():
+            self._carried[key] = _as_partial(*saved)
 
 
 def _float64(values: array[float]) -> Tensor:
@@ -367,8 +405,10 @@ def _one_number(key: str, metric: Any, value: Any) -> Any:
         return float(value)
     found = f"of shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else f"{value!r:.40}"
     name = type(metric).__name__
-    raise StepError(f"the step returned {key!r} as {name} of a {type(value).__name__} {found}; give it one number, for "
-                    f"instance {name}(x.sum())")  # fmt: skip
+    raise StepError(
+        f"the step returned {key!r} as {name} of a {type(value).__name__} {found}; give it one number, for "
+        f"instance {name}(x.sum())"
+    )
 
 
 def _is_scalar_array(value: Any) -> bool:
@@ -409,26 +449,30 @@ def to_host(value: Any) -> Any:
 
 
 def _free(value: Any, twins: dict[int, Any]) -> Any:
-    """An object of any class without a graph or memory of a device: itself, or a copy where it holds some.
+    """Return an object of any class without a graph or memory of a device: itself, or a copy where it holds some.
 
-    A distribution is such a one, and the cache of keys and values that a language model returns.
+    A distribution is such an object, and the cache of keys and values that a language model returns. ``twins`` has the
+    copies by the ids of what they are of, so that objects which refer to each other are copied once.
     """
     if isinstance(value, Tensor):
         return value.detach().cpu() if value.requires_grad or not value.is_cpu else value
     kind = type(value)
     if kind in (list, tuple):
         items = [_free(item, twins) for item in value]
-        return value if all(map(operator.is_, items, value)) else kind(items)
+        is_same = all(map(operator.is_, items, value))
+        return value if is_same else kind(items)
     own = value if kind is dict else getattr(value, "__dict__", None)
     if not own or type(own) is not dict or isinstance(value, (nn.Module, ModuleType)):  # These stay alive in any case.
         return value
     if id(value) not in twins:
         try:
-            twin = twins[id(value)] = copy.copy(value)
+            twin = copy.copy(value)
+            twins[id(value)] = twin  # Before its attributes are looked at, which may refer back to it.
             inner = {key: _free(item, twins) for key, item in own.items()}
             if all(inner[key] is item for key, item in own.items()):
                 return value
-            (twin if kind is dict else vars(twin)).update(inner)
+            attributes = twin if kind is dict else vars(twin)
+            attributes.update(inner)
         except Exception:  # Of the user's classes: what cannot be copied is kept as it is.
             return value
     return twins[id(value)]
@@ -441,12 +485,12 @@ def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
             f"self.log({metrics!r:.40}, ...) takes a dict of metrics and a step; to record a number of a batch, return "
             f"it from the step: return {{'loss': loss, {str(metrics)[:40]!r}: value}}"
         )
-    values = {key: value.value if is_typed(value) else value for key, value in metrics.items()}
-    return {key: value.item() if _is_number(value) else to_host(value) for key, value in values.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+    numbers = {}
+    for key, metric in metrics.items():
+        value = metric.value if is_typed(metric) else metric
+        is_number = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+        numbers[key] = value.item() if is_number else to_host(value)
+    return numbers
 
 
 def merge_logs(parts: list[EpochLog]) -> EpochLog:
@@ -454,13 +498,13 @@ def merge_logs(parts: list[EpochLog]) -> EpochLog:
     if len(parts) == 1:
         return parts[0]
     merged = parts[0].empty_copy()
-    for key in dict.fromkeys(key for part in parts for key in part._series):
+    for key in _keys_of([part._series for part in parts]):
         found = [part._series.get(key) for part in parts]
-        kind = next(each.kind for each in found if each is not None)
-        pairs = [[] if each is None else list(zip(each.values, each.weights)) for each in found]
+        kind = next(series.kind for series in found if series is not None)
+        pairs = [[] if series is None else list(zip(series.values, series.weights)) for series in found]
         for value, weight in in_turn(pairs):
             merged._add(key, value, weight, kind)
-    for key in dict.fromkeys(key for part in parts for key in part._kept):
+    for key in _keys_of([part._kept for part in parts]):
         merged._kept[key] = in_turn([part._kept.get(key, []) for part in parts])
     for part in parts:
         merged._dropped.update(part._dropped)
@@ -468,9 +512,19 @@ def merge_logs(parts: list[EpochLog]) -> EpochLog:
     return merged
 
 
+def _keys_of(parts: Iterable[Mapping[str, Any]]) -> list[str]:
+    """List the keys of several mappings, each once, in the order in which they come first."""
+    keys: dict[str, None] = {}
+    for part in parts:
+        keys |= dict.fromkeys(part)
+    return list(keys)
+
+
 def in_turn(parts: list[list[Any]]) -> list[Any]:
     """List the first of each part, then the second of each, and so on; parts may end early."""
     if len(parts) == 1:
         return parts[0]
-    longest = max(map(len, parts), default=0)
-    return [part[index] for index in range(longest) for part in parts if index < len(part)]
+    found = []
+    for index in range(max(map(len, parts), default=0)):
+        found += [part[index] for part in parts if index < len(part)]
+    return found

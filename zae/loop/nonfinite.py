@@ -55,11 +55,12 @@ class NonFiniteGuard:
             raise ConfigError(
                 f"on_nonfinite={policy!r}; it must be 'raise', 'skip' or 'warn'{did_you_mean(str(policy), _POLICIES)}"
             )
-        self.policy, self.optimization = policy, optimization
+        self.policy = policy
+        self.optimization = optimization
         self.keeps_buffers = False
         self._buffers = _BufferCopies()
-        self._waiting: list[Tensor] = []
-        self._steps: list[int] = []
+        self._waiting: list[Tensor] = []  # On an accelerator: losses and norms that were not looked at yet.
+        self._steps: list[int] = []  # The steps that they are of.
         self._unreported: list[int] = []  # With "warn" on several ranks: the steps that this one alone may have found.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,7 +73,8 @@ class NonFiniteGuard:
 
     def restore_buffers(self, model: nn.Module) -> None:
         """Put the buffers of before the step back, as it is left out; refuse to go on where that cannot be done."""
-        if names := self._buffers.put_back(model):
+        names = self._buffers.put_back(model)
+        if names:
             raise NonFiniteError(
                 f"the step is left out, and its forward has put NaN or infinite values into {', '.join(names)}, of "
                 "which no copy is kept: it is new in this step, or too large. Resume from the newest checkpoint, "
@@ -84,24 +86,25 @@ class NonFiniteGuard:
 
         ``progress`` counts the steps that are not finite; ``processes`` are the hooks of the trainer for several ranks.
         """
-        bad, norm, looked_at = False, self.optimization.grad_norm, []
-        for values, _ in outputs:
-            looked_at.append(values["loss"])
+        norm = self.optimization.grad_norm
+        looked_at = [values["loss"] for values, _ in outputs]
         if norm is not None and not processes.precision_part.is_scaled:
             looked_at.append(norm)
+        is_bad = False
         for each in looked_at:
+            # Most losses are a tensor on the host: they are looked at here, without a further call.
             if type(each) is Tensor and each.is_cpu:
                 value = each.item()
                 if value - value:  # Of NaN and of the infinities this is NaN.
-                    bad = True
-            else:
-                bad = self._look(each, progress) or bad
-        own = bad
+                    is_bad = True
+            elif self._look(each, progress):
+                is_bad = True
+        is_bad_here = is_bad
         if self.policy == "skip" and processes.world_size > 1:
             # The NaN of one rank is in the gradients of every rank, but in its own loss only: all ranks skip the step.
-            bad = float(processes.reduce(torch.tensor(float(bad), device=processes.device))) > 0
-        if bad:
-            should_step = self._apply_policy(outputs, own, progress, processes)
+            is_bad = float(processes.reduce(torch.tensor(float(is_bad), device=processes.device))) > 0
+        if is_bad:
+            should_step = self._apply_policy(outputs, is_bad_here, progress, processes)
             if not should_step:
                 self.restore_buffers(processes.unwrap())
             return should_step
@@ -111,17 +114,21 @@ class NonFiniteGuard:
 
     def read_pending(self, progress: ProgressChecker, processes: Processes) -> None:
         """Look at the steps that wait on an accelerator."""
-        waiting, steps, self._waiting, self._steps = self._waiting, self._steps, [], []
-        if not waiting:
+        if not self._waiting:
             return
-        values = torch.stack([value.float() for value in waiting]).tolist()
-        bad = [(step, value) for step, value in zip(steps, values) if not math.isfinite(value)]
+        values = torch.stack([value.float() for value in self._waiting]).tolist()  # One wait for all of them.
+        bad: dict[int, float] = {}
+        for step, value in zip(self._steps, values):
+            if not math.isfinite(value):
+                bad.setdefault(step, value)
+        self._waiting = []
+        self._steps = []
         if not bad:
             return
-        found = list(dict.fromkeys(step for step, _ in bad))
-        progress.nonfinite_steps += len(found)
-        self._unreported += found if processes.world_size > 1 else []
-        step, value = bad[0]
+        progress.nonfinite_steps += len(bad)
+        if processes.world_size > 1:
+            self._unreported += bad
+        step, value = next(iter(bad.items()))
         text = (
             f"the loss or the gradient norm of step {step} was {value} (seen after step "
             f"{progress.step}: on {processes.device.type} it is read every {LATEST} steps, and before "
@@ -130,7 +137,7 @@ class NonFiniteGuard:
         if self.policy == "raise":
             raise NonFiniteError(
                 f"{text}. The weights have changed since; resume from the newest checkpoint, which was saved before "
-                f"step {step}. {_CURE}"
+                f"step {step}. {_REMEDY}"
             )
         _log.warning("%s; %d such steps were taken", text, progress.nonfinite_steps)
 
@@ -138,18 +145,24 @@ class NonFiniteGuard:
         """Count on every rank the steps of all ranks that were taken anyway; all ranks call it, between two steps."""
         self.read_pending(progress, processes)
         if self.policy == "warn" and processes.world_size > 1:
-            own, self._unreported = self._unreported, []
-            everywhere = {step for steps in processes.gather(own) for step in steps}
-            progress.nonfinite_steps += len(everywhere.difference(own))
+            own_steps = self._unreported
+            self._unreported = []
+            all_steps: set[int] = set()
+            for steps in processes.gather(own_steps):
+                all_steps.update(steps)
+            progress.nonfinite_steps += len(all_steps.difference(own_steps))
 
     def forget(self) -> None:
         """Forget the steps that wait on an accelerator: the run continues from a state before them."""
-        self._waiting, self._steps, self._unreported = [], [], []
+        self._waiting = []
+        self._steps = []
+        self._unreported = []
 
-    def _look(self, value: Any, progress: ProgressChecker) -> bool:
+    def _look(self, value: Tensor | Mapping[str, Tensor], progress: ProgressChecker) -> bool:
         """Look at one loss, at several, or at a norm; on an accelerator later, where the policy allows it."""
         if isinstance(value, Mapping):
-            return sum([self._look(each, progress) for each in value.values()]) > 0  # Each is looked at.
+            found = [self._look(each, progress) for each in value.values()]  # A list: each is looked at.
+            return any(found)
         if value.is_cpu or self.policy == "skip":
             return not math.isfinite(value.item())
         self._waiting.append(value.detach().clone().reshape(()))  # It may be the static output of a CUDA graph.
@@ -157,30 +170,44 @@ class NonFiniteGuard:
         return False
 
     def _apply_policy(
-        self, outputs: Sequence[StepOutput], own: bool, progress: ProgressChecker, processes: Processes
+        self, outputs: Sequence[StepOutput], is_bad_here: bool, progress: ProgressChecker, processes: Processes
     ) -> bool:
-        """Apply the policy to a step that is not finite."""
-        where = f"step {progress.step + 1} (epoch {progress.epoch + 1}, batch {progress.epoch_batch + 1}"
-        where += f" to {progress.epoch_batch + len(outputs)})" if len(outputs) > 1 else ")"
-        found = "; ".join(_format_numbers(out) for out, _ in outputs)
-        norm = self.optimization.grad_norm
-        norm_text = "" if norm is None else f", gradient norm {float(norm):g}"
-        who = "" if own else " on another rank (here"
-        text = f"{where} is not finite{who}: {found}{norm_text}{'' if own else ')'}; {self._rates()}"
-        if any(out.get("num_targets") is not None and not float(out["num_targets"]) for out, _ in outputs):
-            text += f". {_NO_TARGETS}"
+        """Apply the policy to a step that is not finite, here or on another rank; return whether it is taken."""
+        text = self._describe_step(outputs, is_bad_here, progress)
         if self.policy == "raise":
             spoilt = _spoilt_statistics(processes.unwrap())
             also = f" Its forward has put NaN or infinite values into {', '.join(spoilt)}." if spoilt else ""
-            raise NonFiniteError(f"{text}. The optimizer did not step: the weights are those after step "
-                                 f"{progress.step}.{also} {_CURE}")  # fmt: skip
+            raise NonFiniteError(
+                f"{text}. The optimizer did not step: the weights are those after step {progress.step}.{also} {_REMEDY}"
+            )
         progress.nonfinite_steps += 1
         if self.policy == "warn" and processes.world_size > 1:
             self._unreported.append(progress.step + 1)
-        if progress.nonfinite_steps & (progress.nonfinite_steps - 1) == 0:  # The 1st, 2nd, 4th, 8th: not a flood.
+        is_power_of_two = progress.nonfinite_steps & (progress.nonfinite_steps - 1) == 0
+        if is_power_of_two:  # The 1st, 2nd, 4th, 8th: not a flood.
             done = "left out" if self.policy == "skip" else "taken all the same"
             _log.warning("%s. The step was %s; %d so far", text, done, progress.nonfinite_steps)
         return self.policy != "skip"
+
+    def _describe_step(self, outputs: Sequence[StepOutput], is_bad_here: bool, progress: ProgressChecker) -> str:
+        """Say which step is not finite, with its numbers on this rank and the learning rates."""
+        first = progress.epoch_batch + 1
+        last = progress.epoch_batch + len(outputs)
+        batches = f"batch {first}" if len(outputs) == 1 else f"batch {first} to {last}"
+        where = f"step {progress.step + 1} (epoch {progress.epoch + 1}, {batches})"
+        numbers = "; ".join(_format_numbers(values) for values, _ in outputs)
+        norm = self.optimization.grad_norm
+        if norm is not None:
+            numbers += f", gradient norm {float(norm):g}"
+        if is_bad_here:
+            text = f"{where} is not finite: {numbers}; {self._rates()}"
+        else:
+            text = f"{where} is not finite on another rank (here: {numbers}); {self._rates()}"
+        for values, _ in outputs:
+            count = values.get("num_targets")
+            if count is not None and not float(count):
+                return f"{text}. {_NO_TARGETS}"
+        return text
 
     def _rates(self) -> str:
         return ", ".join(f"{key} {value:g}" for key, value in self.optimization.learning_rates().items())
@@ -196,7 +223,8 @@ class _BufferCopies:
 
     def take(self, model: nn.Module) -> None:
         """Copy all buffers that a forward may change."""
-        self._kept, self._versions = [], {}
+        self._kept = []
+        self._versions = {}
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:
@@ -213,9 +241,13 @@ class _BufferCopies:
                 is_resized = (buffer.shape, buffer.dtype) != (copied.shape, copied.dtype)
                 owner[name] = copied if is_resized else buffer.copy_(copied)
         kept = {id(buffer) for *_, buffer, _ in self._kept}
-        others = {name: each for name, each in model.named_buffers() if id(each) not in kept}
-        changed = {name: each for name, each in others.items() if self._versions.get(id(each)) != version_of(each)}
-        return bad_parameters({name: each for name, each in changed.items() if not nn.parameter.is_lazy(each)})
+        changed = {}
+        for name, buffer in model.named_buffers():
+            if id(buffer) in kept or nn.parameter.is_lazy(buffer):
+                continue
+            if self._versions.get(id(buffer)) != version_of(buffer):
+                changed[name] = buffer
+        return bad_parameters(changed)
 
 
 def _is_copied(buffer: Tensor) -> bool:
@@ -227,11 +259,14 @@ def _is_copied(buffer: Tensor) -> bool:
 
 def _spoilt_statistics(model: nn.Module) -> list[str]:
     """Name the running statistics that are not finite; other buffers, masks for instance, may be so from the start."""
-    named = {name: each for name, each in model.named_buffers() if name.rpartition(".")[2].startswith("running_")}
-    return bad_parameters({name: each for name, each in named.items() if not nn.parameter.is_lazy(each)})
+    statistics = {}
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2].startswith("running_") and not nn.parameter.is_lazy(buffer):
+            statistics[name] = buffer
+    return bad_parameters(statistics)
 
 
-_CURE = (
+_REMEDY = (
     "Look for a division by 0, a log of 0 or a bad sample (AnomalyAddon names the module and the operation), lower the "
     "learning rate, or clip with gradient_clip=1.0; on_nonfinite='skip' skips such steps"
 )
@@ -246,9 +281,12 @@ def watching(
     model: nn.Module, at_output: Callable[..., None], at_gradient: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
     """Call ``at_output(name, module, inputs, output)`` after each module, and ``at_gradient(name, parameter)``."""
-    hooks = [each.register_forward_hook(partial(at_output, name)) for name, each in model.named_modules()]
-    hooks += [p.register_post_accumulate_grad_hook(partial(at_gradient, name))
-              for name, p in named_parameters(model).items() if p.requires_grad and p.is_leaf]  # fmt: skip
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_hook(partial(at_output, name)))
+    for name, parameter in named_parameters(model).items():
+        if parameter.requires_grad and parameter.is_leaf:
+            hooks.append(parameter.register_post_accumulate_grad_hook(partial(at_gradient, name)))
     try:
         yield
     finally:
@@ -262,15 +300,21 @@ def bad_parameters(named: Mapping[str, Tensor]) -> list[str]:
     if not floats:
         return []
     # A sum is one fast pass; that it is finite proves that all are. Only else each number is looked at.
-    sums = {key: _sum(value) for key, value in floats.items()}
-    away = [key for key, total in sums.items() if isinstance(total, Tensor)]
-    if away:
-        sums.update(zip(away, torch.stack([sums[key].float() for key in away]).tolist()))
-    suspects = [key for key, total in sums.items() if not math.isfinite(total)]
+    totals: dict[str, float] = {}
+    on_device: dict[str, Tensor] = {}
+    for key, value in floats.items():
+        total = _sum(value)
+        if isinstance(total, Tensor):
+            on_device[key] = total.float()
+        else:
+            totals[key] = total
+    if on_device:
+        totals.update(zip(on_device, torch.stack([*on_device.values()]).tolist()))
+    suspects = [key for key in floats if not math.isfinite(totals[key])]
     return [key for key in suspects if not bool(floats[key].isfinite().all())]
 
 
-def _sum(value: Tensor) -> Any:
+def _sum(value: Tensor) -> float | Tensor:
     """Return a sum: of NumPy on the host, where the threads of torch would wait for each other for each tensor."""
     if value.is_cpu and value.dtype in (torch.float32, torch.float64) and value.is_contiguous():
         with np.errstate(all="ignore"):
@@ -284,6 +328,8 @@ def _format_numbers(out: Mapping[str, Any]) -> str:
     for key, value in out.items():
         if isinstance(value, Mapping):
             parts.append(f"{key} ({_format_numbers(value)})")
-        elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-            parts.append(f"{key} {float(value.detach() if isinstance(value, Tensor) else value):g}")
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            parts.append(f"{key} {float(value.detach()):g}")
+        elif isinstance(value, (int, float)):
+            parts.append(f"{key} {float(value):g}")
     return ", ".join(parts)
