@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zae import AddOnBase, CheckpointMismatch, Trainer, hook, replaces
-from zae.compose.metaclass import LAYERS, hooks_of
+from zae.compose.introspect import LAYERS, hooks_of
 
 
 class Task(Trainer):

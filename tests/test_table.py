@@ -25,7 +25,7 @@ from zae.addons import (
     TensorParallelAddon,
 )
 from zae.checkpoint.encoding import decode, encode
-from zae.compose.metaclass import arrange
+from zae.compose.order import arrange
 
 _ENGINES = (
     AccelerateAddon, DeepSpeedAddon, FSDPAddon, PipelineAddon, TensorParallelAddon,

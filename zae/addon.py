@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
+from zae.compose.composition import mix
 from zae.compose.introspect import LAYERS, hook, repeats, replaces
-from zae.compose.metaclass import mix
 from zae.errors import CheckpointMismatch
 from zae.loop.addon_state import GENERATORS, Generators, as_saved, check_declared, declaring, read_declared
 from zae.trainer import Trainer

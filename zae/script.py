@@ -100,9 +100,9 @@ def making(make: Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, A
 
 def variant(cls: Any, gone: Collection[Any], added: Sequence[Any]) -> Any:
     """Return a trainer class without some of its add-ons, and with others."""
+    from zae.compose.composition import compose
     from zae.compose.introspect import recipe_of
     from zae.compose.leave_out import leave_out
-    from zae.compose.metaclass import compose
 
     root, present = recipe_of(cls)
     kept = [each for each in present if each not in gone and each not in added]

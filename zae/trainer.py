@@ -26,8 +26,10 @@ from zae.common.device import can_copy_async, exchange_current, parse_device, to
 from zae.common.model_weights import without_wrappers
 from zae.common.null_context import NULL_CONTEXT
 from zae.compose.calls import explained_call, of_class_or_instance, run_call
+from zae.compose.composition import compose
 from zae.compose.foreign_names import missing_attribute
-from zae.compose.metaclass import TrainerMeta, compose, hook, slots_of
+from zae.compose.introspect import hook, slots_of
+from zae.compose.metaclass import TrainerMeta
 from zae.data.gather import batches_of
 from zae.data.loaders import length_of, set_epoch
 from zae.data.position import LoaderPosition

@@ -14,9 +14,9 @@ from zae.addons.fairseq2.metric_bag import metrics_of
 from zae.addons.fairseq2.reader import ReaderLoader, num_accumulate_of
 from zae.addons.fairseq2.regime import RegimeAddon, any_of, every_of
 from zae.addons.fairseq2.unit import task_of
+from zae.compose.composition import load_installed
 from zae.compose.converted_arguments import ConvertedArgumentsBase
 from zae.compose.introspect import add_ons_of
-from zae.compose.metaclass import load_installed
 from zae.distributed.mesh import DATA
 from zae.errors import ConfigError
 from zae.loop.progress import Every

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from zae.compose.composition import load_installed
 from zae.compose.foreign_names import foreign_option
-from zae.compose.metaclass import load_installed
 from zae.compose.options import options_of
 from zae.errors import AddOnError, ConfigError, did_you_mean, kind_of
 

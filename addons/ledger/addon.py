@@ -30,7 +30,7 @@ from zae.checkpoint.filesystem import reason
 from zae.common.argument_checks import check_file, check_flags
 from zae.common.fingerprint import fingerprint, random_state
 from zae.common.walk import leaves_of
-from zae.compose.metaclass import add_ons_of
+from zae.compose.introspect import add_ons_of
 from zae.data.loaders import Proxy, length_of
 from zae.distributed import shards
 from zae.errors import ConfigError

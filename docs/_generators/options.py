@@ -12,7 +12,7 @@ from typing import Any
 import zae.addons
 from _generators import DOCS, ROOT
 from zae import AddOnBase, Trainer
-from zae.compose.metaclass import options_of
+from zae.compose.options import options_of
 
 INTRODUCTION = """# Add-ons and options
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import doctest
 import inspect
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
+import zae.compose
 from kit.lines import LOCAL, TRACED, InnerAddon, MiddleAddon, OuterAddon, Task, WrappingAddon, batches, make, weights
 from zae import AddOnBase, AddOnConflict, AddOnError, AddOnOrder, AddOnRequirement, OptionError, Trainer
 from zae.addons import AMPAddon, EMAAddon
-from zae.compose.metaclass import LAYERS, add_ons_of, options_of, slots_of
+from zae.compose.introspect import LAYERS, add_ons_of, slots_of
+from zae.compose.options import options_of
 
 # --------------------------------------------------------------------------------------------- a set is a class
 
@@ -452,3 +456,8 @@ def test_an_abc_that_claims_a_task_does_not_fool_add_on():
 
     VirtualAddon.register(Task)
     assert VirtualAddon in Task.add_on(VirtualAddon).__mro__
+
+
+def test_the_example_of_the_page_about_composition_runs() -> None:
+    page = Path(zae.compose.__file__).with_name("README.md")
+    assert doctest.testfile(str(page), module_relative=False).failed == 0

@@ -24,7 +24,7 @@ from sybil.parsers.markdown import CodeBlockParser
 
 import zae.cli
 from zae import Trainer
-from zae.compose.metaclass import hooks_of
+from zae.compose.introspect import hooks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

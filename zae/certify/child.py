@@ -20,8 +20,8 @@ from zae.certify import loop, recipe
 from zae.certify.jobs import Job
 from zae.common.fingerprint import fingerprint
 from zae.common.walk import map_tensors
+from zae.compose.composition import load_installed
 from zae.compose.introspect import add_ons_of, is_engine_slot
-from zae.compose.metaclass import load_installed
 from zae.compose.options import options_of
 from zae.data.loaders import copy_with, length_of
 from zae.errors import ConfigError, ZaeError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from zae.compose.composition import load_installed
 from zae.compose.introspect import add_ons_of
-from zae.compose.metaclass import load_installed
 
 __all__ = ["ConvertedArgumentsBase", "Report"]
 

@@ -76,8 +76,8 @@ class Optimization:
             gradient_clip = argument_checks.check_number("gradient_clip", gradient_clip)
         self.gradient_clip = gradient_clip
         self.is_step_explicit = scheduler_step_on_batch is not None
-        flag = {"scheduler_step_on_batch": scheduler_step_on_batch or False}
-        (self.scheduler_step_on_batch,) = argument_checks.check_flags(**flag)
+        on_batch = scheduler_step_on_batch or False
+        (self.scheduler_step_on_batch,) = argument_checks.check_flags(scheduler_step_on_batch=on_batch)
         self.parameters: list[Tensor] = []
         self.grad_norm: Tensor | None = None
         self.grad_norms: dict[str, Tensor] = {}
@@ -86,7 +86,8 @@ class Optimization:
         self.tensors_to_clip: Callable[[list[Tensor]], list[Any]] = list  # An engine may set it.
         self._clearing: list[Optimizer] = []  # Those whose ``zero_grad`` does more than to drop gradients.
         self._warned: set[str] = set()
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.optimizer = optimizer
+        self.scheduler = scheduler
         self.index_by_name()
 
     def index_by_name(self) -> None:
@@ -118,13 +119,12 @@ class Optimization:
 
     def make_schedulers(self, total_steps: Callable[[], int | None]) -> Any:
         """Return the schedulers that were given, with what their factories make of the optimizers."""
-        takes_total = any(
-            optim.is_factory(each) and takes_total_steps(each) for each in optim.as_dict(self.scheduler).values()
-        )
-        call = partial(_call_factory, total_steps=total_steps() if takes_total else None)
-        return optim.call_factories(
-            self.scheduler, partial(optim.optimizer_for, self.optimizers), LRScheduler, "scheduler", call
-        )
+        factories = [each for each in optim.as_dict(self.scheduler).values() if optim.is_factory(each)]
+        # Only where it is asked for: outside of a run it is not known, which is an error.
+        total = total_steps() if any(map(takes_total_steps, factories)) else None
+        call = partial(_call_factory, total_steps=total)
+        optimizer_for = partial(optim.optimizer_for, self.optimizers)
+        return optim.call_factories(self.scheduler, optimizer_for, LRScheduler, "scheduler", call)
 
     def check_given(self) -> None:
         """Refuse to train without an optimizer, as a trainer that was made to evaluate would."""
@@ -143,7 +143,9 @@ class Optimization:
     def check_unreplaced(self) -> None:
         """Refuse optimizers or schedulers that were assigned to the trainer within a run."""
         for name in ("optimizer", "scheduler"):
-            if [*optim.as_dict(getattr(self, name)).values()] != [*getattr(self, f"{name}s").values()]:
+            assigned = list(optim.as_dict(getattr(self, name)).values())
+            in_use = list(getattr(self, f"{name}s").values())
+            if assigned != in_use:
                 raise ConfigError(
                     f"trainer.{name} was replaced within a run, which continues with the one it has; replace it "
                     "between two calls of run, or change what is in its param_groups"
@@ -153,14 +155,18 @@ class Optimization:
         """Warn once of each parameter that requires a gradient and that no optimizer holds."""
         names = [name for name in optim.untrained_names(model, self.optimizers) if name not in self._warned]
         self._warned.update(names)
-        if names and is_main:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            _log.warning(
-                "no optimizer of the trainer holds %s%s (%d parameters with requires_grad=True), and until one "
-                "does, the trainer leaves them as they are; give them to one, "
-                "optimizer.add_param_group({'params': [...]}), or freeze them: requires_grad_(False)",
-                ", ".join(names[:_SHOWN]), more, len(names),
-            )  # fmt: skip
+        if not names or not is_main:
+            return
+        shown = ", ".join(names[:_SHOWN])
+        if len(names) > _SHOWN:
+            shown += f" and {len(names) - _SHOWN} more"
+        _log.warning(
+            "no optimizer of the trainer holds %s (%d parameters with requires_grad=True), and until one does, the "
+            "trainer leaves them as they are; give them to one, optimizer.add_param_group({'params': [...]}), or "
+            "freeze them: requires_grad_(False)",
+            shown,
+            len(names),
+        )
 
     # --------------------------------------------------------------------------------------- the parts of a step
 
@@ -173,24 +179,28 @@ class Optimization:
 
     def clip(self, norm_of: Callable[[list[Tensor]], Tensor] = optim.gradient_norm) -> None:
         """Clip the gradients of each group of parameters to ``gradient_clip``, and keep the norm that they had."""
-        if self.gradient_clip:
-            norms = []
-            for parameters in self.clipped_parameters:  # In turn: two optimizers may share a parameter.
-                norms.append(norm_of(parameters))
-                if self.gradient_clip != math.inf:
-                    nn.utils.clip_grads_with_norm_(self.tensors_to_clip(parameters), self.gradient_clip, norms[-1])
-            self.grad_norm = norms[0]
-            if len(norms) > 1:
-                self.grad_norm = torch.stack(norms).norm()
-                self.grad_norms = dict(zip(self.optimizers, norms))
+        if not self.gradient_clip:
+            return
+        norms = []
+        for parameters in self.clipped_parameters:  # In turn: two optimizers may share a parameter.
+            norm = norm_of(parameters)
+            if self.gradient_clip != math.inf:
+                nn.utils.clip_grads_with_norm_(self.tensors_to_clip(parameters), self.gradient_clip, norm)
+            norms.append(norm)
+        self.grad_norm = norms[0]
+        if len(norms) > 1:
+            self.grad_norm = torch.stack(norms).norm()
+            self.grad_norms = dict(zip(self.optimizers, norms))
 
     step_one = staticmethod(optim.step)
 
     def scheduler_step(self, when: str) -> None:
         """Step the schedulers that are stepped after a "batch" or an "epoch", but those that wait for a metric."""
-        on_batch, default = when == "batch", self.scheduler_step_on_batch
+        is_after_batch = when == "batch"
         for scheduler in self.schedulers.values():
-            if getattr(scheduler, "steps_on_batch", default) == on_batch and not is_plateau(scheduler):
+            # A schedule of `zae.schedulers` states its unit itself.
+            on_batch = getattr(scheduler, "steps_on_batch", self.scheduler_step_on_batch)
+            if on_batch == is_after_batch and not is_plateau(scheduler):
                 scheduler.step()
 
     def step_plateaus(self, score: float | None, monitor: str, metrics: Mapping[str, float]) -> None:
@@ -227,20 +237,20 @@ class Optimization:
         """Describe the schedules, stepped by epochs, whose first epoch has less than a tenth of the base rate."""
         if self.scheduler_step_on_batch:
             return []
-        low = {
-            name: each
-            for name, each in self.schedulers.items()
+        texts = []
+        for name, scheduler in self.schedulers.items():
             # A schedule that states its unit is as long as it is meant to be.
-            if not (is_plateau(each) or hasattr(each, "steps_on_batch"))
-            and steps_taken(each) == 0
-            and _highest(each) < _LOW
-        }
-        return [
-            f"scheduler {name} ({type(each).__name__}) keeps the learning rate under a tenth of its base rate through "
-            f"the whole first epoch (it begins at {optim.learning_rates({'0': each.optimizer}).get('lr', 0.0):g}); "
-            "if its steps are optimizer steps, write scheduler_step_on_batch=True"
-            for name, each in low.items()
-        ]
+            if is_plateau(scheduler) or hasattr(scheduler, "steps_on_batch"):
+                continue
+            if steps_taken(scheduler) != 0 or _highest(scheduler) >= _LOW:
+                continue
+            rate = optim.learning_rates({"0": scheduler.optimizer}).get("lr", 0.0)
+            texts.append(
+                f"scheduler {name} ({type(scheduler).__name__}) keeps the learning rate under a tenth of its base rate "
+                f"through the whole first epoch (it begins at {rate:g}); "
+                "if its steps are optimizer steps, write scheduler_step_on_batch=True"
+            )
+        return texts
 
     def simulate(self, module: nn.Module, total_steps: int | None) -> tuple[dict[str, Optimizer], dict[str, Any]]:
         """Copy the optimizers without their parameters, and the schedulers that change their learning rates.
@@ -252,7 +262,8 @@ class Optimization:
             twins: dict[str, Optimizer] = {}
             memo: dict[int, Any] = {}
             for name, optimizer in self.optimizers_for(module):
-                twins[name] = memo[id(optimizer)] = _twin(optimizer)
+                twins[name] = _twin(optimizer)
+                memo[id(optimizer)] = twins[name]  # A copied scheduler then steps the copy of its optimizer.
             schedulers = {}
             for name, scheduler in optim.as_dict(self.scheduler).items():
                 if optim.is_factory(scheduler):
@@ -264,17 +275,10 @@ class Optimization:
     def optimizers_for(self, module: nn.Module | None) -> Iterator[tuple[str, Optimizer]]:
         """Yield each optimizer by name; of a factory, one for the parameters of a model that does not change them."""
         for name, optimizer in optim.as_dict(self.optimizer).items():
-            if not isinstance(optimizer, Optimizer):
-                own = [] if module is None else [*module.parameters()]
-                twins = [
-                    each if optim.has_lazy([each]) else nn.Parameter(each.detach(), each.requires_grad) for each in own
-                ]
-                with random_state.isolated():
-                    if module is not None and optim.takes_model(optimizer):
-                        optimizer = optim.make(optimizer, deep_copy(module, dict(zip(map(id, own), twins))))
-                    else:
-                        optimizer = optimizer(twins)
-            yield name, optimizer
+            if isinstance(optimizer, Optimizer):
+                yield name, optimizer
+            else:
+                yield name, _made_apart(optimizer, module)
 
     # ------------------------------------------------------------------------------------------------ the state
 
@@ -298,8 +302,10 @@ class Optimization:
 
     def records(self) -> dict[str, Any]:
         """Return its part of the entry "records"."""
-        each = {"grad_norms": self.grad_norms} if self.grad_norms else {}
-        return {"settings": self.settings.state_dict(), "grad_norm": self.grad_norm, **each}
+        records: dict[str, Any] = {"settings": self.settings.state_dict(), "grad_norm": self.grad_norm}
+        if self.grad_norms:
+            records["grad_norms"] = self.grad_norms
+        return records
 
     def prepare(
         self,
@@ -327,10 +333,12 @@ class Optimization:
             if is_plateau(each) and not keeps_best:
                 best = {"mode": each.mode, "best": each.mode_worse, "num_bad_epochs": 0}
                 schedulers[name] = {**schedulers[name], **best}
-        records, is_begun = state["records"], bool(state["progress"]["step"])
+        records = state["records"]
+        is_begun = bool(state["progress"]["step"])
         # Then the parameters have the order in memory that they had, and so has each tensor of the state.
         is_ordered = (state.get("module") or {}).get("strides") is not None
-        grad_norm, grad_norms = records["grad_norm"], dict(records.get("grad_norms", {}))
+        grad_norm = records["grad_norm"]
+        grad_norms = dict(records.get("grad_norms", {}))
 
         def load() -> None:
             for name, each in self.optimizers.items():
@@ -345,7 +353,8 @@ class Optimization:
                     each._opt_called = True  # type: ignore[attr-defined]
             for name, each in self.schedulers.items():
                 each.load_state_dict(with_enums(schedulers[name], each.state_dict()))
-            self.grad_norm, self.grad_norms = grad_norm, grad_norms
+            self.grad_norm = grad_norm
+            self.grad_norms = grad_norms
             self.settings.load(records["settings"])
 
         return load
@@ -361,18 +370,25 @@ class Optimization:
 
     def _added_groups(self, name: str, state: Mapping[str, Any], named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """Return the groups that training has added, as a script does that thaws layer by layer."""
-        optimizer, own = self.optimizers[name], state["optimizer"][name]
-        count, held = len(optimizer.param_groups), {id(each) for each in optim.parameters_of(optimizer)}
+        optimizer = self.optimizers[name]
+        if wraps_others(optimizer):
+            return []
+        count = len(optimizer.param_groups)
+        held = {id(each) for each in optim.parameters_of(optimizer)}
         added = []
-        for names, group in zip(state["order"].get(name, ())[count:], _groups_in(own)[count:]):
+        names_by_group = state["order"].get(name, ())
+        for names, group in zip(names_by_group[count:], _groups_in(state["optimizer"][name])[count:]):
             parameters = [named.get(fit_name(key, named)) for key in names]
             if any(each is None or id(each) in held for each in parameters):
                 return []  # It is refused, by its parameters.
-            held |= set(map(id, parameters))
+            held.update(map(id, parameters))
             settings = {key: each for key, each in group.items() if key not in ("params", "param_names")}
-            pairs = zip(group.get("param_names", ()), parameters)
-            added.append({**settings, "params": [*pairs] if "param_names" in group else parameters})
-        return [] if wraps_others(optimizer) else added
+            if "param_names" in group:
+                settings["params"] = list(zip(group["param_names"], parameters))
+            else:
+                settings["params"] = parameters
+            added.append(settings)
+        return added
 
     def _in_present_order(
         self,
@@ -383,7 +399,8 @@ class Optimization:
         added: Sequence[Mapping[str, Any]],
     ) -> Any:
         """Return the saved state of an optimizer with its parameters in the present order."""
-        optimizer, own = self.optimizers[name], state["optimizer"][name]
+        optimizer = self.optimizers[name]
+        own = state["optimizer"][name]
         if has_own_form(optimizer, own):
             return own
         check_groups(name, optimizer, own, [len(group["params"]) for group in added])
@@ -394,8 +411,9 @@ class Optimization:
             held = [each[1] if isinstance(each, tuple) else each for each in group["params"]]
             present.append([names[id(each)] for each in held])
         known = dict.fromkeys([*names.values(), *itertools.chain(*present)])
-        order = state["order"].get(name, ())  # Or with the names of wrappers.
-        saved = [[fit_name(key, known) for key in keys] for keys in order]
+        saved = []
+        for keys in state["order"].get(name, ()):
+            saved.append([fit_name(key, known) for key in keys])  # They may have the names of wrappers.
         if not saved or not known.keys() >= set(itertools.chain(*saved)):
             return own  # The names have changed: only the numbers are left.
         return match_order(name, optimizer, own, saved, present, strict)
@@ -404,12 +422,14 @@ class Optimization:
         """Pair the optimizers' parameters outside of the model with their saved values."""
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, optimizer in self.optimizers.items():
-            present, values = optim.parameters_outside(optimizer, module), saved.get(name, [])
-            shapes = [[tuple(each.shape) for each in several] for several in (present, values)]
-            if shapes[0] != shapes[1]:
+            present = optim.parameters_outside(optimizer, module)
+            values = saved.get(name, [])
+            shapes = [tuple(each.shape) for each in present]
+            saved_shapes = [tuple(each.shape) for each in values]
+            if shapes != saved_shapes:
                 raise CheckpointMismatch(
-                    f"optimizer {name} trains parameters outside of the model of shapes {shapes[0]}, and the state has "
-                    f"{shapes[1]}; build the trainer as it was"
+                    f"optimizer {name} trains parameters outside of the model of shapes {shapes}, and the state has "
+                    f"{saved_shapes}; build the trainer as it was"
                 )
             pairs += zip(present, values, strict=True)
         return pairs
@@ -443,20 +463,38 @@ def _call_factory(factory: Callable[..., Any], optimizer: Any, total_steps: int 
 def _highest(scheduler: Any) -> float:
     """Return the highest learning rate of the groups of a scheduler, as a fraction of their base rates."""
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
-    pairs = [
-        (float(g["lr"]), float(g["initial_lr"])) for g in groups if g.get("lr") is not None and g.get("initial_lr")
-    ]
-    return max((rate / base for rate, base in pairs), default=1.0)
+    highest = None
+    for group in groups:
+        rate, base = group.get("lr"), group.get("initial_lr")
+        if rate is not None and base:
+            fraction = float(rate) / float(base)
+            highest = fraction if highest is None else max(highest, fraction)
+    return 1.0 if highest is None else highest
+
+
+def _made_apart(factory: Any, module: nn.Module | None) -> Any:
+    """Return the optimizer of a factory for parameters of its own, beside those of a model: it moves none of these."""
+    own = [] if module is None else list(module.parameters())
+    twins = []
+    for parameter in own:
+        if optim.has_lazy([parameter]):
+            twins.append(parameter)
+        else:
+            twins.append(nn.Parameter(parameter.detach(), parameter.requires_grad))
+    with random_state.isolated():
+        if module is not None and optim.takes_model(factory):
+            copied = {id(parameter): twin for parameter, twin in zip(own, twins)}
+            return optim.make(factory, deep_copy(module, copied))
+        return factory(twins)
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the same groups and settings, and one number for the parameters of each type."""
     twin = SGD([torch.zeros(1)], lr=0.0)
     twin.defaults = dict(optimizer.defaults)
-    twin.param_groups = [
-        {"params": [torch.zeros(1, dtype=d) for d in types]}
-        | {name: copy_of(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-        for types in [{p.dtype for p in group["params"]}]
-    ]
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        settings = {name: copy_of(value) for name, value in group.items() if name != "params"}
+        dtypes = {parameter.dtype for parameter in group["params"]}
+        twin.param_groups.append({"params": [torch.zeros(1, dtype=dtype) for dtype in dtypes], **settings})
     return twin

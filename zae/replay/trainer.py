@@ -11,8 +11,8 @@ from zae import script
 from zae.addons.state_manager.checkpointer import FolderCheckpointer
 from zae.checkpoint.filesystem import original_name, step_of
 from zae.checkpoint.folder import list_checkpoints, load_checkpoint
+from zae.compose.composition import load_installed
 from zae.compose.introspect import add_ons_of
-from zae.compose.metaclass import load_installed
 from zae.compose.options import options_of
 from zae.errors import CheckpointDamaged, ConfigError
 from zae.loop.progress import Every

@@ -20,8 +20,8 @@ from torch import nn
 from zae.addon import AddOnBase
 from zae.common import random_state
 from zae.common.device import release_memory
+from zae.compose.composition import compose
 from zae.compose.introspect import is_engine_slot, slots_of
-from zae.compose.metaclass import compose
 from zae.errors import ConfigError, NonFiniteError, kind_of, printable
 from zae.search.result import SearchResult, read_study
 from zae.search.scores import OtherDirectionError, Score

@@ -8,9 +8,9 @@ from typing import Any
 
 from zae.addon import AddOnBase, replaces
 from zae.common import random_state
+from zae.compose.composition import compose
 from zae.compose.introspect import is_engine_slot, slots_of
 from zae.compose.leave_out import leave_out
-from zae.compose.metaclass import compose
 from zae.data.position import LoaderPosition
 from zae.errors import ConfigError
 from zae.loop.progress import ProgressChecker
