@@ -34,8 +34,8 @@ from zae.data.gather import batches_of
 from zae.data.loaders import length_of, set_epoch
 from zae.data.position import LoaderPosition
 from zae.errors import ConfigError
-from zae.loop.bases import Attributes, Processes
-from zae.loop.epoch_log import plain
+from zae.loop.bases import Processes
+from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.error_notes import add_notes
 from zae.loop.evaluation import Evaluation, evaluation_weights, switch_mode
 from zae.loop.first_step import FirstStep
@@ -60,7 +60,19 @@ if TYPE_CHECKING:
 __all__ = ["Trainer"]
 
 
-class Trainer(Processes, Attributes, metaclass=TrainerMeta):
+def _of_part(part: str, name: str, doc: str) -> Any:
+    """Return a property for a public attribute of a trainer that one of its parts holds."""
+
+    def read(trainer: Any) -> Any:  # Not an attrgetter, which torch.compile cannot trace.
+        return getattr(getattr(trainer, part), name)
+
+    def write(trainer: Any, value: Any) -> None:
+        setattr(getattr(trainer, part), name, value)
+
+    return property(read, write, doc=doc)
+
+
+class Trainer(Processes, metaclass=TrainerMeta):
     """The training loop of PyTorch, with its hooks open: subclass it with ``train_step`` and ``test_step``.
 
     Parameters
@@ -155,26 +167,75 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         fast_data: bool = True,
         keep_train_outputs: bool = False,
     ) -> None:
-        name, slots = type(self).__name__, slots_of(type(self))
+        name = type(self).__name__
+        slots = slots_of(type(self))
         argument_checks.check_launch_precision(name, slots, self.has_own_precision)
         self.devices = argument_checks.check_devices(parse_device(device), name, slots)
-        self.device, self.mode = self.devices[0], argument_checks.check_mode(mode)
-        self.engine: Engine = SingleProcess()
+        self.device = self.devices[0]
+        self.mode = argument_checks.check_mode(mode)
+        self.engine: Engine = SingleProcess()  # An engine's add-on puts its own in.
         self.seed = argument_checks.check_count("seed", seed, least=0, bits=64, optional=True)
         self.model: Any = argument_checks.check_model(model, random_state.seeded(self.seed))
         self._module: nn.Module = self.model
         checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
         self.log_bar = argument_checks.check_log_bar(log_bar)
         fast, keeps = argument_checks.check_flags(fast_data=fast_data, keep_train_outputs=keep_train_outputs)
-        self.optimization = Optimization(optimizer, scheduler, gradient_clip, scheduler_step_on_batch)
-        has_metric = type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end
-        kept = {"keep_train_outputs": keeps, "keep_test_outputs": has_metric}
-        self.history = History(monitor, monitor_mode, owner=type(self).__name__, **kept)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
-        self.nonfinite, self.progress_checker = NonFiniteGuard(on_nonfinite, self.optimization), ProgressChecker()
-        self.loader_position, self.current_run = LoaderPosition(fast), Run(self)
-        self.precision_part, self.step_window = Precision(), StepWindow()  # Add-ons put their own in.
-        self._in_training = cast("list[nn.Module] | None", None)  # Before `toggle`.
+        # The parts; docs/explanation/loop.md says what each holds.
+        self.optimization = Optimization(optimizer, scheduler, gradient_clip, scheduler_step_on_batch)
+        self.history = History(
+            monitor,
+            monitor_mode,
+            keep_train_outputs=keeps,
+            keep_test_outputs=type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end,
+            owner=name,
+        )
+        self.nonfinite = NonFiniteGuard(on_nonfinite, self.optimization)
+        self.progress_checker = ProgressChecker()
+        self.loader_position = LoaderPosition(fast)
+        self.current_run = Run(self)
+        self.precision_part = Precision()  # An add-on for precision, or an engine, puts its own in.
+        self.step_window = StepWindow()  # So does one that makes a step of several batches.
+        self._in_training: list[nn.Module] | None = None  # The modules that `toggle` puts back into training mode.
+
+    @classmethod
+    def make_from(cls, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Return a trainer that an add-on makes of what the constructor was given; None makes it as usual.
+
+        An add-on overrides it where an argument asks for further add-ons, which the class does not have.
+
+        Parameters
+        ----------
+        args : tuple
+            What was given by position.
+        options : mapping
+            What was given by name.
+
+        Returns
+        -------
+        Trainer or None
+            A trainer of a class composed of this one and of further add-ons.
+        """
+        return None
+
+    @classmethod
+    def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of the constructor, with those replaced that stand for others.
+
+        It is called before anything is checked or made. An add-on overrides it for an option that sets options of
+        other add-ons.
+
+        Parameters
+        ----------
+        options : mapping
+            What was written.
+
+        Returns
+        -------
+        dict
+            What every ``__init__`` gets.
+        """
+        return dict(options)
 
     # ------------------------------------------------------------------------------------ what the user writes
 
@@ -308,7 +369,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     def _run(self, loader: Any, valid_loader: Any, limits: RunLimits) -> MetricsDict:
         """Run in the process that trains."""
         self.current_run.close()
-        run = self.current_run = self.current_run.new_call(loader, valid_loader, limits)
+        run = self.current_run.new_call(loader, valid_loader, limits)
+        self.current_run = run
         with self.ready():
             if self.mode == "test":
                 for _ in range(limits.n_epoch or 1):
@@ -349,7 +411,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self.current_run.set_up()
         if self.mode == "test":
             return Evaluation(self).epoch(loader)
-        run, loader = self.current_run, self.wrap_loader(without_loop(loader), True)
+        run = self.current_run
+        loader = self.wrap_loader(without_loop(loader), True)
         run.open_epoch(loader)
         is_complete = True
         with self.epoch_context():
@@ -416,7 +479,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
             For each micro-batch, what ``train_step`` returned and its weight in the epoch's means.
         """
         micro_batches = self.micro_batches(batch)
-        run, count = self.current_run, len(micro_batches)
+        run = self.current_run
+        count = len(micro_batches)
         outputs: list[tuple[Mapping[str, Any], float]] = []
         for run.micro_index, run.batch in enumerate(micro_batches):
             with self.sync_context(run.micro_index == count - 1):
@@ -516,7 +580,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         with self.forward_context():
             out = self.train_step(batch)
         try:
-            values, _ = output = read_output(out, batch, self.sample_weight, type(self), self.mode, self.count_targets)
+            output = read_output(out, batch, self.sample_weight, type(self), self.mode, self.count_targets)
+            values, _ = output
             self.backward(self.scale_loss(values["loss"], values.get("num_targets"), count))
         except Exception as error:
             explain_failure(error, out, batch, type(self), self.optimizers)
@@ -535,7 +600,9 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         """
         return NULL_CONTEXT
 
-    sample_weight, count_targets = sample_weight, count_targets  # Hooks that `read_output` calls, in step_output.py.
+    # Hooks that `read_output` calls; they stand beside it, in step_output.py.
+    sample_weight = sample_weight
+    count_targets = count_targets
 
     @hook
     def scale_loss(self, loss: Any, num_targets: Any, count: int) -> Any:
@@ -636,8 +703,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
     @hook
     def logging(self, step_dict: Mapping[str, Any], weight: float = 1) -> None:
         """Record what a step returned in the log of the present mode; its numbers weigh ``weight`` in the means."""
-        history = self.history
-        (history.log_train if self.mode == "train" else history.log_test).record(step_dict, weight)
+        log = self.history.log_train if self.mode == "train" else self.history.log_test
+        log.record(step_dict, weight)
 
     @hook
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
@@ -674,7 +741,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         self.optimization.release()
         exchange_current(self.current_run.previous_device)
         self.current_run.close()
-        self.current_run, self.model = Run(self), self._module
+        self.current_run = Run(self)
+        self.model = self._module
 
     @hook
     def wrap_model(self, model: nn.Module) -> Any:
@@ -1011,7 +1079,8 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         mode : {"train", "test"}, optional
             The mode; None takes the other one.
         """
-        before, root = self.mode, self.model if isinstance(self.model, nn.Module) else self._module
+        before = self.mode
+        root = self.model if isinstance(self.model, nn.Module) else self._module
         self.mode = argument_checks.check_mode(mode or ("test" if before == "train" else "train"))
         self._in_training = switch_mode(root, self._module, (before, self.mode), self._in_training)
 
@@ -1162,6 +1231,52 @@ class Trainer(Processes, Attributes, metaclass=TrainerMeta):
         return CoreState(self).load_weights(read_weights(weights), strict)
 
     # ------------------------------------------------------------------------------------------- what is shown
+
+    optimizer: Any = _of_part("optimization", "optimizer", "What was given; once set up, with what the factories made.")
+    scheduler: Any = _of_part("optimization", "scheduler", "What was given; once set up, with what the factories made.")
+    optimizers: dict[str, Optimizer] = _of_part(
+        "optimization", "optimizers", "The optimizers by name; an only one is '0'."
+    )
+    schedulers: dict[str, Any] = _of_part("optimization", "schedulers", "The schedulers by name; an only one is '0'.")
+    parameters: list[Tensor] = _of_part(
+        "optimization", "parameters", "What is trained, of the model and the optimizers."
+    )
+    gradient_clip: float = _of_part("optimization", "gradient_clip", "The largest gradient norm; 0 does not clip.")
+    grad_norm: Tensor | None = _of_part("optimization", "grad_norm", "The norm of the gradients before the last clip.")
+    scheduler_step_on_batch: bool = _of_part(
+        "optimization", "scheduler_step_on_batch", "Step schedulers after each step."
+    )
+    monitor: str = _of_part("history", "monitor", "The metric that decides which epoch is the best.")
+    fast_data: bool = _of_part("loader_position", "is_fast", "Whether batches may be gathered from tensors in memory.")
+    keep_train_outputs: bool = _of_part("log_train", "keeps", "Whether what steps return beside numbers is kept.")
+    log_train: EpochLog = _of_part("history", "log_train", "What the steps of the open epoch returned.")
+    log_test: EpochLog = _of_part("history", "log_test", "What the steps of the last evaluation returned.")
+    train_metrics: Metrics = _of_part("history", "train_metrics", "The metrics of the last epoch.")
+    test_metrics: Metrics = _of_part("history", "test_metrics", "The metrics of the last validation.")
+    best: Metrics = _of_part("history", "best", "The metrics of the best epoch, with its score and place.")
+    train_history: list[Metrics] = _of_part("history", "train", "A row for each epoch of training.")
+    valid_history: list[Metrics] = _of_part("history", "valid", "A row for each validation.")
+    log_history: list[dict[str, Any]] = _of_part("history", "log", "A row for each call of ``log``.")
+    valid_name: str | None = _of_part(
+        "current_run", "valid_name", "The name of the loader that is evaluated, where several were given by name."
+    )
+
+    @property
+    def metrics(self) -> MetricsDict:
+        """The history so far, as ``run`` returns it."""
+        return self.history.as_metrics(self.progress_checker)
+
+    def log_reset(self, epoch_end: bool = False) -> None:
+        """Clear the logs of the open epoch and of the last evaluation; at an ``epoch_end``, their metrics too."""
+        self.log_train.clear()
+        self.log_test.clear()
+        if epoch_end:
+            self.train_metrics = Metrics()
+            self.test_metrics = Metrics()
+
+    def score_of(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the monitored metric of a row; None only for the default monitor, where no step returns a loss."""
+        return self.history.score_of(metrics)
 
     _option_places: ClassVar[Any] = {"monitor_mode": "history.direction"}  # Options that a part of the trainer holds.
 

@@ -1,4 +1,4 @@
-"""The bases of Trainer: what it shows of its parts, and its hooks that depend on the number of processes."""
+"""The base of Trainer: its hooks that depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -14,114 +14,16 @@ from zae.common.torch_private import move_module
 from zae.common.walk import map_tensors
 from zae.compose.introspect import hook
 from zae.errors import ConfigError
-from zae.loop.epoch_log import EpochLog
-from zae.loop.history import History, Metrics, MetricsDict
 from zae.optim.state import load_optimizer_state
 from zae.optimizers.quantized import flatten_states, quantize_states
 
 if TYPE_CHECKING:
     import torch
 
-    from zae.loop.progress import ProgressChecker
     from zae.loop.run import Run
     from zae.parts import Engine, Precision
 
-__all__ = ["Attributes", "Processes"]
-
-
-def _of(part: str, name: str, doc: str) -> Any:
-    """Return a property for a public attribute of a trainer that one of its parts holds."""
-
-    def read(trainer: Any) -> Any:  # Not an attrgetter, which torch.compile cannot trace.
-        return getattr(getattr(trainer, part), name)
-
-    return property(read, lambda trainer, value: setattr(getattr(trainer, part), name, value), doc=doc)
-
-
-class Attributes:
-    """What a trainer shows of its optimization, its history and its position in the data."""
-
-    if TYPE_CHECKING:
-        history: History
-        progress_checker: ProgressChecker
-
-    optimizer: Any = _of("optimization", "optimizer", "What was given; once set up, with what the factories made.")
-    scheduler: Any = _of("optimization", "scheduler", "What was given; once set up, with what the factories made.")
-    optimizers: dict[str, Optimizer] = _of("optimization", "optimizers", "The optimizers by name; an only one is '0'.")
-    schedulers: dict[str, Any] = _of("optimization", "schedulers", "The schedulers by name; an only one is '0'.")
-    parameters: list[Tensor] = _of("optimization", "parameters", "What is trained, of the model and the optimizers.")
-    gradient_clip: float = _of("optimization", "gradient_clip", "The largest gradient norm; 0 does not clip.")
-    grad_norm: Tensor | None = _of("optimization", "grad_norm", "The norm of the gradients before the last clip.")
-    scheduler_step_on_batch: bool = _of("optimization", "scheduler_step_on_batch", "Step schedulers after each step.")
-    monitor: str = _of("history", "monitor", "The metric that decides which epoch is the best.")
-    fast_data: bool = _of("loader_position", "is_fast", "Whether batches may be gathered from tensors in memory.")
-    keep_train_outputs: bool = _of("log_train", "keeps", "Whether what steps return beside numbers is kept.")
-    log_train: EpochLog = _of("history", "log_train", "What the steps of the open epoch returned.")
-    log_test: EpochLog = _of("history", "log_test", "What the steps of the last evaluation returned.")
-    train_metrics: Metrics = _of("history", "train_metrics", "The metrics of the last epoch.")
-    test_metrics: Metrics = _of("history", "test_metrics", "The metrics of the last validation.")
-    best: Metrics = _of("history", "best", "The metrics of the best epoch, with its score and place.")
-    train_history: list[Metrics] = _of("history", "train", "A row for each epoch of training.")
-    valid_history: list[Metrics] = _of("history", "valid", "A row for each validation.")
-    log_history: list[dict[str, Any]] = _of("history", "log", "A row for each call of ``log``.")
-    valid_name: str | None = _of(
-        "current_run", "valid_name", "The name of the loader that is evaluated, where several were given by name."
-    )
-
-    @classmethod
-    def make_from(cls, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        """Return a trainer that an add-on makes of what the constructor was given; None makes it as usual.
-
-        An add-on overrides it where an argument asks for further add-ons, which the class does not have.
-
-        Parameters
-        ----------
-        args : tuple
-            What was given by position.
-        options : mapping
-            What was given by name.
-
-        Returns
-        -------
-        Trainer or None
-            A trainer of a class composed of this one and of further add-ons.
-        """
-        return None
-
-    @classmethod
-    def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of the constructor, with those replaced that stand for others.
-
-        It is called before anything is checked or made. An add-on overrides it for an option that sets options of
-        other add-ons.
-
-        Parameters
-        ----------
-        options : mapping
-            What was written.
-
-        Returns
-        -------
-        dict
-            What every ``__init__`` gets.
-        """
-        return dict(options)
-
-    @property
-    def metrics(self) -> MetricsDict:
-        """The history so far, as ``run`` returns it."""
-        return self.history.as_metrics(self.progress_checker)
-
-    def log_reset(self, epoch_end: bool = False) -> None:
-        """Clear the logs of the open epoch and of the last evaluation; at an ``epoch_end``, their metrics too."""
-        self.log_train.clear()
-        self.log_test.clear()
-        if epoch_end:
-            self.train_metrics, self.test_metrics = Metrics(), Metrics()
-
-    def score_of(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the monitored metric of a row; None only for the default monitor, where no step returns a loss."""
-        return self.history.score_of(metrics)
+__all__ = ["Processes"]
 
 
 class Processes:
