@@ -91,11 +91,11 @@ def _wraps_loader(loader: Any) -> bool:
 
 def _is_pair(loader: Any) -> bool:
     """Return whether it is inputs and targets: two tensors of one length, of different types or dimensions."""
-    if not (
-        isinstance(loader, (list, tuple)) and len(loader) == 2 and all(isinstance(t, torch.Tensor) for t in loader)
-    ):
+    if not isinstance(loader, (list, tuple)) or len(loader) != 2:
         return False
     one, other = loader
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
     is_alike = one.dtype == other.dtype and one.ndim == other.ndim
     return not is_alike and one.ndim > 0 and other.ndim > 0 and len(one) == len(other)
 
@@ -106,7 +106,10 @@ def check_ended(loader: Any, count: int) -> None:
     A DataLoader takes a StopIteration that its dataset raises for the end of the epoch.
     """
     batches: Any = getattr(loader, "batch_sampler", None)
-    if not _is_map(loader) or count >= (expected := length_of(loader) or 0):
+    if not _is_map(loader):
+        return
+    expected = length_of(loader) or 0
+    if count >= expected:
         return
     samplers = (
         unwrap_sampler(loader.sampler),
@@ -195,11 +198,15 @@ def parts_of_dataset(dataset: Any) -> dict[str, Any]:
     """Return the datasets that a dataset takes samples from, by the names after it: ``dataset``, ``datasets``."""
     if not isinstance(dataset, Dataset):
         return {}
-    inner, several = getattr(dataset, "dataset", None), getattr(dataset, "datasets", None)
+    inner = getattr(dataset, "dataset", None)
+    if inner is not None:
+        return {".dataset": inner}
+    several = getattr(dataset, "datasets", None)
     if isinstance(several, (list, tuple)):
         several = dict(enumerate(several))
-    pairs = several.items() if isinstance(several, Mapping) else ()
-    return {".dataset": inner} if inner is not None else {f".datasets[{key!r}]": each for key, each in pairs}
+    if not isinstance(several, Mapping):
+        return {}
+    return {f".datasets[{key!r}]": each for key, each in several.items()}
 
 
 def datasets_with_epoch(dataset: Any, place: str = "", depth: int = _DEPTH) -> dict[str, Any]:
@@ -207,20 +214,29 @@ def datasets_with_epoch(dataset: Any, place: str = "", depth: int = _DEPTH) -> d
     if callable(getattr(dataset, "set_epoch", None)):
         return {place: dataset}
     found: dict[str, Any] = {}
-    for name, each in parts_of_dataset(dataset).items() if depth else ():
-        found |= datasets_with_epoch(each, place + name, depth - 1)
+    if depth:
+        for name, each in parts_of_dataset(dataset).items():
+            found |= datasets_with_epoch(each, place + name, depth - 1)
     return found
 
 
 def parts_with_epoch(loader: Any) -> dict[str, Any]:
     """Return what has ``set_epoch`` of a loader, its samplers and its datasets, by the names after ``loader``."""
     batches = getattr(loader, "batch_sampler", None)
-    found = {"": loader, ".sampler": getattr(loader, "sampler", None), ".batch_sampler": batches}
-    found[".batch_sampler.sampler"] = getattr(batches, "sampler", None)
-    found |= datasets_with_epoch(getattr(loader, "dataset", None), ".dataset")
-    once = {id(each): name for name, each in reversed(found.items())}
-    return {name: each for name, each in found.items()
-            if once[id(each)] == name and callable(getattr(each, "set_epoch", None))}  # fmt: skip
+    parts = {
+        "": loader,
+        ".sampler": getattr(loader, "sampler", None),
+        ".batch_sampler": batches,
+        ".batch_sampler.sampler": getattr(batches, "sampler", None),
+        **datasets_with_epoch(getattr(loader, "dataset", None), ".dataset"),
+    }
+    found: dict[str, Any] = {}
+    seen = set()
+    for name, each in parts.items():
+        if id(each) not in seen and callable(getattr(each, "set_epoch", None)):
+            found[name] = each
+        seen.add(id(each))
+    return found
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -271,8 +287,12 @@ class BatchLimits(NamedTuple):
 
     def check(self, loader: Any, valid_loader: Any) -> None:
         """Refuse loaders that cannot be limited."""
-        several = valid_loader.values() if isinstance(valid_loader, Mapping) else [valid_loader]
-        for each in [loader] * (self.train is not None) + [*several] * (self.valid is not None):
+        limited = []
+        if self.train is not None:
+            limited.append(loader)
+        if self.valid is not None:
+            limited += valid_loader.values() if isinstance(valid_loader, Mapping) else [valid_loader]
+        for each in limited:
             if isinstance(each, Iterator):
                 raise ConfigError(
                     f"the first batches of a {type(each).__name__} come once, so that limit_batches and "
@@ -319,7 +339,7 @@ def _first_of(loader: Any, count: int, repeats: bool = False) -> Any:
         if repeats:
             loader = with_entries(loader, lambda entries, size: SequentialSampler(loader.dataset))
         return with_entries(loader, partial(_FirstEntries, count))
-    return (_FirstOfStateful if is_stateful(loader) else _FirstOfStream)(loader, count)
+    return _FirstOfStateful(loader, count) if is_stateful(loader) else _FirstOfStream(loader, count)
 
 
 class _FirstEntries(Proxy):
@@ -352,19 +372,25 @@ class _FirstOfStream(Proxy):
     @property
     def is_sharded(self) -> bool:
         """Whether each rank gets other batches without help."""
-        return any(getattr(each, "is_sharded", False) for each in (self.passed, getattr(self.passed, "dataset", None)))
+        dataset = getattr(self.passed, "dataset", None)
+        return any(getattr(each, "is_sharded", False) for each in (self.passed, dataset))
 
 
 class _FirstOfStateful(_FirstOfStream):
     """The same of a loader that has its position in its state."""
 
-    _used, _begin, _has_ended = 0, 0, False
+    _used = 0  # Batches of the present iteration.
+    _begin = 0  # Those that a loaded state has used already.
+    _has_ended = False
 
     def __iter__(self) -> Iterator[Any]:
         if self._begin == self.count:  # The loaded state is at the end of our epoch, and within one of the loader.
             next(iter(self.passed), None)  # Its next iteration begins at its first batch.
-            self._begin = 0 if self._has_ended else self._begin
-        self._used, self._begin, self._has_ended = self._begin, 0, False
+            if self._has_ended:
+                self._begin = 0
+        self._used = self._begin
+        self._begin = 0
+        self._has_ended = False
         for batch in islice(iter(self.passed), self.count - self._used):
             self._used += 1
             yield batch

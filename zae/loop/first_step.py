@@ -99,7 +99,8 @@ class FirstStep:
     @contextmanager
     def _noting(self, suspect: _Suspect) -> Iterator[None]:
         """Let the method inside of an override note that it was called."""
-        name, method = suspect.name, vars(suspect.inner)[suspect.name]
+        name = suspect.name
+        method = vars(suspect.inner)[name]
 
         def noting(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
             self._reached.add(name)
@@ -146,10 +147,14 @@ class FirstStep:
         trainer = self._trainer
         if not any(needs_closure(each) for each in trainer.optimizers.values()):
             return
-        without = ["gradient_clip"] if trainer.gradient_clip and "clip" not in called else []
-        if "forward_context" not in called:
-            classes = [c for c in type(trainer).__mro__ if is_add_on(c) and not is_base(c)]
-            without += [c.__name__ for c in classes if any(name in vars(c) for name in _OF_GRADIENTS)]
+        without = []
+        if trainer.gradient_clip and "clip" not in called:
+            without.append("gradient_clip")
+        if "forward_context" not in called:  # Nor what the add-ons do around it.
+            for klass in type(trainer).__mro__:
+                is_of_add_on = is_add_on(klass) and not is_base(klass)
+                if is_of_add_on and any(name in vars(klass) for name in _OF_GRADIENTS):
+                    without.append(klass.__name__)
         if without:
             steppers = [c for c in type(trainer).__mro__ if "step_one" in vars(c) or "optimizer_step" in vars(c)]
             owner = next(c for c in steppers if not is_add_on(c))
@@ -162,7 +167,8 @@ class FirstStep:
     def _refuse_none(self, name: str) -> None:
         """Refuse an override that has returned nothing where the loop needs a value."""
         holders: list[Any] = [c for c in type(self._trainer).__mro__ if name in c.__dict__ and not is_base(c)]
-        klass, others = holders[0], [c.__name__ for c in holders[1:-1]]
+        klass = holders[0]
+        others = [c.__name__ for c in holders[1:-1]]
         passes_on = f" (or {' or '.join(others)} inside of it)" if others else ""
         raise _error(klass)(
             f"{klass.__name__}.{name}{passes_on} returned None, and the loop needs its return value; write return "
@@ -175,7 +181,9 @@ class FirstStep:
     def _forward(self, context: AbstractContextManager[None]) -> Iterator[None]:
         """Enclose ``train_step``, and refuse one that does what is done for it."""
         trainer = self._trainer
-        gradients, taken, is_training = self._gradients(), self._scheduler_steps(), self._is_model_training()
+        gradients = self._gradients()
+        taken = self._scheduler_steps()
+        was_training = self._is_model_training()
         watched = [each for each in trainer.optimizers.values() if hasattr(each, "_optimizer_step_pre_hooks")]
         hooks = [each.register_step_pre_hook(self._refuse_step) for each in watched]
         try:
@@ -192,7 +200,7 @@ class FirstStep:
         self._warn_of_clip()
         if self._scheduler_steps() != taken:
             raise self._of_a_loop_by_hand("steps a scheduler, as the trainer does (scheduler_step_on_batch=...)")
-        if is_training and not self._is_model_training() and trainer.is_main:
+        if was_training and not self._is_model_training() and trainer.is_main:
             _log.warning(
                 "%s.train_step leaves the model in evaluation mode: the next step has no dropout, and uses running "
                 "statistics, unless it begins with self.model.train(); leave model.eval() out of train_step",
@@ -213,8 +221,12 @@ class FirstStep:
 
     def _gradients(self) -> dict[int, tuple[int, int]]:
         """Return which parameters of the optimizers have a gradient, and how often it was changed in place."""
-        held: list[Tensor] = [p for each in self._trainer.optimizers.values() for p in parameters_of(each)]
-        return {id(p): (id(p.grad), version_of(p.grad)) for p in held if p.grad is not None}
+        found = {}
+        for optimizer in self._trainer.optimizers.values():
+            for parameter in parameters_of(optimizer):
+                if parameter.grad is not None:
+                    found[id(parameter)] = (id(parameter.grad), version_of(parameter.grad))
+        return found
 
     def _scheduler_steps(self) -> list[int]:
         """Return the steps that the schedulers have taken, unless the class steps them itself."""

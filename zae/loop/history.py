@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import check_metrics
@@ -68,11 +68,13 @@ class Metrics(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         found = _find(self, key)
         if found is None:
-            known = f"{', '.join(self)}; use one of these" if self else ""
-            known = known or "none: no epoch (or no validation) has returned the monitored metric"
-            names = [*(split_prefix(name)[1] for name in self), *self]
-            hint = did_you_mean(key, names)
-            raise MonitorError(f"unknown metric {key!r}{f'{hint} A' if hint else '; a'}vailable: {known}")
+            known = "none: no epoch (or no validation) has returned the monitored metric"
+            if self:
+                known = f"{', '.join(self)}; use one of these"
+            bare_names = [split_prefix(name)[1] for name in self]
+            hint = did_you_mean(key, [*bare_names, *self])
+            available = f"{hint} Available" if hint else "; available"
+            raise MonitorError(f"unknown metric {key!r}{available}: {known}")
         return self[found]
 
     def __contains__(self, key: object) -> bool:
@@ -82,9 +84,21 @@ class Metrics(dict[str, Any]):
 def _find(row: dict[str, Any], key: str) -> str | None:
     """Return the key of a row that a name with another prefix means."""
     prefix, bare = split_prefix(key)
-    names = [bare, *(f"{p}{mark}{bare}" for p in ([prefix] if prefix else _PREFIXES) for mark in "_/")]
-    names += [f"{p}{mark}{key}" for p in _PREFIXES for mark in "_/"] if prefix else []  # A step may return "val_loss".
+    names = [bare]
+    if prefix:
+        names += _with_prefixes(bare, [prefix])
+        names += _with_prefixes(key, _PREFIXES)  # A step may return "val_loss".
+    else:
+        names += _with_prefixes(bare, _PREFIXES)
     return next((name for name in names if dict.__contains__(row, name)), None)
+
+
+def _with_prefixes(name: str, prefixes: Iterable[str]) -> list[str]:
+    """Return a name with each of these before it, in both spellings."""
+    names = []
+    for prefix in prefixes:
+        names += [f"{prefix}_{name}", f"{prefix}/{name}"]
+    return names
 
 
 def split_prefix(key: str) -> tuple[str, str]:
@@ -205,12 +219,17 @@ class History:
         keep_test_outputs: bool = True,
         owner: str = "Trainer",
     ) -> None:
-        self.monitor, self.direction, self._owner = monitor, direction_of(monitor, mode), owner
+        self.monitor = monitor
+        self.direction = direction_of(monitor, mode)
+        self._owner = owner
         self.log_train = EpochLog("log_train", keeps=keep_train_outputs)
         self.log_test = EpochLog("log_test", keeps=keep_test_outputs)
-        self.train_metrics, self.test_metrics, self.best = Metrics(), Metrics(), Metrics()
-        self.train, self.valid = list[Metrics](), list[Metrics]()
-        self.log = list[dict[str, Any]]()
+        self.train_metrics = Metrics()
+        self.test_metrics = Metrics()
+        self.best = Metrics()
+        self.train: list[Metrics] = []
+        self.valid: list[Metrics] = []
+        self.log: list[dict[str, Any]] = []
         self._remarked: set[str] = set()
 
     # ------------------------------------------------------------------------------------------------ recording
@@ -289,8 +308,9 @@ class History:
         if bare in not_numbers:
             raise MonitorError(f"monitor={self.monitor!r}: a step returned {not_numbers[bare].text(bare)}")
         hint = did_you_mean(bare, source)
+        available = f"{hint} Available" if hint else "; available"
         raise MonitorError(
-            f"unknown metric {self.monitor!r} in monitor{f'{hint} A' if hint else '; a'}vailable: "
+            f"unknown metric {self.monitor!r} in monitor{available}: "
             f"{', '.join(source) or 'none'}; give one of these, or return it from the step"
         )
 
@@ -299,16 +319,21 @@ class History:
 
         Without any validation, training is measured at the end of an epoch.
         """
-        by_training = self.watches_training or not (self.valid or has_validation)
-        rows, metrics = (self.train, self.train_metrics) if by_training else (self.valid, self.test_metrics)
-        return self.score_of(metrics) if rows and rows[-1]["step"] == step else None
+        if self.watches_training or not (self.valid or has_validation):
+            rows, metrics = self.train, self.train_metrics
+        else:
+            rows, metrics = self.valid, self.test_metrics
+        is_measured = bool(rows) and rows[-1]["step"] == step
+        return self.score_of(metrics) if is_measured else None
 
     def is_better(self, score: float | None) -> bool:
         """Return whether a score is better than the best so far; NaN never is."""
         best = self.best.get("score")
         if score is None or score != score:
             return False
-        return best is None or bool(score < best if self.direction == "min" else score > best)
+        if best is None:
+            return True
+        return bool(score < best) if self.direction == "min" else bool(score > best)
 
     def check_split(self, split: str, metrics: Mapping[str, float]) -> None:
         """Refuse a monitor of the validation where only training's metrics are known."""
@@ -326,26 +351,34 @@ class History:
         best = _best_row(split, metrics, score, place)
         hidden = [key for key, value in metrics.items() if best[key] is not value]
         if hidden and not self.best:
-            said = "the best row has its own entries named %s; your metrics of these names are stored as %s"
-            _log.warning(said, ", ".join(hidden), ", ".join(f"{split}_{key}" for key in hidden))
+            _log.warning(
+                "the best row has its own entries named %s; your metrics of these names are stored as %s",
+                ", ".join(hidden),
+                ", ".join(f"{split}_{key}" for key in hidden),
+            )
         self.best = best
 
     def recompute_best(self) -> None:
         """Find the best in the rows by the present monitor, after a state that was saved with another one."""
         sign = 1 if self.direction == "min" else -1
-        scored = [each for each in self.scores_by_step().values() if each["score"] == each["score"]]
+        scored = [row for row in self.scores_by_step().values() if row["score"] == row["score"]]  # Not those of NaN.
         self.best = min(scored, key=lambda each: sign * each["score"], default=Metrics())
 
     def scores_by_step(self) -> dict[int, Metrics]:
         """Map each step with a value of the present monitor to a row as ``best`` is one."""
-        names = self.monitor, split_prefix(self.monitor)[1]
-        split = "train" if self.watches_training or not self.valid else "valid"
+        _, bare = split_prefix(self.monitor)
+        split, rows = "valid", self.valid
+        if self.watches_training or not self.valid:
+            split, rows = "train", self.train
         found = {}
-        for row in self.train if split == "train" else self.valid:
-            metrics = {
-                key.removeprefix(f"{split}_"): value for key, value in row.items() if key.startswith(f"{split}_")
-            }
-            score = next((metrics[name] for name in names if metrics.get(name) is not None), None)
+        for row in rows:
+            metrics = {}
+            for key, value in row.items():
+                if key.startswith(f"{split}_"):
+                    metrics[key.removeprefix(f"{split}_")] = value
+            score = metrics.get(self.monitor)
+            if score is None:
+                score = metrics.get(bare)
             if score is not None:
                 place = {"epoch": row["epoch"], "step": row["step"]}
                 found[row["step"]] = _best_row(split, metrics, score, place)
@@ -402,25 +435,33 @@ class History:
         made = copy.copy(self)
         made.log_train = self.log_train.empty_copy()
         made.log_train.load_state_dict(records["log_train"])
-        made.train_metrics, made.test_metrics = Metrics(records["train_metrics"]), Metrics(records["test_metrics"])
+        made.train_metrics = Metrics(records["train_metrics"])
+        made.test_metrics = Metrics(records["test_metrics"])
         made.best = Metrics(records["best"])
         made.train = [Metrics(row) for row in records["train_history"]]
         made.valid = [Metrics(row) for row in records["valid_history"]]
         made.log = [dict(row) for row in records["log_history"]]
         if not self.has_criterion_of(records):
             made.recompute_best()
-            said = "the state was saved with monitor=%s, and here it is %s: the best epoch so far is determined again"
-            _log.warning(f"{said} by it", printable(str(records["monitor"])), self.criterion)
+            _log.warning(
+                "the state was saved with monitor=%s, and here it is %s: the best epoch so far is determined again by "
+                "it",
+                printable(str(records["monitor"])),
+                self.criterion,
+            )
         return made
 
 
 def _row(split: str, metrics: Mapping[str, float], place: Mapping[str, int]) -> Metrics:
     """Return one row: where it was recorded, and the metrics with their split."""
-    return Metrics({**place, **{f"{split}_{key}": value for key, value in metrics.items()}})
+    row = Metrics(place)
+    for key, value in metrics.items():
+        row[f"{split}_{key}"] = value
+    return row
 
 
 def _best_row(split: str, metrics: Mapping[str, float], score: float | None, place: Mapping[str, int]) -> Metrics:
     """Return the row of the best: its metrics, score and place; a metric called like these gets its split before it."""
-    said = {"score": score, "split": split, **place}
-    hidden = {f"{split}_{key}": value for key, value in metrics.items() if said.get(key, value) is not value}
-    return Metrics({**hidden, **metrics, **said})
+    own = {"score": score, "split": split, **place}
+    hidden = {f"{split}_{key}": value for key, value in metrics.items() if own.get(key, value) is not value}
+    return Metrics({**hidden, **metrics, **own})

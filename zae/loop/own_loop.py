@@ -46,7 +46,8 @@ class _OwnLoop(Proxy):
 
     def _loop(self) -> Generator[Any]:
         """Yield what `run_batch` takes; this is the loop of `Trainer.run_epoch` from within."""
-        run, trainer = self._run, self._run.trainer
+        run = self._run
+        trainer = run.trainer
         if run.has_begun_epoch:  # A generator of the user has asked for its iterator before the default loop began.
             self._warn_of_wrapper()
             yield from self.passed
@@ -64,7 +65,7 @@ class _OwnLoop(Proxy):
                 before = trainer.progress_checker.step
                 is_left = False
                 try:
-                    yield batch
+                    yield batch  # Here the override calls run_batch.
                 except GeneratorExit:  # The override has left its loop, and the epoch ends there.
                     is_left = True
                 steps = trainer.progress_checker.step - before
@@ -117,8 +118,9 @@ class _OwnLoop(Proxy):
                 "the batches itself, or reads something else beside them, it begins anew there, and may differ from "
                 "an uninterrupted run. Count by self.progress_checker.epoch_batch, read other data in the loader or in "
                 "train_step, or save at the ends of epochs only",
-                used, self._owner().__name__,
-            )  # fmt: skip
+                used,
+                self._owner().__name__,
+            )
 
     def _owner(self) -> Any:
         """Return the class whose ``run_epoch`` is called."""

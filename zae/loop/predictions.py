@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, cast
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -41,7 +41,8 @@ class Predictions:
 
     def __init__(self, path: str | os.PathLike[str] | None = None, writes: bool = True) -> None:
         self.path = None if path is None else Path(os.path.abspath(os.path.expanduser(path)))
-        self.writes, self._columns = writes, dict[str, _Column]()
+        self.writes = writes
+        self._columns: dict[str, _Column] = {}
         if self.path is None:
             return
         self._is_array = self.path.suffix.lower() == ".npy"
@@ -112,15 +113,18 @@ class _Column:
     """One entry for all samples: tensors in memory, or their bytes in a file."""
 
     def __init__(self, name: str, first: Tensor, folder: Path | None, writes: bool) -> None:
-        self._name, self._form, self._count = name, (first.dtype, *first.shape[1:]), 0
+        self._name = name
+        self._form = _form_of(first)
+        self._count = 0
+        self._is_kept = folder is None
         self._parts: list[Tensor] = []
-        self._is_kept, self._file = folder is None, cast("IO[bytes] | None", None)
+        self._file: IO[bytes] | None = None
         if folder is not None and writes:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
 
     def add(self, rows: Tensor) -> None:
         """Add the rows of a batch."""
-        form = (rows.dtype, *rows.shape[1:])
+        form = _form_of(rows)
         if form != self._form:
             raise StepError(
                 f"{self._name!r} of predict_step has rows of {_form_in_words(form)} in a batch and of "
@@ -137,7 +141,8 @@ class _Column:
         if self._file is None:
             return torch.cat(self._parts)
         self._file.flush()
-        dtype, shape = self._form[0], (self._count, *self._form[1:])
+        dtype, row_shape = self._form
+        shape = (self._count, *row_shape)
         if 0 in shape:
             return torch.empty(shape, dtype=dtype)
         return torch.from_numpy(np.memmap(self._file, np.uint8, "r+")).view(dtype).view(shape)
@@ -154,9 +159,10 @@ def _rows_of(size: int | None, values: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, value in values.items():
         is_array = isinstance(value, np.ndarray) and value.dtype != object
         each = torch.from_numpy(value) if is_array else value
-        if is_typed(each) or isinstance(each, (int, float, np.number)) or (isinstance(each, Tensor) and not each.dim()):
+        is_number = isinstance(each, (int, float, np.number)) or (isinstance(each, Tensor) and not each.dim())
+        if is_number or is_typed(each):
             continue
-        if not isinstance(each, Tensor) or len(each) != (len(each) if size is None else size):
+        if not isinstance(each, Tensor) or (size is not None and len(each) != size):
             of = "" if size is None else f" for a batch of {size} samples"
             raise StepError(
                 f"predict_step returned {name!r}, {describe_value(value)},{of}; predict takes tensors with one row for "
@@ -171,8 +177,17 @@ def _rows_of(size: int | None, values: Mapping[str, Any]) -> dict[str, Tensor]:
     return rows
 
 
-def _form_in_words(form: tuple[Any, ...]) -> str:
-    return f"shape {form[1:]} and {form[0]}"
+_Form: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
+
+
+def _form_of(rows: Tensor) -> _Form:
+    """Return the type of rows, and the shape of one of them."""
+    return rows.dtype, tuple(rows.shape[1:])
+
+
+def _form_in_words(form: _Form) -> str:
+    dtype, shape = form
+    return f"shape {shape} and {dtype}"
 
 
 def _write_array(tensor: Tensor, write: Callable[[Any], object]) -> None:

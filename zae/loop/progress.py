@@ -26,7 +26,8 @@ __all__ = [
 _log = logging.getLogger("zae")
 NO_LIMIT = sys.maxsize
 # Reasons to stop after which a resumed run continues.
-SIGNALED, TIME_IS_UP = "a signal asked for the end", "max_time has passed"
+SIGNALED = "a signal asked for the end"
+TIME_IS_UP = "max_time has passed"
 _LARGEST = 2**63 - 1
 # The counts of the open epoch are not among them: with another batch size and reshard=True they are counted again.
 _NEVER_MORE = (("epoch", "batch"), ("step", "batch"), ("skipped_steps", "step"))
@@ -88,8 +89,9 @@ class Every:
 
     def __repr__(self) -> str:
         """Return it as it is written in a script."""
-        fields = {"steps": self.steps, "epochs": self.epochs, "after": self.after or None}
-        return f"Every({', '.join(f'{name}={value}' for name, value in fields.items() if value is not None)})"
+        given = {"steps": self.steps, "epochs": self.epochs, "after": self.after or None}
+        arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
+        return f"Every({', '.join(arguments)})"
 
     @classmethod
     def parse(cls, value: Every | int | None, name: str, default: Every) -> Every:
@@ -104,7 +106,9 @@ class Every:
 
     def is_due(self, progress: ProgressChecker) -> bool:
         """Return whether it is due now: after a step in an open epoch, else at the end of an epoch."""
-        return self.due_at_step(progress.step) if progress.epoch_batch else self.due_at_epoch(progress.epoch)
+        if progress.epoch_batch:
+            return self.due_at_step(progress.step)
+        return self.due_at_epoch(progress.epoch)
 
     def due_at_step(self, step: int) -> bool:
         """Return whether it is due after this optimizer step; a cadence of epochs never is."""
@@ -144,12 +148,19 @@ class RunCalls:
 
     def warn_of_early_end(self, n_epoch: int | None, max_steps: int | None) -> None:
         """Warn that the next call, which is over, trains nothing although it asks for more epochs than it made."""
-        epochs, steps = (end - start for start, end in zip(self.starts[self.index], self.starts[self.index + 1]))
+        first_epoch, first_step = self.starts[self.index]
+        last_epoch, last_step = self.starts[self.index + 1]
+        epochs = last_epoch - first_epoch
+        steps = last_step - first_step
         if (n_epoch or 0) > epochs and (max_steps is None or max_steps > steps):
             _log.warning(
                 "call %d of run() trains nothing: it ended early in the state, after %d of %d epochs, before call %d "
-                "began", self.index + 1, epochs, n_epoch, self.index + 2,
-            )  # fmt: skip
+                "began",
+                self.index + 1,
+                epochs,
+                n_epoch,
+                self.index + 2,
+            )
 
 
 _COUNTERS = ("epoch", "step", "batch", "epoch_step", "epoch_batch", "skipped_steps", "nonfinite_steps")
@@ -233,7 +244,8 @@ class ProgressChecker:
     def close_epoch(self) -> None:
         """Count the open epoch as finished."""
         self.epoch += 1
-        self.epoch_step = self.epoch_batch = 0
+        self.epoch_step = 0
+        self.epoch_batch = 0
 
     def get_step(self) -> int:
         """Return the number of the next optimizer step, counted from 1, as zae-engine does."""
@@ -257,14 +269,17 @@ class ProgressChecker:
 
     def entries(self) -> dict[str, Any]:
         """Return the entries of a state; the second only where a validation is pending."""
-        pending = {"validation": self.pending_validation} if self.pending_validation else {}
-        return {"progress": self.state_dict(), **pending}
+        entries: dict[str, Any] = {"progress": self.state_dict()}
+        if self.pending_validation:
+            entries["validation"] = self.pending_validation
+        return entries
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ProgressChecker:
         """Return the progress in a whole state."""
-        made, pending = cls(), state.get("validation", "")
+        made = cls()
         made.load_state_dict(state["progress"])
+        pending = state.get("validation", "")
         if pending not in ("", "step", "epoch"):
             raise CheckpointMismatch(
                 f"the state has validation={pending!r:.80}, which is not '', 'step' or 'epoch'; load another checkpoint"
@@ -297,7 +312,8 @@ class EvaluationAborted(BaseException):
 
 def check_counters(counters: Mapping[str, Any]) -> None:
     """Refuse counters that no run can have."""
-    if fault := _fault_of(counters):
+    fault = _fault_of(counters)
+    if fault:
         raise CheckpointMismatch(
             f"the progress in the state was not saved by zae ({fault}); nothing was loaded. Load another checkpoint"
         )
@@ -314,10 +330,12 @@ def _fault_of(counters: Mapping[str, Any]) -> str:
     reason = counters.get("stop_reason")
     if not (reason is None or isinstance(reason, str)):
         return f"stop_reason={reason!r:.40} is not text"
-    before, now = [0, 0], [counters.get("epoch", 0), counters.get("step", 0)]
+    before = [0, 0]
+    now = [counters.get("epoch", 0), counters.get("step", 0)]
     for start in counters.get("run_starts", ()):
         numbers = list(start) if isinstance(start, (list, tuple)) else []
         is_pair = len(numbers) == 2 and all(type(number) is int for number in numbers)
+        # Calls follow each other, and none begins after the state.
         if not is_pair or not all(a <= b <= c for a, b, c in zip(before, numbers, now, strict=True)):
             return f"a call of run began at {start!r:.40}, and the state is of epoch and step {now}"
         before = numbers
