@@ -85,10 +85,9 @@ def _explain(names: list[str], cls: Any, args: list[Any], kwargs: Mapping[str, A
         args.insert(0, args.pop(counts[0]) if counts else given.get("n_epoch", inspect.Parameter.empty))
     call = f"write {_line(names, args, given)}"
     if unknown:
-        cures = [cure for name in unknown if not meant[name] and (cure := _cure(cls, name))]
-        return (
-            f"unknown argument{'s' * (len(unknown) > 1)} {join(map(repr, unknown))} for run(){''.join(cures)}; {call}"
-        )
+        hints = [_hint_for(cls, name) for name in unknown if not meant[name]]
+        plural = "s" if len(unknown) > 1 else ""
+        return f"unknown argument{plural} {join(map(repr, unknown))} for run(){''.join(hints)}; {call}"
     if swapped or _is_loader(given.get("n_epoch")):
         found = type(args[1] if swapped else given["n_epoch"]).__name__
         return f"the first argument of run() is n_epoch, the number of epochs, and not a loader ({found}); {call}"
@@ -106,7 +105,7 @@ def _meant(name: str, names: list[str]) -> str:
     return foreign_argument(name) or did_you_mean(name, names, cutoff=0.8)[len("; did you mean '") : -2]
 
 
-def _cure(cls: Any, name: str) -> str:
+def _hint_for(cls: Any, name: str) -> str:
     """Return where an argument belongs that ``run`` does not take."""
     if name in options_of(cls):
         return f": {name!r} is an option of the constructor, {cls.__name__}(model, ..., {name}=...)"
@@ -120,6 +119,8 @@ def _line(names: list[str], args: list[Any], given: Mapping[str, Any]) -> str:
     n_epoch = values.get("n_epoch")
     if not isinstance(n_epoch, int):
         n_epoch = None if "max_steps" in values and "n_epoch" not in given else 1
-    texts = [repr(n_epoch), "loader", *(["valid_loader"] if "valid_loader" in values else [])]
+    texts = [repr(n_epoch), "loader"]
+    if "valid_loader" in values:
+        texts.append("valid_loader")
     texts += [f"{name}={values[name]!r}" for name in names[3:] if name in values]
     return f"run({', '.join(texts)})"

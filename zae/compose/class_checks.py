@@ -48,6 +48,16 @@ _PARTS = (
 """The objects that a trainer is made of, and those that it reads by these names: each is of a class of zae or torch."""
 
 _STEPS = ("train_step", "test_step", "predict_step")
+_BODIES = {
+    "train_step": [
+        "    def train_step(self, batch):",
+        "        inputs, targets = batch",
+        '        return {"loss": torch.nn.functional.cross_entropy(self.model(inputs), targets)}',
+    ],
+    "test_step": ["", "    def test_step(self, batch):", "        return self.train_step(batch)"],
+}
+"""The lines of the steps that a class lacks, as its error shows them."""
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -190,12 +200,15 @@ def _check_bases(cls: Any) -> None:
 
 def _check_methods(cls: Any, klass: Any) -> None:
     """Refuse an ``@override`` without a base method, and a method of the wrong kind."""
-    behind, bases = cls.__mro__[cls.__mro__.index(klass) + 1 :], cls.__mro__[_root_index(cls)].__mro__
+    behind = cls.__mro__[cls.__mro__.index(klass) + 1 :]
+    bases = cls.__mro__[_root_index(cls)].__mro__
     trainers = [c for c in behind if is_trainer(c) or c in bases]
     for name, value in klass.__dict__.items():
         inherited = any(name in c.__dict__ for c in behind)
         if is_marked(value, "__override__") and not inherited:
-            known = {n for c in behind for n in c.__dict__ if not n.startswith("_")}
+            known: set[str] = set()
+            for each in behind:
+                known.update(public for public in each.__dict__ if not public.startswith("_"))
             raise _error(klass)(
                 f"{klass.__name__}.{name} is marked @override, but no base has {name!r}{did_you_mean(name, known)}"
             )
@@ -231,7 +244,8 @@ def _error(klass: Any) -> type[TaskError]:
 
 def _check_kind(klass: Any, name: str, value: Any, ours: Any) -> None:
     """Refuse a property in place of a method, a method in place of a property, and other values."""
-    where, function = f"{klass.__name__}.{name}", function_of(value)
+    where = f"{klass.__name__}.{name}"
+    function = function_of(value)
     is_property = isinstance(value, (property, cached_property))
     if isinstance(ours, property):
         if is_property:
@@ -276,7 +290,9 @@ def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
 
 def _check_steps(cls: Any) -> None:
     """Refuse an add-on that takes the task's own step away."""
-    for name in set(_STEPS) & cls.__dict__.keys() if is_add_on(cls) else ():
+    if not is_add_on(cls):
+        return
+    for name in set(_STEPS) & cls.__dict__.keys():
         value = cls.__dict__[name]
         if not is_marked(value, "__replaces__") and not mentions_super(value):
             raise AddOnError(
@@ -296,27 +312,16 @@ def check_complete(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     root, ordered = recipe_of(cls)
     name = "MyTask" if root.__name__ == "Trainer" else root.__name__
     made = f"{name}.add_on({', '.join(a.__name__ for a in ordered)})" if ordered else name
-    bodies = {
-        "train_step": [
-            "    def train_step(self, batch):",
-            "        inputs, targets = batch",
-            '        return {"loss": torch.nn.functional.cross_entropy(self.model(inputs), targets)}',
-        ],
-        "test_step": ["", "    def test_step(self, batch):", "        return self.train_step(batch)"],
-    }
-    lines = [f"class {name}(Trainer):", *(line for m in missing for line in bodies.get(m, [f"    def {m}(self): ..."]))]
+    lines = [f"class {name}(Trainer):"]
+    for method in missing:
+        lines += _BODIES.get(method, [f"    def {method}(self): ..."])
+    lines += ["", f"trainer = {made}(model, optimizer=optimizer, ...)"]
+    text = f"{cls.__name__} cannot be instantiated: it has no {' and no '.join(missing)}. Write:\n\n" + "\n".join(lines)
     model = args[0] if args else kwargs.get("model")
-    has_steps = callable(getattr(model, "training_step", None))
-    of_model = (
-        f"\n\nOr take the steps of the {type(model).__name__}, as task_of(model)(model, ...) of zae.addons.lightning"
-    )
-    raise TaskError(
-        f"{cls.__name__} cannot be instantiated: it has no {' and no '.join(missing)}. Write:\n\n"
-        + "\n".join(lines)
-        + f"\n\ntrainer = {made}(model, optimizer=optimizer, ...)"
-        + (of_model if has_steps else "")
-        + meant_class(cls, kwargs)
-    )
+    if callable(getattr(model, "training_step", None)):
+        kind = type(model).__name__
+        text += f"\n\nOr take the steps of the {kind}, as task_of(model)(model, ...) of zae.addons.lightning"
+    raise TaskError(text + meant_class(cls, kwargs))
 
 
 def check_instance(trainer: Any) -> None:

@@ -49,7 +49,8 @@ else:
     class AddOnPart:
         """Base of a class that holds some of the hooks of one add-on, which derives from it and from AddOnBase."""
 
-        _is_addon = _is_base = True
+        _is_addon = True
+        _is_base = True
         slot = None
 
 
@@ -160,9 +161,10 @@ def _wrappers(value: Any) -> Iterator[Any]:
 
 def mentions_super(value: Any) -> bool:
     """Return whether a method, or one that it wraps or holds, has the cell that ``super()`` without arguments needs."""
-    layers = [each for each in _wrappers(value) if isinstance(each, FunctionType)]
-    held = [each for layer in layers for each in _cell_values(layer) if isinstance(each, FunctionType)]
-    return any("__class__" in each.__code__.co_freevars for each in (*layers, *held))
+    functions = [each for each in _wrappers(value) if isinstance(each, FunctionType)]
+    for layer in list(functions):
+        functions += [held for held in _cell_values(layer) if isinstance(held, FunctionType)]
+    return any("__class__" in each.__code__.co_freevars for each in functions)
 
 
 def _cell_values(function: FunctionType) -> Iterator[Any]:
@@ -195,9 +197,12 @@ def kinds_of(add_on: Any) -> list[Any]:
 def add_ons_of(cls: Any) -> list[Any]:
     """List the add-ons of a class, outermost first."""
     mixed = [c for c in cls.__mro__ if is_add_on(c)]
-    leaves = [a for a in mixed if not is_base(a) and not any(b is not a and a in b.__mro__ for b in mixed)]
-    applied = [a for c in cls.__mro__ for a in c.__dict__.get("_applied", ())]
-    return leaves + [a for a in applied if a not in leaves]
+    # Without the bases of others: an add-on that derives from another one counts as one.
+    found = [a for a in mixed if not is_base(a) and not any(b is not a and a in b.__mro__ for b in mixed)]
+    for klass in cls.__mro__:
+        # Add-ons that have built their class by `apply`, and so are not among its bases.
+        found += [a for a in klass.__dict__.get("_applied", ()) if a not in found]
+    return found
 
 
 def is_overridden(trainer: Any, name: str) -> bool:
@@ -248,5 +253,5 @@ def _own_hooks(cls: type) -> list[str]:
     size, names = _hooks_by_class.get(cls, (-1, []))
     if size != len(body):  # What is being made gets more names.
         names = [name for name, value in body.items() if is_marked(value, "__hook__")]
-        _hooks_by_class[cls] = len(body), names
+        _hooks_by_class[cls] = (len(body), names)
     return names

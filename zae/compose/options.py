@@ -56,7 +56,7 @@ def options_of(cls: Any) -> _Options:
             if isinstance(klass.__dict__.get("__init__"), FunctionType):
                 found = _outside_of(found, klass)
         options = MappingProxyType(found)
-        cls.__options__ = inits, options
+        cls.__options__ = (inits, options)
     return options
 
 
@@ -75,6 +75,7 @@ def _outside_of(inner: _Options, klass: type) -> _Options:
     takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in own)
     declared = {p.name for p in (*positional, *keyword)}
 
+    # Positional ones: its own, and those of the inner class that come after them, where *args reaches these.
     found: dict[str, tuple[inspect.Parameter, type]] = {p.name: (p, klass) for p in positional}
     reached = [name for name, (p, _) in inner.items() if p.kind in _POSITIONAL]
     passes_on = takes_args is not None and [p.name for p in positional] == reached[: len(positional)]
@@ -108,7 +109,9 @@ def own_options(cls: type) -> dict[str, inspect.Parameter]:
 
 def option_values(trainer: Any) -> dict[str, Any]:
     """Return the values of those options that a trainer, or a part of it named in ``_option_places``, has."""
-    places = {name: at for c in type(trainer).__mro__ for name, at in c.__dict__.get("_option_places", {}).items()}
+    places: dict[str, str] = {}
+    for klass in type(trainer).__mro__:
+        places |= klass.__dict__.get("_option_places", {})
     found = {}
     for name in options_of(type(trainer)):
         with suppress(AttributeError):
@@ -119,8 +122,11 @@ def option_values(trainer: Any) -> dict[str, Any]:
 def check_owners(add_ons: Iterable[Any], cls: Any) -> None:
     """Refuse an option that two unrelated classes declare; a derived class may declare one of its bases again."""
     owners: dict[str, Any] = {}
-    inside = [c for c in cls.__mro__ if is_trainer(c) and not is_add_on(c)]
-    for klass in dict.fromkeys([*(c for a in add_ons for c in a.__mro__ if is_add_on(c)), *inside]):
+    classes: dict[Any, None] = {}  # As a set in order.
+    for add_on in add_ons:
+        classes |= dict.fromkeys(klass for klass in add_on.__mro__ if is_add_on(klass))
+    classes |= dict.fromkeys(klass for klass in cls.__mro__ if is_trainer(klass) and not is_add_on(klass))
+    for klass in classes:
         for name in own_options(klass):
             owner = owners.setdefault(name, klass)
             if owner not in klass.__mro__ and klass not in owner.__mro__:
@@ -132,18 +138,25 @@ def check_owners(add_ons: Iterable[Any], cls: Any) -> None:
 
 def expand_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace the options that stand for others, whether they are given by position or by name."""
-    positional = [name for name, (p, _) in options_of(cls).items() if p.kind in _POSITIONAL]
+    positional = _positional_names(options_of(cls))
     by_position = dict(zip(positional, args, strict=False))
-    once = {name: value for name, value in by_position.items() if name not in kwargs}
-    expanded = cls.expand_options({**kwargs, **once})
-    once = {name: expanded.pop(name, value) for name, value in once.items()}
-    return (*({**by_position, **once}.values()), *args[len(by_position) :]), expanded
+    given_once = {name: value for name, value in by_position.items() if name not in kwargs}
+    expanded = cls.expand_options({**kwargs, **given_once})
+    for name, value in given_once.items():
+        by_position[name] = expanded.pop(name, value)
+    further = args[len(by_position) :]
+    return (*by_position.values(), *further), expanded
+
+
+def _positional_names(options: _Options) -> list[str]:
+    """Name the options that can be given by position, in their order."""
+    return [name for name, (parameter, _) in options.items() if parameter.kind in _POSITIONAL]
 
 
 def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse an unknown, repeated or missing argument before any ``__init__`` runs."""
     options = options_of(cls)
-    positional = [name for name, (p, _) in options.items() if p.kind in _POSITIONAL]
+    positional = _positional_names(options)
     given = positional[: len(args)]
     named = {name: entry for name, entry in options.items() if name != "*"}
     if len(args) > len(positional) and "*" not in options:
@@ -154,26 +167,27 @@ def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> No
         )
     unknown = [name for name in kwargs if name not in named]
     if len(unknown) == 1:
-        raise OptionError(f"unknown argument {unknown[0]!r} for {cls.__name__}{_cure(cls, unknown[0], named)}")
+        raise OptionError(f"unknown argument {unknown[0]!r} for {cls.__name__}{_hint_for(cls, unknown[0], named)}")
     if unknown:
-        lines = "".join(f"\n  {name!r}{_cure(cls, name, named)}" for name in unknown)
+        lines = "".join(f"\n  {name!r}{_hint_for(cls, name, named)}" for name in unknown)
         raise OptionError(f"unknown arguments for {cls.__name__}:{lines}")
     for name in kwargs:
         if name in given:
-            value, cure = args[given.index(name)], "keep one"
+            value = args[given.index(name)]
+            remedy = "keep one"
             if hasattr(value, "param_groups"):
-                cure = f"by position it is an optimizer ({type(value).__name__}), so name that: optimizer=..."
-            raise OptionError(f"{cls.__name__} got {name!r} twice: by position and by name; {cure}")
+                remedy = f"by position it is an optimizer ({type(value).__name__}), so name that: optimizer=..."
+            raise OptionError(f"{cls.__name__} got {name!r} twice: by position and by name; {remedy}")
     required = {name: owner for name, (parameter, owner) in named.items() if parameter.default is parameter.empty}
     missing = {name: owner for name, owner in required.items() if name not in kwargs and name not in given}
     if missing:
-        names = [f"{name!r}" + ("" if owner is cls else f" ({owner.__name__})") for name, owner in missing.items()]
+        names = [repr(name) if owner is cls else f"{name!r} ({owner.__name__})" for name, owner in missing.items()]
         example = getattr(cls, "_option_example", lambda name: "...")
         written = ", ".join(f"{name}={example(name)}" for name in missing)
         raise OptionError(f"{cls.__name__} needs {join(names)}; write {cls.__name__}(..., {written})")
 
 
-def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
+def _hint_for(cls: Any, name: str, options: Iterable[str]) -> str:
     """Return what to write instead of an option that the class does not have."""
     initialized = [
         klass for klass in _classes_to_initialize(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)
@@ -188,7 +202,8 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
                 "write def __init__(self, ..., **kwargs) there, and super().__init__(..., **kwargs)"
             )
     owners = _owners(cls)
-    foreign, owner = foreign_option(name), owners[name].__name__ if name in owners else ""
+    foreign = foreign_option(name)
+    owner = owners[name].__name__ if name in owners else ""
     if foreign:
         foreign = _own_option_first(name, foreign, options) + _refusal(cls, foreign, owners.values())
         is_named = not owner or f"({owner})" in foreign or foreign.endswith(f" {owner}")
@@ -198,7 +213,8 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
     near = did_you_mean(name, options)
     if near:
         return near
-    if of_run := foreign_argument(name):
+    of_run = foreign_argument(name)
+    if of_run:
         return f"; here it is {of_run}, an argument of run(n_epoch, loader, valid_loader)"
     for option, of in owners.items():
         prefix = name.removesuffix(f"_{option}")  # Of ema_decay: ema, as in EMAAddon.
@@ -220,14 +236,18 @@ def _cure(cls: Any, name: str, options: Iterable[str]) -> str:
 
 def _owners(cls: Any) -> dict[str, Any]:
     """Return the options of the add-ons that are known, with their owners."""
-    # The last owner wins, so that a derived class of a user does not.
-    parts = ((a, c) for a in _known_add_ons(cls) for c in a.__mro__ if is_add_on(c) or not is_trainer(c))
-    return {o: a for a, c in parts for o in own_options(c)}
+    owners: dict[str, Any] = {}
+    for add_on in _known_add_ons(cls):  # The last owner wins, so that a derived class of a user does not.
+        for klass in add_on.__mro__:
+            if is_add_on(klass) or not is_trainer(klass):
+                owners |= dict.fromkeys(own_options(klass), add_on)
+    return owners
 
 
 def _own_option_first(name: str, foreign: str, options: Iterable[str]) -> str:
     """Name an option that the class has itself, where one stands for the same as the name of another trainer."""
-    known, here = set(options), foreign.removeprefix("here it is ")
+    known = set(options)
+    here = foreign.removeprefix("here it is ")
     alike = [each for each in synonyms(name) if each in known]
     near = difflib.get_close_matches(name, alike, n=1)
     if not alike or (not near and here.split()[0].rstrip(",;") in known):
@@ -255,9 +275,12 @@ def meant_class(cls: Any, kwargs: Mapping[str, Any]) -> str:
     It is empty where no add-on that owns one of the arguments brings the steps that the class lacks, and no argument is
     one of another trainer.
     """
-    unknown, owners = [name for name in kwargs if name not in options_of(cls)], _owners(cls)
+    unknown = [name for name in kwargs if name not in options_of(cls)]
+    owners = _owners(cls)
     wanted = list(dict.fromkeys(owners[name] for name in unknown if name in owners))
-    text, found, bringing = "", cls, [each for each in wanted if _brings_steps(cls, each)]
+    bringing = [each for each in wanted if _brings_steps(cls, each)]
+    text = ""
+    found = cls
     if bringing:
         with suppress(AddOnConflict):
             found = cls.add_on(*wanted)
@@ -272,7 +295,7 @@ def meant_class(cls: Any, kwargs: Mapping[str, Any]) -> str:
     others = [name for name in unknown if name not in options and (foreign_option(name) or name in owners)]
     if others:
         text += "\n\nArguments of other trainers:"
-        text += "".join(f"\n  {name!r}{_cure(found, name, options)}" for name in others)
+        text += "".join(f"\n  {name!r}{_hint_for(found, name, options)}" for name in others)
     return text
 
 
@@ -286,13 +309,18 @@ def _brings_steps(cls: Any, add_on: Any) -> bool:
 
 def check_received(trainer: Any, kwargs: Mapping[str, Any]) -> None:
     """Refuse an ``__init__`` of the user that takes ``**kwargs`` and has not passed them on: options would be lost."""
-    cls, options = type(trainer), options_of(type(trainer))
+    cls = type(trainer)
+    options = options_of(cls)
     own = [c for c in _classes_to_initialize(cls) if not c.__module__.startswith("zae.") and "__init__" in c.__dict__]
-    values = option_values(trainer) if own else {}
+    if not own:
+        return
+    values = option_values(trainer)
     for name, value in kwargs.items():
-        default, owner = options[name][0].default, options[name][1]
+        parameter, owner = options[name]
+        default = parameter.default
+        # Only of plain values it is known that the trainer would have what was given, as it was given.
         is_plain = type(value) is type(values.get(name)) is type(default) and isinstance(value, (bool, int, float, str))
-        if own and owner not in own and is_plain and values[name] == default != value:
+        if owner not in own and is_plain and values[name] == default != value:
             names = " or ".join(c.__name__ for c in own)
             raise TaskError(
                 f"{name}={value!r} was given to {cls.__name__} and lost: {names}.__init__ does not pass it on; write "
@@ -315,7 +343,8 @@ def _own_entry_points() -> list[metadata.EntryPoint]:
 
 def _known_add_ons(cls: Any) -> list[Any]:
     """List the add-ons that are defined by now, those of zae last; only for errors, as it imports them."""
-    installed, root = [], next(c for c in reversed(cls.__mro__) if is_trainer(c))
+    root = next(c for c in reversed(cls.__mro__) if is_trainer(c))
+    installed = []
     for point in _own_entry_points():
         with suppress(ImportError):  # The message is about another mistake.
             installed.append(point.load())
