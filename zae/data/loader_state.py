@@ -54,17 +54,22 @@ _CLOSED = (torch.Tensor, np.ndarray, type, ModuleType, Iterator)
 
 def facts_of(loader: Any) -> dict[str, Any]:
     """Return the properties that decide the batches of an epoch, by name, as str or int."""
-    facts: dict[str, Any] = {"loader": type(loader).__name__, "number of batches": length_of(loader)}
-    facts["dataset length"] = length_of(getattr(loader, "dataset", None))
+    dataset = getattr(loader, "dataset", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
+    facts: dict[str, Any] = {
+        "loader": type(loader).__name__,
+        "number of batches": length_of(loader),
+        "dataset length": length_of(dataset),
+    }
     for name in ("batch_size", "drop_last"):
         value = getattr(loader, name, None)
         facts[name] = getattr(batch_sampler, name, None) if value is None or batch_sampler is not None else value
-    facts[FINGERPRINT] = _fingerprint(getattr(loader, "dataset", None))
-    facts["seed of the SeededDataset"] = _seed_of_samples(getattr(loader, "dataset", None))
-    facts["sampler"] = _kind(_sampler_of(loader))
-    facts["batch sampler"] = _kind(unwrap_sampler(batch_sampler))
-    for name, sampler in (("sampler", _sampler_of(loader)), ("batch sampler", unwrap_sampler(batch_sampler))):
+    facts[FINGERPRINT] = _fingerprint(dataset)
+    facts["seed of the SeededDataset"] = _seed_of_samples(dataset)
+    samplers = {"sampler": _sampler_of(loader), "batch sampler": unwrap_sampler(batch_sampler)}
+    for name, sampler in samplers.items():
+        facts[name] = _kind(sampler)
+    for name, sampler in samplers.items():
         facts[f"order of the {name}"] = getattr(sampler, "signature", None)
     return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
 
@@ -72,7 +77,8 @@ def facts_of(loader: Any) -> dict[str, Any]:
 def _fingerprint(dataset: Any) -> str | None:
     """Return the fingerprint of a dataset, or of the one that it takes samples from."""
     for _ in range(_DEPTH):
-        if (found := fingerprint_of(dataset)) is not None:
+        found = fingerprint_of(dataset)
+        if found is not None:
             return found
         dataset = getattr(dataset, "dataset", None)
     return None
@@ -132,16 +138,21 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
 
 def as_begun(present: Mapping[str, Any], begin: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states to repeat an epoch: the parts at its beginning, with the present random streams."""
-    return {place: begin.get(place, state) if _is_part(place) else state for place, state in present.items()}
+    made = {}
+    for place, state in present.items():
+        made[place] = begin.get(place, state) if _is_part(place) else state
+    return made
 
 
 def is_exhausted(loader: Any) -> bool | None:
     """Return whether a sampler, or a stream, with a state is at its end; None if no part has a state."""
-    dataset, batch_sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+    dataset = getattr(loader, "dataset", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
     iterable: Any = getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
     parts = [_sampler_of(loader), unwrap_sampler(batch_sampler)]
     if isinstance(dataset, IterableDataset):
-        parts, iterable = [None if getattr(loader, "num_workers", 0) else dataset], dataset
+        iterable = dataset
+        parts = [] if getattr(loader, "num_workers", 0) else [dataset]  # Workers have copies, which cannot be read.
     if not any(is_stateful(part) for part in parts):
         return None
     end = object()
@@ -158,14 +169,16 @@ def preserve_streams(loader: Any) -> Iterator[None]:
         for owner, state in kept:
             write_stream(owner, state)
         known = {id(owner) for owner, _ in kept}
-        for owner in [each for each in streams_of(loader) if id(each) not in known]:
-            _seed_again(owner)
+        for owner in streams_of(loader):
+            if id(owner) not in known:  # It was created in the block.
+                _seed_again(owner)
 
 
 def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     """Yield every part with a ``state_dict``, and every random stream in the others, with its place."""
-    batch_sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
-    parts = {"sampler": _sampler_of(loader), "batch_sampler": unwrap_sampler(batch_sampler)}
+    dataset = getattr(loader, "dataset", None)
+    batch_sampler = unwrap_sampler(getattr(loader, "batch_sampler", None))
+    parts = {"sampler": _sampler_of(loader), "batch_sampler": batch_sampler}
     for depth in range(_DEPTH):
         if dataset is None:
             break
@@ -201,7 +214,8 @@ def parts_of(loader: Any) -> dict[str, Any]:
     while left:
         place, dataset, depth = left.pop()
         parts[place] = dataset
-        left += [(place + name, each, depth - 1) for name, each in parts_of_dataset(dataset).items() if depth]
+        if depth:
+            left += [(place + name, each, depth - 1) for name, each in parts_of_dataset(dataset).items()]
     return {place: each for place, each in parts.items() if each is not None}
 
 
@@ -212,8 +226,9 @@ def functions_of(loader: Any) -> list[tuple[str, Any]]:
     for place, part in parts_of(loader).items():
         if is_stateful(part):  # Its state is what it says.
             continue
-        own = [each for each in type(part).__mro__ if each.__module__.partition(".")[0] not in _LIBRARIES]
-        found += [(place, vars(each)[method]) for each in own for method in _READS if method in vars(each)]
+        for klass in type(part).__mro__:
+            if klass.__module__.partition(".")[0] not in _LIBRARIES:
+                found += [(place, vars(klass)[method]) for method in _READS if method in vars(klass)]
         found += [(place, each) for each in getattr(part, "__dict__", {}).values() if isinstance(each, _FUNCTIONS)]
     return found
 
@@ -243,8 +258,9 @@ def _warn_of_absent(place: str) -> None:
     """Warn, once in a process, that a saved random stream does not exist; it may be created when it is used."""
     _log.warning(
         "the checkpoint contains the random stream %s of the loader, which does not exist now: what it draws is not "
-        "exact; create it in __init__ of its object", place,
-    )  # fmt: skip
+        "exact; create it in __init__ of its object",
+        place,
+    )
 
 
 def _sampler_of(loader: Any) -> Any:

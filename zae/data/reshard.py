@@ -37,7 +37,8 @@ class _PaddedList(Sequence[Any]):
     """A sequence of batches with placeholders for used ones before them."""
 
     def __init__(self, batches: Sequence[Any], count: int) -> None:
-        self._batches, self._count = batches, count
+        self._batches = batches
+        self._count = count
 
     def __len__(self) -> int:
         return self._count + len(self._batches)
@@ -57,20 +58,25 @@ def pad_order(loader: Any, count: int) -> Any:
 
 def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int, int], pad: int) -> tuple[int, int]:
     """Return the placeholders and the steps before the position where an epoch continues, in the present layout."""
-    used_entries, step = used * ranks[0] - pad, ranks[1]
+    ranks_before, ranks_now = ranks
+    # An entry is a sample where a batch can begin at any of them, else a batch.
+    used_entries = used * ranks_before - pad
+    entries_in_step = ranks_now
     if _is_by_sample(before):
-        used_entries = min(used * ranks[0] * before["batch_size"] - pad, len(loader.batch_sampler.sampler))
-        step = ranks[1] * loader.batch_size
-    count = -used_entries % step
-    return count, (used_entries + count) // step
+        used_samples = used * ranks_before * before["batch_size"] - pad
+        used_entries = min(used_samples, len(loader.batch_sampler.sampler))
+        entries_in_step = ranks_now * loader.batch_size
+    # So many placeholders that the used entries fill whole steps.
+    count = -used_entries % entries_in_step
+    return count, (used_entries + count) // entries_in_step
 
 
 def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int], pad: int, used: int) -> list[str]:
     """Return why the rest of an epoch cannot be resharded."""
     now = facts_of(loader)
     if not used:
-        names = ["dataset length"]
-        return changes_of(*({name: facts.get(name) for name in names} for facts in (before, now)))
+        name = "dataset length"
+        return changes_of({name: before.get(name)}, {name: now.get(name)})
     has_length = hasattr(loader, "__len__") and hasattr(loader, "__getitem__")
     is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
@@ -86,7 +92,9 @@ def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, in
     else:
         now["number of batches"] = -(-(pad + len(loader)) // ranks[0])  # In batches of that many ranks.
         names.append("number of batches")
-    return changes_of(*({name: facts[name] for name in names if name in facts} for facts in (before, now)))
+    compared_before = {name: before[name] for name in names if name in before}
+    compared_now = {name: now[name] for name in names if name in now}
+    return changes_of(compared_before, compared_now)
 
 
 def own_batch_sampler(facts: Mapping[str, Any]) -> str:

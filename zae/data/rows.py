@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -58,15 +59,21 @@ def take_apart(batch: Any, rows: int | None, count: int) -> tuple[list[Any], lis
             "micro-batches; let the loader yield tensors with one row for each sample"
         )
     size = -(-rows // count)
-    bounds = [(min(rows, index * size), min(rows, (index + 1) * size)) for index in range(count)]
-    return [take_rows(batch, rows, *each) for each in bounds], [end - start for start, end in bounds], size
+    parts = []
+    lengths = []
+    for index in range(count):
+        start = min(rows, index * size)
+        end = min(rows, start + size)
+        parts.append(take_rows(batch, rows, start, end))
+        lengths.append(end - start)
+    return parts, lengths, size
 
 
 def take_rows(batch: Any, rows: int, start: int, end: int) -> Any:
     """Return a batch with some of its samples, from ``start`` to ``end``; the types of its containers are kept."""
 
     def cut(value: Any, place: str) -> Any:
-        length = len(value) if isinstance(value, (list, tuple)) else value.shape[0] if value.ndim else None
+        length = _length_of(value)
         if length != rows:
             raise ConfigError(
                 f"batch{place} has {'no rows' if length is None else f'{length} rows'} and the batch has {rows} "
@@ -76,6 +83,13 @@ def take_rows(batch: Any, rows: int, start: int, end: int) -> Any:
         return value[start:end]
 
     return _map(batch, cut)
+
+
+def _length_of(value: Any) -> int | None:
+    """Return the rows of a list, a tensor or an array; None for one without dimensions."""
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    return int(value.shape[0]) if value.ndim else None
 
 
 def fill_up(values: Any, full: Any, rows: int, size: int) -> Any:
@@ -123,26 +137,30 @@ def join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], wh
     if len(parts) == 1:
         return first
     if isinstance(first, Mapping) and all(isinstance(each, Mapping) and each.keys() == first.keys() for each in parts):
-        return {
-            key: sum(float(each[key]) for each in parts)
-            if key == "num_targets" and not place and first[key] is not None
-            else join([each[key] for each in parts], rows, weights, where, f"{place}[{key!r}]")
-            for key in first
-        }
+        joined = {}
+        for key in first:
+            values = [each[key] for each in parts]
+            if key == "num_targets" and not place and first[key] is not None:
+                joined[key] = sum(float(value) for value in values)
+            else:
+                joined[key] = join(values, rows, weights, where, f"{place}[{key!r}]")
+        return joined
     if is_typed(first) and all(type(each) is type(first) for each in parts):
         return combine_parts(parts, weights)
     if all(map(_is_number, parts)):
         total = sum(weights)
-        mean = sum(float(each) * weight for each, weight in zip(parts, weights)) / total if total else float(parts[0])
-        return (
-            torch.tensor(mean, dtype=first.dtype) if isinstance(first, Tensor) and first.is_floating_point() else mean
-        )
+        mean = float(first)
+        if total:
+            mean = sum(float(each) * weight for each, weight in zip(parts, weights)) / total
+        if isinstance(first, Tensor) and first.is_floating_point():
+            return torch.tensor(mean, dtype=first.dtype)
+        return mean
     if all(isinstance(each, Tensor) and each.ndim and len(each) == count for each, count in zip(parts, rows)):
         return torch.cat(list(parts))
     if all(isinstance(each, np.ndarray) and each.ndim and len(each) == count for each, count in zip(parts, rows)):
         return np.concatenate(list(parts))
     if all(isinstance(each, (list, tuple)) and len(each) == count for each, count in zip(parts, rows)):
-        return type(parts[0])(value for each in parts for value in each)
+        return type(first)(itertools.chain(*parts))
     if first is None or isinstance(first, _TEXT):
         return first
     shape = f" of shape {tuple(first.shape)}" if isinstance(first, (Tensor, np.ndarray)) else ""
@@ -185,8 +203,11 @@ class Found:
             return None
         values, rows, weights = zip(*self._parts)
         if not keeps:
-            values = tuple(
-                {k: value for k, value in each.items() if _is_number(value) or is_typed(value)} for each in values
-            )
+            values = tuple(map(_numbers_in, values))
         joined = join(values, rows, weights, self._where)
         return map_tensors(lambda each: each.cpu(), joined), sum(weights)
+
+
+def _numbers_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the values of a step that are recorded as numbers."""
+    return {key: value for key, value in values.items() if _is_number(value) or is_typed(value)}

@@ -156,11 +156,15 @@ class SampleShards(Shares):
     """A batch sampler: the samples of this rank in each step."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, ranks: Ranks) -> None:
-        self.sampler, self.batch_size, self.drop_last, self._ranks = sampler, batch_size, drop_last, ranks
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self._ranks = ranks
 
     def __len__(self) -> int:
         together = self.batch_size * self._ranks.size
-        return len(self.sampler) // together if self.drop_last else -(-len(self.sampler) // together)
+        samples = len(self.sampler)
+        return samples // together if self.drop_last else -(-samples // together)
 
     def __iter__(self) -> Iterator[list[Any]]:
         own = _entries(self.sampler, self._ranks)[self._ranks.rank :: self._ranks.size]
@@ -181,7 +185,10 @@ class BatchShards(_WholeBatches):
     """A batch sampler: whole batches of a custom batch sampler, or in evaluation."""
 
     def __init__(self, sampler: Any, each_is_batch: bool, training: bool, ranks: Ranks) -> None:
-        self.sampler, self._each_is_batch, self._training, self._ranks = sampler, each_is_batch, training, ranks
+        self.sampler = sampler
+        self._each_is_batch = each_is_batch
+        self._training = training
+        self._ranks = ranks
         self._sizes: list[int] = []
 
     def _count(self) -> int:
@@ -191,19 +198,23 @@ class BatchShards(_WholeBatches):
         entries = _entries(self.sampler, self._ranks)
         self._sizes = [1 if self._each_is_batch else len(entry) for entry in entries]
         for step in range(len(self)):
-            own = entries[step * self._ranks.size : (step + 1) * self._ranks.size][self._ranks.rank :][:1]
+            index = step * self._ranks.size + self._ranks.rank
+            own = entries[index : index + 1]  # Nothing, for a rank without a batch in the last step.
             yield own if self._each_is_batch or not own else own[0]
 
     def share(self, step: int) -> tuple[int, int]:
         together = self._sizes[step * self._ranks.size : (step + 1) * self._ranks.size]
-        return sum(together[self._ranks.rank :][:1]), sum(together)
+        own = together[self._ranks.rank : self._ranks.rank + 1]
+        return sum(own), sum(together)
 
 
 class ListShards(_WholeBatches, Sequence[Any]):
     """Whole batches of a sequence."""
 
     def __init__(self, batches: Sequence[Any], training: bool, ranks: Ranks) -> None:
-        self._batches, self._training, self._ranks = batches, training, ranks
+        self._batches = batches
+        self._training = training
+        self._ranks = ranks
 
     def _count(self) -> int:
         return len(self._batches)
@@ -218,20 +229,23 @@ class ListShards(_WholeBatches, Sequence[Any]):
         first = step * self._ranks.size
         last = min(first + self._ranks.size, len(self._batches))
         sizes = [leading_dimension(self._batches[index]) or 1 for index in range(first, last)]
-        return sum(sizes[self._ranks.rank :][:1]), sum(sizes)
+        own = sizes[self._ranks.rank : self._ranks.rank + 1]
+        return sum(own), sum(sizes)
 
 
 def _entries(sampler: Any, ranks: Ranks) -> list[Any]:
     """Return all entries of a sampler in this epoch, drawn on every rank from the random streams of rank 0."""
     generators = random_state.generators_of(sampler)
     streams = {key: value for key, value in random_state.capture().items() if key in random_state.HOST}
-    main = ranks.from_main((streams, [generator.get_state() for generator in generators]))
+    own_states = [generator.get_state() for generator in generators]
+    # Rank 0 sends its random streams: every rank draws the order of all, and takes its own entries of it.
+    main_streams, main_states = ranks.from_main((streams, own_states))
     if ranks.rank == 0:
         entries = list(sampler)
     else:
         with random_state.isolated():
-            random_state.restore(main[0])
-            for generator, state in zip(generators, main[1], strict=True):
+            random_state.restore(main_streams)
+            for generator, state in zip(generators, main_states, strict=True):
                 generator.set_state(state)
             entries = list(sampler)
     if not _is_of_torch(sampler):
@@ -247,7 +261,8 @@ def _is_of_torch(sampler: Any) -> bool:
 
 def _check_entries(sampler: Any, entries: list[Any], ranks: Ranks) -> None:
     """Refuse a custom sampler with which samples would be lost or repeated."""
-    who, length = f"the {type(sampler).__name__} of the loader", length_of(sampler)
+    who = f"the {type(sampler).__name__} of the loader"
+    length = length_of(sampler)
     if length != len(entries):
         raise LoaderError(
             f"{who} has a length of {length} and yielded {len(entries)} entries, which {ranks.size} ranks share "
@@ -270,7 +285,9 @@ def _check_entries(sampler: Any, entries: list[Any], ranks: Ranks) -> None:
 
 
 def _sampler_of(loader: Any) -> Any:
-    return getattr(loader.batch_sampler, "sampler", None) if loader.batch_sampler is not None else loader.sampler
+    if loader.batch_sampler is None:
+        return loader.sampler
+    return getattr(loader.batch_sampler, "sampler", None)
 
 
 def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool, rank: int) -> Any:
@@ -300,7 +317,9 @@ class _Collate:
     """Call the collate function of the user, but not for empty batches."""
 
     def __init__(self, collate: Callable[[Any], Any], each_is_batch: bool, training: bool) -> None:
-        self._collate, self._each_is_batch, self._training = collate, each_is_batch, training
+        self._collate = collate
+        self._each_is_batch = each_is_batch
+        self._training = training
 
     def __call__(self, samples: Any) -> Any:
         if not len(samples):
@@ -323,7 +342,8 @@ class _WorkerSeed:
     """Seed the workers of each rank differently, where the loaders of all ranks draw from one generator."""
 
     def __init__(self, own: Callable[[int], None] | None, rank: int) -> None:
-        self._own, self._rank = own, rank
+        self._own = own
+        self._rank = rank
 
     def __call__(self, worker: int) -> None:
         seed = torch.initial_seed() + random_state.SPREAD * self._rank & (1 << 63) - 1
@@ -367,7 +387,8 @@ class _Together:
     """A stream that ends on all ranks when it ends on one."""
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
-        self._loader, self._ranks = loader, ranks
+        self._loader = loader
+        self._ranks = ranks
         self._count = 0
         self._warned = [False]  # Shared with the iterators.
 
@@ -407,5 +428,7 @@ class _TogetherOnce(_Together):
         _log.warning(
             "the loader of %s has ended after %d batches, and other ranks had more: the epoch ends on all ranks there, "
             "and the rest is not used. Let each rank yield as many batches, or write steps_per_epoch=%d",
-            which, self._count, self._count,
-        )  # fmt: skip
+            which,
+            self._count,
+            self._count,
+        )

@@ -77,8 +77,9 @@ def skip_batches(loader: Any, count: int, fast: bool, last: str | None = None) -
         return rest, True
     if isinstance(loader, DataLoader):
         what = f"a {type(loader).__name__}, which overrides __iter__" if is_map else "an IterableDataset"
-        _log.warning("resuming in the middle of an epoch of %s: the first %d batches are loaded and dropped", what,
-                     count)  # fmt: skip
+        _log.warning(
+            "resuming in the middle of an epoch of %s: the first %d batches are loaded and dropped", what, count
+        )
     elif not isinstance(loader, Sequence):
         _log.info("the first %d batches of %s are loaded and dropped", count, type(loader).__name__)
     iterator = iterate(loader)
@@ -128,8 +129,10 @@ class _SkipFirst(Proxy):
         """Drop the first entries now, while the random state is that of the beginning of the epoch."""
         assert self.rest is not None
         with self._turn:  # A loader may fetch its batches in a thread.
-            count, self._skip = self._skip, 0
-            _drop(self.rest, count, f"sampler {type(getattr(self.passed, 'sampler', self.passed)).__name__}")
+            count = self._skip
+            self._skip = 0
+            sampler = getattr(self.passed, "sampler", self.passed)
+            _drop(self.rest, count, f"sampler {type(sampler).__name__}")
 
     def __len__(self) -> int:
         return super().__len__() - self._skip
@@ -148,16 +151,20 @@ def _drop(iterator: Iterator[Any], count: int, what: str) -> Any:
     Where the iterator draws from the global random streams between them, which training uses too, it warns and returns
     None: the entries are others than those that were used.
     """
-    before = last = None
+    before = None
+    last = None
     for _ in range(count):
         entry = next(iterator, None)
-        last = last if entry is None else entry
-        before = before or _global_streams()  # The first entry may draw all numbers of the epoch at once.
+        if entry is not None:
+            last = entry
+        if before is None:  # After the first entry, which may draw all numbers of the epoch at once.
+            before = _global_streams()
     if count and before != _global_streams():
         _log.warning(
             "the %s draws from the global random streams while it is iterated: the order of the samples may differ "
-            "from that of an uninterrupted run; give it its own generator", what,
-        )  # fmt: skip
+            "from that of an uninterrupted run; give it its own generator",
+            what,
+        )
         return None
     return last
 
@@ -167,8 +174,9 @@ def warn_of_workers(loader: Any) -> None:
     _log.warning(
         "resuming in the middle of an epoch with num_workers=%d: the samples are the same, but random numbers that the "
         "dataset draws in its workers are not exact; write SeededDataset(dataset) of zae.data for the dataset of the "
-        "loader", loader.num_workers,
-    )  # fmt: skip
+        "loader",
+        loader.num_workers,
+    )
 
 
 def _skip_entries(loader: DataLoader[Any], count: int, fast: bool) -> Iterator[Any] | None:
