@@ -136,13 +136,12 @@ def call_factories(
 
 def _follow_parameters(optimizer: Optimizer) -> None:
     """Move an optimizer's state to the device that its parameters have been moved to."""
-    if any(
-        value.dim() and value.device != parameter.device
-        for parameter, state in optimizer.state.items()
-        if isinstance(parameter, Tensor) and isinstance(state, dict)  # Others may be kept under a name.
-        for value in tensors_in(state)
-    ):
-        load_optimizer_state(optimizer, optimizer.state_dict())
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor) or not isinstance(state, dict):  # What is kept under a name, for instance.
+            continue
+        if any(value.dim() and value.device != parameter.device for value in tensors_in(state)):
+            load_optimizer_state(optimizer, optimizer.state_dict())
+            return
 
 
 def optimizer_for(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
@@ -161,7 +160,10 @@ def optimizer_for(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """List the parameters that an optimizer holds."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    found: list[Tensor] = []
+    for group in optimizer.param_groups:
+        found += group["params"]
+    return found
 
 
 def has_lazy(parameters: Iterable[Tensor]) -> bool:
@@ -177,7 +179,9 @@ def parameters_outside(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
 
 def untrained_names(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
     """Name the parameters of a model that require a gradient and are in no optimizer."""
-    held = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
+    held: set[int] = set()
+    for optimizer in optimizers.values():
+        held.update(map(id, parameters_of(optimizer)))
     return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
 
 
@@ -189,13 +193,14 @@ def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) ->
     """
     ordered = list(model.parameters())
     seen = {id(p) for p in ordered}
-    if len(optimizers) == 1:
-        return [ordered + [p for o in optimizers.values() for p in parameters_of(o) if id(p) not in seen]]
     lists = []
     for optimizer in optimizers.values():
         held = parameters_of(optimizer)
         mine = {id(p) for p in held}
-        lists.append([p for p in ordered if id(p) in mine] + [p for p in held if id(p) not in seen])
+        # One optimizer clips all of the model, also what it does not hold.
+        of_model = ordered if len(optimizers) == 1 else [p for p in ordered if id(p) in mine]
+        outside = [p for p in held if id(p) not in seen]
+        lists.append(of_model + outside)
     return lists
 
 
@@ -226,8 +231,9 @@ def track_parameters(
 
 
 def _lists(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[list[Tensor]], list[Tensor]]:
-    held = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
-    everything = {id(p): p for p in (*model.parameters(), *held)}
+    everything: dict[int, Tensor] = {id(p): p for p in model.parameters()}
+    for optimizer in optimizers.values():
+        everything |= {id(p): p for p in parameters_of(optimizer)}
     return parameters_to_clip(optimizers, model), list(everything.values())
 
 
@@ -259,7 +265,8 @@ def normalize(
     """
     if len(counts) == 1 and world_size == 1:  # A single loss is a mean over its targets.
         return
-    if (total := total_targets(counts, reduce, world_size)) is None:
+    total = total_targets(counts, reduce, world_size)
+    if total is None:
         return
     for parameter in parameters:  # One by one, as a loop by hand: torch's kernel for many tensors rounds otherwise.
         if parameter.grad is not None:
@@ -276,11 +283,12 @@ def total_targets(counts: list[Any], reduce: Callable[[Tensor], Tensor], world_s
             f"train_step returned 'num_targets' for {len(counts) - missing} of the {len(counts)} batches of a window; "
             "return it in all of them, or in none"
         )
-    away = [count.reshape(()) for count in counts if isinstance(count, Tensor) and not count.is_cpu]
-    if len(away) == len(counts):  # One wait for the device in a window.
-        whole = not any(count.is_floating_point() for count in away)
+    on_device = [count.reshape(()) for count in counts if isinstance(count, Tensor) and not count.is_cpu]
+    if len(on_device) == len(counts):  # One wait for the device in a window.
+        are_integers = not any(count.is_floating_point() for count in on_device)
         # Float64 adds up as Python does; MPS has none.
-        counts = [torch.stack(away).sum(dtype=None if whole or away[0].is_mps else torch.float64)]
+        dtype = None if are_integers or on_device[0].is_mps else torch.float64
+        counts = [torch.stack(on_device).sum(dtype=dtype)]
     total = float(sum(float(count) for count in counts))
     if world_size > 1:
         total = float(reduce(torch.tensor(total, dtype=torch.float64)))
@@ -314,10 +322,10 @@ def learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
     """
     rates: dict[str, float] = {}
     for name, optimizer in optimizers.items():
+        prefix = f"lr/{name}" if len(optimizers) > 1 else "lr"
         for index, group in enumerate(optimizer.param_groups):
-            parts = ["lr", *([name] if len(optimizers) > 1 else []), *([str(index)] if index else [])]
             if group.get("lr") is not None:
-                rates["/".join(parts)] = float(group["lr"])
+                rates[f"{prefix}/{index}" if index else prefix] = float(group["lr"])
     return rates
 
 

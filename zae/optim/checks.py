@@ -196,7 +196,10 @@ class Span(NamedTuple):
 
     def totals(self) -> set[int]:
         """Return the length of this call, and the total at its end."""
-        return set() if self.left is None else {self.present + self.left, self.present + self.left - self.start}
+        if self.left is None:
+            return set()
+        end = self.present + self.left
+        return {end - self.start, end}
 
 
 def check_schedules(
@@ -207,7 +210,8 @@ def check_schedules(
     if 0 in (epochs.left, steps.left):
         return found  # A finished script that is started again steps nothing.
     for name, scheduler in schedulers.items():
-        where, on_batch = f"scheduler {name} ({type(scheduler).__name__})", is_per_step(scheduler, default)
+        where = f"scheduler {name} ({type(scheduler).__name__})"
+        on_batch = is_per_step(scheduler, default)
         if on_batch and is_set and not default:
             raise ConfigError(
                 f"{where} counts optimizer steps, and scheduler_step_on_batch=False is for schedulers that count "
@@ -236,10 +240,11 @@ def _check_cycle(where: str, scheduler: OneCycleLR, is_set: bool, epochs: Span, 
     line = "scheduler_step_on_batch=True"
     if steps.left is not None and total < steps.present + steps.left:
         line += f", and total_steps={steps.present + steps.left}"
+    if not is_set:
+        line += " (for a cycle that is counted in epochs: scheduler_step_on_batch=False)"
     raise ConfigError(
         f"{where} has total_steps={total} and would be stepped once an epoch; it is made to be stepped after each "
         f"optimizer step: write {line}"
-        + ("" if is_set else " (for a cycle that is counted in epochs: scheduler_step_on_batch=False)")
     )
 
 
@@ -248,29 +253,32 @@ def _check_end(where: str, scheduler: Any, on_batch: bool, epochs: Span, steps: 
     longest = planned_length(scheduler)
     if longest is None:
         return
-    planned, unit = (steps.left, "optimizer steps") if on_batch else (epochs.left, "epochs")
+    unit = "optimizer steps" if on_batch else "epochs"
+    planned = steps.left if on_batch else epochs.left
     taken = steps_taken(scheduler)
     if planned is None:
+        limit = "run(..., max_steps=...)" if on_batch else "a number of epochs: run(n_epoch, ...)"
         raise ConfigError(
             f"{where} ends after {longest} steps, and the loader has no length to plan with; give "
-            "run(..., steps_per_epoch=...) or "
-            + ("run(..., max_steps=...)" if on_batch else "a number of epochs: run(n_epoch, ...)")
+            f"run(..., steps_per_epoch=...) or {limit}"
         )
-    if taken + planned <= longest:
+    total = taken + planned
+    if total <= longest:
         return
-    cure, total = "", taken + planned
+    after = f" after {taken}" if taken else ""
+    factory = ""
+    if hasattr(scheduler, "shape"):
+        factory = f", zae.schedulers.{scheduler.shape}(..., total_steps={total})"
+    instead = ""
     if on_batch and longest in epochs.totals():
-        cure = ", or, if its steps are epochs, write scheduler_step_on_batch=False"
+        instead = ", or, if its steps are epochs, write scheduler_step_on_batch=False"
     elif on_batch and longest > taken:
-        cure = f", or end the run earlier: run(..., max_steps={longest - taken})"
+        instead = f", or end the run earlier: run(..., max_steps={longest - taken})"
     elif not on_batch and longest > planned:
-        cure = ", or did you mean scheduler_step_on_batch=True?"
+        instead = ", or did you mean scheduler_step_on_batch=True?"
     raise ConfigError(
-        f"{where} ends after {longest} steps, but this run has {planned} {unit}"
-        + (f" after {taken}" if taken else "")
-        + f"; create it with a length of {total} steps"
-        + (f", zae.schedulers.{scheduler.shape}(..., total_steps={total})" if hasattr(scheduler, "shape") else "")
-        + cure
+        f"{where} ends after {longest} steps, but this run has {planned} {unit}{after}; create it with a length of "
+        f"{total} steps{factory}{instead}"
     )
 
 

@@ -59,7 +59,8 @@ def treat_as_training(optimizers: Mapping[str, Any]) -> None:
     """Treat the weights and the state that were just loaded as those of training."""
     for optimizer in _with_modes(optimizers):
         # Without a state there is nothing to exchange: only the mode is set.
-        state, optimizer.state = optimizer.state, defaultdict(dict)
+        state = optimizer.state
+        optimizer.state = defaultdict(dict)
         try:
             optimizer.train()
         finally:
@@ -84,11 +85,7 @@ def _evaluation_weights(optimizers: list[Any]) -> Iterator[None]:
             for optimizer in optimizers:
                 optimizer.eval()
         # One that was in this mode already stays in it.
-        changed = [
-            each
-            for each, weights, flags in kept
-            if _flags(each) != flags or not all(torch.equal(parameter, value) for parameter, value in weights)
-        ]
+        changed = [optimizer for optimizer, weights, flags in kept if _has_changed(optimizer, weights, flags)]
         yield
     finally:
         with torch.no_grad():
@@ -98,10 +95,21 @@ def _evaluation_weights(optimizers: list[Any]) -> Iterator[None]:
                 _put_back(weights)
 
 
+def _has_changed(optimizer: Any, weights: list[tuple[Tensor, Tensor]], flags: list[dict[str, Any]]) -> bool:
+    """Return whether an optimizer has another mode, or other weights, than were kept."""
+    if _flags(optimizer) != flags:
+        return True
+    return not all(torch.equal(parameter, value) for parameter, value in weights)
+
+
 def _copies(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Copy the weights of an optimizer, except those of lazy layers, which do not exist yet."""
-    held = [p for group in optimizer.param_groups for p in group["params"] if not nn.parameter.is_lazy(p)]
-    return [(each, each.detach().clone()) for each in held]
+    copies = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not nn.parameter.is_lazy(parameter):
+                copies.append((parameter, parameter.detach().clone()))
+    return copies
 
 
 def _put_back(copies: list[tuple[Tensor, Tensor]]) -> None:
@@ -111,8 +119,10 @@ def _put_back(copies: list[tuple[Tensor, Tensor]]) -> None:
 
 def _flags(optimizer: Any) -> list[dict[str, Any]]:
     """Return the plain settings of an optimizer, its mode among them."""
-    settings = [vars(optimizer), *optimizer.param_groups]
-    return [{key: each for key, each in own.items() if isinstance(each, (bool, int, str))} for own in settings]
+    flags = []
+    for settings in (vars(optimizer), *optimizer.param_groups):
+        flags.append({key: each for key, each in settings.items() if isinstance(each, (bool, int, str))})
+    return flags
 
 
 def both_weights(
@@ -126,6 +136,10 @@ def both_weights(
         return model_state(), {}
     with evaluation_weights(optimizers):
         weights = copy.deepcopy(model_state())  # Tied ones stay tied.
-    present = {key: each for key, each in model_state().items() if isinstance(each, Tensor)}
-    made = {key: each for key, each in present.items() if not nn.parameter.is_lazy(each)}
-    return weights, {key: each for key, each in made.items() if each.is_meta or not torch.equal(each, weights[key])}
+    training_weights = {}
+    for key, each in model_state().items():
+        if not isinstance(each, Tensor) or nn.parameter.is_lazy(each):
+            continue
+        if each.is_meta or not torch.equal(each, weights[key]):
+            training_weights[key] = each
+    return weights, training_weights

@@ -84,14 +84,15 @@ class ScriptSettings:
 
     def note(self, **several: Mapping[str, Any]) -> None:
         """Record the settings of optimizers and schedulers that are new, by name."""
-        noted = self._noted
-        self._noted = {
-            (what, name): noted[what, name]
-            if (what, name) in noted and noted[what, name].object is each
-            else _Settings(each, *[_describe(each)] * 2)
-            for what, held in several.items()
-            for name, each in held.items()
-        }
+        noted = {}
+        for what, held in several.items():
+            for name, each in held.items():
+                known = self._noted.get((what, name))
+                if known is None or known.object is not each:
+                    description = _describe(each)
+                    known = _Settings(each, description, description)
+                noted[what, name] = known
+        self._noted = noted
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the settings in use."""
@@ -104,19 +105,18 @@ class ScriptSettings:
         """Refuse the state of a trainer whose optimizers or schedulers are of other classes."""
         saved = state["records"]["settings"]
         for (what, name), each in self._noted.items():
-            classes = [_classes(one) for one in (saved[what][name], each.script)]
-            if classes[0] != classes[1]:
+            classes_before = _classes(saved[what][name])
+            classes = _classes(each.script)
+            if classes_before != classes:
                 raise CheckpointMismatch(
-                    f"{what} {name} was saved by {printable(classes[0])}, and is {classes[1]} here; build it as it "
-                    "was, or " + REMEDY
+                    f"{what} {name} was saved by {printable(classes_before)}, and is {classes} here; build it as it "
+                    f"was, or {REMEDY}"
                 )
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Record the settings of a state that was loaded."""
-        self._noted = {
-            (what, name): each._replace(loaded=saved[what].get(name, each.script))
-            for (what, name), each in self._noted.items()
-        }
+        for (what, name), each in list(self._noted.items()):
+            self._noted[what, name] = each._replace(loaded=saved[what].get(name, each.script))
         self._is_loaded = True
 
     def warn(self, is_main: bool) -> None:
@@ -124,17 +124,20 @@ class ScriptSettings:
         if not self._is_loaded:
             return
         self._is_loaded = False
-        found = [
-            text
-            for (what, name), each in self._noted.items()
-            for text in _differences(f"{what} {name} ({each.script['class']})", each.script, each.loaded)
-        ]
-        if found and is_main:
+        texts: list[str] = []
+        for (what, name), each in self._noted.items():
+            texts += _differences(f"{what} {name} ({each.script['class']})", each.script, each.loaded)
+        if texts and is_main:
+            shown = "; ".join(texts[:_SHOWN])
+            if len(texts) > _SHOWN:
+                shown += "; ..."
             _log.warning(
                 "the checkpoint overrides settings of this script (%d): %s. The checkpoint's values are used; to use "
                 "the script's, %s",
-                len(found), "; ".join(found[:_SHOWN]) + ("; ..." if len(found) > _SHOWN else ""), REMEDY,
-            )  # fmt: skip
+                len(texts),
+                shown,
+                REMEDY,
+            )
 
 
 def _classes(description: Mapping[str, Any]) -> str:

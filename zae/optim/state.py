@@ -14,7 +14,7 @@ import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,8 +81,12 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
     found = [optimizer]
     for each in found:
         for value in vars(each).values():
-            several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-            for inner in (value, *several):
+            candidates = [value]
+            if isinstance(value, dict):
+                candidates += value.values()
+            elif isinstance(value, (list, tuple)):
+                candidates += value
+            for inner in candidates:
                 if isinstance(inner, Optimizer) and not any(inner is known for known in found):
                     found.append(inner)
     return found
@@ -103,11 +107,10 @@ class _Exact:
     def take(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state without values: the last of the hooks before torch loads."""
         self._saved = state
-        self._devices = [
-            {key: value.device for key, value in group.items() if isinstance(value, Tensor)}
-            for group in optimizer.param_groups
-        ]
-        groups = [with_enums(*pair) for pair in zip(state["param_groups"], optimizer.param_groups)]
+        self._devices = []
+        for group in optimizer.param_groups:
+            self._devices.append({key: value.device for key, value in group.items() if isinstance(value, Tensor)})
+        groups = [with_enums(saved, present) for saved, present in zip(state["param_groups"], optimizer.param_groups)]
         return {**state, "state": {}, "param_groups": groups}
 
     def put(self, optimizer: Optimizer) -> None:
@@ -116,11 +119,10 @@ class _Exact:
             for key, device in devices.items():  # Rates that are tensors stay where the kernel reads them.
                 if isinstance(group.get(key), Tensor):
                     group[key] = group[key].to(device)
-        places = {
-            index: (parameter, group)
-            for group, saved in zip(optimizer.param_groups, self._saved["param_groups"], strict=True)
-            for parameter, index in zip(group["params"], saved["params"], strict=True)
-        }
+        places = {}
+        for group, saved in zip(optimizer.param_groups, self._saved["param_groups"], strict=True):
+            for parameter, index in zip(group["params"], saved["params"], strict=True):
+                places[index] = (parameter, group)
         moved: dict[Any, Tensor] = {}
         exact = {}
         for key, values in self._saved["state"].items():
@@ -169,7 +171,11 @@ def places_on_device(state: Mapping[str, Any]) -> list[str]:
 
 def device_of(optimizer: Optimizer) -> torch.device:
     """Return the device of the first parameter of an optimizer."""
-    return next((each.device for group in optimizer.param_groups for each in group["params"]), torch.device("cpu"))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found: torch.device = parameter.device
+            return found
+    return torch.device("cpu")
 
 
 def move_to_device(state: Mapping[str, Any], places: Collection[str], device: torch.device) -> Any:
@@ -199,20 +205,25 @@ def with_enums(saved: Any, present: Any) -> Any:
     if type(saved) is dict and isinstance(present, Mapping):
         return {key: with_enums(each, present.get(key)) for key, each in saved.items()}
     if type(saved) in (list, tuple) and isinstance(present, (list, tuple)) and len(saved) == len(present):
-        return type(saved)(with_enums(*pair) for pair in zip(saved, present))
+        return type(saved)(with_enums(one, other) for one, other in zip(saved, present))
     return saved
 
 
 def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **instead: Any) -> Optimizer:
     """Return a deep copy of an optimizer; ``copy.deepcopy`` leaves out the attributes of a subclass."""
     memo = {} if memo is None else memo
-    memo[id(optimizer)] = twin = object.__new__(type(optimizer))
+    twin = object.__new__(type(optimizer))
+    memo[id(optimizer)] = twin
     # The copy has no hooks of the step, and neither a scheduler nor a trainer follows it.
-    instead = {name: OrderedDict() for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")} | instead
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        instead.setdefault(name, OrderedDict())
     own = {key: each for key, each in vars(optimizer).items() if key not in (*instead, "step", "add_param_group")}
     for hooks in own.values():
-        for hook in hooks.values() if isinstance(hooks, dict) else ():
-            if (owner := getattr(hook, "__self__", optimizer)) is not optimizer:
+        if not isinstance(hooks, dict):
+            continue
+        for hook in hooks.values():
+            owner = getattr(hook, "__self__", optimizer)
+            if owner is not optimizer:  # What a hook is a method of is not copied.
                 memo[id(owner)] = owner
     for inner in with_inner(optimizer)[1:]:
         if id(inner) not in memo:
@@ -232,11 +243,17 @@ def difference(saved: Any, found: Any, path: str, compares: bool = True) -> str:
     Without ``compares`` the bits of tensors are not read.
     """
     if isinstance(saved, Mapping) and type(saved) is type(found) and saved.keys() == found.keys():
-        texts = (difference(saved[key], found[key], f"{path}[{key!r}]", compares) for key in saved)
-        return next(filter(None, texts), "")
+        for key in saved:
+            text = difference(saved[key], found[key], f"{path}[{key!r}]", compares)
+            if text:
+                return text
+        return ""
     if isinstance(saved, (list, tuple)) and type(saved) is type(found) and len(saved) == len(found):
-        texts = (difference(*pair, f"{path}[{index}]", compares) for index, pair in enumerate(zip(saved, found)))
-        return next(filter(None, texts), "")
+        for index, (one, other) in enumerate(zip(saved, found)):
+            text = difference(one, other, f"{path}[{index}]", compares)
+            if text:
+                return text
+        return ""
     if _are_alike(saved, found):
         if saved.stride() != found.stride():
             return f"{path} had the strides {saved.stride()} and has {found.stride()}"
@@ -262,21 +279,24 @@ def _describe(value: Any) -> str:
 def check_rates(what: str, saved: Any, present: Any) -> None:
     """Refuse values that are not finite numbers where an optimizer or a scheduler has a number."""
     for name in (saved.keys() & present.keys()) - {"params"}:  # A parameter may be lazy.
-        value, is_rate = saved[name], name in _RATES
-        several = isinstance(present[name], (list, tuple)) and isinstance(value, (list, tuple))
-        pairs = cast(Iterable[Any], zip(value, present[name]) if several else [(value, present[name])])
+        value = saved[name]
+        pairs: Iterable[tuple[Any, Any]] = [(value, present[name])]
+        if isinstance(present[name], (list, tuple)) and isinstance(value, (list, tuple)):
+            pairs = zip(value, present[name])
         for old, new in pairs:
             if _is_number(new) and not _is_number(old):
                 raise _refusal(what, name, value, "a number")
-            if is_rate and _is_number(old) and not (math.isfinite(float(old)) and float(old) >= 0):
+            if name in _RATES and _is_number(old) and not (math.isfinite(float(old)) and float(old) >= 0):
                 raise _refusal(what, name, value, "a rate")
 
 
 def parameter_order(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
     """Return the names, by id, of an optimizer's parameters by group; its own state has only their numbers."""
     outside = itertools.count()
-    groups = [group["params"] for group in optimizer.param_groups]
-    return [[names.get(id(each)) or f"outside {next(outside)}" for each in group] for group in groups]
+    order = []
+    for group in optimizer.param_groups:
+        order.append([names.get(id(each)) or f"outside {next(outside)}" for each in group["params"]])
+    return order
 
 
 def match_order(
@@ -285,16 +305,18 @@ def match_order(
     """Return a state in the present order of the parameters: those that were given as a set differ each time."""
     if saved == present:
         return state
-    places = {
-        key: place for keys, group in zip(saved, state["param_groups"]) for key, place in zip(keys, group["params"])
-    }
+    places: dict[str, Any] = {}
+    for keys, group in zip(saved, state["param_groups"]):
+        places |= zip(keys, group["params"])
     differ = sorted(places.keys() ^ set(itertools.chain(*present)))
     begun = [place for place in places.values() if place in state["state"]]
     if not differ and (len(begun) != 1 or len(places) == 1):
-        groups = zip(state["param_groups"], present)
-        made = [{**group, "params": [places[key] for key in keys]} for group, keys in groups]
-        # torch's own list of names would be in the old order.
-        return {**state, "param_groups": [{k: v for k, v in group.items() if k != "param_names"} for group in made]}
+        groups = []
+        for group, keys in zip(state["param_groups"], present):
+            # torch's own list of names would be in the old order.
+            settings = {key: each for key, each in group.items() if key != "param_names"}
+            groups.append({**settings, "params": [places[key] for key in keys]})
+        return {**state, "param_groups": groups}
     if not strict:
         return state
     how = f"with other parameters ({', '.join(differ[:_SHOWN])})" if differ else "with its parameters in another order"
@@ -311,7 +333,9 @@ def match_layout(optimizer: Optimizer) -> None:
     """
     for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
         state: Any = optimizer.state.get(parameter)  # Indexing the defaultdict would add an entry.
-        for name, value in list(state.items()) if isinstance(state, dict) else ():
+        if not isinstance(state, dict):
+            continue
+        for name, value in list(state.items()):
             if _has_same_shape(value, parameter) and value.stride() != parameter.stride():
                 state[name] = like_parameter_layout(value, parameter)
 
