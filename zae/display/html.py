@@ -28,8 +28,14 @@ _QUIET = "opacity:.75"
 _ROWS = 60  # Rows of a table at most: the first ones and the last ones.
 _POINTS = 300  # Points of a curve at most.
 _CHARTS = 4
-_WIDTH, _HEIGHT, _RIGHT, _TOP, _BOTTOM = 320, 150, 8, 24, 20
-_LEAST_LEFT, _PER_LETTER = 46, 6.2
+# A chart in pixels, its margins, and the width of a letter.
+_WIDTH = 320
+_HEIGHT = 150
+_RIGHT = 8
+_TOP = 24
+_BOTTOM = 20
+_LEAST_LEFT = 46
+_PER_LETTER = 6.2
 _SPLITS = ("train", "valid")
 
 
@@ -45,7 +51,8 @@ def block(*parts: str) -> str:
 
 def rows_html(rows: Sequence[Mapping[str, Any]], marks: Sequence[str] = ()) -> str:
     """Return rows as a table with a header; a long one without its middle."""
-    columns, marks = columns_of(rows), marks or [""] * len(rows)
+    columns = columns_of(rows)
+    marks = marks or [""] * len(rows)
     style = f"padding:2px 10px 2px 0;text-align:right;border:0;border-bottom:{_LINE};white-space:nowrap"
     head = "".join(f"<th scope='col' style='{style};font-weight:600'>{escape(name)}</th>" for name in columns)
     lines = []
@@ -76,8 +83,12 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> str:
     for name in columns_of(rows):
         split, _, metric = name.partition("_")
         if split in _SPLITS and metric:
-            points = [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), (int, float))]
-            metrics.setdefault(metric, {})[split] = [point for point in points if math.isfinite(point[1])]
+            points = []
+            for row in rows:
+                value = row.get(name)
+                if isinstance(value, (int, float)) and math.isfinite(value):
+                    points.append((row["step"], float(value)))
+            metrics.setdefault(metric, {})[split] = points
     drawn = [chart(name, series) for name, series in metrics.items() if any(series.values())][:_CHARTS]
     return f"<div style='display:flex;flex-wrap:wrap;gap:8px 20px'>{''.join(drawn)}</div>" if drawn else ""
 
@@ -85,19 +96,29 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> str:
 def chart(name: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Return curves over the steps as an SVG element."""
     series = {label: points for label, points in series.items() if points}
-    colors = {label: _COLORS[_SPLITS.index(label) if label in _SPLITS else at] for at, label in enumerate(series)}
-    steps, values = ([pair[at] for points in series.values() for pair in points] for at in (0, 1))
-    across, down = (min(steps), max(steps)), (min(values), max(values))
+    colors = {}
+    steps = []
+    values = []
+    for index, (label, points) in enumerate(series.items()):
+        colors[label] = _COLORS[_SPLITS.index(label) if label in _SPLITS else index]
+        for step, value in points:
+            steps.append(step)
+            values.append(value)
+    across = (min(steps), max(steps))
+    down = (min(values), max(values))
     ends = (f"{across[0]:,}" if across[0] < across[1] else "", f"step {across[1]:,}")
     said = "; ".join(f"{label} {number(points[-1][1])}" for label, points in series.items())
     title = escape(f"{name}, {' to '.join(filter(None, ends))}; last: {said}")
     parts = [f"<text x='0' y='12' font-weight='600' fill='currentColor'>{escape(name)}</text>"]
     parts += _legend(colors)
     left = max(_LEAST_LEFT, 8 + math.ceil(_PER_LETTER * max(len(number(value)) for value in down)))
-    for share, value in ((0, down[1]), (1, down[0])) if down[0] < down[1] else ((0.5, down[0]),):
+    # A line at the largest and one at the smallest value; at an only value one in the middle.
+    lines = [(0.0, down[1]), (1.0, down[0])] if down[0] < down[1] else [(0.5, down[0])]
+    for share, value in lines:
         y = _TOP + share * (_HEIGHT - _TOP - _BOTTOM)
-        parts.append(f"<line x1='{left}' x2='{_WIDTH - _RIGHT}' y1='{y:.0f}' y2='{y:.0f}' stroke='#888' "
-                     "stroke-opacity='.35'/>")  # fmt: skip
+        parts.append(
+            f"<line x1='{left}' x2='{_WIDTH - _RIGHT}' y1='{y:.0f}' y2='{y:.0f}' stroke='#888' stroke-opacity='.35'/>"
+        )
         parts.append(
             f"<text x='{left - 5}' y='{y + 4:.0f}' text-anchor='end' fill='currentColor'>{number(value)}</text>"
         )
@@ -127,7 +148,9 @@ def _curve(
 ) -> str:
     """Return the line through points, of a long one every so many; few points have dots."""
     every = math.ceil(len(points) / _POINTS)
-    kept = [*points[::every], *(points[-1:] if (len(points) - 1) % every else [])]
+    kept = list(points[::every])
+    if (len(points) - 1) % every:  # The last one is shown in any case.
+        kept.append(points[-1])
     places = [_place(step, value, across, down, left) for step, value in kept]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dots = "".join(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.2' fill='{color}'/>" for x, y in places)
@@ -152,7 +175,7 @@ _last: tuple[Any, str] = (None, "")  # The cell and the table that were drawn la
 def note_shown(text: str) -> None:
     """Note the table that the output of this cell shows."""
     global _last
-    _last = _cell(), text
+    _last = (_cell(), text)
 
 
 def is_shown_above(text: str) -> bool:

@@ -51,7 +51,9 @@ def number(value: Any, digits: int = 5, *, aligned: bool = False) -> str:
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     if size < 0.01 or (size < 1 and not aligned):
         return f"{value:.{digits - 1}g}"
-    text = f"{value:.{max(0, digits - (len(str(int(size))) if size >= 1 else 1))}f}"
+    digits_before = len(str(int(size))) if size >= 1 else 1
+    decimals = max(0, digits - digits_before)
+    text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text and not aligned else text
 
 
@@ -100,16 +102,24 @@ def cell(value: Any) -> str:
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the keys of rows, in the order in which they first come."""
-    return list(dict.fromkeys(key for row in rows for key in row))
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns |= dict.fromkeys(row)
+    return list(columns)
 
 
 def table(rows: Sequence[Mapping[str, Any]], marks: Sequence[str]) -> str:
     """Return rows as an aligned table with a header, and a mark after each row."""
     columns = columns_of(rows)
-    lines = [[cell(name) for name in columns], *([cell(row.get(name)) for name in columns] for row in rows)]
+    lines = [[cell(name) for name in columns]]
+    for row in rows:
+        lines.append([cell(row.get(name)) for name in columns])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join(f"{text}  {mark}".rstrip() for text, mark in zip(texts, ["", *marks], strict=True))
+    texts = []
+    for line, mark in zip(lines, ["", *marks], strict=True):
+        cells = [text.rjust(width) for text, width in zip(line, widths, strict=True)]
+        texts.append("  ".join([*cells, mark]).rstrip())
+    return "\n".join(texts)
 
 
 def width_of(name: str, value: Any) -> int:
@@ -126,9 +136,14 @@ def fitting(widths: Mapping[str, int], columns: int) -> list[str]:
     def rank(name: str) -> int:
         if name in _RANKS:
             return _RANKS[name]
-        return 1 if name.endswith("loss") else 2 if name.startswith("valid_") else 5 if name[:2] == "lr" else 4
+        if name.endswith("loss"):
+            return 1
+        if name.startswith("valid_"):
+            return 2
+        return 5 if name.startswith("lr") else 4
 
-    kept, used = set(), -_GAP
+    kept = set()
+    used = -_GAP
     for name in sorted(widths, key=rank):
         if used + widths[name] + _GAP <= columns or name == "epoch":
             kept.add(name)

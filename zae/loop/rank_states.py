@@ -49,7 +49,9 @@ class RankStates:
     """
 
     def __init__(self, world_size: int = 1, ranks: Sequence[Mapping[str, Any]] = (), rank: int | None = None) -> None:
-        self.world_size, self.ranks, self.rank = world_size, list(ranks), rank
+        self.world_size = world_size
+        self.ranks = list(ranks)
+        self.rank = rank
 
     @classmethod
     def parse(cls, name: str, entry: Any) -> RankStates:
@@ -91,12 +93,12 @@ class RankStates:
                 state[key] = trainer.whole_values(each, key in varying or trainer.is_main)
         if world == 1 or name not in state or len(state[name]["ranks"]) != world:
             return state
-        own = {}
+        own: dict[str, Any] = {}
         for owner, keys in varying.items():
             if owner in state:
                 own[owner] = state[owner] if keys is None else {key: state[owner][key] for key in keys}
         digests = trainer.engine.gather_dp({owner: digest(entry) for owner, entry in own.items()})
-        differing = [owner for owner in own if len({each.get(owner) for each in digests}) > 1]
+        differing = [owner for owner in own if any(each.get(owner) != digests[0].get(owner) for each in digests)]
         entries: list[Any] = [{}] * world
         if differing:
             entries = trainer.engine.gather_dp({owner: to_host(own[owner]) for owner in differing})
@@ -158,7 +160,8 @@ class RankStates:
         """Return the parts with which ranks begin that are still to be started: those saved, or merged from them."""
         if self.world_size == world:
             return self
-        ranks, merged = [], [name for name in _merging(type(trainer)) if isinstance(state.get(name), Mapping)]
+        merged = [name for name in _merging(type(trainer)) if isinstance(state.get(name), Mapping)]
+        ranks = []
         for rank in range(world):
             own = self.state_for(trainer, state, rank, world, is_known=True)
             ranks.append({**self.own_part(own), "add_ons": {name: own[name] for name in merged}})
@@ -166,8 +169,11 @@ class RankStates:
 
     def _entries(self) -> list[Mapping[str, Any]]:
         """Return the entries of add-ons that each rank has saved."""
-        found = [each.get("add_ons") if isinstance(each, Mapping) else None for each in self.ranks]
-        return [each if isinstance(each, Mapping) else {} for each in found]
+        found = []
+        for each in self.ranks:
+            entries = each.get("add_ons") if isinstance(each, Mapping) else None
+            found.append(entries if isinstance(entries, Mapping) else {})
+        return found
 
     @classmethod
     def any_in(cls, state: Mapping[str, Any]) -> RankStates:
@@ -190,24 +196,37 @@ class RankStates:
     def warn_of_others(self, cls: type, rank: int, world: int) -> None:
         """Warn where add-ons get the state of another rank that may differ from what this rank held."""
         varying = sorted(_varying_entries(cls).keys() - {GENERATORS})
-        names = sorted({name for each in self._entries() for name in each} - {GENERATORS} - _merging(cls).keys())
+        saved: set[str] = set()
+        for entries in self._entries():
+            saved.update(entries)
+        names = sorted(saved - {GENERATORS} - _merging(cls).keys())
         if names and len(self.ranks) != world and not rank:
             _log.warning(
                 "the state of %s was saved for each of %d ranks and cannot be divided among %d: every rank begins with "
-                "that of rank 0", ", ".join(names), len(self.ranks), world,
-            )  # fmt: skip
+                "that of rank 0",
+                ", ".join(names),
+                len(self.ranks),
+                world,
+            )
         elif varying and self.rank not in (None, rank) and not all("add_ons" in each for each in self.ranks or [{}]):
             _log.warning(
                 "rank %d takes the state of %s from rank %d: a state that one rank has read, or saved alone after an "
-                "exception, does not hold what differs on the others", rank, ", ".join(varying), self.rank,
-            )  # fmt: skip
+                "exception, does not hold what differs on the others",
+                rank,
+                ", ".join(varying),
+                self.rank,
+            )
 
 
 def engine_of(cls: type, state: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return the key of the parallel add-on of a trainer class, or of the one that saved a state; else ""."""
     engine = slots_of(cls).get("parallel")
-    name = "" if engine is None else str(engine.__name__)
-    return next(iter(_entries_of_ranks(state)), name) if engine is not None and name not in state else name
+    if engine is None:
+        return ""
+    name = str(engine.__name__)
+    if name in state:
+        return name
+    return next(iter(_entries_of_ranks(state)), name)  # Another engine has saved it.
 
 
 def _entries_of_ranks(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -40,16 +40,21 @@ class CoreState:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.optimization = trainer, trainer.optimization
+        self.trainer = trainer
+        self.optimization = trainer.optimization
         if not trainer.current_run.is_ready:
             self.optimization.index_by_name()
 
     def read(self) -> dict[str, Any]:
         """Return the state."""
-        trainer, optimization, progress = self.trainer, self.optimization, self.trainer.progress_checker
+        trainer = self.trainer
+        optimization = self.optimization
+        progress = trainer.progress_checker
         optimization.note_settings()
         trainer.nonfinite.read_pending(progress, trainer)
-        weights, training_weights, optimizers = dict[str, Tensor](), dict[str, Tensor](), dict[str, Any]()
+        weights: dict[str, Tensor] = {}
+        training_weights: dict[str, Tensor] = {}
+        optimizers: dict[str, Any] = {}
         if not addon_state.is_in_mode(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
             weights, training_weights = modes.both_weights(optimization.optimizers, trainer.model_state)
             optimizers = {name: trainer.optimizer_state(name) for name in optimization.optimizers}
@@ -78,7 +83,9 @@ class CoreState:
 
     def load(self, state: Mapping[str, Any], strict: bool) -> None:
         """Check the whole state, and only then load it; on an error nothing is loaded."""
-        trainer, optimization, position = self.trainer, self.optimization, self.trainer.loader_position
+        trainer = self.trainer
+        optimization = self.optimization
+        position = trainer.loader_position
         if addon_state.is_in_mode(trainer, addon_state.ENTRIES):
             return
         if not addon_state.is_in_mode(trainer, addon_state.FROM_FILE):
@@ -91,8 +98,10 @@ class CoreState:
         is_ours = addon_state.is_in_mode(trainer, addon_state.FROM_FILE)  # Else others hold the tensors too.
 
         def load_optimizer(name: str, values: Any) -> None:
-            values = values if is_ours else copy.deepcopy(values)
-            if places := (state.get("devices") or {}).get(name):
+            if not is_ours:
+                values = copy.deepcopy(values)
+            places = (state.get("devices") or {}).get(name)
+            if places:
                 values = move_to_device(values, places, device_of(self.optimization.optimizers[name]))
             trainer.load_optimizer_state(name, values)
 
@@ -104,7 +113,8 @@ class CoreState:
             is_same = trainer.history.has_criterion_of(state["records"])
             load_optimization = optimization.prepare(state, module, strict, load_optimizer, keeps_best=is_same)
             outside = optimization.pair_outside(state["outside"], module)
-            progress, history = ProgressChecker.from_state(state), trainer.history.with_records(state["records"])
+            progress = ProgressChecker.from_state(state)
+            history = trainer.history.with_records(state["records"])
         # A seed overrides the random streams of a state before any run.
         is_unused = trainer.seed is not None and not progress.batch and not progress.run_starts
 
@@ -120,7 +130,8 @@ class CoreState:
                 # A trainer that has trained is seeded again; one that is set up for the first time was just seeded.
                 progress.is_seeded = progress.is_seeded and not trainer.progress_checker.batch
                 trainer.loader_position = position.fresh()
-            trainer.progress_checker, trainer.history = progress, history
+            trainer.progress_checker = progress
+            trainer.history = history
             trainer.load_model_state(weights, is_strict)  # Last: most models are not copied, and cannot be restored.
         if entry is not None:
             module_state.load_broadcasts(module, entry)
@@ -140,8 +151,10 @@ class CoreState:
 
         An optimizer with modes uses them for evaluation.
         """
-        module, needed = self.trainer.unwrap(), self._needed()
-        fitted, own = fit_weights(module, weights, strict, needed), module.state_dict()
+        module = self.trainer.unwrap()
+        needed = self._needed()
+        fitted = fit_weights(module, weights, strict, needed)
+        own = module.state_dict()
         self.trainer.load_model_state(fitted, strict and needed is None)
         modes.treat_as_evaluation(self.optimization.optimizers)
         missing = [key for key in own if key not in fitted and (needed is None or key in needed)]
@@ -160,7 +173,8 @@ class CoreState:
             raise CheckpointMismatch(
                 f"the training_weights of the state are {training_weights!r:.80}, and must be a dict"
             )
-        module, needed = self.trainer.unwrap(), self._needed()
+        module = self.trainer.unwrap()
+        needed = self._needed()
         saved = {**state["model"], **training_weights, **self._extra_in(state)}
         weights = fit_weights(module, saved, strict, needed)
         check_types(module, weights)
