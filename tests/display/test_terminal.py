@@ -27,7 +27,7 @@ from zae import Trainer
 from zae.display import lines, terminal
 from zae.display.lines import Lines
 from zae.display.terminal import Terminal
-from zae.loop.progress import Position
+from zae.loop.run_view import Position
 
 SCRIPT = """
 import sys, time, torch
