@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from zae.addon import AddOnBase
 from zae.checkpoint.encoding import name_of_key
-from zae.checkpoint.folder import Group, save_weights
+from zae.checkpoint.folder import Group
+from zae.checkpoint.weights import save_weights
 from zae.common import random_state
 from zae.common.argument_checks import check_count
 from zae.common.model_weights import fit_name, is_half_weight, own_names, plain_names, plain_state, shapes_of_average

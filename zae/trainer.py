@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae import optim
-from zae.checkpoint.folder import Weights, read_weights, save_weights
+from zae.checkpoint.weights import Weights, read_weights, save_weights
 from zae.common import argument_checks, random_state
 from zae.common.device import can_copy_async, exchange_current, parse_device, to_device
 from zae.common.model_weights import without_wrappers

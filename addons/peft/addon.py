@@ -10,7 +10,8 @@ from torch import Tensor
 
 from zae.addon import AddOnBase
 from zae.addons.peft import adapters
-from zae.checkpoint.folder import Group, save_weights
+from zae.checkpoint.folder import Group
+from zae.checkpoint.weights import save_weights
 from zae.optim import as_dict
 
 __all__ = ["PEFTAddon"]

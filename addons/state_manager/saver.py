@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zae.checkpoint.encoding import PLAIN
 from zae.checkpoint.folder import Group, Share, plan_share, sweep, write_share
 from zae.checkpoint.tensor_bytes import DTYPES, byte_view, view_key
-from zae.checkpoint.weights_file import parse_format
+from zae.checkpoint.tensor_files import parse_format
 from zae.common.device import can_copy_async
 from zae.common.strides import axes_in_memory, copy_with_strides, strides_to_save
 from zae.common.walk import is_sharded

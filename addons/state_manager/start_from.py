@@ -12,9 +12,10 @@ from torch import Tensor
 
 from zae import optim
 from zae.checkpoint.filesystem import MODEL_FILES, STATE, STATE_TENSORS
-from zae.checkpoint.folder import list_checkpoints, load_state, load_weights, newest_valid
+from zae.checkpoint.folder import list_checkpoints, load_state, newest_valid
 from zae.checkpoint.manifest import read_manifest, verify
-from zae.checkpoint.weights_file import format_of
+from zae.checkpoint.tensor_files import format_of
+from zae.checkpoint.weights import load_weights
 from zae.common import random_state
 from zae.common.model_weights import extra_names
 from zae.compose.introspect import add_ons_of, is_engine_slot

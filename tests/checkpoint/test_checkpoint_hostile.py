@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from test_checkpoint import FILES, is_of, save
-from test_weights_file import HOSTILE, payloads, wrapped
+from test_tensor_files import HOSTILE, payloads, wrapped
 
 from kit.faults import reseal
 from kit.limits import within

@@ -25,10 +25,11 @@ from zae.addons import JSONLLoggerAddon, LedgerAddon, StateManagerAddon
 from zae.addons.state_manager.crash import crashes_in
 from zae.checkpoint.encoding import decode, encode, strict_json
 from zae.checkpoint.filesystem import open_input
-from zae.checkpoint.folder import list_checkpoints, load_checkpoint, load_weights, newest_valid
+from zae.checkpoint.folder import list_checkpoints, load_checkpoint, newest_valid
 from zae.checkpoint.locks import FolderLock
 from zae.checkpoint.manifest import parse, seal
-from zae.checkpoint.weights_file import read_ckpt, read_safetensors, write_ckpt
+from zae.checkpoint.tensor_files import read_ckpt, read_safetensors, write_ckpt
+from zae.checkpoint.weights import load_weights
 from zae.diff import read_ledger
 from zae.doctor.checkpoints import examine
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError

@@ -22,7 +22,8 @@ from zae.addons import EMAAddon, StateManagerAddon
 from zae.addons.loggers.jsonl_logger import JSONLLoggerAddon
 from zae.addons.loggers.neptune_logger import NeptuneLoggerAddon
 from zae.addons.loggers.wandb_logger import WandBLoggerAddon
-from zae.checkpoint.folder import load_checkpoint, load_weights, save_checkpoint
+from zae.checkpoint.folder import load_checkpoint, save_checkpoint
+from zae.checkpoint.weights import load_weights
 from zae.cli import main
 from zae.errors import CheckpointDamaged, CheckpointMismatch, OptionError
 
@@ -108,7 +109,7 @@ def test_no_call_in_the_package_makes_code_of_a_file() -> None:
     """No pickle, eval or torch.load without weights_only=True, but in the two places that say why."""
     found = {f"{path.parent.name}/{path.name}": dangerous(ast.parse(path.read_text())) for path in SOURCES}
     found = {name: calls for name, calls in found.items() if calls}
-    trusted = found.pop("checkpoint/weights_file.py")
+    trusted = found.pop("checkpoint/tensor_files.py")
     assert trusted == ["torch.load"], "_read_trusted, which trust_pickle=True asks for"
     # A spawned rank and its parent are one program and talk through a pipe of their own; no file is read there. What
     # proves an add-on reads back what it has itself pickled.

@@ -18,8 +18,9 @@ from zae.addons import (
     GradientAccumulationAddon,
     StateManagerAddon,
 )
-from zae.checkpoint.folder import list_checkpoints, load_weights
+from zae.checkpoint.folder import list_checkpoints
 from zae.checkpoint.manifest import verify
+from zae.checkpoint.weights import load_weights
 from zae.errors import ConfigError, NonFiniteError
 from zae.loop.nonfinite import LATEST, NonFiniteGuard
 

@@ -22,7 +22,7 @@ from zae.addons import (
     SpikeGuardAddon,
     StateManagerAddon,
 )
-from zae.checkpoint.folder import load_weights
+from zae.checkpoint.weights import load_weights
 from zae.errors import NonFiniteError
 
 BAD = 5  # The batch with a NaN, of twelve.

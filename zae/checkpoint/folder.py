@@ -1,4 +1,4 @@
-"""Write, read and list checkpoints, which are directories that are whole or absent; and weights alone, in one file.
+"""Write, read and list checkpoints, which are directories that are whole or absent.
 
 A checkpoint has four files::
 
@@ -13,10 +13,10 @@ Where tensors lie in parts on several ranks, it has more files::
         shard-00000.safetensors   the parts that rank 0 has written, and so on for each rank
         shards.json               for each divided tensor its shape, dtype and parts: rank and offsets
 
-All are listed in the manifest with their SHA-256, and renamed together. torch.distributed.checkpoint plans which rank
-writes which part: a part that several ranks hold is written once. Its own files are not used, because their index is a
-pickle, and because they would have to be read again to be hashed.
+All are listed in the manifest with their SHA-256, and renamed together (see zae.checkpoint.shards).
 
+A save goes down this file: `plan_share` makes JSON and tensors of a state and decides which rank writes what,
+`write_share` writes the files under a hidden name, lists their hashes in the manifest, and renames the directory.
 `load_checkpoint` reads each byte once and hashes what it has read, and returns nothing before every hash has been
 compared with the manifest.
 """
@@ -27,17 +27,14 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import os
-import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from zae import errors
@@ -64,7 +61,6 @@ from zae.checkpoint.filesystem import (
     original_name,
     read_whole,
     refuse_foreign,
-    replace_file,
     set_aside,
     shard_name,
     stage,
@@ -73,26 +69,17 @@ from zae.checkpoint.filesystem import (
     write_file,
 )
 from zae.checkpoint.manifest import FileEntry, Manifest, draft, is_whole, read_manifest, seal, state_text, verify
-from zae.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES, byte_count, separate
-from zae.checkpoint.weights_file import (
-    format_of,
-    iterate_safetensors,
+from zae.checkpoint.shards import OF_MODEL, OF_STATE, divide, read_parts
+from zae.checkpoint.tensor_bytes import byte_count, separate
+from zae.checkpoint.tensor_files import (
     load_safetensors,
     parse_format,
-    read_ckpt,
     read_model,
-    read_trusted,
     write_ckpt,
     write_safetensors,
 )
-from zae.common.argument_checks import check_url
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, ZaeError
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import TensorWriteData
-
-    from zae.checkpoint.manifest import Manifest
 
 _Result = TypeVar("_Result")
 
@@ -173,55 +160,38 @@ def plan_share(
 ) -> Share:
     """Return what this rank writes of a checkpoint, without writing it; all ranks of the group call it."""
     files: dict[str, dict[str, Tensor] | bytes] = {}
-    named: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}  # All tensors of this rank, by their names in shards.json.
 
     def prepare() -> tuple[Manifest | None, list[str]]:
         structure, tensors = encode(dict(state), with_parts=model_format == "sharded")
-        for kind, held in ((OF_MODEL, model_state), (OF_STATE, tensors)):
-            named.update({f"{kind}{name}": each for name, each in held.items()})
-        away = [name for name, each in named.items() if is_sharded(each) or each.is_meta]
-        if group.rank > 0:
-            return None, away
-        files[MODEL_FILES[model_format]], files[STATE_TENSORS] = dict(model_state), tensors
+        if model_format == "sharded":
+            for kind, held in ((OF_MODEL, model_state), (OF_STATE, tensors)):
+                for name, tensor in held.items():
+                    named[kind + name] = tensor
+        in_parts = [name for name, tensor in named.items() if is_sharded(tensor) or tensor.is_meta]
+        if group.rank > 0:  # Rank 0 writes what is not divided, and the manifest.
+            return None, in_parts
+        files[MODEL_FILES[model_format]] = dict(model_state)
+        files[STATE_TENSORS] = tensors
         files[STATE] = state_text(directory, structure)
-        return draft(model_format, separate(model_state)[1], manifest_info), away
+        _, tied = separate(model_state)
+        return draft(model_format, tied, manifest_info), in_parts
 
     prepared = group.together(prepare, directory)
     manifest = prepared[group.rank][0]
     if model_format == "sharded":
-        away = set(itertools.chain(*(names for _, names in prepared)))  # What some rank has a part of, or nothing.
-        for file, kind in ((MODEL_FILES[model_format], OF_MODEL), (STATE_TENSORS, OF_STATE)) if files else ():
-            held = cast("dict[str, Tensor]", files[file])
-            files[file] = {name: each for name, each in held.items() if kind + name not in away}
-        parts = {name: each for name, each in named.items() if name in away and not each.is_meta}
-        chunks, described = _divide(parts, group, directory)
+        # What some rank has a part of, or nothing at all: the others must not write it as a whole tensor.
+        in_parts = set(itertools.chain(*(names for _, names in prepared)))
+        if group.rank == 0:
+            for file, kind in ((MODEL_FILES[model_format], OF_MODEL), (STATE_TENSORS, OF_STATE)):
+                held = cast("dict[str, Tensor]", files[file])
+                files[file] = {name: tensor for name, tensor in held.items() if kind + name not in in_parts}
+        parts = {name: tensor for name, tensor in named.items() if name in in_parts and not tensor.is_meta}
+        chunks, described = divide(parts, group, directory)
         files = {shard_name(group.rank): chunks, **files}
         if group.rank == 0:
             files[SHARDS] = json.dumps(described, separators=(",", ":")).encode()
     return Share(files, manifest)
-
-
-def _divide(parts: dict[str, Tensor], group: Group, directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the parts of tensors that this rank writes, by name and offsets, and a description of all of them."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(cast("dict[str, Any]", parts), None, group.rank == 0)
-    # Every rank makes the same global plan.
-    plans, _ = planner.create_global_plan(group.together(planner.create_local_plan, directory))
-    chunks, described = dict[str, Tensor](), dict[str, Any]()
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            name, written = item.index.fqn, cast("TensorWriteData", item.tensor_data)
-            kind = {"shape": list(written.size), "dtype": DTYPE_NAMES[written.properties.dtype], "parts": []}
-            described.setdefault(name, kind)["parts"].append([rank, list(written.chunk.offsets)])
-            if rank == group.rank:
-                chunks[chunk_name(name, written.chunk.offsets)] = cast("Tensor", planner.resolve_data(item))
-    places = dict[int, str]()
-    for name, each in chunks.items():  # A file has one entry for tied tensors, and the plan has both.
-        if each.numel() and places.setdefault(each.data_ptr(), name) != name:
-            chunks[name] = each.clone()
-    return chunks, described
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -348,139 +318,10 @@ def _is_stray(path: Path) -> bool:
     return path.name not in staging_now and is_abandoned(path.name, time.time() - path.lstat().st_mtime)
 
 
-# ------------------------------------------------------------------------------------------------ weights in one file
-
-
-def save_weights(
-    path: str | os.PathLike[str],
-    model_state: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
-    writes: bool = True,
-) -> Path:
-    """Write the state of a model as one file; an existing file is replaced atomically.
-
-    With ``writes=False`` everything is checked and nothing written: another process writes the file.
-    """
-    path = Path(os.path.abspath(os.path.expanduser(path)))
-    writer = partial(write_ckpt, tensors=model_state)
-    if format_of(path) == "safetensors":
-        writer = partial(write_safetensors, tensors=model_state, metadata=metadata)
-    separate(model_state)  # What cannot be written is refused before the disk is touched.
-    if not writes:
-        return path
-    replace_file(path, writer, byte_count(*model_state.values()))
-    sweep(path.parent)
-    return path
-
-
-# ----------------------------------------------------------------------------------------------------- reading shards
-
-OF_MODEL, OF_STATE = "model/", "state/"
-"""What the names of divided tensors begin with in shards.json."""
-
-
-def chunk_name(name: str, offsets: Sequence[int]) -> str:
-    """Return the name of one part of a tensor in a shard."""
-    return f"{name}@{','.join(map(str, offsets))}"
-
-
-def read_parts(
-    directory: Path, manifest: Manifest, held: Mapping[str, Tensor] = MappingProxyType({})
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Read and verify the shards of a checkpoint, and return the tensors of the model, and the others.
-
-    They are whole, or laid out as the DTensor that ``held`` has for the beginning of their name: "model/head.weight",
-    "state/optimizer.0.state.3.". Of these, this rank keeps its part alone, and one tensor of a file at a time.
-    """
-    if manifest["model_format"] != "sharded":
-        return {}, {}
-    entry, where = manifest["files"][SHARDS], str(directory / SHARDS)
-    text = read_whole(directory / SHARDS, size=entry["size"], sha256=entry["sha256"])
-    files = {name: manifest["files"][name] for name in map(shard_name, range(manifest["world_size"]))}
-    try:
-        plan = strict_json(text, where)
-        made = _allocate(plan, sum(each["size"] for each in files.values()), held)
-        missing = {name: each.whole.numel() for name, each in made.items()}
-        for rank, (file, each) in enumerate(files.items()):
-            found = [(name, at) for name, about in plan.items() for holder, at in about["parts"] if holder == rank]
-            expected = {chunk_name(name, at): (name, at) for name, at in found}
-            for chunk, part in iterate_safetensors(directory / file, each):
-                if chunk in expected:
-                    name, at = expected.pop(chunk)
-                    made[name].fill(part, at)
-                    missing[name] -= part.numel()
-            if expected or len({chunk_name(*each) for each in found}) < len(found):
-                raise ValueError(f"the parts in {file} are others")
-        if lacking := [name for name, count in missing.items() if count]:
-            raise ValueError(f"the parts of {lacking[0]!r:.80} are not all of it")
-    # Hostile text may have any type anywhere.
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointDamaged(f"{where}: does not describe the shards ({str(error)[:160]!r}). {CURE}") from error
-    model = {name.removeprefix(OF_MODEL): each.tensor() for name, each in made.items() if name.startswith(OF_MODEL)}
-    rest = {name.removeprefix(OF_STATE): each.tensor() for name, each in made.items() if name.startswith(OF_STATE)}
-    return model, rest
-
-
-def _allocate(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _Target]:
-    """Return what is to be filled with what the shards hold, which cannot be more bytes than their files have."""
-    kinds = {name: (tuple(each["shape"]), DTYPES[each["dtype"]]) for name, each in plan.items()}
-    if any(type(size) is not int or size < 0 for shape, _ in kinds.values() for size in shape):
-        raise ValueError("a shape is not a list of sizes")
-    if sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds.values()) > limit:
-        raise ValueError("it claims more than the files hold")
-    found = {}
-    for name, (shape, dtype) in kinds.items():
-        reference = held.get(name, held.get(name.rpartition(".")[0] + "."))
-        fits = reference is not None and is_sharded(reference) and reference.shape == shape
-        found[name] = _Target(torch.empty(shape, dtype=dtype, device="meta"), reference if fits else None)
-    return found
-
-
-class _Target:
-    """A tensor that is read: whole, or the part of it that this rank has of a tensor in the same layout."""
-
-    def __init__(self, whole: Tensor, reference: Any) -> None:
-        self.whole, self._reference, self._first = whole, reference, (0,) * whole.dim()
-        shape = whole.shape
-        chunks = [] if reference is None else reference.__create_chunk_list__()
-        if len(chunks) == 1:
-            self._first, shape = tuple(chunks[0].offsets), chunks[0].sizes
-        else:
-            self._reference = None
-        self._held = torch.zeros(shape, dtype=whole.dtype, device="cpu")
-
-    def fill(self, part: Tensor, offsets: Sequence[int]) -> None:
-        """Copy what overlaps with a part that was read."""
-        whole, ends = self.whole, [first + size for first, size in zip(offsets, part.shape, strict=True)]
-        if part.dtype != whole.dtype or len(ends) != whole.dim() or any(first < 0 for first in offsets):
-            raise ValueError(f"a part of {part.dtype} at {list(offsets)} does not fit {whole.dtype}")
-        if any(end > size for end, size in zip(ends, whole.shape)):
-            raise ValueError(f"a part ends at {ends}, in a tensor of {list(whole.shape)}")
-        own = list(zip(self._first, [first + size for first, size in zip(self._first, self._held.shape)]))
-        both = [(max(first, at), min(last, end)) for (first, last), at, end in zip(own, offsets, ends)]
-        if all(first < last for first, last in both):
-            target = tuple(slice(first - at, last - at) for (first, last), at in zip(both, self._first))
-            source = tuple(slice(first - at, last - at) for (first, last), at in zip(both, offsets))
-            self._held[target] = part[source]
-
-    def tensor(self) -> Tensor:
-        """Return it, in the layout of the reference if there is one."""
-        like = self._reference
-        if like is None:
-            return self._held
-        from torch.distributed.tensor import DTensor
-
-        layout = {"shape": like.shape, "stride": self.whole.stride(), "run_check": False}
-        return DTensor.from_local(self._held.to(like.device), like.device_mesh, like.placements, **layout)
-
-
 # ------------------------------------------------------------------------------------------------------------ reading
 
 _log = logging.getLogger("zae")
 _Content = TypeVar("_Content")
-Weights: TypeAlias = "str | Path | Mapping[str, Tensor]"
 
 
 def load_checkpoint(
@@ -491,7 +332,7 @@ def load_checkpoint(
 ) -> tuple[Manifest, dict[str, Tensor], dict[Any, Any]]:
     """Read each byte of a checkpoint once, and return its content if every file has the hash in the manifest.
 
-    Of one in shards, ``held`` names tensors of which this rank keeps its part (`zae.checkpoint.folder.read_parts`).
+    Of one in shards, ``held`` names tensors of which this rank keeps its part (`read_parts`).
     """
     if unknown := sorted(set(allow_partial) - (KNOWN - {MANIFEST})):
         raise ConfigError(f"allow_partial names {unknown}; write names of {sorted(KNOWN - {MANIFEST})}")
@@ -596,53 +437,3 @@ def put_back(parent: str | os.PathLike[str]) -> None:
         if place != path and not is_whole(place) and is_whole(path):
             with contextlib.suppress(OSError):  # It stands in until it can be renamed.
                 install(path, place)
-
-
-# ------------------------------------------------------------------------------------------------ weights in one file
-
-
-def read_weights(weights: Weights) -> Mapping[str, Tensor]:
-    """Return weights that are given as a file, or as they are."""
-    if not isinstance(weights, (str, os.PathLike, Mapping)):
-        raise ConfigError(
-            f"weights is a {type(weights).__name__}; give the path of a file, or a state dict: model.state_dict()"
-        )
-    return weights if isinstance(weights, Mapping) else load_weights(weights)
-
-
-def load_weights(path: str | os.PathLike[str], *, trust_pickle: bool = False) -> dict[str, Tensor]:
-    """Read the state of a model from one file, or from a checkpoint."""
-    if isinstance(path, str) and "://" in path:
-        return _download_weights(path, trust_pickle)
-    path = Path(path).expanduser()
-    if path.is_dir():
-        if not holds_checkpoint(path) and (saved := list_checkpoints(path)):
-            raise CheckpointNotFound(
-                f"{path} is a folder of checkpoints; give one of them, for instance the newest: {str(saved[0])!r}. "
-                f"start_from={str(path)!r} of StateManagerAddon takes the newest intact one"
-            )
-        manifest = read_manifest(path)
-        return {**read_model(path, manifest), **read_parts(path, manifest)[0]}
-    kind = format_of(path)
-    if not path.exists():
-        raise CheckpointNotFound(f"there is no file {path}; give one that save_model wrote, or a checkpoint")
-    path = path.resolve()  # A user's own link is followed: caches of downloads consist of them.
-    if trust_pickle and kind == "ckpt":
-        _log.warning("%s is read with trust_pickle=True: whatever code it contains is run", path)
-        return read_trusted(path)
-    return load_safetensors(path) if kind == "safetensors" else read_ckpt(read_whole(path), str(path))
-
-
-def _download_weights(url: str, trust_pickle: bool) -> dict[str, Tensor]:
-    """Read the state of a model from one file in a file system of fsspec."""
-    files, place = check_url("weights", url)
-    with tempfile.TemporaryDirectory() as folder:
-        local = Path(folder, place.rpartition("/")[2])
-        format_of(local)
-        try:
-            files.get_file(place, str(local))
-        except FileNotFoundError:
-            raise CheckpointNotFound(f"there is no file {url}; give one that save_weights_every has stored") from None
-        except Exception as error:  # The clients of object storage have their own errors.
-            raise CheckpointError(f"{url} was not loaded: {type(error).__name__}: {error}") from error
-        return load_weights(local, trust_pickle=trust_pickle)

@@ -28,7 +28,7 @@ from zae.checkpoint.filesystem import (
     read_whole,
     shard_name,
 )
-from zae.checkpoint.weights_file import SUFFIXES
+from zae.checkpoint.tensor_files import SUFFIXES
 from zae.errors import (
     CheckpointDamaged,
     CheckpointError,

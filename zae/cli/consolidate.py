@@ -22,8 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     """Verify the checkpoint, and write its weights."""
     # It imports torch, which takes seconds: not for --help.
-    from zae.checkpoint.folder import load_weights, newest_valid, save_weights
+    from zae.checkpoint.folder import newest_valid
     from zae.checkpoint.manifest import verify
+    from zae.checkpoint.weights import load_weights, save_weights
     from zae.doctor.checkpoints import folders_below
 
     path, out = Path(arguments.path).expanduser(), Path(arguments.out).expanduser()

@@ -13,7 +13,7 @@ from kit import faults
 from zae import Trainer
 from zae.addons import StateManagerAddon
 from zae.checkpoint.filesystem import MODEL_FILES
-from zae.checkpoint.folder import load_weights, save_weights
+from zae.checkpoint.weights import load_weights, save_weights
 
 
 class Task(Trainer):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from kit.limits import within
 from zae.checkpoint.filesystem import Input, open_input
 from zae.checkpoint.tensor_bytes import DTYPES
-from zae.checkpoint.weights_file import read_ckpt, read_safetensors, write_ckpt, write_safetensors
+from zae.checkpoint.tensor_files import read_ckpt, read_safetensors, write_ckpt, write_safetensors
 from zae.errors import CheckpointDamaged, CheckpointError
 
 

@@ -1,0 +1,156 @@
+"""Tensors of a checkpoint that lie in parts on several ranks: each writes its own, and any number of ranks reads them.
+
+shards.json says for each of them its shape, its dtype and its parts, by rank and offsets; the parts of a rank are in
+one safetensors file. torch.distributed.checkpoint plans which rank writes which part: a part that several ranks hold is
+written once. Its own files are not used, because their index is a pickle, and because they would have to be read again
+to be hashed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from zae.checkpoint.encoding import strict_json
+from zae.checkpoint.filesystem import CURE, SHARDS, read_whole, shard_name
+from zae.checkpoint.manifest import Manifest
+from zae.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES
+from zae.checkpoint.tensor_files import iterate_safetensors
+from zae.common.walk import is_sharded
+from zae.errors import CheckpointDamaged, CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import TensorWriteData
+
+    from zae.checkpoint.folder import Group
+
+__all__ = ["OF_MODEL", "OF_STATE", "chunk_name", "divide", "read_parts"]
+
+OF_MODEL, OF_STATE = "model/", "state/"
+"""What the names of divided tensors begin with in shards.json."""
+
+
+def chunk_name(name: str, offsets: Sequence[int]) -> str:
+    """Return the name of one part of a tensor in a shard."""
+    return f"{name}@{','.join(map(str, offsets))}"
+
+
+def divide(parts: dict[str, Tensor], group: Group, directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the parts of tensors that this rank writes, by name and offsets, and a description of all of them."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(cast("dict[str, Any]", parts), None, group.rank == 0)
+    # Every rank makes the same global plan.
+    plans, _ = planner.create_global_plan(group.together(planner.create_local_plan, directory))
+    chunks, described = dict[str, Tensor](), dict[str, Any]()
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            name, written = item.index.fqn, cast("TensorWriteData", item.tensor_data)
+            kind = {"shape": list(written.size), "dtype": DTYPE_NAMES[written.properties.dtype], "parts": []}
+            described.setdefault(name, kind)["parts"].append([rank, list(written.chunk.offsets)])
+            if rank == group.rank:
+                chunks[chunk_name(name, written.chunk.offsets)] = cast("Tensor", planner.resolve_data(item))
+    places = dict[int, str]()
+    for name, each in chunks.items():  # A file has one entry for tied tensors, and the plan has both.
+        if each.numel() and places.setdefault(each.data_ptr(), name) != name:
+            chunks[name] = each.clone()
+    return chunks, described
+
+
+def read_parts(
+    directory: Path, manifest: Manifest, held: Mapping[str, Tensor] = MappingProxyType({})
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Read and verify the shards of a checkpoint, and return the tensors of the model, and the others.
+
+    They are whole, or laid out as the DTensor that ``held`` has for the beginning of their name: "model/head.weight",
+    "state/optimizer.0.state.3.". Of these, this rank keeps its part alone, and one tensor of a file at a time.
+    """
+    if manifest["model_format"] != "sharded":
+        return {}, {}
+    entry, where = manifest["files"][SHARDS], str(directory / SHARDS)
+    text = read_whole(directory / SHARDS, size=entry["size"], sha256=entry["sha256"])
+    files = {name: manifest["files"][name] for name in map(shard_name, range(manifest["world_size"]))}
+    try:
+        plan = strict_json(text, where)
+        made = _allocate(plan, sum(each["size"] for each in files.values()), held)
+        missing = {name: each.whole.numel() for name, each in made.items()}
+        for rank, (file, each) in enumerate(files.items()):
+            found = [(name, at) for name, about in plan.items() for holder, at in about["parts"] if holder == rank]
+            expected = {chunk_name(name, at): (name, at) for name, at in found}
+            for chunk, part in iterate_safetensors(directory / file, each):
+                if chunk in expected:
+                    name, at = expected.pop(chunk)
+                    made[name].fill(part, at)
+                    missing[name] -= part.numel()
+            if expected or len({chunk_name(*each) for each in found}) < len(found):
+                raise ValueError(f"the parts in {file} are others")
+        if lacking := [name for name, count in missing.items() if count]:
+            raise ValueError(f"the parts of {lacking[0]!r:.80} are not all of it")
+    # Hostile text may have any type anywhere.
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointDamaged(f"{where}: does not describe the shards ({str(error)[:160]!r}). {CURE}") from error
+    model = {name.removeprefix(OF_MODEL): each.tensor() for name, each in made.items() if name.startswith(OF_MODEL)}
+    rest = {name.removeprefix(OF_STATE): each.tensor() for name, each in made.items() if name.startswith(OF_STATE)}
+    return model, rest
+
+
+def _allocate(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _Target]:
+    """Return what is to be filled with what the shards hold, which cannot be more bytes than their files have."""
+    kinds = {name: (tuple(each["shape"]), DTYPES[each["dtype"]]) for name, each in plan.items()}
+    if any(type(size) is not int or size < 0 for shape, _ in kinds.values() for size in shape):
+        raise ValueError("a shape is not a list of sizes")
+    if sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds.values()) > limit:
+        raise ValueError("it claims more than the files hold")
+    found = {}
+    for name, (shape, dtype) in kinds.items():
+        reference = held.get(name, held.get(name.rpartition(".")[0] + "."))
+        fits = reference is not None and is_sharded(reference) and reference.shape == shape
+        found[name] = _Target(torch.empty(shape, dtype=dtype, device="meta"), reference if fits else None)
+    return found
+
+
+class _Target:
+    """A tensor that is read: whole, or the part of it that this rank has of a tensor in the same layout."""
+
+    def __init__(self, whole: Tensor, reference: Any) -> None:
+        self.whole, self._reference, self._first = whole, reference, (0,) * whole.dim()
+        shape = whole.shape
+        chunks = [] if reference is None else reference.__create_chunk_list__()
+        if len(chunks) == 1:
+            self._first, shape = tuple(chunks[0].offsets), chunks[0].sizes
+        else:
+            self._reference = None
+        self._held = torch.zeros(shape, dtype=whole.dtype, device="cpu")
+
+    def fill(self, part: Tensor, offsets: Sequence[int]) -> None:
+        """Copy what overlaps with a part that was read."""
+        whole, ends = self.whole, [first + size for first, size in zip(offsets, part.shape, strict=True)]
+        if part.dtype != whole.dtype or len(ends) != whole.dim() or any(first < 0 for first in offsets):
+            raise ValueError(f"a part of {part.dtype} at {list(offsets)} does not fit {whole.dtype}")
+        if any(end > size for end, size in zip(ends, whole.shape)):
+            raise ValueError(f"a part ends at {ends}, in a tensor of {list(whole.shape)}")
+        own = list(zip(self._first, [first + size for first, size in zip(self._first, self._held.shape)]))
+        both = [(max(first, at), min(last, end)) for (first, last), at, end in zip(own, offsets, ends)]
+        if all(first < last for first, last in both):
+            target = tuple(slice(first - at, last - at) for (first, last), at in zip(both, self._first))
+            source = tuple(slice(first - at, last - at) for (first, last), at in zip(both, offsets))
+            self._held[target] = part[source]
+
+    def tensor(self) -> Tensor:
+        """Return it, in the layout of the reference if there is one."""
+        like = self._reference
+        if like is None:
+            return self._held
+        from torch.distributed.tensor import DTensor
+
+        layout = {"shape": like.shape, "stride": self.whole.stride(), "run_check": False}
+        return DTensor.from_local(self._held.to(like.device), like.device_mesh, like.placements, **layout)
