@@ -207,11 +207,6 @@ class GradientAccumulationAddon(AddOnBase):
         length = super().steps_per_epoch(loader)
         return None if length is None else -(-length // self._batches_per_step(loader))
 
-    def plan_ranks(self, plan: Any) -> None:
-        """Note how many batches make a step."""
-        super().plan_ranks(plan)
-        plan.batches_per_step = self.step_window.batches_of(plan.batch_size, plan.dp_world_size) or 1
-
 
 def _quotient(together: int, batch_size: int, ranks: int) -> int:
     """Return how many batches of each rank make a step of so many samples; refuse a fraction."""

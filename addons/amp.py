@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae import optim
-from zae.addon import AddOnBase, replaces
+from zae.addon import AddOnBase, Fact, replaces
 from zae.common.argument_checks import check_flags
 from zae.common.device import cpu_computes_in_bf16
 from zae.common.null_context import NULL_CONTEXT
@@ -361,12 +361,13 @@ class AMPAddon(AddOnBase):
         if self.precision_part.is_unscaled:
             self.precision_part.update()
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Say which weights the optimizers step."""
-        notes = super().plan_lines(plan)
+    def describe(self) -> list[Fact]:
+        """Tell which weights the optimizers step."""
+        facts = super().describe()
         if self.dtype is None:
-            return notes
-        return [*notes, low_precision.describe(optim.as_dict(self.optimizer).values(), self.master_weights)]
+            return facts
+        weights = low_precision.describe(optim.as_dict(self.optimizer).values(), self.master_weights)
+        return [*facts, Fact(weights, where="optimizer_step")]
 
     @property
     def _scaler(self) -> dict[str, Any]:

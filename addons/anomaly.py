@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, Fact
 from zae.common.argument_checks import check_count
 from zae.common.null_context import NULL_CONTEXT
 from zae.common.torch_private import is_compiled_by_hand
@@ -131,11 +131,12 @@ class AnomalyAddon(AddOnBase):
             _log.warning("step %d: %s", self.progress_checker.step + 1, found)
         return may
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Note which steps are watched."""
+    def describe(self) -> list[Fact]:
+        """Tell which steps are watched."""
         first, last = self.anomaly_steps
         steps = "every step" if (first, last) == (1, math.inf) else f"steps {first} to {last}"
-        return [*super().plan_lines(plan), f"AnomalyAddon watches {steps}, which makes them slower"]
+        watched = f"{steps}, which makes them slower"
+        return [*super().describe(), Fact("AnomalyAddon watches", watched, where="gradients")]
 
     @property
     def _ends_run(self) -> bool:

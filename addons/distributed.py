@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zae.addon import AddOnBase, replaces
+from zae.addon import AddOnBase, Fact, replaces
 from zae.addons.sharded import ShardingAddon
 from zae.checkpoint.folder import Group
 from zae.common import random_state
@@ -224,13 +224,21 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         """Return the arrangement of the ranks that there are, or will be."""
         return Mesh(self.mesh, self._dimensions(), self._planned_world())
 
-    def plan_ranks(self, plan: Any) -> None:
-        """Set the ranks that there are, or will be, and how they divide the work."""
-        mesh = self._mesh()
-        plan.world_size, plan.dp_world_size, plan.mesh = mesh.world, mesh.dp_world_size, mesh.sizes
-        super().plan_ranks(plan)
-        if mesh.world > 1:
+    def describe(self) -> list[Fact]:
+        """Tell which ranks there are, or will be, and how they divide the work."""
+        return [
+            *super().describe(),
+            Fact("world_size", self._planned_size, where="ranks"),
+            Fact("dp_world_size", lambda plan: self._mesh().dp_world_size, where="ranks"),
+            Fact("mesh", lambda plan: self._mesh().sizes, where="ranks"),
+        ]
+
+    def _planned_size(self, plan: Any) -> int:
+        """Return how many processes a planned run has, and refuse a model that they cannot train."""
+        size = self._mesh().world
+        if size > 1:
             self._check_model(self.model)
+        return size
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that the ranks cannot train: before they begin, and where one wraps it."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, Fact
 from zae.common.argument_checks import check_count, check_number
 from zae.errors import ConfigError, MonitorError
 
@@ -126,11 +126,11 @@ class EarlyStoppingAddon(AddOnBase):
         gain = self._best - score if self.history.direction == "min" else score - self._best
         return gain > self.delta
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Note that the run may end earlier."""
-        note = f"may end earlier: after {self.patience} consecutive validations without a better {self.monitor}"
-        note += f", not before {self.min_epochs} epochs" if self.min_epochs else ""
-        return [*super().plan_lines(plan), note]
+    def describe(self) -> list[Fact]:
+        """Tell when the run may end earlier."""
+        when = f"after {self.patience} consecutive validations without a better {self.monitor}"
+        when += f", not before {self.min_epochs} epochs" if self.min_epochs else ""
+        return [*super().describe(), Fact("may end earlier", when, where="on_validation_end")]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Reset the count where another metric is monitored than in the saved run."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, Fact
 from zae.checkpoint.encoding import name_of_key
 from zae.checkpoint.folder import Group
 from zae.checkpoint.weights import save_weights
@@ -290,21 +290,23 @@ class EMAAddon(AddOnBase):
             else Group(self.rank, self.gather).together(save, Path(path))[self.rank]
         )
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Add the average to the size of a checkpoint."""
-        if plan.bytes_per_checkpoint and not self.average:  # Else unknown, or counted already.
-            state = plain_state(self.unwrap(), keep_vars=True)
-            held = shapes_of_average({key: state[key] for key in self._names_to_average(state)})
-            plan.bytes_per_checkpoint += sum(each.nbytes for each in held.values())
-        notes = super().plan_lines(plan)
+    def describe(self) -> list[Fact]:
+        """Tell what room the average takes in memory, where it lies as the weights do, and in a checkpoint."""
+        facts = super().describe()
+        facts.append(Fact("average", lambda plan: plan.memory.in_float32, "bytes", where="memory"))
+        facts.append(Fact("average", self._bytes_to_save, "bytes", where="checkpoint"))
         if self.averaging == "uniform" and any(isinstance(each, _NORMS) for each in self.unwrap().modules()):
-            notes.append("the uniform average needs BatchNorm statistics: trainer.update_batch_norm(loader) afterwards")
-        return notes
+            later = "trainer.update_batch_norm(loader) afterwards"
+            facts.append(Fact("the uniform average needs BatchNorm statistics", later, where="on_run_end"))
+        return facts
 
-    def plan_memory(self, plan: Any) -> None:
-        """Add the average, which lies on the ranks as the weights do."""
-        super().plan_memory(plan)
-        plan.memory.held["average"] = plan.memory.in_float32
+    def _bytes_to_save(self, plan: Any) -> int:
+        """Return by how many bytes a checkpoint of a plan is larger, where the average is not there yet."""
+        if self.average:
+            return 0
+        state = plain_state(self.unwrap(), keep_vars=True)
+        held = shapes_of_average({key: state[key] for key in self._names_to_average(state)})
+        return sum(each.nbytes for each in held.values())
 
     def adapt_state(self, entry: Any) -> Any:
         """Refuse an average of another model; replace names of wrappers, which older versions saved."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, Fact
 from zae.common.device import can_copy_async, plain_tensors
 from zae.data.loaders import describe, has_pinned_batches
 from zae.trainer import Trainer
@@ -91,10 +91,13 @@ class PrefetchAddon(AddOnBase):
             tensor.record_stream(computing)
         return moved
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Add the reason, where it does nothing."""
-        lines, reason = super().plan_lines(plan), self._stands_aside() or self._why_not
-        return [*lines, f"PrefetchAddon does nothing: {reason}"] if reason else lines
+    def describe(self) -> list[Fact]:
+        """Tell the reason, where it does nothing."""
+        return [*super().describe(), Fact("PrefetchAddon does nothing", self._why_no_prefetch, where="batches")]
+
+    def _why_no_prefetch(self, plan: Any) -> str | None:
+        """Return the reason, which may be known only when the loader of a plan was looked at."""
+        return self._stands_aside() or self._why_not or None
 
     def _stands_aside(self) -> str:
         """Return why no batch can be copied on a second stream; empty if they can."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, Fact
 from zae.checkpoint.filesystem import reason
 from zae.common.argument_checks import check_count, check_flags, check_folder
 from zae.common.torch_private import is_profiling
@@ -156,19 +156,19 @@ class ProfilerAddon(AddOnBase):
         finally:
             super().teardown()
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Note which steps are profiled."""
+    def describe(self) -> list[Fact]:
+        """Tell which steps are profiled."""
+        return [*super().describe(), Fact("the profiler records", self._profiled_steps, where="on_step_end")]
+
+    def _profiled_steps(self, plan: Any) -> str:
+        """Return which steps of a planned run are recorded."""
         wait, warmup, active, repeat = self.profile_schedule
         ends = [plan.first_step - 1 + (wait + warmup + active) * (index + 1) for index in range(repeat)]
         last = max(ends) if plan.last_step is None else plan.last_step  # It may be in a window.
         spans = [f"{end - active + 1} to {min(end, last)}" for end in ends if end - active < last]
-        note = f"the profiler records steps {', '.join(spans)}"
         if not spans:
-            needed = wait + warmup + 1
-            note = (
-                f"the profiler records nothing: profile_schedule={self.profile_schedule} needs {needed} steps or more"
-            )
-        return [*super().plan_lines(plan), note]
+            return f"nothing, as profile_schedule={self.profile_schedule} needs {wait + warmup + 1} steps or more"
+        return f"steps {', '.join(spans)}"
 
     def _stop_profiler(self) -> None:
         profiler, self._profiler = self._profiler, None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from zae.addon import Fact
 from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check_reducer
 from zae.distributed.blocks import check_tables
 from zae.distributed.collectives import average, broadcast
@@ -189,11 +190,12 @@ class ReplicatedAddon(AddOnPart):
             "find_unused_parameters": self.find_unused_parameters,
         }
 
-    def plan_memory(self, plan: Any) -> None:
-        """Add the buckets in which the wrapper averages gradients."""
-        super().plan_memory(plan)
-        if plan.world_size > 1:
-            plan.memory.held["buckets"] = plan.memory.gradients
+    def describe(self) -> list[Fact]:
+        """Tell of the buckets in which the wrapper averages gradients."""
+        return [*super().describe(), Fact("buckets", self._bytes_of_buckets, "bytes", where="memory")]
+
+    def _bytes_of_buckets(self, plan: Any) -> int | None:
+        return plan.memory.gradients if plan.world_size > 1 else None
 
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Accumulate gradients on this rank until the last micro-batch."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, Fact
 from zae.common.argument_checks import check_count, check_number
 from zae.errors import ConfigError, did_you_mean
 from zae.loop.step_output import StepOutput
@@ -169,10 +169,10 @@ class SpikeGuardAddon(AddOnBase):
         if count >= self.max_spikes:
             self.stop(f"{count} spikes one after the other (max_spikes={self.max_spikes})")
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Note what may be left out."""
+    def describe(self) -> list[Fact]:
+        """Tell which steps are left out."""
         limits = ", ".join(f"{name} {limit:g}" for name, limit in self.spike_threshold.items())
-        return [*super().plan_lines(plan), f"spikes (scores above {limits}) are skipped"]
+        return [*super().describe(), Fact("spikes are skipped", f"scores above {limits}", where="should_step")]
 
 
 def _check_thresholds(given: Any) -> dict[str, float]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae.addon import Fact
 from zae.addons.distributed import DistributedAddon
 from zae.common.fingerprint import fingerprint
 from zae.common.null_context import NULL_CONTEXT
@@ -227,17 +228,23 @@ class TensorParallelAddon(DistributedAddon):
             for group in mixed:
                 group["foreach"] = None
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Name the layers that are divided."""
+    def describe(self) -> list[Fact]:
+        """Name the layers that are divided, and divide their parameters."""
+        return [
+            *super().describe(),
+            Fact("parts of a rank", self._divide_layers_in_plan, where="memory"),
+            Fact("divided layers", self._describe_layers, where="wrap_model"),
+        ]
+
+    def _describe_layers(self, plan: Any) -> str:
+        """Name the layers that the options divide, by the way in which they are."""
         kinds: dict[str, list[str]] = {}
         for name, style in self.styles().items():
             kinds.setdefault(type(style).__name__, []).append(name)
-        each = [f"{kind} of {', '.join(names)}" for kind, names in kinds.items()]
-        return [*super().plan_lines(plan), f"divided layers: {'; '.join(each) or 'none'}"]
+        return "; ".join(f"{kind} of {', '.join(names)}" for kind, names in kinds.items()) or "none"
 
-    def plan_memory(self, plan: Any) -> None:
-        """Divide the parameters of the layers that the plan divides."""
-        super().plan_memory(plan)
+    def _divide_layers_in_plan(self, plan: Any) -> None:
+        """Divide the parameters of these layers in a plan."""
         if plan.world_size == 1:
             return
         ranks, modules = plan.mesh.get("tensor", 1), dict(self.unwrap().named_modules())

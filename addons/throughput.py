@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, Fact
 from zae.common.argument_checks import check_flags, check_number, describe_batch
 from zae.common.device import name_of_device
 from zae.common.walk import leading_dimension
@@ -252,12 +252,14 @@ class ThroughputAddon(AddOnBase):
         """Return the attributes of a copy, which measures for itself."""
         return {**super().__getstate__(), "_meter": _Meter()}
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Note what the share of the peak is of."""
+    def describe(self) -> list[Fact]:
+        """Tell what the share of the peak is of."""
+        why_not = self._why_not_counted()
+        if self.count_flops and why_not:
+            return [*super().describe(), Fact("operations are not counted", why_not, where="on_step_end")]
         peak = self.peak_flops or peak_flops_of(name_of_device(self.device))
-        note, why_not = f"throughput/mfu is the share of {peak:.4g} FLOP/s" if peak else "", self._why_not_counted()
-        note = f"operations are not counted: {why_not}" if self.count_flops and why_not else note
-        return [*super().plan_lines(plan), *([note] if note else [])]
+        share = f"the share of {peak:.4g} FLOP/s" if peak else None
+        return [*super().describe(), Fact("throughput/mfu", share, where="on_step_end")]
 
     def _why_not_counted(self) -> str:
         """Return why the operations of a step are not counted; empty where they are."""

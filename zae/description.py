@@ -16,16 +16,34 @@ from zae.common.device import name_of_device
 from zae.common.walk import flatten
 from zae.compose.introspect import add_ons_of
 from zae.compose.options import option_values, options_of
+from zae.fact import Fact
 from zae.loop.progress import Every
 from zae.optim import has_lazy
 
-__all__ = ["describe", "describe_options", "trainer_text"]
+__all__ = ["describe", "describe_options", "facts_of", "trainer_text"]
 
 _OBJECTS = ("model", "optimizer", "scheduler", "web_logger")  # Options that the config describes in another form.
 _INFERRED = ("device", "mode", "monitor_mode")  # Options that are shown elsewhere, or follow from others.
 _ASIDE = ("allow_partial", "checkpointer", "log_bar", "overwrite", "resume")  # Of no effect on what is computed.
+_IN_MANIFEST = ("composition", "parameters", "world_size")  # A manifest has them, or the shapes, in any case.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LONG, _MOST = 200, 200  # Characters of an option, and options, that are recorded as they are.
+
+
+def facts_of(instance: Any) -> list[Fact]:
+    """Return how a trainer was made: its options, its model, its optimizers and its add-ons."""
+    facts = [Fact(name, value, where="option") for name, value in option_values(instance).items()]
+    module = instance.unwrap()
+    facts.append(Fact("model", type(module).__name__, where="trainer"))
+    if not has_lazy(module.parameters()):  # Else the first batch creates them.
+        facts.append(Fact("parameters", sum(each.numel() for each in module.parameters()), where="trainer"))
+    for name, optimizer in instance.optimizers.items():
+        rates = {key: value for key, value in optimizer.defaults.items() if isinstance(value, (int, float))}
+        key = "optimizer" if name == "0" else f"optimizer_{name}"
+        facts.append(Fact(key, {"name": type(optimizer).__name__, **rates}, where="optimizer"))
+    composition = [add_on.__name__ for add_on in add_ons_of(type(instance))]
+    facts.append(Fact("composition", composition, where="trainer"))
+    return [*facts, Fact("world_size", instance.world_size, where="trainer")]
 
 
 def describe(instance: Any) -> dict[str, Any]:
@@ -33,14 +51,9 @@ def describe(instance: Any) -> dict[str, Any]:
 
     Secrets are in it where options hold them.
     """
-    config = {name: _plain(value) for name, value in option_values(instance).items() if name not in _OBJECTS}
-    module = instance.unwrap()
-    config["model"] = type(module).__name__
-    if not has_lazy(module.parameters()):  # Else the first batch creates them.
-        config["parameters"] = sum(parameter.numel() for parameter in module.parameters())
-    config |= _optimizers(instance)
-    config["composition"] = [add_on.__name__ for add_on in add_ons_of(type(instance))]
-    config["world_size"] = instance.world_size
+    told = {fact.name: fact for fact in instance.describe() if fact.where in ("option", "optimizer", "trainer")}
+    shown = [fact for fact in told.values() if fact.where != "option" or fact.name not in _OBJECTS]
+    config = {fact.name: _plain(fact.value) for fact in shown}
     return {"config": config, "explain": str(instance.explain()), "environment": _environment(instance.device)}
 
 
@@ -49,31 +62,26 @@ def describe_options(instance: Any, hide: Callable[[Any], Any]) -> dict[str, Any
 
     Left out is where and how a run is saved, resumed and shown. ``hide`` removes secrets.
     """
-    cls, values = type(instance), option_values(instance)
+    cls, facts = type(instance), instance.describe()
+    options = {fact.name: fact.value for fact in facts if fact.where == "option"}
     found = {
         name: _plain(value)
-        for name, value in values.items()
+        for name, value in options.items()
         if name not in (*_OBJECTS, *_ASIDE) and not isinstance(value, os.PathLike) and _differs(cls, name, value)
     }
-    found |= {"monitor_mode": values["monitor_mode"], "model": type(instance.unwrap()).__name__}
+    found["monitor_mode"] = options["monitor_mode"]
+    made = {fact.name: _plain(fact.value) for fact in facts if fact.where == "trainer"}
+    found |= {name: value for name, value in made.items() if name not in _IN_MANIFEST}
     optimizers = {
-        name: {key: value for key, value in entries.items() if value is not False}
-        for name, entries in _optimizers(instance).items()
+        fact.name: {key: value for key, value in fact.value.items() if value is not False}
+        for fact in facts
+        if fact.where == "optimizer"
     }
     # Those with many entries, as hyperparameters may have, come last: a manifest does not take any number of them.
     found = dict(sorted(found.items(), key=lambda item: isinstance(item[1], dict)))
     flat = flatten(hide(optimizers | found), ".")
     rest = {name: flat.pop(name) for name in list(flat)[_MOST:]}
     return {name: _shortened(value) for name, value in (flat | ({"...": rest} if rest else {})).items()}
-
-
-def _optimizers(instance: Any) -> dict[str, dict[str, Any]]:
-    """Return the class of each optimizer, and its numbers."""
-    found = {}
-    for name, optimizer in instance.optimizers.items():
-        rates = {key: value for key, value in optimizer.defaults.items() if isinstance(value, (int, float))}
-        found["optimizer" if name == "0" else f"optimizer_{name}"] = {"name": type(optimizer).__name__, **rates}
-    return found
 
 
 def _shortened(value: Any) -> Any:

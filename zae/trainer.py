@@ -55,6 +55,7 @@ from zae.parts import Engine, Precision, SingleProcess, StepWindow
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed
     from zae.explain import Text
+    from zae.fact import Fact
     from zae.plan.page import RunPreview
 
 __all__ = ["Trainer"]
@@ -1383,17 +1384,19 @@ class Trainer(Processes, metaclass=TrainerMeta):
         return plan(self, loader, valid_loader, limits)
 
     @hook
-    def plan_lines(self, plan: RunPreview) -> list[str]:
-        """Add to the preview of a run, and return notes to show below it; called by ``plan``."""
-        return []
+    def describe(self) -> list[Fact]:
+        """Return what is to be known of the trainer: an add-on adds its facts to those of ``super()``.
 
-    @hook
-    def plan_ranks(self, plan: RunPreview) -> None:
-        """Set how many processes the run will have, and how they divide the work; called by ``plan`` first."""
+        It is called by ``plan``, by loggers, and for reports and checkpoints; before a run as well as in one.
 
-    @hook
-    def plan_memory(self, plan: RunPreview) -> None:
-        """Change ``plan.memory``, the bytes of one process, to those of a rank; called by ``plan``."""
+        Returns
+        -------
+        list of Fact
+            The options, the model and the optimizers, and what add-ons tell.
+        """
+        from zae.description import facts_of
+
+        return facts_of(self)
 
     def __repr__(self) -> str:
         from zae.description import trainer_text

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, Fact
 from zae.addons.activation_offload.offload import HostStorage, offload
 from zae.addons.gradient_checkpointing.recompute import find_own_checkpointing
 from zae.common.argument_checks import check_count, check_flags
@@ -135,10 +135,16 @@ class ActivationOffloadAddon(AddOnBase):
         self._restore_saving()
         super().teardown()
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Name the modules, and why nothing is offloaded."""
-        notes, reason = [f"kept on the host until the backward: {describe_blocks(self.offloaded())}"], self._why_idle()
-        return [*super().plan_lines(plan), *notes, *([f"ActivationOffloadAddon does nothing: {reason}"] * bool(reason))]
+    def describe(self) -> list[Fact]:
+        """Name the modules, and tell why nothing is offloaded."""
+        return [
+            *super().describe(),
+            Fact("kept on the host until the backward", self._describe_offloaded, where="backward"),
+            Fact("ActivationOffloadAddon does nothing", lambda plan: self._why_idle() or None, where="backward"),
+        ]
+
+    def _describe_offloaded(self, plan: Any) -> str:
+        return describe_blocks(self.offloaded())
 
     def _why_idle(self) -> str:
         """Return why nothing is offloaded; empty on a device with a memory of its own."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zae.addon import AddOnBase, repeats
+from zae.addon import AddOnBase, Fact, repeats
 from zae.addons.auto_batch.parts import StepStart, check_layers, check_mean, largest_part
 from zae.common.argument_checks import check_count
 from zae.common.device import is_out_of_memory, release_memory
@@ -284,12 +284,15 @@ class AutoBatchAddon(AddOnBase):
         if self.memory_errors and self.memory_errors[-1]["step"] == self.progress_checker.step:
             self.log({"auto_batch/fitting_size": float(self.fitting_size or 0)}, self.progress_checker.step)
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Note that batches may be divided, and refuse layers that forbid it."""
+    def describe(self) -> list[Fact]:
+        """Tell which batches may be divided."""
+        return [*super().describe(), Fact("computed in parts", self._describe_parts, where="micro_step")]
+
+    def _describe_parts(self, plan: Any) -> str:
+        """Return which batches are divided, and refuse layers that forbid it."""
         check_layers(self.unwrap())
         size = self.fitting_size if self.micro_batch_size is None else self.micro_batch_size
-        how = "a batch that does not fit in memory is" if size is None else f"batches of more than {size} samples are"
-        return [*super().plan_lines(plan), f"{how} computed in parts"]
+        return "a batch that does not fit in memory" if size is None else f"batches of more than {size} samples"
 
 
 class _OtherRankError(Exception):

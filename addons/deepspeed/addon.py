@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae.addon import Fact
 from zae.addons.deepspeed import config as settings
 from zae.addons.deepspeed.zero import Zero, load_library
 from zae.addons.distributed import DistributedAddon
@@ -171,24 +172,32 @@ class DeepSpeedAddon(DistributedAddon):
         if self._zero is not None:
             self.model = self.current_run.wrapped_model = self._zero.engine
 
-    def plan_ranks(self, plan: Any) -> None:
+    def describe(self) -> list[Fact]:
+        """Tell the stage, and what it divides."""
+        return [
+            *super().describe(),
+            Fact("DeepSpeed, ZeRO stage", self._planned_stage, where="optimizer_step"),
+            Fact("parts of a rank", self._divide_by_stage, where="memory"),
+        ]
+
+    def _planned_size(self, plan: Any) -> int:
         """Check the configuration before the ranks begin; a model in parts has no sizes to plan with."""
         if self._zero is not None:
             raise ConfigError("plan() looks at the plain model, which DeepSpeed has divided; call it before run()")
-        super().plan_ranks(plan)
-        if plan.world_size > 1:
-            self._fill(plan.world_size)
+        size = super()._planned_size(plan)
+        if size > 1:
+            self._fill(size)
+        return size
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Tell the stage."""
-        lines = super().plan_lines(plan)
-        if plan.world_size > 1:
-            self._fill(plan.world_size, plan.batch_size)
-        return lines if plan.world_size == 1 else [*lines, f"DeepSpeed, ZeRO stage {self.zero_stage}"]
+    def _planned_stage(self, plan: Any) -> int | None:
+        """Return the stage in a plan with several ranks, for which the configuration is checked."""
+        if plan.world_size == 1:
+            return None
+        self._fill(plan.world_size, plan.batch_size)
+        return self.zero_stage
 
-    def plan_memory(self, plan: Any) -> None:
+    def _divide_by_stage(self, plan: Any) -> None:
         """Divide what the stage divides; the buckets of DeepSpeed are not counted."""
-        super().plan_memory(plan)
         memory, ranks = plan.memory, plan.world_size
         if ranks == 1 or self.zero_stage == 0:
             return

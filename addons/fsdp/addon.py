@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zae.addon import Fact
 from zae.addons.distributed import DistributedAddon
 from zae.addons.fsdp.meta_init import MetaInit, is_meta
 from zae.common.argument_checks import check_flags
@@ -253,19 +254,24 @@ class FSDPAddon(DistributedAddon):
         """
         return choose_blocks(self.unwrap(), self.fsdp_blocks)
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Name the blocks."""
-        lines = super().plan_lines(plan)
+    def describe(self) -> list[Fact]:
+        """Name the blocks, and divide all that belongs to the model."""
+        return [
+            *super().describe(),
+            Fact("parts of a rank", self._shard_in_plan, where="memory"),
+            Fact("sharded in blocks", self._describe_sharded, where="wrap_model"),
+        ]
+
+    def _describe_sharded(self, plan: Any) -> str | None:
+        """Name the blocks that several ranks shard."""
         if plan.world_size == 1:
-            return lines
+            return None
         if plan.leaves_out:
             self._check_padding()
-        found = describe_blocks(self.blocks()) or "none"
-        return [*lines, f"sharded in blocks: {found}; the rest of the model is one more"]
+        return f"{describe_blocks(self.blocks()) or 'none'}; the rest of the model is one more"
 
-    def plan_memory(self, plan: Any) -> None:
-        """Divide all that belongs to the model."""
-        super().plan_memory(plan)
+    def _shard_in_plan(self, plan: Any) -> None:
+        """Divide each parameter of a plan among the ranks of a replica."""
         if plan.world_size > 1:
             for name, _ in self.unwrap().named_parameters():
                 plan.memory.parts[name].divide(0, plan.mesh.get("shard", 1))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, Fact
 from zae.addons.gradient_checkpointing.recompute import MATMULS, find_own_checkpointing, operation_of, recompute
 from zae.distributed.blocks import choose_outermost, describe_blocks, parse_blocks
 from zae.errors import ConfigError
@@ -106,13 +106,15 @@ class GradientCheckpointingAddon(AddOnBase):
         finally:
             self._restore_forwards()
 
-    def plan_lines(self, plan: Any) -> list[str]:
+    def describe(self) -> list[Fact]:
         """Name the modules that are computed again."""
-        kept = self.checkpoint_keep
-        what = "what a policy keeps" if callable(kept) else f"{len(kept)} operations"
-        but = f", but for {what}" if kept else ""
-        note = f"computed again in the backward: {describe_blocks(self.checkpointed())}{but}"
-        return [*super().plan_lines(plan), note]
+
+        def blocks(plan: Any) -> str:
+            kept = self.checkpoint_keep
+            what = "what a policy keeps" if callable(kept) else f"{len(kept)} operations"
+            return describe_blocks(self.checkpointed()) + (f", but for {what}" if kept else "")
+
+        return [*super().describe(), Fact("computed again in the backward", blocks, where="backward")]
 
     def _restore_forwards(self) -> None:
         undo, self._undo_checkpointing = self._undo_checkpointing, None

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae.addon import Fact
 from zae.addons.distributed import DistributedAddon
 from zae.addons.pipeline import parts
 from zae.addons.pipeline.arrangement import Arrangement, check_split
@@ -372,17 +373,22 @@ class PipelineAddon(DistributedAddon):
 
     # ---------------------------------------------------------------------------------------------------- the plan
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Name the stages, and how long the ranks wait for each other."""
-        lines = super().plan_lines(plan)
-        if plan.world_size == 1 or self._chain is not None:
-            return lines
-        return [*lines, *self._arrangement().describe(self._divide(self.unwrap()), format_size)]
+    def describe(self) -> list[Fact]:
+        """Name the stages, how long the ranks wait for each other, and which parameters a rank has."""
+        return [
+            *super().describe(),
+            Fact("parameters of a rank", self._keep_heaviest, where="memory"),
+            Fact("stages", self._describe_stages, where="gradients"),
+        ]
 
-    def plan_memory(self, plan: Any) -> None:
-        """Keep the parameters of the rank that has most."""
-        super().plan_memory(plan)
+    def _keep_heaviest(self, plan: Any) -> None:
+        """Keep the parameters of the rank that has most in a plan."""
+        if plan.world_size > 1 and self._chain is None:
+            memory, chain = plan.memory, self._divide(self.unwrap())
+            memory.parts = self._arrangement().heaviest(chain, memory.parts, lambda part: part.bytes)
+
+    def _describe_stages(self, plan: Any) -> list[str] | None:
+        """Return a line for the schedule, and one for each stage."""
         if plan.world_size == 1 or self._chain is not None:
-            return
-        memory, chain = plan.memory, self._divide(self.unwrap())
-        memory.parts = self._arrangement().heaviest(chain, memory.parts, lambda part: part.bytes)
+            return None
+        return self._arrangement().describe(self._divide(self.unwrap()), format_size)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from zae import optim
-from zae.addon import AddOnBase, repeats
+from zae.addon import AddOnBase, Fact, repeats
 from zae.addons.silent_fault_guard.same_gradients import Computed, Start, compare
 from zae.errors import ConfigError, SilentFaultError
 from zae.loop.progress import Every
@@ -172,11 +172,11 @@ class SilentFaultGuardAddon(AddOnBase):
             "from a generator that is an attribute of the task"
         )
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Note which steps are computed twice."""
+    def describe(self) -> list[Fact]:
+        """Tell which steps are computed twice."""
         steps = self.fault_check_every.steps
-        which = "each step" if steps == 1 else f"every {steps} steps, of one"
-        return [*super().plan_lines(plan), f"the gradients of {which} are computed twice, and compared"]
+        which = "in each step" if steps == 1 else f"in one of {steps} steps"
+        return [*super().describe(), Fact("gradients are computed twice, and compared", which, where="gradients")]
 
 
 def _by_size(fault: Mapping[str, Any]) -> float:

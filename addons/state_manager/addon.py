@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, Fact
 from zae.addons.state_manager.checkpointer import Checkpointer, Content, FolderCheckpointer, make_checkpointer
 from zae.addons.state_manager.crash import EXACT, CrashSaver
 from zae.addons.state_manager.keep import Checkpoints, Retention, WeightFiles
@@ -517,9 +517,10 @@ class StateManagerAddon(AddOnBase):
 
     # ------------------------------------------------------------------------------------------- state and plan
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Describe when it saves, and what room that takes."""
-        return super().plan_lines(plan) + self.checkpoints.plan_lines(plan, self.save_every)
+    def describe(self) -> list[Fact]:
+        """Tell when it saves, and what room that takes."""
+        kept = partial(self.checkpoints.plan_lines, every=self.save_every)
+        return [*super().describe(), Fact("checkpoints", kept, where="checkpoint")]
 
     def state_dict(self) -> dict[str, Any]:
         """Add the name of the run, and the scores of the checkpoints that are kept."""

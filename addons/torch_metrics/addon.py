@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zae.addon import AddOnBase
+from zae.addon import AddOnBase, Fact
 from zae.addons.torch_metrics.torchmetrics import (
     combine_ranks,
     is_metric,
@@ -197,12 +197,12 @@ class TorchMetricsAddon(AddOnBase):
         self._reset(split)
         return found
 
-    def plan_lines(self, plan: Any) -> list[str]:
-        """Note which entries the steps have to return."""
+    def describe(self) -> list[Fact]:
+        """Tell which entries the steps have to return."""
         entries = dict.fromkeys(entry for each in self.torch_metrics_inputs.values() for entry in each)
         steps = " and ".join({"train": "train_step", "valid": "test_step"}[split] for split in self._torch_metrics)
-        note = f"{', '.join(self.torch_metrics_inputs)}: updated with {', '.join(map(repr, entries))} of {steps}"
-        return [*super().plan_lines(plan), note]
+        updated = f"updated with {', '.join(map(repr, entries))} of {steps}"
+        return [*super().describe(), Fact(", ".join(self.torch_metrics_inputs), updated, where="metric_on_epoch_end")]
 
     def _reset(self, split: str) -> None:
         for each in self._torch_metrics.get(split, {}).values():

@@ -173,7 +173,7 @@ def test_only_the_steps_that_are_named_are_watched() -> None:
     trainer.run(2, batches())
     assert seen == [3, 4]
     assert (
-        "AnomalyAddon watches steps 3 to 4, which makes them slower"
+        "AnomalyAddon watches: steps 3 to 4, which makes them slower"
         in build(model, anomaly_steps=(3, 4)).plan(1, batches()).notes
     )
 

@@ -183,7 +183,7 @@ def test_a_trace_and_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     """Of the two steps that the schedule records; neutral; no profiler is left."""
     caplog.set_level(logging.INFO, "zae")
     trainer = profiled(tmp_path)
-    assert "the profiler records steps 3 to 4" in trainer.plan(2, hand.loader()).notes
+    assert "the profiler records: steps 3 to 4" in trainer.plan(2, hand.loader()).notes
     trainer.run(2, hand.loader(), hand.loader(8))
     trace, table = sorted((tmp_path / "profile").iterdir())
     assert (trace.name, table.name) == ("rank0-step00000004.pt.trace.json", "rank0-step00000004.txt")
@@ -267,8 +267,8 @@ def test_the_plan_says_what_a_run_of_six_steps_records(
     """Also where it ends within a window, or before its first step."""
     trainer = profiled(tmp_path, profile_schedule=schedule)
     needed = schedule[0] + schedule[1] + 1
-    nothing = f"the profiler records nothing: profile_schedule={schedule} needs {needed} steps or more"
-    expected = nothing if recorded is None else f"the profiler records steps {recorded}"
+    nothing = f"the profiler records: nothing, as profile_schedule={schedule} needs {needed} steps or more"
+    expected = nothing if recorded is None else f"the profiler records: steps {recorded}"
     assert expected in trainer.plan(1, hand.loader()).notes
     trainer.run(1, hand.loader())
     assert sorted(path.stem for path in (tmp_path / "profile").glob("*.txt")) == files

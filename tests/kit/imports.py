@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 EVERYBODY = frozenset({"errors", "metrics", "optimizers", "schedulers"})
-_BELOW = frozenset({"checkpoint", "common", "compose", "data", "display", "loop", "optim", "parts"})
+_BELOW = frozenset({"checkpoint", "common", "compose", "data", "display", "fact", "loop", "optim", "parts"})
 CORE = _BELOW | {"addon", "description", "distributed", "trainer"}
 RULES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -22,6 +22,7 @@ RULES: dict[str, frozenset[str]] = {
     "schedulers": frozenset(),
     "common": frozenset(),
     "display": frozenset(),
+    "fact": frozenset(),
     "compose": frozenset(),
     "optim": frozenset({"common"}),
     "parts": frozenset({"common", "optim"}),

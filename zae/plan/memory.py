@@ -70,7 +70,7 @@ class Part:
 class Memory:
     """The bytes of the state on the rank that holds most; activations and temporaries come on top.
 
-    `Trainer.plan` makes it for one process, and engines change it in ``plan_memory``.
+    `Trainer.plan` makes it for one process, and engines divide it: see `zae.fact.Fact`.
 
     Attributes
     ----------

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zae import optim
@@ -28,11 +29,13 @@ from zae.plan.page import RunPreview
 from zae.schedulers.lengths import is_per_step, is_plateau
 
 if TYPE_CHECKING:
+    from zae.fact import Fact
     from zae.loop.run import Run
     from zae.trainer import Trainer
 
 __all__ = ["Preview", "plan"]
 
+_SHOWN_OTHERWISE = ("option", "optimizer", "trainer", "ranks", "memory")  # Of facts: they are no notes.
 _LONGEST = 200_000  # Steps whose learning rates are simulated; longer runs show those of the first ones.
 
 
@@ -53,7 +56,8 @@ class Preview:
         """Fill the page; another line of it is a method called here, a field of RunPreview, and one of its rows."""
         found, trainer, run = self.found, self.trainer, self.run
         found.batch_size = batch_size_of(run.loader) if trainer.mode == "train" else None
-        trainer.plan_ranks(found)
+        self.facts = trainer.describe()
+        self.set_ranks()
         if trainer.mode == "test":
             self.describe_evaluation()
             return found
@@ -66,13 +70,44 @@ class Preview:
             if is_overridden(trainer, name):
                 found.notes.append(f"{name} is overridden: it decides, and what follows from {what} may differ")
         self.measure_memory()
-        found.notes += trainer.plan_lines(found)  # What add-ons know, an engine for instance.
+        self.note_facts()
         if not found.disk:
             found.bytes_per_checkpoint = 0
         reason = why_not(run.loader) if trainer.fast_data else "fast_data=False"
         if reason is not None and hasattr(run.loader, "dataset"):
             found.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
         return found
+
+    # ---------------------------------------------------------------------------------------- what add-ons tell
+
+    def told(self, *where: str) -> Iterator[Fact]:
+        """Yield the facts of some places, each with its value for this run."""
+        for fact in self.facts:
+            if fact.where in where:
+                yield self.for_this_run(fact)
+
+    def for_this_run(self, fact: Fact) -> Fact:
+        """Return a fact with its value for this run."""
+        return replace(fact, value=fact.value(self.found)) if callable(fact.value) else fact
+
+    def set_ranks(self) -> None:
+        """Set how many processes the run will have, how they divide the work, and how many batches make a step."""
+        found = self.found
+        for fact in self.told("ranks"):
+            setattr(found, fact.name, fact.value)
+        batches = self.trainer.step_window.batches_of(found.batch_size, found.dp_world_size)
+        found.batches_per_step = batches or 1
+
+    def note_facts(self) -> None:
+        """Note what else is told; first what a checkpoint holds, which decides how much disk is needed."""
+        found = self.found
+        if found.bytes_per_checkpoint:
+            sizes = [fact.value for fact in self.told("checkpoint") if fact.unit == "bytes"]
+            found.bytes_per_checkpoint += sum(size for size in sizes if size is not None)
+        elsewhere = [fact for fact in self.facts if fact.where not in _SHOWN_OTHERWISE and fact.unit != "bytes"]
+        for fact in map(self.for_this_run, elsewhere):
+            if fact.value is not None:
+                found.notes += fact.value if isinstance(fact.value, list) else [str(fact)]
 
     # ------------------------------------------------------------------------------------------- steps and epochs
 
@@ -175,7 +210,9 @@ class Preview:
             stepped = {name: state_after_a_step(each) for name, each in made.items()}
             steps = [(optim.parameters_of(each), stepped[name]) for name, each in made.items()]
             found.memory = Memory.of_model(module, steps)
-            trainer.plan_memory(found)
+            for fact in self.told("memory"):
+                if fact.value is not None:
+                    found.memory.held[fact.name] = fact.value
             if saves:
                 self._measure_checkpoint(stepped)
         finally:

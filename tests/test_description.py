@@ -1,0 +1,95 @@
+"""describe(): what an add-on tells once stands in plans, in logs, in reports and in checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kit import hand
+from zae import AddOnBase, Fact, Trainer
+from zae.addons import EMAAddon, JSONLLoggerAddon, ReportAddon, StateManagerAddon
+from zae.checkpoint.manifest import read_manifest
+
+
+class TellingAddon(AddOnBase):
+    """Hold a buffer, watch some steps, and tell it all."""
+
+    layer = "observe"
+
+    def describe(self) -> list[Fact]:
+        """Tell one fact of each kind."""
+        return [
+            *super().describe(),
+            Fact("corpus", "wiki-2024", where="trainer"),
+            Fact("buffer", 4096, "bytes", where="memory"),
+            Fact("twice the parameters", lambda plan: 2 * plan.memory.parameters, "bytes", where="memory"),
+            Fact("buffer", 4096, "bytes", where="checkpoint"),
+            Fact("looks at the outputs", where="on_step_end"),
+            Fact("window", 3, "steps", where="on_step_end"),
+            Fact("the last step looked at", lambda plan: plan.last_step, where="on_step_end"),
+            Fact("nothing", None, where="on_step_end"),
+        ]
+
+
+class Task(Trainer):
+    """Classify by cross entropy."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        inputs, targets = batch
+        return {"loss": torch.nn.functional.cross_entropy(self.model(inputs), targets)}
+
+    test_step = train_step
+
+
+def make(*add_ons: Any, **options: Any) -> Any:
+    model = hand.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Task.add_on(*add_ons)(model, "cpu", optimizer=optimizer, log_bar=False, **options)
+
+
+def test_a_plan_has_what_an_add_on_tells_of_the_run(tmp_path: Path) -> None:
+    """Notes in the order of the add-ons, memory, and the size of a checkpoint; a function is given the plan."""
+    plain = make(StateManagerAddon, save_path=tmp_path / "a").plan(2, hand.loader())
+    plan = make(StateManagerAddon, TellingAddon, save_path=tmp_path / "b").plan(2, hand.loader())
+    assert plan.memory.held == {"buffer": 4096, "twice the parameters": 2 * plain.memory.parameters}
+    assert plan.bytes_per_checkpoint == plain.bytes_per_checkpoint + 4096
+    assert plan.disk > plain.disk
+    told = ["looks at the outputs", "window: 3 steps", f"the last step looked at: {plan.last_step}"]
+    assert [note for note in plan.notes if note in told] == told
+    assert not any("wiki-2024" in note or "nothing" in note for note in plan.notes)
+
+
+def test_logs_reports_and_checkpoints_have_how_a_trainer_is_made(tmp_path: Path) -> None:
+    trainer = make(
+        StateManagerAddon,
+        TellingAddon,
+        JSONLLoggerAddon,
+        ReportAddon,
+        save_path=tmp_path / "saved",
+        jsonl_path=tmp_path / "log.jsonl",
+        report_path=tmp_path / "report.html",
+    )
+    trainer.run(1, hand.loader())
+    header = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
+    assert header["run"]["config"]["corpus"] == "wiki-2024"
+    assert header["run"]["config"]["model"] == type(trainer.unwrap()).__name__
+    assert "wiki-2024" in (tmp_path / "report.html").read_text()
+    (saved,) = (tmp_path / "saved").glob("step-*")
+    assert read_manifest(saved)["info"]["options"]["corpus"] == "wiki-2024"
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_facts_can_be_asked_for_at_any_time(moment: str) -> None:
+    """A fact that needs a plan is a function, which is not called."""
+    trainer = make(EMAAddon, TellingAddon)
+    if moment == "after":
+        trainer.run(1, hand.loader())
+    facts = {fact.name: fact for fact in trainer.describe()}
+    assert facts["composition"].value == ["TellingAddon", "EMAAddon"]
+    assert facts["log_bar"].value is False
+    assert facts["parameters"].value == sum(each.numel() for each in trainer.unwrap().parameters())
+    assert callable(facts["average"].value)
