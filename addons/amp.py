@@ -20,7 +20,7 @@ from zae.common.argument_checks import check_flags
 from zae.common.device import cpu_computes_in_bf16
 from zae.common.null_context import NULL_CONTEXT
 from zae.common.torch_private import found_overflow, overflow_flags
-from zae.compose.introspect import add_ons_of
+from zae.compose.introspect import with_trait
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 from zae.optimizers import low_precision
 from zae.parts import Precision
@@ -232,7 +232,8 @@ class AMPAddon(AddOnBase):
                 "(65536.0, 1.0)"
             )
         (self.master_weights,) = check_flags(master_weights=master_weights)
-        self.dtype = low_precision.check_dtype(dtype, precision, [each.__name__ for each in add_ons_of(type(self))])
+        dividing = with_trait(type(self), "divides_weights")
+        self.dtype = low_precision.check_dtype(dtype, precision, dividing and dividing.__name__)
         self._wanted = wanted if self.dtype is None else [self.dtype]
         self._asked_for_one = (isinstance(precision, str) and precision != "auto") or self.dtype is not None
         self.loss_scale = (float(loss_scale[0]), float(loss_scale[1]))

@@ -73,7 +73,7 @@ class AnomalyAddon(AddOnBase):
     layer = "observe"
     process_attributes = {"_anomaly": None}
     excludes = {
-        "CompileAddon": "compiled code has no modules and operations to look at; leave CompileAddon out until the "
+        "compiles_model": "compiled code has no modules and operations to look at; leave CompileAddon out until the "
         "cause is found",
     }
 

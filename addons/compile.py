@@ -86,6 +86,7 @@ class CompileAddon(AddOnBase):
     layer = "model"
     compile_report: dict[str, Any]
     slot = "compile"
+    traits = ("compiles_model",)
     process_attributes = {"_compiled": None, "_eager": None, "_has_settings": False}
 
     def __init__(
@@ -153,6 +154,11 @@ class CompileAddon(AddOnBase):
             # Otherwise all trainers of a process share the limit on the graphs of one function.
             arguments["isolate_recompiles"] = True
         return arguments
+
+    def changed_modules(self, how: str) -> Mapping[str, Any]:
+        """Add the model, which is compiled."""
+        found = super().changed_modules(how)
+        return {**found, "": self.unwrap()} if how == "compiled" else found
 
     def setup(self) -> None:
         """Refuse several ranks for the step, and set what the compiler must guard."""

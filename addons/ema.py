@@ -77,6 +77,7 @@ class EMAAddon(AddOnBase):
     """
 
     layer = "control"
+    traits = ("copies_weights",)
     state_attributes = ("average", "averaged")
 
     def __init__(

@@ -75,6 +75,7 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
     """
 
     slot = "parallel.data"
+    traits = ("replicates_weights",)
 
     def __init__(
         self,

@@ -89,13 +89,13 @@ class TensorParallelAddon(DistributedAddon):
 
     slot = "parallel.tensor"
     mesh_dimensions = ("tensor",)
-    inside = ("FSDPAddon",)
-    outside = ("MultiGPUAddon",)
+    traits = ("divides_weights",)
+    inside = ("parallel.data",)
     process_attributes = {"_is_checked": False, "_leaves_logits": None}
     excludes = {
-        "MultiGPUAddon": "DistributedDataParallel cannot average parts of parameters; use FSDPAddon with "
+        "replicates_weights": "DistributedDataParallel cannot average parts of parameters; use FSDPAddon with "
         "TensorParallelAddon and mesh={'shard': 2, 'tensor': 2}",
-        "CompileAddon": "compiled code trains divided layers to other weights; leave CompileAddon out",
+        "compiles_model": "compiled code trains divided layers to other weights; leave CompileAddon out",
     }
 
     def __init__(self, *args: Any, tensor_plan: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -142,6 +142,11 @@ class TensorParallelAddon(DistributedAddon):
                 found[name] = (pattern, style)
         return {name: style for name, (_, style) in found.items()}
 
+    def changed_modules(self, how: str) -> Mapping[str, Any]:
+        """Add the styles of the modules that are divided."""
+        found = super().changed_modules(how)
+        return {**found, **self.styles()} if how == "divided" else found
+
     def wrap_model(self, model: nn.Module) -> Any:
         """Divide the layers of the plan in place, once, with the weights of rank 0."""
         model = super().wrap_model(model)
@@ -183,8 +188,7 @@ class TensorParallelAddon(DistributedAddon):
             except (NotImplementedError, RuntimeError) as error:
                 raise ConfigError(f"tensor_plan: {name} ({type(modules[name]).__name__}): {error}") from error
         compiled = [name for name, each in modules.items() if is_compiled(each)]
-        if getattr(self, "compile_blocks", False):
-            compiled += self.blocks()  # type: ignore[attr-defined]
+        compiled += self.changed_modules("compiled")
         for name in self.styles() if compiled else ():
             if not any(f"{name}.".startswith(f"{block}.") for block in compiled):
                 modules[name].register_forward_hook(_finish)

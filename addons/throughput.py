@@ -39,6 +39,7 @@ class _Meter:
     def __init__(self) -> None:
         self.is_warm = False  # Whether the first step of this process is over.
         self.is_counted = False  # Whether its operations are known.
+        self.why_not: str | None = None  # Why they are not to be counted; None until the first step.
         self.counted_samples: int | None = None  # Those of the step whose operations were counted.
         self.began: float | None = None
         self.ended: float | None = None  # When the last step ended; moved on by what is not measured.
@@ -109,7 +110,7 @@ class ThroughputAddon(AddOnBase):
 
     layer = "observe"
     step_flops: int | None
-    outside = ("LoggerAddon",)
+    outside = ("writes_records",)
 
     def __init__(
         self,
@@ -163,7 +164,9 @@ class ThroughputAddon(AddOnBase):
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Count the operations of the first step; of a later one where AutoBatchAddon tries or repeats batches."""
         divides = self.step_window.may_restart
-        if self._meter.is_counted or self._why_not_counted() or (divides and not self._meter.is_warm):
+        if self._meter.why_not is None:
+            self._meter.why_not = self._why_not_counted()
+        if self._meter.is_counted or self._meter.why_not or (divides and not self._meter.is_warm):
             return super().gradients(batch)
         self._meter.began = None  # A step that is counted takes longer.
         restarts = self.step_window.restarts
@@ -265,9 +268,7 @@ class ThroughputAddon(AddOnBase):
         """Return why the operations of a step are not counted; empty where they are."""
         if not self.count_flops:
             return "count_flops=False"
-        names = {each.__name__ for each in type(self).__mro__}
-        compiles = "CompileAddon" in names or bool(getattr(self, "compile_blocks", None))
-        return "a compiled step hides them" if compiles else ""
+        return "a compiled step hides them" if self.changed_modules("compiled") else ""
 
 
 def _count(tokens: Callable[[Any], Any], batch: Any) -> Any:

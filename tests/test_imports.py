@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
+import zae.addons
 from kit import imports
+from zae.addons.fairseq2 import RegimeAddon
+from zae.addons.huggingface.saving import SavingPart
+from zae.addons.lightning.addon import LightningAddon
 
 OPTIONAL = (
     *(
@@ -22,6 +27,7 @@ OPTIONAL = (
     ),
     *("transformers", "accelerate", "deepspeed", "matplotlib", "pandas", "sklearn"),
 )
+TRAIT = re.compile(r"^\| `(\w+)` \| (.*?) \|", re.MULTILINE)
 REQUIRED = {"torch", "numpy", "safetensors", "tqdm", "zae", *sys.stdlib_module_names}
 
 
@@ -63,6 +69,41 @@ def test_a_feature_imports_no_other_one_than_it_is_built_on():
     assert built == allowed
     assert set().union(*(found.get(own, ()) for own in imports.SHARED)) <= set(imports.SHARED)
     assert {*imports.BUILT_ON, *imports.COMPOSES, *imports.ENGINES} <= set(imports.features())
+
+
+def test_no_add_on_is_known_by_its_name_to_others():
+    """They ask for traits, slots, options and parts; what a feature is built on, it may name."""
+    classes, guilty = imports.classes_of_features(), set()
+    for module, path in imports.sources().items():
+        own = imports.feature_of(module)
+        allowed = {own, *(imports.SHARED if own in imports.SHARED else imports.BUILT_ON.get(own, ()))}
+        if own in imports.COMPOSES or module.startswith(imports.NAMES_ADD_ONS):
+            continue
+        names = imports.named_in(path.read_text(encoding="utf-8"))
+        guilty |= {(module, name) for name in names if classes[name] not in allowed}
+    assert guilty == set()
+
+
+def test_a_name_in_code_is_found_and_one_in_a_message_is_not():
+    assert imports.named_in("if 'AMPAddon' in names: pass") == {"AMPAddon"}
+    assert imports.named_in("class A(EMAAddon): excludes = {'FSDPAddon': ''}") == {"EMAAddon", "FSDPAddon"}
+    assert imports.named_in("raise ValueError('leave AMPAddon out')  # EMAAddon") == set()
+
+
+def test_the_traits_are_those_of_the_page():
+    """Each that an add-on of zae declares is there, with who declares it; and each that one excludes is declared."""
+    page = (imports.ROOT / "docs" / "extending" / "addons.md").read_text(encoding="utf-8")
+    section = page.partition("## Traits")[2].partition("\n## ")[0]
+    rows = {trait: {*names.replace("`", "").split(", ")} for trait, names in TRAIT.findall(section)}
+    add_ons = [LightningAddon, *(getattr(zae.addons, name) for name in zae.addons.__all__)]
+    declared: dict[str, set[str]] = {}
+    for add_on in add_ons:
+        for kind in add_on.__mro__:
+            for trait in kind.__dict__.get("traits", ()):
+                declared.setdefault(trait, set()).add("HuggingFaceAddon" if kind is SavingPart else kind.__name__)
+    assert rows == declared
+    asked = {trait for each in (*add_ons, RegimeAddon) for trait in (*each.excludes, *each.inside, *each.outside)}
+    assert asked <= {*declared, *(add_on.slot for add_on in add_ons)}
 
 
 def test_no_circle_among_the_packages():

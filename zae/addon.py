@@ -35,14 +35,18 @@ class AddOnBase(Trainer):
     ----------
     layer : str
         One of ``model < loop < precision < parallel < state < control < observe``, innermost first.
+    traits : tuple of str
+        What this one does that others must know of, for instance "divides_weights"; docs/extending/addons.md has a
+        list. A derived class adds to those of its base.
     inside, outside : tuple of str or type
-        Add-ons that this one must be inside of, or outside of, whatever their layers' ties.
+        Add-ons that this one must be inside of, or outside of, whatever their layers' ties: a trait, a slot, or a class
+        or its name.
     slot : str or None
         At most one add-on of a trainer may fill a slot.
     requires : tuple of str or type
         Add-ons that must be there too.
     excludes : dict of str to str
-        Names of add-ons that must not be there, with why and what to write instead.
+        Traits and slots that no other add-on may have, with why and what to write instead.
     state_attributes : tuple of str
         Attributes that checkpoints contain, the same on every rank: tensors, numbers, text, and lists, tuples and dicts
         of them. A private one is saved without its leading underscore.
@@ -78,6 +82,7 @@ class AddOnBase(Trainer):
     inside: ClassVar[tuple[str | type, ...]] = ()
     outside: ClassVar[tuple[str | type, ...]] = ()
     slot: ClassVar[str | None] = None
+    traits: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str | type, ...]] = ()
     excludes: ClassVar[Mapping[str, str]] = {}
     state_attributes: ClassVar[tuple[str, ...]] = ()

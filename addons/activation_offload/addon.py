@@ -69,12 +69,12 @@ class ActivationOffloadAddon(AddOnBase):
     """
 
     layer = "model"
-    outside = ("GradientCheckpointingAddon",)  # So that the inputs of what is computed again are offloaded.
+    outside = ("recomputes_activations",)  # So that the inputs of what is computed again are offloaded.
     process_attributes = {"_undo_offload": None}
     excludes = {
-        "PipelineAddon": "the stages of a pipeline are traced, and hooks of saved tensors are not; leave "
+        "traces_model": "the stages of a pipeline are traced, and hooks of saved tensors are not; leave "
         "ActivationOffloadAddon out, or train with FSDPAddon",
-        "DeepSpeedAddon": "its hooks find the parameters of a module by its forward; leave ActivationOffloadAddon out, "
+        "hooks_forwards": "its hooks find the parameters of a module by its forward; leave ActivationOffloadAddon out, "
         "or train with FSDPAddon",
     }
 
@@ -107,7 +107,7 @@ class ActivationOffloadAddon(AddOnBase):
                 f"{own} checkpoints its layers itself, within which nothing is to be offloaded; call its "
                 "gradient_checkpointing_disable(), and add GradientCheckpointingAddon"
             )
-        recomputed = self.checkpointed() if hasattr(self, "checkpointed") else {}
+        recomputed = self.changed_modules("recomputed")
         for name in found:
             around = [each for each in recomputed if name.startswith(f"{each}.")]
             if around:

@@ -80,12 +80,13 @@ class AutoBatchAddon(AddOnBase):
     """
 
     layer = "control"
+    traits = ("repeats_gradients",)
     excludes = {
-        "DeepSpeedAddon": "its engine cannot take the gradients of a step back; leave AutoBatchAddon out, and write "
+        "keeps_gradients": "its engine cannot take the gradients of a step back; leave AutoBatchAddon out, and write "
         "GradientAccumulationAddon with a smaller batch size, which zae.find_batch_size finds",
-        "PipelineAddon": "a pipeline divides each batch itself; leave AutoBatchAddon out, and write more "
+        "divides_batches": "a pipeline divides each batch itself; leave AutoBatchAddon out, and write more "
         "pipeline_microbatches",
-        "LightningAddon": "the hooks of a LightningModule count its batches; leave AutoBatchAddon out, and write "
+        "counts_batches": "the hooks of a LightningModule count its batches; leave AutoBatchAddon out, and write "
         "GradientAccumulationAddon with a smaller batch size",
     }
     state_attributes = ("fitting_size", "memory_errors")

@@ -13,6 +13,8 @@ from zae.addon import AddOnBase
 from zae.addons.callbacks import trainer_state
 from zae.addons.callbacks.calls import Callbacks
 from zae.addons.callbacks.trainer_state import RunReader, TrainerControl, TrainerState
+from zae.compose.introspect import slots_of
+from zae.compose.options import option_value
 from zae.errors import ConfigError
 from zae.loop.progress import SIGNALED, TIME_IS_UP
 from zae.loop.step_output import StepOutput
@@ -82,6 +84,7 @@ class CallbackAddon(AddOnBase):
 
     layer = "observe"
     slot = "callbacks"
+    traits = ("changes_run",)
     state_attributes = ("_shared_state",)
     rank_state_attributes = ("_callback_states",)
 
@@ -161,7 +164,7 @@ class CallbackAddon(AddOnBase):
                for name, each in (("optimizer", self.optimizers), ("lr_scheduler", self.schedulers))}  # fmt: skip
         keywords = {
             "model": self.unwrap(),
-            "processing_class": getattr(self, "processing_class", None),
+            "processing_class": self._callbacks.processing_class,
             **one,
             "train_dataloader": run.loader,
             "eval_dataloader": run.current_loader if run.is_evaluating else run.valid_loader,
@@ -179,7 +182,7 @@ class CallbackAddon(AddOnBase):
             self.stop(f"the callback {name} set {flag} in {event}")
         elif flag == "should_evaluate" and run.valid_loader is None:
             self._warn_of_flag(f"the callback {name} set {flag}, and run() has no valid_loader: nothing is evaluated")
-        elif flag == "should_save" and not hasattr(self, "save_state"):
+        elif flag == "should_save" and "state" not in slots_of(type(self)):
             self._warn_of_flag(f"the callback {name} set {flag}, and there is no StateManagerAddon: nothing is saved")
         else:
             self.request(_ACTIONS[flag])
@@ -197,6 +200,7 @@ class CallbackAddon(AddOnBase):
     def setup(self) -> None:
         """Call ``on_init_end`` the first time."""
         super().setup()
+        self._callbacks.processing_class = option_value(self, "processing_class")
         if not self._callbacks.was_set_up:
             self._callbacks.was_set_up = True
             self.call_event("on_init_end")

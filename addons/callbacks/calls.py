@@ -74,6 +74,7 @@ class Callbacks:
         self._methods: dict[tuple[str, bool], list[_Method]] = {}
         self.args: Any = None  # Of Transformers' events, in this run.
         self.was_set_up = self.ends_epoch = False
+        self.processing_class: Any = None  # An option of the trainer, which callbacks of Transformers get.
         self.warned: set[str] = set()
         self.in_epoch: int | None = None
         self.first_step = 0

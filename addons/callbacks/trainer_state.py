@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from zae.compose.introspect import slots_of
+from zae.compose.options import option_value
 from zae.distributed.spawn import local_rank
 from zae.errors import MissingError, did_you_mean
 from zae.loop.history import split_prefix
@@ -226,8 +228,8 @@ class RunReader:
 
     def arguments(self) -> CallbackArguments:
         """Return what a run is made of under the names of TrainingArguments."""
-        run, saves = self.trainer.current_run, getattr(self.trainer, "save_every", None)
-        folder, limits = getattr(self.trainer, "save_path", None), run.limits
+        run, saves = self.trainer.current_run, option_value(self.trainer, "save_every")
+        folder, limits = option_value(self.trainer, "save_path"), run.limits
         rates = list(self.trainer.optimization.learning_rates().values())
         validates = limits.valid_every if run.valid_loader is not None else None
         sizes = [getattr(loader, "batch_size", None) for loader in (run.user_loader, run.valid_loader)]
@@ -275,7 +277,7 @@ class RunReader:
         state.num_train_epochs = 0 if run.extent.last_epoch == NO_LIMIT else run.extent.last_epoch
         if not state.num_train_epochs and self.in_epoch and state.max_steps:
             state.num_train_epochs = math.ceil(state.max_steps / self.in_epoch)
-        saves = getattr(self.trainer, "save_every", None)
+        saves = option_value(self.trainer, "save_every")
         for name, every in (("logging", self.trainer.log_every), ("eval", run.limits.valid_every), ("save", saves)):
             setattr(state, f"{name}_steps", _steps(every, self.in_epoch))
         state.train_batch_size = getattr(run.user_loader, "batch_size", None)
@@ -284,7 +286,8 @@ class RunReader:
 
     def read_best(self, state: TrainerState) -> None:
         """Set the best score so far."""
-        best, path = self.trainer.best, getattr(self.trainer, "best_path", None)
+        saves = "state" in slots_of(type(self.trainer))
+        best, path = self.trainer.best, self.trainer.best_path if saves else None
         state.best_metric = best["score"] if dict.__contains__(best, "score") else None
         state.best_global_step = best["step"] if dict.__contains__(best, "step") else None
         state.best_model_checkpoint = None if path is None else str(path)

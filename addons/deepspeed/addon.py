@@ -16,7 +16,7 @@ from zae.addons.deepspeed import config as settings
 from zae.addons.deepspeed.zero import Zero, load_library
 from zae.addons.distributed import DistributedAddon
 from zae.common.argument_checks import check_count, check_flags
-from zae.compose.introspect import add_ons_of
+from zae.compose.introspect import with_trait
 from zae.distributed.blocks import check_divisible
 from zae.distributed.collectives import broadcast
 from zae.errors import ConfigError
@@ -91,12 +91,13 @@ class DeepSpeedAddon(DistributedAddon):
     lockstep_forward = True
     process_attributes = {"_zero": None}
     has_own_precision = True
+    traits = ("keeps_gradients", "hooks_forwards")
     excludes = {
-        "AMPAddon": "DeepSpeed computes in the types of its configuration; leave AMPAddon out, and write "
+        "precision": "DeepSpeed computes in the types of its configuration; leave AMPAddon out, and write "
         "deepspeed_bf16=True",
-        "CompileAddon": "DeepSpeed has hooks in the model, and compiles it in another way; leave CompileAddon out",
-        "LedgerAddon": "gradients and states lie in flat parts, of which the ledger knows nothing; leave LedgerAddon "
-        "out, or train with MultiGPUAddon or FSDPAddon",
+        "compiles_model": "DeepSpeed has hooks in the model, and compiles it in another way; leave CompileAddon out",
+        "needs_all_gradients": "gradients and states lie in flat parts, of which the ledger knows nothing; leave "
+        "LedgerAddon out, or train with MultiGPUAddon or FSDPAddon",
     }
 
     def __init__(
@@ -145,15 +146,18 @@ class DeepSpeedAddon(DistributedAddon):
                 f"DeepSpeedAddon was given deepspeed_bf16={self.deepspeed_bf16}; write deepspeed_bf16=True and "
                 "--mixed_precision bf16, or --mixed_precision no"
             )
-        names = {each.__name__ for each in add_ons_of(type(self))}
-        if "EMAAddon" in names and (self.zero_stage == 3 or self.deepspeed_bf16):
+        copying = with_trait(type(self), "copies_weights")
+        if copying is not None and (self.zero_stage == 3 or self.deepspeed_bf16):
             raise ConfigError(
-                "EMAAddon averages the weights that the model has, which are parts in stage 3 and rounded in bfloat16; "
-                "write zero_stage=2 without deepspeed_bf16, or train with FSDPAddon"
+                f"{copying.__name__} averages the weights that the model has, which are parts in stage 3 and rounded "
+                "in bfloat16; write zero_stage=2 without deepspeed_bf16, or train with FSDPAddon"
             )
-        if "PEFTAddon" in names and self.zero_stage == 3:
-            raise ConfigError("PEFTAddon reads the frozen weights, which are parts in stage 3; write zero_stage=2, or "
-                              "train with FSDPAddon")  # fmt: skip
+        reading = with_trait(type(self), "needs_all_weights")
+        if reading is not None and self.zero_stage == 3:
+            raise ConfigError(
+                f"{reading.__name__} reads the frozen weights, which are parts in stage 3; write zero_stage=2, or "
+                "train with FSDPAddon"
+            )
         if self.deepspeed_bf16 and self._planned_world() == 1 and self.mode == "train":
             raise ConfigError(
                 "deepspeed_bf16=True is the precision of several ranks, and one process trains without DeepSpeed; give "

@@ -95,7 +95,7 @@ class RegimeAddon(AddOnBase):
     """
 
     layer = "observe"
-    outside = ("LoggerAddon",)
+    outside = ("writes_records",)
     process_attributes = {"_is_profiling": False, "_published": {}}
 
     def __init__(self, *args: Any, profiler: Any = None, **kwargs: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zae.addon import AddOnBase, replaces
 from zae.addons.fairseq2.metric_bag import check_names, compute_over_ranks, metrics_of, reset, states_of
+from zae.addons.fairseq2.regime import RegimeAddon
 from zae.errors import ConfigError, StepError, TaskError, kind_of
 from zae.loop.evaluation import Evaluation
 from zae.loop.history import split_prefix
@@ -217,7 +218,7 @@ class TrainUnitAddon(AddOnBase):
     @property
     def _is_published(self) -> bool:
         """Whether RegimeAddon records and resets the metrics of the training unit within epochs."""
-        return bool(getattr(self, "publishes_metrics", False))
+        return isinstance(self, RegimeAddon) and self.publishes_metrics
 
     def publish_metrics(self) -> dict[str, float]:
         """Return what the metrics of the training unit have counted, and reset them; all ranks call it.

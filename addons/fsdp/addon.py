@@ -107,12 +107,13 @@ class FSDPAddon(DistributedAddon):
     """
 
     slot = "parallel.data"
+    traits = ("divides_weights",)
     mesh_dimensions = ("replicate", "shard")
     lockstep_forward = True
     process_attributes = {"_sharded": None, "_is_prepared": False, "_held": {}}
     excludes = {
-        "CompileAddon": "blocks are compiled one at a time, before they are sharded; leave CompileAddon out, and write "
-        "compile_blocks=True"
+        "compiles_model": "blocks are compiled one at a time, before they are sharded; leave CompileAddon out, and "
+        "write compile_blocks=True"
     }
 
     def __init__(
@@ -242,6 +243,11 @@ class FSDPAddon(DistributedAddon):
         names = tuple(name for name in self._mesh().sizes if name in ("replicate", "shard"))
         mesh = self.build_mesh()
         return mesh[names] if set(names) < set(mesh.mesh_dim_names) else mesh
+
+    def changed_modules(self, how: str) -> Mapping[str, Any]:
+        """Add the blocks, where they are compiled."""
+        found = super().changed_modules(how)
+        return {**found, **self.blocks()} if how == "compiled" and self.compile_blocks else found
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the modules that are gathered one at a time, by name.

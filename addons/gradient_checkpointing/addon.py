@@ -61,11 +61,12 @@ class GradientCheckpointingAddon(AddOnBase):
     """
 
     layer = "model"
+    traits = ("recomputes_activations",)
     process_attributes = {"_undo_checkpointing": None}
     excludes = {
-        "PipelineAddon": "the stages of a pipeline are traced, and a checkpoint hides what it contains; leave "
+        "traces_model": "the stages of a pipeline are traced, and a checkpoint hides what it contains; leave "
         "GradientCheckpointingAddon out, or train with FSDPAddon",
-        "DeepSpeedAddon": "its hooks find the parameters of a module by its forward; leave GradientCheckpointingAddon "
+        "hooks_forwards": "its hooks find the parameters of a module by its forward; leave GradientCheckpointingAddon "
         "out, and call torch.utils.checkpoint in the forward of the model",
     }
 
@@ -90,6 +91,11 @@ class GradientCheckpointingAddon(AddOnBase):
                 "GradientCheckpointingAddon out"
             )
         return choose_outermost(model, self.checkpoint_modules, "checkpoint_modules", "checkpointed")
+
+    def changed_modules(self, how: str) -> Mapping[str, Any]:
+        """Add the modules that are computed again."""
+        found = super().changed_modules(how)
+        return {**found, **self.checkpointed()} if how == "recomputed" else found
 
     def wrap_model(self, model: nn.Module) -> Any:
         """Let the modules compute their forward again in the backward, before an engine wraps them."""

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -19,7 +19,8 @@ from zae.addons.huggingface.model_init import ModelInit
 from zae.addons.huggingface.saving import SavingPart
 from zae.addons.huggingface.training import LossPart, train_output
 from zae.compose.calls import explained_call
-from zae.compose.options import options_of
+from zae.compose.introspect import slots_of
+from zae.compose.options import option_value, options_of
 from zae.errors import ConfigError, OptionError
 
 _log = logging.getLogger("zae")
@@ -147,7 +148,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
         self.eval_on_start, self.load_best_model_at_end = eval_on_start, load_best_model_at_end
         if eval_strategy not in ("no", "steps", "epoch"):
             raise ConfigError(f"eval_strategy={eval_strategy!r}; write 'no', 'steps' or 'epoch'")
-        if load_best_model_at_end and not hasattr(self, "restore_best"):
+        if load_best_model_at_end and "state" not in slots_of(type(self)):
             raise ConfigError(
                 "load_best_model_at_end=True needs the best checkpoint; write Trainer.add_on(HuggingFaceAddon, "
                 "StateManagerAddon)(..., save_path=folder)"
@@ -235,12 +236,12 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
             ``train_samples_per_second``, ``train_steps_per_second``, ``train_loss`` and ``epoch``.
         """
         if resume_from_checkpoint:
-            if not hasattr(self, "resume_from"):
+            if "state" not in slots_of(type(self)):
                 raise ConfigError(
                     f"train(resume_from_checkpoint={resume_from_checkpoint!r}) needs checkpoints, and this trainer "
                     "keeps none; write Trainer.add_on(HuggingFaceAddon, StateManagerAddon)(..., save_path=folder)"
                 )
-            self.resume_from(resume_from_checkpoint)
+            cast(Any, self).resume_from(resume_from_checkpoint)
         elif isinstance(self.scheduler, optimizers.Schedule) and not self.progress_checker.epoch_batch:
             self.scheduler = self.scheduler.factory  # As in Transformers, another call begins the schedule anew.
         loader = self.get_train_dataloader()
@@ -284,7 +285,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
                 "hyperparameter_search makes a new model for each trial; give model_init=..., a function, in the place "
                 "of the model"
             )
-        place = search.new_folder(getattr(self, "save_path", "trainer_output")) if folder is None else folder
+        place = search.new_folder(option_value(self, "save_path", "trainer_output")) if folder is None else folder
         make = self.model_init.trainer_of(type(self))
         return search.hyperparameter_search(make, HuggingFaceAddon._train_and_evaluate, place, *args, **kwargs)
 

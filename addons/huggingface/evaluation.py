@@ -64,6 +64,7 @@ class EvaluationPart(AddOnPart):
     """
 
     layer = "model"
+    processing_class: Any  # An option of DatasetsPart.
 
     def __init__(
         self,
@@ -184,8 +185,7 @@ class EvaluationPart(AddOnPart):
 
     def _generate(self, model: Any, inputs: Any, labels: Any) -> tuple[Any, Any, Any]:
         """Return the tokens that the model generates as predictions."""
-        tokens, labels = generate(self.unwrap(), inputs, labels, getattr(self, "processing_class", None),
-                                  self._generation)  # fmt: skip
+        tokens, labels = generate(self.unwrap(), inputs, labels, self.processing_class, self._generation)
         return None if labels is None else self._loss_and_outputs(model, inputs)[0], tokens, labels
 
     @property

@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from zae.compose.introspect import slots_of
 from zae.errors import ConfigError
 from zae.loop.progress import Every
 
@@ -113,6 +114,7 @@ def train(trainer: Any, args: Any, loader: Any = None, valid_loader: Any = None,
         trainer.evaluate(valid_loader)
     valid_loader = None if args.eval_strategy == "no" else valid_loader
     metrics = trainer.run(loader=loader, valid_loader=valid_loader, **limits.run)
-    if args.load_best_model_at_end and getattr(trainer, "best_path", None) is not None:
+    has_checkpoints = "state" in slots_of(type(trainer))
+    if args.load_best_model_at_end and has_checkpoints and trainer.best_path is not None:
         trainer.restore_best()
     return metrics

@@ -14,6 +14,7 @@ from zae.addons.huggingface.hub import Push, Uploader
 from zae.checkpoint.folder import Group
 from zae.compose.calls import explained_call
 from zae.compose.introspect import AddOnPart
+from zae.compose.options import options_of
 from zae.errors import ConfigError
 from zae.loop.state import CoreState
 
@@ -51,6 +52,9 @@ class SavingPart(AddOnPart):
     """
 
     layer = "model"
+    traits = ("saves_folders",)
+    processing_class: Any  # An option of DatasetsPart.
+    args: Any = None  # The TrainingArguments that the trainer was made of.
 
     def __init__(
         self,
@@ -83,8 +87,7 @@ class SavingPart(AddOnPart):
     def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """Put the checkpoints of StateManagerAddon into ``output_dir``."""
         given = super().expand_options(options)
-        has_checkpoints = any(each.__name__ == "StateManagerAddon" for each in cls.__mro__)
-        if has_checkpoints and given.get("output_dir") is not None and "save_path" not in given:
+        if "save_path" in options_of(cls) and given.get("output_dir") is not None and "save_path" not in given:
             given["save_path"] = Path(given["output_dir"]) / "checkpoints"
         return given
 
@@ -141,7 +144,7 @@ class SavingPart(AddOnPart):
         metrics |= {f"eval_{name}": value for name, value in self.test_metrics.items()}
         about = {"step": progress.step, "epoch": progress.epoch, "metrics": metrics}
         about = hub.describe_model(model, {**about, **self.metadata, **metadata})
-        more = {"processing_class": getattr(self, "processing_class", None), "arguments": getattr(self, "args", None)}
+        more = {"processing_class": self.processing_class, "arguments": self.args}
         hub.save_folder(folder, model, weights, metadata=about, **more)
 
     def _folder(self, path: str | Path | None, call: str) -> Path:

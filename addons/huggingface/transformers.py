@@ -13,6 +13,7 @@ from torch import nn
 from zae.addons.huggingface import arguments, optimizers
 from zae.addons.huggingface.length import NEVER, EveryAnd, convert_evaluation, convert_length, steps_of, train
 from zae.compose.converted_arguments import ConvertedArgumentsBase, Report
+from zae.compose.introspect import slots_of
 from zae.compose.options import options_of
 from zae.errors import ConfigError
 from zae.loop.progress import Every
@@ -147,7 +148,7 @@ class ConvertedArguments(ConvertedArgumentsBase):
     def options_for(self, cls: Any) -> dict[str, Any]:
         """Return the options that a class takes."""
         known = {*options_of(cls)}
-        if not hasattr(cls, "restore_best"):
+        if "state" not in slots_of(cls):
             known -= {"load_best_model_at_end"}  # The report says that there are no checkpoints.
         return {name: value for name, value in {**self.huggingface, **self.options}.items() if name in known}
 

@@ -92,6 +92,7 @@ class LedgerAddon(AddOnBase):
     """
 
     layer = "observe"
+    traits = ("needs_all_gradients",)
     process_attributes = {"_file": None, "_loaders": (None, None)}
 
     def __init__(

@@ -69,6 +69,7 @@ class LightningAddon(AttachedModule):
         The last values of what the module logged, by Lightning's names.
     """
 
+    traits = ("counts_batches",)
     rank_state_attributes = ("_module_state",)
 
     @replaces

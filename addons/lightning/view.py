@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zae.compose.foreign_names import counterpart
+from zae.compose.introspect import with_trait
 from zae.errors import ConfigError, MissingError
 from zae.loop.progress import NO_LIMIT
 
@@ -122,7 +123,7 @@ class TrainerView:
     num_val_batches = property(lambda self: self._lengths("validation"))
     num_test_batches = property(lambda self: self._lengths("test"))
     num_predict_batches = property(lambda self: self._lengths("predict"))
-    logger = property(lambda self: LoggerView(self._of) if hasattr(self._of, "clients") else None)
+    logger = property(lambda self: LoggerView(self._of) if with_trait(type(self._of), "writes_records") else None)
     loggers = property(lambda self: [each for each in (self.logger,) if each is not None])
     training = property(lambda self: self._of.evaluation_stage == "")
     validating = property(lambda self: self._of.evaluation_stage == "validation")

@@ -82,6 +82,7 @@ class LoggerAddon(AddOnBase):
     """
 
     layer = "observe"
+    traits = ("writes_records",)
     state_attributes = ("_run_id", "_records")
     process_attributes = {"_workers": [], "_opened": False}
 

@@ -12,6 +12,7 @@ from zae.addon import AddOnBase
 from zae.addons.peft import adapters
 from zae.checkpoint.folder import Group
 from zae.checkpoint.weights import save_weights
+from zae.compose.introspect import with_trait
 from zae.optim import as_dict
 
 __all__ = ["PEFTAddon"]
@@ -58,6 +59,7 @@ class PEFTAddon(AddOnBase):
     """
 
     layer = "model"
+    traits = ("needs_all_weights",)
     state_attributes = ("_base",)
     checks_model = True
 
@@ -72,8 +74,7 @@ class PEFTAddon(AddOnBase):
 
     def setup(self) -> None:
         """Hash the base model before anything changes or shards it."""
-        if callable(styles := getattr(self, "styles", None)):  # Of TensorParallelAddon.
-            adapters.check_plan(self.unwrap(), styles())
+        adapters.check_plan(self.unwrap(), self.changed_modules("divided"))
         self._hash_base()
         super().setup()
 
@@ -135,7 +136,7 @@ class PEFTAddon(AddOnBase):
             The file or folder.
         """
         adapters.refuse_merged(self.unwrap())
-        if path is None or "HuggingFaceAddon" in (each.__name__ for each in type(self).__mro__):
+        if path is None or with_trait(type(self), "saves_folders"):
             return super().save_model(*(() if path is None else (path,)), **options)
         if Path(path).suffix or not hasattr(self.unwrap(), "peft_config"):
             return super().save_model(path, **options)

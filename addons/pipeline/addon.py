@@ -109,21 +109,20 @@ class PipelineAddon(DistributedAddon):
     """
 
     slot = "parallel.pipeline"
+    traits = ("divides_weights", "divides_batches", "traces_model")
     mesh_dimensions = ("replicate", "pipeline")
     lockstep_forward = True
     process_attributes = {"_runner": None, "_chain": None}
     excludes = {
-        "MultiGPUAddon": "pipelines average their gradients themselves; leave MultiGPUAddon out, and write "
-        "mesh={'replicate': 2, 'pipeline': 2}",
-        "FSDPAddon": "the stages of a pipeline are not sharded; take one of them, or several pipelines: "
-        "mesh={'replicate': 2, 'pipeline': 2}",
-        "TensorParallelAddon": "the layers of a stage are not divided; take one of the two add-ons",
-        "CompileAddon": "a schedule computes forwards and backwards in its own order; leave CompileAddon out, and call "
-        "compile() of the modules within the stages",
-        "LedgerAddon": "a rank has the gradients of its stages alone, which the ledger cannot compare; leave "
+        "parallel.data": "the stages of a pipeline are not sharded, and several pipelines average their gradients "
+        "themselves; take one of the two add-ons, or write mesh={'replicate': 2, 'pipeline': 2} for several pipelines",
+        "parallel.tensor": "the layers of a stage are not divided; take one of the two add-ons",
+        "compiles_model": "a schedule computes forwards and backwards in its own order; leave CompileAddon out, and "
+        "call compile() of the modules within the stages",
+        "needs_all_gradients": "a rank has the gradients of its stages alone, which the ledger cannot compare; leave "
         "LedgerAddon out, or train with MultiGPUAddon or FSDPAddon",
-        "PEFTAddon": "it compares frozen weights, of which a rank has those of its stages alone; leave PipelineAddon "
-        "out, and train adapters with FSDPAddon",
+        "needs_all_weights": "it compares frozen weights, of which a rank has those of its stages alone; leave "
+        "PipelineAddon out, and train adapters with FSDPAddon",
     }
 
     def __init__(

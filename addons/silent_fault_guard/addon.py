@@ -70,12 +70,13 @@ class SilentFaultGuardAddon(AddOnBase):
     """
 
     layer = "control"
+    traits = ("repeats_gradients",)
     state_attributes = ("faults", "fault_checks")
     process_attributes = {"_begin": None}
     excludes = {
-        "AutoBatchAddon": "it computes the gradients of a step again as well, in other parts; leave AutoBatchAddon "
+        "repeats_gradients": "it computes the gradients of a step again as well, in other parts; leave AutoBatchAddon "
         "out, and write GradientAccumulationAddon with a smaller batch size, which zae.find_batch_size finds",
-        "DeepSpeedAddon": "its engine adds up gradients in buffers that it clears with the step alone, so that they "
+        "keeps_gradients": "its engine adds up gradients in buffers that it clears with the step alone, so that they "
         "cannot be computed twice; leave SilentFaultGuardAddon out, or train with FSDPAddon",
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from _generators import DOCS, ROOT, options
 from zae import AddOnConflict, Trainer
-from zae.compose.introspect import function_of, hooks_of, is_add_on, is_base, is_marked
+from zae.compose.introspect import function_of, hooks_of, is_add_on, is_base, is_marked, traits_of
 from zae.compose.options import options_of
 from zae.loop.addon_state import declaring
 
@@ -215,13 +215,20 @@ def conflicts() -> dict[str, dict[str, str]]:
     return found
 
 
+def meant(declared: Any) -> list[str]:
+    """List the add-ons that are meant by traits, slots, classes and names."""
+    wanted = {getattr(each, "__name__", each) for each in declared}
+    found = {name: cls for name, cls in options.add_ons().items() if name in wanted or wanted & traits_of(cls)}
+    return [name for name, cls in found.items() if not {*cls.__mro__[1:]} & {*found.values()}]  # Not its loggers.
+
+
 def combining(name: str, cls: Any) -> Iterator[str]:
     """Yield what else has to be there, or must not."""
     for each in cls.requires:
         yield f"- It requires `{getattr(each, '__name__', each)}`."
     for word, others in (("inside", cls.inside), ("outside", cls.outside)):
         if others:
-            names = ", ".join(f"`{getattr(each, '__name__', each)}`" for each in others)
+            names = ", ".join(f"`{each}`" for each in meant(others) if each not in conflicts()[name])
             yield f"- It acts {word} of {names}, where both are there."
     refused = conflicts()[name]
     for other, why in refused.items():

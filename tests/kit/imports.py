@@ -128,6 +128,35 @@ def imports_among_features() -> dict[str, set[str]]:
     return {own: others - {own} for own, others in edges.items() if others - {own}}
 
 
+NAMES_ADD_ONS = ("zae.certify.", "zae.compose.foreign_names", "zae.replay.", "zae.tuning.batch_size")
+"""Where zae/ itself names add-ons in its code: tools that add some to a script, hints on names of other libraries."""
+
+
+@cache
+def classes_of_features() -> dict[str, str]:
+    """Map the name of each add-on of addons/ to its file or folder."""
+    found = {}
+    for module, path in sources().items():
+        feature = feature_of(module)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if feature is not None and isinstance(node, ast.ClassDef) and node.name.endswith("Addon"):
+                found[node.name] = feature
+    return found
+
+
+def named_in(source: str) -> set[str]:
+    """Return the add-ons that code names: classes, and texts that are the name of one and nothing else.
+
+    A name within a message, a docstring or a comment is for its reader.
+    """
+    known, found = classes_of_features(), set[str]()
+    for node in ast.walk(ast.parse(source)):
+        text = node.id if isinstance(node, ast.Name) else node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and text in known:
+            found.add(text)
+    return found
+
+
 @cache
 def sources() -> dict[str, Path]:
     """Map the import name of each module of the package to its file."""

@@ -430,7 +430,11 @@ def weights_in_float16():
     trainer_of(Task.add_on(AMPAddon), dtype="fp16")
 
 
-@mistake(zae.ConfigError, "dtype='bf16': FSDPAddon keeps float32 weights in shards, and computes in", "leave dtype out")
+@mistake(
+    zae.ConfigError,
+    "dtype='bf16': FSDPAddon divides the weights, of which MasterWeights needs whole ones",
+    "FSDPAddon with mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16); leave dtype out",
+)
 def weights_in_bfloat16_in_shards():
     trainer_of(Task.add_on(AMPAddon, FSDPAddon), dtype="bf16")
 

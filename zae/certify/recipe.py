@@ -12,6 +12,7 @@ from zae import optim
 from zae.certify.loop import Recipe, Uncovered
 from zae.common.random_state import seed_everything
 from zae.compose.introspect import add_ons_of, hooks_of, is_add_on, is_trainer
+from zae.compose.options import option_value
 from zae.data.loaders import length_of, parts_with_epoch
 from zae.schedulers.lengths import is_per_step, is_plateau
 from zae.schedulers.warmup import takes_total_steps
@@ -38,10 +39,8 @@ def uncovered(trainer: Any, arguments: Mapping[str, Any]) -> list[str]:
     optimizers, found = optim.as_dict(trainer.optimization.optimizer), list[str]()
     if len(optimizers) != 1:
         found.append(f"{len(optimizers)} optimizers")
-    for option in ("dtype", "global_batch_size"):
-        value = getattr(trainer, option, None)
-        if value is not None:
-            found.append(f"{option}={value!r}")
+    given = {option: option_value(trainer, option) for option in ("dtype", "global_batch_size")}
+    found += [f"{option}={value!r}" for option, value in given.items() if value is not None]
     found += [f"{name}= of run()" for name, value in arguments.items() if name not in _RUN and value is not None]
     own = _classes_of_user(trainer)
     if not any("train_step" in vars(each) for each in own):
@@ -65,7 +64,7 @@ def make_loop(trainer: Any, arguments: Mapping[str, Any], precision: str) -> tup
         accumulate=trainer.step_window.batches,
         clip=trainer.gradient_clip,
         precision=precision,
-        loss_scale=getattr(trainer, "loss_scale", Recipe.loss_scale),
+        loss_scale=option_value(trainer, "loss_scale", Recipe.loss_scale),
     )
     (optimizer,) = optim.as_dict(trainer.optimization.optimizer).values()
     if optim.is_factory(optimizer):

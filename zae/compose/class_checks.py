@@ -91,6 +91,8 @@ def _check_declaration(cls: Any) -> None:
             raise AddOnError(
                 f"{name}.{relation} is {label}; it must be a tuple of add-ons or their names: {relation} = ({label},)"
             )
+    if not isinstance(cls.traits, (tuple, list)) or not all(isinstance(each, str) for each in cls.traits):
+        raise AddOnError(f"{name}.traits is {cls.traits!r}; it must be a tuple of names: traits = ('divides_weights',)")
     _check_attributes(cls, name)
     if not (cls.slot is None or (isinstance(cls.slot, str) and cls.slot)):
         raise AddOnError(f"{name}.slot is {cls.slot!r}; it must be a name, or None")

@@ -13,6 +13,7 @@ from zae.compose.introspect import (
     is_marked,
     is_trainer,
     mentions_super,
+    traits_of,
 )
 from zae.compose.options import check_owners
 from zae.compose.order import arrange, is_inside, is_named_in, label_of, relations_of
@@ -42,9 +43,10 @@ def check_set(add_ons: Sequence[TrainerMeta], cls: TrainerMeta) -> None:
     _check_names(add_ons)
     _check_slots(add_ons)
     for add_on in add_ons:
-        for name, why in add_on.excludes.items():
-            if any(is_named_in(other, [name]) for other in add_ons):
-                raise AddOnConflict(f"{add_on.__name__} and {name} do not go together: {why}")
+        for trait, why in add_on.excludes.items():
+            other = next((each for each in add_ons if each is not add_on and trait in traits_of(each)), None)
+            if other is not None:
+                raise AddOnConflict(f"{add_on.__name__} and {other.__name__} do not go together: {why}")
         for need in add_on.requires:
             if not any(is_named_in(other, [need]) for other in add_ons):
                 names = ", ".join(sorted({a.__name__ for a in add_ons} | {label_of(need)}))

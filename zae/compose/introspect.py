@@ -32,6 +32,8 @@ __all__ = [
     "repeats",
     "replaces",
     "slots_of",
+    "traits_of",
+    "with_trait",
 ]
 
 LAYERS = ("model", "loop", "precision", "parallel", "state", "control", "observe")
@@ -228,6 +230,17 @@ def slots_of(cls: Any) -> dict[str, Any]:
     filled = {add_on.slot: add_on for add_on in add_ons_of(cls) if add_on.slot}
     engines = [add_on for slot, add_on in filled.items() if is_engine_slot(slot)]
     return {**filled, "parallel": engines[0]} if engines else filled
+
+
+def traits_of(add_on: Any) -> set[str]:
+    """Return what an add-on and its bases declare to do, and the slot that it fills."""
+    found = {trait for kind in add_on.__mro__ for trait in kind.__dict__.get("traits", ())}
+    return found | {add_on.slot} if add_on.slot else found
+
+
+def with_trait(cls: Any, *traits: str) -> Any:
+    """Return the outermost add-on of a class that declares one of these traits, or fills a slot of the name."""
+    return next((add_on for add_on in add_ons_of(cls) if not traits_of(add_on).isdisjoint(traits)), None)
 
 
 def is_engine_slot(slot: str | None) -> bool:

@@ -44,6 +44,7 @@ class TrainerMeta(ABCMeta):
     outside: tuple[str | type, ...]
     slot: str | None
     requires: tuple[str | type, ...]
+    traits: tuple[str, ...]
     excludes: Mapping[str, str]
     apply: Callable[[Any], Any]
     expand_options: Callable[[Mapping[str, Any]], dict[str, Any]]

@@ -24,6 +24,7 @@ __all__ = [
     "expand_call",
     "join",
     "meant_class",
+    "option_value",
     "option_values",
     "options_of",
     "own_options",
@@ -117,6 +118,11 @@ def option_values(trainer: Any) -> dict[str, Any]:
         with suppress(AttributeError):
             found[name] = attrgetter(places.get(name, name))(trainer)
     return found
+
+
+def option_value(trainer: Any, name: str, default: Any = None) -> Any:
+    """Return the value of an option of any add-on; the default where the class takes none of this name."""
+    return option_values(trainer).get(name, default)
 
 
 def check_owners(add_ons: Iterable[Any], cls: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from zae.compose.introspect import LAYERS
+from zae.compose.introspect import LAYERS, traits_of
 from zae.errors import AddOnOrder
 
 if TYPE_CHECKING:
@@ -41,8 +41,12 @@ def is_inside(a: TrainerMeta, b: TrainerMeta) -> bool:
 
 
 def is_named_in(add_on: TrainerMeta, names: Iterable[str | type]) -> bool:
-    """Return whether an add-on or one of its bases is in a list of names and classes."""
-    return any(c is name or c.__name__ == name for name in names for c in add_on.__mro__)
+    """Return whether a list of traits, slots, classes and their names has one of an add-on or of its bases."""
+    wanted = {*names}
+    if not wanted:
+        return False
+    kinds = {each for kind in add_on.__mro__ for each in (kind, kind.__name__)}
+    return not wanted.isdisjoint(kinds | traits_of(add_on))
 
 
 def relations_of(add_on: TrainerMeta) -> str:

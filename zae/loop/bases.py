@@ -110,6 +110,22 @@ class Processes:
         """Prepare the optimizers for the wrapped model: all of their parameters must be the present ones."""
 
     @hook
+    def changed_modules(self, how: str) -> Mapping[str, Any]:
+        """Return the modules that add-ons change in one way, by their names in the model; "" is the model itself.
+
+        Parameters
+        ----------
+        how : {"compiled", "recomputed", "divided"}
+            Compiled, so that their operations are hidden; computed again in the backward; or divided among ranks.
+
+        Returns
+        -------
+        mapping
+            What is done to each: the module, or of a divided one its ParallelStyle.
+        """
+        return {}
+
+    @hook
     def layout(self, parameter: Tensor) -> str:
         """Return how the ranks hold a tensor: "replicated", "sharded", "stages" or "foreign"."""
         return "replicated"

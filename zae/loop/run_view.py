@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zae.compose.introspect import slots_of
 from zae.display.text import number
 from zae.loop.limits import remaining
 from zae.loop.progress import NO_LIMIT
@@ -81,9 +82,10 @@ class RunView:
         best_text = ""
         if "score" in best:
             best_text = f"{self._trainer.monitor} {number(best['score'])} in epoch {best['epoch']}"
+        saves = "state" in slots_of(type(self._trainer))
         texts = {
             "best": best_text,
             "stopped": self._trainer.progress_checker.stop_reason,
-            "saved": getattr(self._trainer, "last_path", None),
+            "saved": self._trainer.last_path if saves else None,
         }
         return [f"{name}: {text}" for name, text in texts.items() if text]

@@ -21,14 +21,6 @@ __all__ = [
 ]  # fmt: skip
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", None: "fp32"}
-_PARTS = "divides the weights, of which MasterWeights needs whole ones; precision='bf16' computes in bfloat16"
-_WITHOUT = {
-    "FSDPAddon": "FSDPAddon keeps float32 weights in shards, and computes in another type with mp_policy="
-    "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
-    "TensorParallelAddon": f"TensorParallelAddon {_PARTS}",
-    "PipelineAddon": f"PipelineAddon {_PARTS}",
-}
-
 # With its weights in bfloat16, and an input or statistics in float32, the CPU refuses a norm. Behind a parametrization
 # are the parameters of which a weight is computed, some with buffers in float32.
 _IN_FLOAT32 = (
@@ -38,8 +30,11 @@ _IN_FLOAT32 = (
 )  # fmt: skip
 
 
-def check_dtype(dtype: Any, precision: Any, add_ons: Iterable[str]) -> str | None:
-    """Return "bf16", or None for a model that keeps its types; refuse what cannot be trained."""
+def check_dtype(dtype: Any, precision: Any, divides: str | None = None) -> str | None:
+    """Return "bf16", or None for a model that keeps its types; refuse what cannot be trained.
+
+    ``divides`` is the name of an add-on that divides the weights.
+    """
     name = _NAMES.get(dtype, dtype) if dtype is None or isinstance(dtype, torch.dtype) else dtype
     known = ("bf16", "fp16", "fp32")
     if not isinstance(name, str) or name not in known:
@@ -55,9 +50,12 @@ def check_dtype(dtype: Any, precision: Any, add_ons: Iterable[str]) -> str | Non
         raise ConfigError(
             f"precision={precision!r} with dtype='bf16': weights in bfloat16 compute in it; leave precision out"
         )
-    for each in add_ons:
-        if each in _WITHOUT:
-            raise ConfigError(f"dtype={dtype!r}: {_WITHOUT[each]}; leave dtype out")
+    if divides is not None:
+        raise ConfigError(
+            f"dtype={dtype!r}: {divides} divides the weights, of which MasterWeights needs whole ones; "
+            "precision='bf16' computes in bfloat16, and so does FSDPAddon with "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16); leave dtype out"
+        )
     return name
 
 

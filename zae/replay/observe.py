@@ -72,7 +72,7 @@ class ReplayAddon(AddOnBase):
         row: dict[str, Any] = {"step": progress.step + 1, "epoch": progress.epoch + 1}
         row |= {"batch": progress.epoch_batch + 1, "outputs": {}, "gradients": {}, "module": None, "gradient": None}
         # Compiled code would be compiled again for the hooks, and might compute other bits.
-        is_compiled = hasattr(self, "compile_report")
+        is_compiled = bool(self.changed_modules("compiled"))
         look, look_at_gradient = partial(_note_output, row), partial(_note_gradient, row)
         with contextlib.nullcontext() if is_compiled else watching(self.unwrap(), look, look_at_gradient):
             outputs = super().gradients(batch)

@@ -12,7 +12,7 @@ from zae.addons.state_manager.checkpointer import FolderCheckpointer
 from zae.checkpoint.filesystem import original_name, step_of
 from zae.checkpoint.folder import list_checkpoints, load_checkpoint
 from zae.compose.composition import load_installed
-from zae.compose.introspect import add_ons_of
+from zae.compose.introspect import add_ons_of, traits_of, with_trait
 from zae.compose.options import options_of
 from zae.errors import CheckpointDamaged, ConfigError
 from zae.loop.progress import Every
@@ -20,8 +20,7 @@ from zae.replay.observe import Replay, ReplayAddon
 
 __all__ = ["Request", "making"]
 
-_KEPT = ("CallbackAddon",)  # An observer that may change the run.
-_ENGINES = ("DeepSpeedAddon", "PipelineAddon")  # Their steps have other parts.
+_OTHER_STEPS = ("keeps_gradients", "divides_batches")  # Traits of engines whose steps have other parts.
 
 
 class Request(NamedTuple):
@@ -93,14 +92,16 @@ def _checkpoint(request: Request, given: Mapping[str, Any]) -> tuple[Path | None
 
 def _is_left_out(add_on: Any) -> bool:
     """Return whether an add-on only writes down what a run does."""
-    return add_on.layer == "observe" and add_on.__module__.startswith("zae.") and add_on.__name__ not in _KEPT
+    is_observer = add_on.layer == "observe" and add_on.__module__.startswith("zae.")
+    return is_observer and "changes_run" not in traits_of(add_on)
 
 
 def _variant(cls: Any, plan: Replay) -> Any:
     """Return the class without its loggers, with a ledger, and with what looks at the steps."""
-    engines = [each.__name__ for each in add_ons_of(cls) if each.__name__ in _ENGINES]
-    if engines:
-        raise ConfigError(f"the trainer has {engines[0]}, whose engine computes the steps: a replay cannot look at one")
+    engine = with_trait(cls, *_OTHER_STEPS)
+    if engine is not None:
+        name = engine.__name__
+        raise ConfigError(f"the trainer has {name}, whose engine computes the steps: a replay cannot look at one")
     ReplayAddon.replay = plan
     ledger = load_installed("LedgerAddon")
     gone = [each for each in add_ons_of(cls) if _is_left_out(each)]

@@ -22,6 +22,7 @@ from zae.common import random_state
 from zae.common.device import release_memory
 from zae.compose.composition import compose
 from zae.compose.introspect import is_engine_slot, slots_of
+from zae.compose.options import options_of
 from zae.errors import ConfigError, NonFiniteError, kind_of, printable
 from zae.search.result import SearchResult, read_study
 from zae.search.scores import OtherDirectionError, Score
@@ -179,7 +180,7 @@ class Search:
     def _train(self, trial: Trial) -> list[float] | None:
         """Make the trainer, let it train, and return the scores; None for a trial that is pruned."""
         trainer, score = _checked(self.make_trainer(trial)), Score(self.objective, self.directions)
-        if hasattr(trainer, "overwrite") and trial.is_continued:
+        if "overwrite" in options_of(type(trainer)) and trial.is_continued:
             cast(Any, trainer).overwrite = True  # Where it does not resume, what it had saved would be in its way.
         try:
             score.check_monitor(trainer.history)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zae.compose.options import option_value
 from zae.errors import OptionError, did_you_mean
 from zae.search.trial import Trial
 
@@ -97,7 +98,7 @@ class LastScore:
         named = {f"eval_{name}": value for name, value in metrics.items()}
         if self.trainer is None:
             return named
-        sets = getattr(self.trainer, "eval_dataset", None)
+        sets = option_value(self.trainer, "eval_dataset")
         if isinstance(sets, Mapping):  # Transformers has those of each set alone: "a/loss" is "eval_a_loss".
             of_sets = [(f"eval_{each}/", f"eval_{each}_") for each in sets]
             named = {
