@@ -44,6 +44,10 @@ _KINDS = (bool, int, float, Tensor, np.ndarray, *STREAMS, *_CONTAINERS)
 _CLOSED = (type, ModuleType, FunctionType, MethodType, Iterator, DataLoader, Dataset, Sampler, logging.Logger)
 
 
+_OF_STEP = (  # Methods that compute a step, and do not only look at it.
+    *("train_step", "gradients", "micro_step", "to_device", "scale_loss", "backward", "normalize", "clip"),
+    *("should_step", "optimizer_step", "step_one", "scheduler_step"),
+)
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults", "param_names")  # What torch saves, or sets itself.
 _OF_LOADER = "loader."
 _OF_MODULES = frozenset(vars(nn.Module()))  # What each module has.
@@ -185,6 +189,7 @@ class _Watched(NamedTuple):
     cls: type
     users: list[type]  # The classes that are not zae's, the task first.
     named: set[str]  # What their methods name.
+    in_step: set[str]  # What those name that compute a step, and the methods that they call.
     declared: set[str]  # What zae knows: an option, an annotation, what an add-on declares.
     has_own_state: bool  # A class of the user saves a state of its own.
     saves_attributes: bool  # An add-on saves attributes of modules.
@@ -203,6 +208,7 @@ class _Watched(NamedTuple):
             cls=task,
             users=users,
             named={name for each in users for value in vars(each).values() for name in names_in(value)},
+            in_step=_named_in_step(users),
             declared=declared,
             has_own_state=any("state_dict" in vars(each) and "layer" not in vars(each) for each in users),
             saves_attributes=any("saved_attributes" in vars(each) for each in task.__mro__),
@@ -221,8 +227,21 @@ class _Watched(NamedTuple):
         for name, value in sorted((found | vars(owner)).items()):
             if name.startswith("_") and (name not in self.named or name.startswith("__")):
                 continue
+            if name.startswith("_") and isinstance(value, float) and name not in self.in_step:
+                continue  # A time, or another number of the user's own that is shown.
             if name not in self.declared and not _is_of_zae(type(value)):
                 yield f"{place}.{name}", value
+
+
+def _named_in_step(users: list[type]) -> set[str]:
+    """Return what the methods of a user name that compute a step, with the methods of the user that they call."""
+    found, left = set[str](), list(_OF_STEP)
+    while left:
+        name = left.pop()
+        read = {each for user in users for each in names_in(vars(user).get(name))} - found
+        found |= read
+        left += read
+    return found
 
 
 def _is_of_zae(cls: type) -> bool:

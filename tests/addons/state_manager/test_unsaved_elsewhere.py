@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import colorsys
 import itertools
+import math
 import random
+import time
 import types
 import warnings
 from functools import partial
@@ -373,15 +375,6 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("kind", NAMED)
-def test_what_is_not_saved_is_named(kind, tmp_path, caplog):
-    make, options, names = NAMED[kind]
-    _, (text,) = told(make, tmp_path, caplog, **options)
-    for name in names:
-        assert name.replace("'", "") in text.replace("'", "").replace('"', "").replace("\\", "")
-    assert "may differ from an uninterrupted one" in text
-
-
 class Cached(nn.Module):
     """Builds positions in its first forward."""
 
@@ -427,7 +420,80 @@ class Seeded(Sampler):
         return iter(torch.randperm(24, generator=torch.Generator().manual_seed(self.seed)).tolist())
 
 
+class Timed(Task):
+    """Measures how long epochs and steps take, and shows it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._began, self._in_epochs, self._step_began, self._lowest = 0.0, 0.0, time.perf_counter(), math.inf
+
+    def on_epoch_begin(self):
+        super().on_epoch_begin()
+        self._began = time.time()
+
+    def on_step_begin(self, batch):
+        super().on_step_begin(batch)
+        self._step_began = time.perf_counter()
+
+    def on_step_end(self, outputs):
+        super().on_step_end(outputs)
+        self._lowest = min(self._lowest, time.perf_counter() - self._step_began)
+
+    def on_epoch_end(self):
+        super().on_epoch_end()
+        self._in_epochs += time.time() - self._began
+        self.log({"seconds": self._in_epochs, "step": self._lowest}, self.progress_checker.step)
+
+
+class Tempered(Task):
+    """Changes a private number at the end of an epoch, which a helper of its step reads."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._temperature = 1.0
+
+    def train_step(self, batch):
+        return super().train_step(self._scaled(batch))
+
+    def _scaled(self, batch):
+        return batch[0] * self._temperature, batch[1]
+
+    def on_step_end(self, outputs):
+        super().on_step_end(outputs)
+        self._temperature *= 0.5
+
+
+class Phased(Task):
+    """Counts in a private attribute, and trains otherwise from the second step on."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._phase = 0
+
+    def on_step_end(self, outputs):
+        super().on_step_end(outputs)
+        self._phase += 1
+        if self._phase == 2:
+            self.optimizers["0"].param_groups[0]["lr"] *= 0.5
+
+
+NAMED |= {
+    "a private number that a helper reads": (lambda: (loader_of(), None), {"task": Tempered}, ["'Task._temperature'"]),
+    "a private count": (lambda: (loader_of(), None), {"task": Phased}, ["'Task._phase'"]),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_what_is_not_saved_is_named(kind, tmp_path, caplog):
+    make, options, names = NAMED[kind]
+    _, (text,) = told(make, tmp_path, caplog, **options)
+    for name in names:
+        assert name.replace("'", "") in text.replace("'", "").replace('"', "").replace("\\", "")
+    assert "may differ from an uninterrupted one" in text
+
+
 SILENT = {
+    "timers": (lambda: (loader_of(), None), {"task": Timed}),
     "weight_norm, spectral_norm, prune": (lambda: (loader_of(), None), {"model": normed}),
     "a sampler with a state": (lambda: (weighted(Stateful), reweight), {}),
     "set_epoch": (lambda: (loader_of(sampler=Counting(True), shuffle=None), None), {}),
