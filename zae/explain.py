@@ -142,7 +142,7 @@ def explain(target: Any) -> Text:
     >>> from zae import Trainer
     >>> from zae.addons import EMAAddon
     >>> from zae.explain import explain
-    >>> "EMAAddon: Validate and deploy" in explain(Trainer.add_on(EMAAddon))
+    >>> "EMAAddon: Evaluate with the average" in explain(Trainer.add_on(EMAAddon))
     True
     """
     is_class = isinstance(target, type)

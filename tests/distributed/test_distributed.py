@@ -303,7 +303,7 @@ def slow(*add_ons, **options):
 
 SLOW = f"""
 import signal, sys
-sys.path[:0] = {[str(TESTS), str(TESTS / "launch")]!r}
+sys.path[:0] = {[str(TESTS), str(TESTS / "distributed")]!r}
 sys.modules["tabulate"] = None  # Where torch imports it at exit, Python forgets that Ctrl-C ended the script.
 from test_distributed import forks, slow
 signal.signal(signal.SIGINT, signal.default_int_handler)  # Whoever runs the tests may ignore it.

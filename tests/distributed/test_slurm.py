@@ -54,7 +54,7 @@ def be_task(folder):
 def test_two_tasks_of_srun_are_ranks(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    text = f"from launch.test_slurm import be_task\nbe_task({str(tmp_path)!r})\n"
+    text = f"from distributed.test_slurm import be_task\nbe_task({str(tmp_path)!r})\n"
     job = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
     with forks():
         tasks = [Script(text, **job, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)]
