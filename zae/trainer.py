@@ -382,12 +382,14 @@ class Trainer(Processes, metaclass=TrainerMeta):
             run.resume_pending_validation()
             while run.has_more_epochs():
                 self.on_epoch_begin()
+                # on_epoch_begin may load a state, which may be of the end of the call.
                 if run.take_up_state() and not run.has_more_epochs():
                     break
                 with loader_of_epoch(run) as its_loader:
                     self.run_epoch(its_loader)
-                # Else the run ends within the epoch, or continues from another state.
-                if not (self.progress_checker.epoch_batch or run.continuation.is_due):
+                # Not where the run ends within the epoch, or continues from another state.
+                is_epoch_open = self.progress_checker.epoch_batch > 0
+                if not is_epoch_open and not run.continuation.is_due:
                     run.end_epoch()
             self.on_run_end()
         return self.metrics
@@ -420,7 +422,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
             batches = run.batches(loader)
             for batch in batches:
                 self.run_batch(batch)
-                if run.after_step():
+                if run.after_step():  # The epoch, or the run, ends before the loader does.
                     is_complete = run.ends_epoch(loader, batches)
                     break
         return run.close_epoch(loader, is_complete)
@@ -434,28 +436,32 @@ class Trainer(Processes, metaclass=TrainerMeta):
             One batch, or the batches of one accumulation window.
         """
         run = self.current_run
-        if not run.is_ready:
+        if not run.is_ready:  # Called by itself: nothing has set the trainer up, and no epoch was opened.
             run.set_up()
             if self.mode == "train":
                 self.optimization.begin_training()
         if self.mode == "test":
             Evaluation(self).record_batch(batch)
             return
-        if run.watches_next_step:
+        if run.watches_next_step:  # It calls this method again, with each hook watched.
             run.watches_next_step = False
             FirstStep(self).run_batch(batch)
             return
         run.batch = batch
         self.on_step_begin(batch)
         with self.batch_context():
+            # Before the forward, which puts a NaN into the buffers too: a step that is left out gives them back.
             self.nonfinite.begin_step(self._module)
             outputs = [*map(StepOutput, self.gradients(batch))]
+            # From here on the gradients are the true ones: the norm, the clipping and should_step go by these.
             self.unscale()
             self.clip()
             stepped = self.should_step(outputs) and self.optimizer_step()
-            if stepped:
+            if stepped:  # A schedule counts the steps that were taken.
                 self.scheduler_step("batch")
+            # After the step and not before the next one: the memory of the gradients is free for the next forward.
             self.zero_grad()
+        # A step that was left out counts as well: the batches are used, and the position in the data moves on.
         self.progress_checker.advance(len(outputs), not stepped)
         for step_dict, weight in outputs:
             self.logging(step_dict, weight)
@@ -483,6 +489,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         run = self.current_run
         count = len(micro_batches)
         outputs: list[tuple[Mapping[str, Any], float]] = []
+        # The run holds both, for error notes and for add-ons that count batches.
         for run.micro_index, run.batch in enumerate(micro_batches):
             with self.sync_context(run.micro_index == count - 1):
                 outputs.append(self.micro_step(self.to_device(run.batch), count))

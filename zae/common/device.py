@@ -35,9 +35,13 @@ HOST = torch.device("cpu")
 """The CPU, as `parse_device` returns it: comparing identities is faster than comparing devices."""
 
 _OUT_OF_MEMORY = (
-    "out of memory", "can't allocate memory", "not enough memory", "DefaultCPUAllocator",
-    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
-)  # fmt: skip
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "DefaultCPUAllocator",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 def parse_device(spec: DeviceSpec = "auto") -> list[torch.device]:

@@ -181,8 +181,11 @@ def load_fitted(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) 
 @contextlib.contextmanager
 def _writable(module: nn.Module) -> Iterator[None]:
     """Give each element of expanded tensors its own place, which loading needs, and make them views again after it."""
-    expanded = [(each, each.stride()) for each in module.state_dict(keep_vars=True).values()
-                if isinstance(each, Tensor) and not has_own_elements(each)]  # fmt: skip
+    expanded = [
+        (each, each.stride())
+        for each in module.state_dict(keep_vars=True).values()
+        if isinstance(each, Tensor) and not has_own_elements(each)
+    ]
     for each, _ in expanded:
         each.data = each.detach().clone(memory_format=torch.contiguous_format)
     try:

@@ -370,5 +370,6 @@ def _warn_of_lost(kind: str) -> None:
     """Warn, once in a process, that the streams of a state have no device here."""
     _log.warning(
         "the saved random state is of a device of kind %s, and none is visible here: random numbers that the model "
-        "draws on a device, for dropout for instance, differ from those of an uninterrupted run", kind,
-    )  # fmt: skip
+        "draws on a device, for dropout for instance, differ from those of an uninterrupted run",
+        kind,
+    )

@@ -71,8 +71,9 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
         except (TypeError, ValueError) as error:
             raise ConfigError(f"lengths must have a whole number for each sample ({error})") from None
         if self.lengths.ndim != 1 or not len(self.lengths) or self.lengths.min() < 0:
-            raise ConfigError(f"lengths must have a number for each sample, none negative; its shape is "
-                              f"{self.lengths.shape}")  # fmt: skip
+            raise ConfigError(
+                f"lengths must have a number for each sample, none negative; its shape is {self.lengths.shape}"
+            )
         self.batch_size = check_count("batch_size", batch_size, optional=True)
         self.max_tokens = check_count("max_tokens", max_tokens, optional=True)
         longest = int(self.lengths.argmax())

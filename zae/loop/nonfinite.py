@@ -87,7 +87,9 @@ class NonFiniteGuard:
         ``progress`` counts the steps that are not finite; ``processes`` are the hooks of the trainer for several ranks.
         """
         norm = self.optimization.grad_norm
-        looked_at = [values["loss"] for values, _ in outputs]
+        looked_at = []
+        for values, _ in outputs:  # Not a comprehension: it would be one more call in each step.
+            looked_at.append(values["loss"])
         if norm is not None and not processes.precision_part.is_scaled:
             looked_at.append(norm)
         is_bad = False

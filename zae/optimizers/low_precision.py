@@ -16,18 +16,37 @@ from zae.optimizers.master_weights import MasterWeights, check_kind, has_low
 from zae.schedulers.lengths import parts_of
 
 __all__ = [
-    "MasterFactory", "check_dtype", "check_optimizer", "check_plain", "describe", "follow", "to_bfloat16",
+    "MasterFactory",
+    "check_dtype",
+    "check_optimizer",
+    "check_plain",
+    "describe",
+    "follow",
+    "to_bfloat16",
     "with_masters",
-]  # fmt: skip
+]
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", None: "fp32"}
 # With its weights in bfloat16, and an input or statistics in float32, the CPU refuses a norm. Behind a parametrization
 # are the parameters of which a weight is computed, some with buffers in float32.
 _IN_FLOAT32 = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
-    nn.InstanceNorm3d, nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d, nn.LazyInstanceNorm1d,
-    nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d, nn.LayerNorm, nn.GroupNorm, ParametrizationList,
-)  # fmt: skip
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.LazyBatchNorm1d,
+    nn.LazyBatchNorm2d,
+    nn.LazyBatchNorm3d,
+    nn.LazyInstanceNorm1d,
+    nn.LazyInstanceNorm2d,
+    nn.LazyInstanceNorm3d,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    ParametrizationList,
+)
 
 
 def check_dtype(dtype: Any, precision: Any, divides: str | None = None) -> str | None:

@@ -63,9 +63,11 @@ def hidden_matrices(model: nn.Module, exclude: Sequence[str] | None = None) -> d
     found = {
         name: p
         for name, p in named.items()
-        if p.requires_grad and p.ndim == 2 and id(p) not in left_out
+        if p.requires_grad
+        and p.ndim == 2
+        and id(p) not in left_out
         and not any(re.search(pattern, name) for pattern in exclude or ())
-    }  # fmt: skip
+    }
     if not found:
         shapes = [f"{name} {tuple(p.shape)}" for name, p in named.items() if p.requires_grad]
         raise ConfigError(
