@@ -19,8 +19,8 @@ class _WithoutGraphs(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
             tensor, memo = args
-            memo[id(tensor)] = twin = tensor.detach().clone()
-            return twin
+            memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
         return func(*args, **(kwargs or {}))
 
 

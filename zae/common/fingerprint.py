@@ -49,7 +49,10 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
     """Hash each tensor on its device in 64 bits, as `fingerprint` does, and copy all hashes to the host at once."""
     totals: list[Tensor] = []
     for tensor in tensors:
-        parts = [each for part in _parts(local_part(tensor).detach()) if part.numel() for each in _sums(_bytes(part))]
+        parts: list[Tensor] = []
+        for part in _parts(local_part(tensor).detach()):
+            if part.numel():
+                parts += _sums(_bytes(part))
         if not parts:
             totals.append(torch.zeros((), dtype=torch.int64))
             continue
@@ -105,9 +108,8 @@ def random_state() -> str:
     numbers: Any = np.random.get_state()
     state.update(numbers[1].tobytes())
     _, words, gauss = random.getstate()
-    state.update(
-        repr((numbers[2:], hash(words), gauss)).encode()
-    )  # The hash of integers does not depend on the process.
+    # The hash of integers does not depend on the process.
+    state.update(repr((numbers[2:], hash(words), gauss)).encode())
     for states in rng.of_devices().values():
         for each in states:
             state.update(each.numpy().tobytes())

@@ -112,7 +112,8 @@ def fit_name(name: str, known: Mapping[str, Any]) -> str:
 
 def fit_state(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights under the keys that a module loads, whatever wrappers the saved module had."""
-    known, own = own_names(module), module.state_dict()
+    known = own_names(module)
+    own = module.state_dict()
     made: dict[str, Tensor] = {}
     for name, value in weights.items():
         key = name if name in own else known.get(fit_name(name, known), name)
@@ -131,7 +132,8 @@ def fit_weights(
     ``needed`` are the keys that must be there, if not all.
     """
     own = module.state_dict()
-    made, weights = _tensors_in(own), fit_state(module, weights)
+    made = _tensors_in(own)
+    weights = fit_state(module, weights)
     extra = [key for key in extra_names(own) if key not in weights]
     if extra:
         _log.warning("%s stays as it is: files of weights contain tensors alone", ", ".join(extra[:_SHOWN]))
@@ -181,11 +183,10 @@ def load_fitted(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) 
 @contextlib.contextmanager
 def _writable(module: nn.Module) -> Iterator[None]:
     """Give each element of expanded tensors its own place, which loading needs, and make them views again after it."""
-    expanded = [
-        (each, each.stride())
-        for each in module.state_dict(keep_vars=True).values()
-        if isinstance(each, Tensor) and not has_own_elements(each)
-    ]
+    expanded = []
+    for each in module.state_dict(keep_vars=True).values():
+        if isinstance(each, Tensor) and not has_own_elements(each):
+            expanded.append((each, each.stride()))
     for each, _ in expanded:
         each.data = each.detach().clone(memory_format=torch.contiguous_format)
     try:

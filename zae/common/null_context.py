@@ -14,7 +14,8 @@ class _NullContext:
     ``"".format`` accepts any arguments, and returns an empty string, which lets exceptions pass.
     """
 
-    __enter__ = __exit__ = staticmethod("".format)
+    __enter__ = staticmethod("".format)
+    __exit__ = staticmethod("".format)
 
 
 NULL_CONTEXT = cast("AbstractContextManager[None]", _NullContext())

@@ -51,7 +51,8 @@ def strides_to_save(tensor: Tensor) -> tuple[int, ...] | None:
     """Return the strides of a tensor if they are not those of a new one, and `with_strides` can give them back."""
     if not is_laid_out(tensor):
         return None
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    shape = tuple(tensor.shape)
+    strides = tuple(tensor.stride())
     if strides == contiguous_strides(shape) or not can_have_strides(shape, strides):
         return None
     return strides
@@ -75,7 +76,8 @@ def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 def copy_with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """Return a copy of a tensor in an order of memory; arguments and errors as for `with_strides`."""
-    shape, strides = tuple(tensor.shape), tuple(strides)
+    shape = tuple(tensor.shape)
+    strides = tuple(strides)
     if not can_have_strides(shape, strides):
         raise ValueError(f"a tensor of shape {shape!s:.80} cannot have the strides {strides!s:.80}")
     base = tensor

@@ -88,11 +88,13 @@ def call_instead(module: nn.Module, function: Callable[..., Any]) -> Iterator[No
 
     The wrappers around the module, and its type, do not change.
     """
-    state, name = vars(module), "_compiled_call_impl"
+    state = vars(module)
+    name = "_compiled_call_impl"
     if not (hasattr(nn.Module, name) and hasattr(nn.Module, "_call_impl")):
         yield
         return
-    before, state[name] = state.get(name), function
+    before = state.get(name)
+    state[name] = function
     try:
         yield
     finally:
@@ -242,10 +244,18 @@ def overflow_flags(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[T
 
 def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Return whether a scaler found a gradient of an optimizer that is not finite when it unscaled them."""
-    if (found := getattr(scaler, "_found_inf_per_device", None)) is not None:
+    found = getattr(scaler, "_found_inf_per_device", None)
+    if found is not None:
         return any(each.item() for each in found(optimizer).values())
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return not all(bool((g.coalesce().values() if g.is_sparse else g).isfinite().all()) for g in gradients)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            if not bool(values.isfinite().all()):
+                return True
+    return False
 
 
 # ------------------------------------------------------------------------------------------------ state of the process

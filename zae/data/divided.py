@@ -72,8 +72,9 @@ def _mark_dataset(dataset: Any, place: str, found: dict[str, Any], depth: int) -
                 mark = _mark_of(each)
                 at = f"{place}.{name}" + f"[{index}]" * (name == "tensors")
                 found[at] = tuple(mark) if name == "indices" else mark
-    for name, inner in parts_of_dataset(dataset).items() if depth else ():
-        _mark_dataset(inner, place + name, found, depth - 1)
+    if depth:
+        for name, inner in parts_of_dataset(dataset).items():
+            _mark_dataset(inner, place + name, found, depth - 1)
 
 
 def _some(size: int) -> list[int]:
@@ -83,7 +84,8 @@ def _some(size: int) -> list[int]:
 
 def _mark_of(value: Any) -> Any:
     """Return a mark of a list, a tensor or a table: its length, and a digest of some entries."""
-    size, indices = len(value), _some(len(value))
+    size = len(value)
+    indices = _some(size)
     if isinstance(value, Mapping):
         keys = list(value)
         return size, _digest([keys[index] for index in indices])
@@ -91,11 +93,15 @@ def _mark_of(value: Any) -> Any:
         if hasattr(value, "iloc"):  # A table of pandas.
             return size, repr(value.iloc[indices])
         entries = [value[index] for index in indices]
-        kinds = {type(leaf) for entry in entries for _, leaf in leaves_of(entry)}
-        has_numbers = any(issubclass(kind, (Tensor, np.ndarray, np.generic)) for kind in kinds)
-        return (_Numbers if has_numbers else tuple)((size, _digest(entries)))
+        mark = (size, _digest(entries))
+        return _Numbers(mark) if any(map(_has_numbers, entries)) else mark
     except Exception:  # Of a class of the user: its length is all that is compared.
         return size, ""
+
+
+def _has_numbers(entry: Any) -> bool:
+    """Return whether a tensor, or an array, is in an entry."""
+    return any(isinstance(leaf, (Tensor, np.ndarray, np.generic)) for _, leaf in leaves_of(entry))
 
 
 def _digest(entries: Sequence[Any]) -> str:
@@ -123,12 +129,9 @@ def check_same_data(of_ranks: Sequence[Mapping[str, Any]], is_main: bool) -> Non
     Where only the numbers of tensors differ, the script may have drawn them on each rank: that is a warning.
     """
     main = of_ranks[0]
-    found = [
-        (place, rank)
-        for rank, marks in enumerate(of_ranks)
-        for place in {**main, **marks}
-        if main.get(place) != marks.get(place)
-    ]
+    found = []
+    for rank, marks in enumerate(of_ranks):
+        found += [(place, rank) for place in {**main, **marks} if main.get(place) != marks.get(place)]
     certain = [(place, rank) for place, rank in found if not isinstance(main.get(place), _Numbers)]
     if not found:
         return

@@ -140,7 +140,8 @@ class Mixture(Dataset[Any]):
             len(self)  # Raises the error.
         samples: list[Any] = []
         for source, run in groupby(entries, key=lambda entry: entry[0]):
-            name, rows = self._names[source], [row for _, row in run]
+            name = self._names[source]
+            rows = [row for _, row in run]
             dataset = self.datasets[name]
             fetch = getattr(dataset, "__getitems__", None)
             found = [dataset[row] for row in rows] if fetch is None else fetch(rows)
@@ -207,7 +208,8 @@ class _MixtureOrder(Sampler[_Entry]):
     """What the samplers of a mixture have in common: their epoch."""
 
     def __init__(self, mixture: Mixture) -> None:
-        self.mixture, self.epoch = mixture, 0
+        self.mixture = mixture
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next iteration yields; a trainer calls it, a loop of your own has to."""
@@ -253,7 +255,8 @@ class MixtureBatchSampler(_MixtureOrder[list[tuple[int, int]]]):
         return sum(self._counts)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        rows, draw = self._rows(), self.mixture._generator(_BATCHES, self.epoch)
+        rows = self._rows()
+        draw = self.mixture._generator(_BATCHES, self.epoch)
         for source in self.mixture._arranged(self._counts, draw).tolist():
             yield [(source, row) for row in islice(rows[source], self.batch_size)]
 
@@ -277,4 +280,6 @@ def _check_datasets(datasets: Any, weights: Any) -> tuple[dict[str, Any], dict[s
     for name, weight in weights.items():
         if not check_number(f"weights[{name!r}]", weight):
             raise ConfigError(f"weights[{name!r}]={weight!r}; leave a dataset of weight 0 out")
-    return {str(name): each for name, each in datasets.items()}, {str(name): float(weights[name]) for name in datasets}
+    by_name = {str(name): each for name, each in datasets.items()}
+    weight_by_name = {str(name): float(weights[name]) for name in datasets}
+    return by_name, weight_by_name

@@ -60,13 +60,18 @@ def pack(documents: Sequence[Any], length: int | None = None, *, pad_id: int = 0
     """
     parts = [_entries_of(document) for document in documents]
     sizes = [len(part["input_ids"]) for part in parts]
-    if differing := next((part for part in parts if part.keys() != parts[0].keys()), None):
-        raise LoaderError(
-            f"one document has the entries {', '.join(parts[0])}, and another one {', '.join(differing)}; those of a "
-            "row are joined, so give all documents the same ones"
-        )
+    for part in parts:
+        if part.keys() != parts[0].keys():
+            raise LoaderError(
+                f"one document has the entries {', '.join(parts[0])}, and another one {', '.join(part)}; those of a "
+                "row are joined, so give all documents the same ones"
+            )
     filled = [part for part, size in zip(parts, sizes) if size] or parts[:1]  # An empty list has no type.
-    row = {name: torch.cat([part[name] for part in filled]) for name in parts[0]} if parts else _entries_of([])
+    row = {}
+    for name in parts[0] if parts else ():
+        row[name] = torch.cat([part[name] for part in filled])
+    if not parts:
+        row = _entries_of([])
     row["position_ids"] = torch.cat([torch.arange(size) for size in sizes]) if sizes else torch.arange(0)
     row["document_ids"] = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.long))
     if length is None:
@@ -107,7 +112,8 @@ def _check_document(document: Any) -> Mapping[str, Any]:
         document = {"input_ids": document}
     if "input_ids" not in document:
         raise LoaderError(f"a document has the entries {', '.join(map(str, document))} and no 'input_ids'")
-    ids, mask = document["input_ids"], document.get("attention_mask")
+    ids = document["input_ids"]
+    mask = document.get("attention_mask")
     if isinstance(ids, str):
         raise LoaderError(f"a document is the text {ids!r:.40}; tokenize it: tokenizer(text)")
     if mask is not None and not bool(torch.as_tensor(mask).all()):
@@ -218,13 +224,15 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 f"pad_id={pad_id!r}; it must be a token id. Where a tokenizer has no pad_token_id any token will do, "
                 "because padding is not a target: pad_id=tokenizer.eos_token_id"
             )
-        self.dataset, self.length = dataset, check_count("length", length)
-        self.pad_id, self._too_long = int(pad_id), too_long
-        sizes = _sizes_of(dataset, lengths)
-        self.rows = _best_fit(
-            [piece for index, size in enumerate(sizes) for piece in self._pieces(index, size)], length
-        )
-        tokens = sum(end - start for row in self.rows for _, start, end in row)
+        self.dataset = dataset
+        self.length = check_count("length", length)
+        self.pad_id = int(pad_id)
+        self._too_long = too_long
+        pieces: list[tuple[int, int, int]] = []
+        for index, size in enumerate(_sizes_of(dataset, lengths)):
+            pieces += self._pieces(index, size)
+        self.rows = _best_fit(pieces, length)
+        tokens = sum(end - start for _, start, end in pieces)
         self.padding = 1 - tokens / (len(self.rows) * length) if self.rows else 0.0
 
     def _pieces(self, index: int, size: int) -> list[tuple[int, int, int]]:
@@ -274,13 +282,15 @@ def _best_fit(pieces: list[tuple[int, int, int]], length: int) -> list[list[tupl
         size = piece[2] - piece[1]
         at = bisect.bisect_left(rooms, size)
         if at == len(rooms):
-            row, room = len(rows), length
+            row = len(rows)
+            room = length
             rows.append([])
         else:
             room = rooms[at]
             row = with_room[room].pop()
             if not with_room[room]:
-                del rooms[at], with_room[room]
+                del rooms[at]
+                del with_room[room]
         rows[row].append(piece)
         left = room - size
         if left not in with_room:

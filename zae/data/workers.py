@@ -319,7 +319,8 @@ def abandon_workers(iterator: Any, loader: Any = None) -> None:
     When the iterator is freed, torch signals the same and waits for the lock of the event without a time limit.
     """
     event = getattr(iterator, "_workers_done_event", None)
-    lock, flag = getattr(event, "_cond", None), getattr(event, "_flag", None)
+    lock = getattr(event, "_cond", None)
+    flag = getattr(event, "_flag", None)
     if lock is None or flag is None:
         return
     if lock.acquire(True, _PATIENCE):

@@ -89,7 +89,8 @@ class Notebook(Display):
         """Leave the table, with how the run ended and no bar."""
         if not self._is_drawn:
             return
-        at, error = run.position(), self._error
+        at = run.position()
+        error = self._error
         parts = [*self._clock.summary(at), *run.ending()]
         if error is not None:
             said = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0][:200]
@@ -100,7 +101,8 @@ class Notebook(Display):
     def _draw(self, run: Source, status: str, bar: str = "", *, is_failed: bool = False) -> None:
         """Show the output, or replace it."""
         metrics = run.metrics()
-        text, rows = str(metrics), metrics.rows()  # With a row for the open epoch.
+        text = str(metrics)
+        rows = metrics.rows()  # With a row for the open epoch.
         style = "margin:4px 0" + (";border-left:4px solid #e5484d;padding-left:8px" if is_failed else "")
         table = metrics_html(rows, metrics.marks(rows)) if rows else ""
         said = "".join(f"<div>{escape(each)}</div>" for each in self._said)

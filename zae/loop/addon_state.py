@@ -186,7 +186,8 @@ class Generators:
 
     def _place(self, name: str, saved: Mapping[str, Any] | None) -> None:
         """Set a generator to a saved state, or seed it."""
-        generator, rank = self._open[name], self._ranks[name]
+        generator = self._open[name]
+        rank = self._ranks[name]
         if saved is None:
             generator.manual_seed(_seed_of(self._seed, rank, name))
         elif saved["rank"] == rank and saved["state"].numel() == generator.get_state().numel():

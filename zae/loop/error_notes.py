@@ -87,7 +87,8 @@ def _describe_place(error: Exception, place: str, run: Run) -> str:
         return f"{place}; the batch was {describe_batch(run.batch)}"
     if not run.is_loading and not is_of_worker:
         return ""
-    progress, workers = run.trainer.progress_checker, getattr(run.current_loader, "num_workers", 0)
+    progress = run.trainer.progress_checker
+    workers = getattr(run.current_loader, "num_workers", 0)
     asked = f"while batch {failed_at or progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
     if run.loader_use == "evaluation":
         asked = f"while a batch was asked for in an evaluation after step {progress.step}"

@@ -320,10 +320,14 @@ def _trained_by(optimizer: Any) -> list[Tensor]:
 
 def warn_of_unmoved(trainer: Trainer, before: Mapping[str, list[WeightSample]]) -> None:
     """Warn of optimizers that have changed none of their weights in the epoch that ends."""
-    names = [name for name, samples in before.items() if samples and not any(each.has_moved for each in samples)]
+    names = []
+    for name, samples in before.items():
+        if samples and not any(each.has_moved for each in samples):
+            names.append(name)
     if not names or not trainer.is_main:
         return
-    several, own = "", ""
+    several = ""
+    own = ""
     if len(trainer.optimizers) > 1:
         several = f" of optimizer {', '.join(map(repr, names))}"
         own = ", and return a loss for each: {'loss': {name: loss, ...}}"

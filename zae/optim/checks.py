@@ -70,9 +70,12 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
 
 def check_scheduler_owners(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> None:
     """Refuse a scheduler whose optimizer does not train: it would change no learning rate."""
-    held = {id(parameter) for each in optimizers.values() for parameter in parameters_of(each)}
+    held: set[int] = set()
+    for optimizer in optimizers.values():
+        held.update(map(id, parameters_of(optimizer)))
     for name, scheduler in schedulers.items():
-        other, kind = getattr(scheduler, "optimizer", None), type(scheduler).__name__
+        other = getattr(scheduler, "optimizer", None)
+        kind = type(scheduler).__name__
         if not held or not isinstance(other, Optimizer) or any(other is each for each in optimizers.values()):
             continue
         if held.isdisjoint(map(id, parameters_of(other))):
@@ -100,7 +103,8 @@ def check_disjoint(optimizers: Mapping[str, Optimizer], model: nn.Module) -> Non
 
 def _check_parameters(where: str, optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer that has no parameter of the model."""
-    own, held = {id(p) for p in model.parameters()}, parameters_of(optimizer)
+    own = {id(p) for p in model.parameters()}
+    held = parameters_of(optimizer)
     if own and not any(id(p) in own for p in held):
         name = type(optimizer).__name__
         raise ConfigError(
@@ -111,8 +115,9 @@ def _check_parameters(where: str, optimizer: Optimizer, model: nn.Module) -> Non
 
 def _check_kinds(what: str, given: Any, kinds: tuple[type, ...]) -> None:
     """Refuse what is neither an object of these kinds nor a factory of one."""
-    is_pair = _is_pair(given)
-    for name, each in {what: given}.items() if is_pair else as_dict(given).items():
+    is_pair = _is_pair(given)  # It is a tuple, and stands for one object.
+    several = {what: given} if is_pair else as_dict(given)
+    for name, each in several.items():
         where = what if is_pair else label(what, given, name)
         if isinstance(each, kinds):
             continue

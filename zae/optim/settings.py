@@ -38,12 +38,15 @@ class _Settings(NamedTuple):
 
 def _describe(each: Any) -> dict[str, Any]:
     """Return the class of an optimizer or a scheduler, and its settings as plain values."""
+    parts: list[dict[str, Any]] = []
     if isinstance(each, Optimizer):
-        found, parts = dict(_of_groups(each)), []
+        found = dict(_of_groups(each))
     else:
         found = {key: value for key, value in vars(each).items() if key[0] != "_" and key not in _CHANGING}
-        found |= {"milestones": milestones} if (milestones := milestones_of(each)) is not None else {}
-        parts = [_describe(part) for part in parts_of(each)]
+        milestones = milestones_of(each)
+        if milestones is not None:
+            found["milestones"] = milestones
+        parts += [_describe(part) for part in parts_of(each)]
     plain = {key: _plain(value) for key, value in found.items()}
     settings = {key: value for key, value in plain.items() if value is not _NO_VALUE}
     return {"class": type(each).__name__, "settings": settings, "parts": parts}

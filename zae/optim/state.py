@@ -368,8 +368,10 @@ def check_groups(name: str, optimizer: Optimizer, state: Any, added: Sequence[in
     """
     entries = state.get("state") if isinstance(state, Mapping) and "param_groups" in state else None
     # What belongs to no parameter has a name, and any value: MADGRAD counts its steps in state["k"].
-    of_parameters = {} if not isinstance(entries, Mapping) else {k: v for k, v in entries.items() if type(k) is int}
-    if not isinstance(entries, Mapping) or not all(isinstance(each, Mapping) for each in of_parameters.values()):
+    of_parameters = [None]
+    if isinstance(entries, Mapping):
+        of_parameters = [each for key, each in entries.items() if type(key) is int]
+    if not all(isinstance(each, Mapping) for each in of_parameters):
         raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
     saved = [len(group["params"]) for group in state["param_groups"]]
     present = [len(group["params"]) for group in optimizer.param_groups] + [*added]
@@ -383,7 +385,8 @@ def check_groups(name: str, optimizer: Optimizer, state: Any, added: Sequence[in
         )
     for group, other in zip(optimizer.param_groups, state["param_groups"]):
         # Another version of torch may add settings; where each lacks some of the other, the classes differ.
-        lacks, leaves = sorted(set(optimizer.defaults) - set(other)), sorted(set(other) - set(group))
+        lacks = sorted(set(optimizer.defaults) - set(other))
+        leaves = sorted(set(other) - set(group))
         if lacks and leaves:
             raise CheckpointMismatch(
                 f"the state of optimizer {name} was saved by another class than {type(optimizer).__name__}: it has no "
