@@ -178,7 +178,9 @@ def test_ranks_that_all_lost_a_connection():
 
 
 def agent(*arguments, restarts=0):
-    Path("ranks.py").write_text("import sys\nfrom distributed.test_stopped_ranks import be_rank\nbe_rank(*sys.argv[1:])\n")
+    Path("ranks.py").write_text(
+        "import sys\nfrom distributed.test_stopped_ranks import be_rank\nbe_rank(*sys.argv[1:])\n"
+    )
     place = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", "one"]
     with forks():
         return Torchrun(*place, "--nproc_per_node", "2", "--max-restarts", restarts, "ranks.py", 2, *arguments)
@@ -198,7 +200,9 @@ def test_a_stopped_rank_of_torchrun(whole):
 @pytest.mark.exhaustive
 def test_an_agent_of_torchrun_that_is_killed(whole):
     """Its ranks end at their next checkpoint, in words: nobody would start them again."""
-    Path("ranks.py").write_text("import sys\nfrom distributed.test_stopped_ranks import be_rank\nbe_rank(*sys.argv[1:])\n")
+    Path("ranks.py").write_text(
+        "import sys\nfrom distributed.test_stopped_ranks import be_rank\nbe_rank(*sys.argv[1:])\n"
+    )
     line = "-m torch.distributed.run --standalone --nproc_per_node 2 ranks.py 2 agent 1 step"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, *line.split()], env=environment, stdout=subprocess.PIPE,
