@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from zae import optim
 from zae.common import random_state
 from zae.common.torch_private import forward_pre_hooks, unsaved_buffers, version_of
-from zae.common.walk import is_of_library, names_in, names_read_by
+from zae.common.walk import is_of_library, names_in, names_read_by, sample
 from zae.compose.introspect import recipe_of
 from zae.compose.options import options_of
 from zae.data.loader_state import STREAMS, functions_of, parts_of, read_stream, streams_of
@@ -343,7 +343,7 @@ class _Fingerprint:
             return None
         if isinstance(value, _CONTAINERS):
             return self._entries(value, depth - 1)
-        if type(value).__module__.partition(".")[0] == "zae" or not hasattr(value, "__dict__"):
+        if _is_of_zae(type(value)) or not hasattr(value, "__dict__"):
             return None
         own = {name: each for name, each in vars(value).items() if not name.startswith("_")}
         weights = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
@@ -375,26 +375,15 @@ def _part_of(value: Any) -> Any:
     """Return the fingerprint of a tensor or an array: its elements, or some of a large one, and its version."""
     try:
         if isinstance(value, np.ndarray):
-            return (value.shape, hashlib.sha256(_some_of(value).tobytes()).digest())
-        whole = value.detach()
-        # Each dimension by itself first: to reshape what was expanded would make all of it.
-        flat = whole[tuple(slice(None, None, max(1, size // _MANY)) for size in whole.shape)].reshape(-1)
-        part = flat[:: max(1, len(flat) // _MANY)].contiguous()
+            is_in_file = isinstance(value, np.memmap) or isinstance(value.base, np.memmap)
+            part = sample(value, _MANY if is_in_file else _MOST)
+            return (value.shape, hashlib.sha256(part.tobytes()).digest())
+        part = sample(value.detach(), _MANY).contiguous()
         is_large = part.numel() < value.numel()
         fingerprint = part.view(torch.uint8).cpu().numpy().tobytes()
         return (tuple(value.shape), fingerprint, version_of(value) if is_large else None)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return None  # Sparse, nested, on the device "meta".
-
-
-def _some_of(array: np.ndarray) -> np.ndarray:
-    """Return some elements of an array, without a copy of it, and few of one that lies in a file."""
-    most = _MANY if isinstance(array, np.memmap) or isinstance(array.base, np.memmap) else _MOST
-    flags = array.flags
-    if not (flags.c_contiguous or flags.f_contiguous):
-        array = array[tuple(slice(None, None, max(1, size // _MANY)) for size in array.shape)]
-    flat = array.reshape(-1, order="A")
-    return flat[:: max(1, flat.size // most)]
 
 
 def _rng_state(stream: Any) -> Any:

@@ -6,10 +6,12 @@ import collections
 import dataclasses
 from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
 import torch
 from transformers import BatchEncoding
 
-from zae.common.walk import map_tensors
+from zae.common.walk import map_tensors, sample
 
 
 class Sentence(NamedTuple):
@@ -45,3 +47,20 @@ def test_mappings_and_dataclasses_keep_their_types():
 def test_what_stays_the_same_is_not_copied():
     value = {"first": [torch.ones(1)], "second": Sentence((torch.ones(2), None), "name")}
     assert map_tensors(lambda tensor: tensor, value) is value
+
+
+WIDE = (1 << 20, 1 << 20)
+
+
+@pytest.mark.parametrize("make", [torch.arange, np.arange])
+def test_a_sample_is_some_of_the_elements(make):
+    """Of any memory layout, and of what an expansion repeats without memory of its own."""
+    values = make(10_000)
+    one = values[:1]
+    repeated = one.expand(WIDE) if isinstance(one, torch.Tensor) else np.broadcast_to(one, WIDE)
+    for each in (values, values.reshape(100, 100), values.reshape(100, 100).T, values[::2], repeated):
+        found = sample(each, 64)
+        assert found.ndim == 1
+        assert 64 <= len(found) < 128
+    assert sample(values[7].reshape(()), 64).tolist() == [7]
+    assert sample(values[:0], 64).tolist() == []

@@ -36,6 +36,7 @@ __all__ = [
     "map_tensors",
     "names_in",
     "names_read_by",
+    "sample",
     "search",
     "tensors_in",
     "with_items",
@@ -252,6 +253,16 @@ def _names_in(code: CodeType) -> set[str]:
     """Return the names of attributes and globals in a function, and in those within it, comprehensions for instance."""
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
     return {*code.co_names, *(name for each in inner for name in _names_in(each))}
+
+
+def sample(values: Any, most: int) -> Any:
+    """Return about so many elements of a tensor or an array, evenly spaced, in one dimension and without a copy."""
+    is_tensor = isinstance(values, Tensor)
+    if not (values.is_contiguous() if is_tensor else values.flags.forc):
+        # Each dimension by itself first: to reshape what was expanded would make all of it.
+        values = values[tuple(slice(None, None, max(1, size // most)) for size in values.shape)]
+    flat = values.reshape(-1) if is_tensor else values.reshape(-1, order="A")
+    return flat[:: max(1, len(flat) // most)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from zae.common.walk import leaves_of
+from zae.common.walk import leaves_of, sample
 from zae.data.loaders import length_of, parts_of_dataset, unwrap_sampler
 from zae.errors import LoaderError
 
@@ -114,8 +114,7 @@ def _plain(entry: Any) -> Iterator[Any]:
         if isinstance(leaf, (Tensor, np.ndarray)):
             shape = tuple(leaf.shape)
             with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):  # A sparse one.
-                flat = leaf.reshape(-1)
-                yield flat[:: max(1, len(flat) // _ENTRIES)].tolist()
+                yield sample(leaf, _ENTRIES).tolist()
             yield shape
         elif isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic, type(None))):
             yield leaf if not isinstance(leaf, (str, bytes)) else leaf[:1000]
