@@ -25,6 +25,9 @@ AGAIN = "start the script again: with resume='auto' it continues from the newest
 PLACES = ("step", "validation", "save")
 
 
+SCRIPT = "import sys\nfrom distributed.test_stopped_ranks import be_rank\nbe_rank(*sys.argv[1:])\n"
+
+
 class Stops(Task):
     """Ends or stops one rank, or its parent, in its sixth step, in the validation after the fifth, or in a save."""
 
@@ -112,7 +115,7 @@ def start(world, *arguments):
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     path = Path("ranks.py").absolute()
-    path.write_text("import sys\nfrom distributed.test_stopped_ranks import be_rank\nbe_rank(*sys.argv[1:])\n")
+    path.write_text(SCRIPT)
     given = [str(each) for each in (world, *arguments)]
     with forks():
         return [Script(path, *given, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(world)]
@@ -178,9 +181,7 @@ def test_ranks_that_all_lost_a_connection():
 
 
 def agent(*arguments, restarts=0):
-    Path("ranks.py").write_text(
-        "import sys\nfrom distributed.test_stopped_ranks import be_rank\nbe_rank(*sys.argv[1:])\n"
-    )
+    Path("ranks.py").write_text(SCRIPT)
     place = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", "one"]
     with forks():
         return Torchrun(*place, "--nproc_per_node", "2", "--max-restarts", restarts, "ranks.py", 2, *arguments)
@@ -200,9 +201,7 @@ def test_a_stopped_rank_of_torchrun(whole):
 @pytest.mark.exhaustive
 def test_an_agent_of_torchrun_that_is_killed(whole):
     """Its ranks end at their next checkpoint, in words: nobody would start them again."""
-    Path("ranks.py").write_text(
-        "import sys\nfrom distributed.test_stopped_ranks import be_rank\nbe_rank(*sys.argv[1:])\n"
-    )
+    Path("ranks.py").write_text(SCRIPT)
     line = "-m torch.distributed.run --standalone --nproc_per_node 2 ranks.py 2 agent 1 step"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, *line.split()], env=environment, stdout=subprocess.PIPE,
