@@ -48,7 +48,7 @@ def redact(value: Any, secrets: Iterable[str] = ()) -> Any:
 
 
 def secrets_in(value: Any) -> list[str]:
-    """List the str values under keys that look like those of secrets."""
+    """List the str values under keys that look like names of secrets."""
     if isinstance(value, Mapping):
         return [text for key, item in value.items() for text in (_texts(item) if _is_secret(key) else secrets_in(item))]
     if isinstance(value, (list, tuple)):

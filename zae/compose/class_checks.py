@@ -31,7 +31,7 @@ FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "pr
 """The loop itself, which an add-on must not override."""
 
 _OF_DATA = ("evaluate", "predict")
-"""Those of them that an add-on may override with a call of ``super()``, for instance to make the loader."""
+"""The methods of `FIXED` that an add-on may override with a call of ``super()``, for instance to make the loader."""
 
 _PARTS = (
     "current_run",

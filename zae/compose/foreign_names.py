@@ -252,7 +252,7 @@ HOOKS = _by_name(
         "_resolve_checkpoint_path _find_latest_checkpoint _validate_checkpoint",
     }
 )
-"""Methods that other trainers call by themselves, and this one does not."""
+"""Methods that other trainers call by themselves, and zae does not."""
 
 HELPERS = _by_name(
     {
@@ -262,7 +262,7 @@ HELPERS = _by_name(
         "create_scheduler get_batch_samples"
     }
 )
-"""Those of `HOOKS` that are natural names of a helper: a class that defines one is not warned of."""
+"""Names in `HOOKS` that are natural for a helper: a class that defines such a name is not warned of."""
 
 ATTRIBUTES = _by_name(
     {

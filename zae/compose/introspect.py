@@ -121,7 +121,7 @@ def repeats(function: AnyFunction) -> AnyFunction:
 
 
 def by_name(function: AnyFunction) -> AnyFunction:
-    """Mark a method that gets its optional arguments by name, and of them those alone that an override takes."""
+    """Mark a method that gets its optional arguments by name; an override gets only the arguments that it takes."""
     _mark(function, "__by_name__")
     return function
 
@@ -187,12 +187,12 @@ def is_add_on(cls: Any) -> bool:
 
 
 def is_base(cls: type) -> bool:
-    """Return whether a class is AddOnBase itself, whose own methods are not those of an add-on."""
+    """Return whether a class is AddOnBase itself, whose methods are no work of an add-on."""
     return bool(cls.__dict__.get("_is_base"))
 
 
 def kinds_of(add_on: Any) -> list[Any]:
-    """List an add-on and those of its bases that are add-ons, without AddOnBase."""
+    """List an add-on and its bases that are add-ons, without AddOnBase."""
     return [c for c in add_on.__mro__ if is_add_on(c) and not is_base(c)]
 
 
@@ -220,7 +220,7 @@ def owners_of(cls: Any, name: str) -> list[Any]:
 
 
 def recipe_of(cls: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the class that add-ons were put on, and those add-ons, outermost first."""
+    """Return the class that add-ons were put on, and the add-ons, outermost first."""
     recipe: tuple[Any, tuple[Any, ...]] = cls.__dict__.get("_recipe", (cls, ()))
     return recipe
 

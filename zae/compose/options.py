@@ -109,7 +109,7 @@ def own_options(cls: type) -> dict[str, inspect.Parameter]:
 
 
 def option_values(trainer: Any) -> dict[str, Any]:
-    """Return the values of those options that a trainer, or a part of it named in ``_option_places``, has."""
+    """Return the values of the options that a trainer, or a part of it named in ``_option_places``, has."""
     places: dict[str, str] = {}
     for klass in type(trainer).__mro__:
         places |= klass.__dict__.get("_option_places", {})
@@ -348,7 +348,7 @@ def _own_entry_points() -> list[metadata.EntryPoint]:
 
 
 def _known_add_ons(cls: Any) -> list[Any]:
-    """List the add-ons that are defined by now, those of zae last; only for errors, as it imports them."""
+    """List the add-ons that are defined by now, zae's own last; only for errors, as it imports them."""
     root = next(c for c in reversed(cls.__mro__) if is_trainer(c))
     installed = []
     for point in _own_entry_points():

@@ -54,7 +54,7 @@ def marks_of(loader: Any) -> dict[str, Any]:
 
 
 def _mark_dataset(dataset: Any, place: str, found: dict[str, Any], depth: int) -> None:
-    """Add the marks of a dataset, and of those that it takes samples from."""
+    """Add the marks of a dataset, and of the datasets that it takes samples from."""
     size = length_of(dataset)
     if size is None:
         return

@@ -75,7 +75,7 @@ def facts_of(loader: Any) -> dict[str, Any]:
 
 
 def _fingerprint(dataset: Any) -> str | None:
-    """Return the fingerprint of a dataset, or of the one that it takes samples from."""
+    """Return the fingerprint of a dataset, or of the dataset that it takes samples from."""
     for _ in range(_DEPTH):
         found = fingerprint_of(dataset)
         if found is not None:
@@ -85,7 +85,7 @@ def _fingerprint(dataset: Any) -> str | None:
 
 
 def _seed_of_samples(dataset: Any) -> int | None:
-    """Return the seed of a SeededDataset, or of the one that a dataset takes samples from."""
+    """Return the seed of a SeededDataset, or of the SeededDataset that a dataset takes samples from."""
     for _ in range(_DEPTH):
         if type(dataset).__name__ == "SeededDataset":
             return int(dataset.seed)
@@ -175,7 +175,7 @@ def preserve_streams(loader: Any) -> Iterator[None]:
 
 
 def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every part with a ``state_dict``, and every random stream in the others, with its place."""
+    """Yield every part with a ``state_dict``, and every random stream in other parts, with its place."""
     dataset = getattr(loader, "dataset", None)
     batch_sampler = unwrap_sampler(getattr(loader, "batch_sampler", None))
     parts = {"sampler": _sampler_of(loader), "batch_sampler": batch_sampler}
@@ -234,7 +234,7 @@ def functions_of(loader: Any) -> list[tuple[str, Any]]:
 
 
 def streams_of(loader: Any) -> list[Any]:
-    """List the random streams in the parts of a loader, and those that its functions read."""
+    """List the random streams in the parts of a loader, and the streams that its functions read."""
     return [owner for _, owner in _owners(loader) if isinstance(owner, STREAMS)]
 
 

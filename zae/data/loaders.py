@@ -210,7 +210,7 @@ def parts_of_dataset(dataset: Any) -> dict[str, Any]:
 
 
 def datasets_with_epoch(dataset: Any, place: str = "", depth: int = _DEPTH) -> dict[str, Any]:
-    """Return a dataset that has ``set_epoch``; else those of the ones that it takes samples from that have it."""
+    """Return a dataset that has ``set_epoch``; else the datasets with ``set_epoch`` that it takes samples from."""
     if callable(getattr(dataset, "set_epoch", None)):
         return {place: dataset}
     found: dict[str, Any] = {}
@@ -332,7 +332,7 @@ def _is_map(loader: Any) -> bool:
 
 
 def _first_of(loader: Any, count: int, repeats: bool = False) -> Any:
-    """Return a loader of the first batches of another one; with ``repeats``, those of the dataset in its order."""
+    """Return a loader of the first batches of a loader; with ``repeats``, in the order of the dataset."""
     if isinstance(loader, (list, tuple)):
         return loader[:count]
     if _is_map(loader):
@@ -357,7 +357,7 @@ class _FirstEntries(Proxy):
 
 
 class _FirstOfStream(Proxy):
-    """The first batches of an iterable; of a stream that each rank reads by itself, those of each rank."""
+    """The first batches of an iterable; where each rank reads a stream by itself, the first batches of each rank."""
 
     def __init__(self, loader: Any, count: int) -> None:
         super().__init__(loader)
@@ -377,7 +377,7 @@ class _FirstOfStream(Proxy):
 
 
 class _FirstOfStateful(_FirstOfStream):
-    """The same of a loader that has its position in its state."""
+    """The first batches of a loader that has its position in its state."""
 
     _used = 0  # Batches of the present iteration.
     _begin = 0  # Those that a loaded state has used already.

@@ -332,7 +332,7 @@ class LoaderPosition:
         return (self._resume is not None and not self._another) or self.loader is loader
 
     def batches(self, loader: Any, used: int, used_before: int) -> Iterator[Any]:
-        """Iterate over the batches that are left in the epoch, without those that are None.
+        """Iterate over the batches that are left in the epoch, without batches that are None.
 
         ``used`` of them were used in this epoch, and ``used_before`` in all: an iterator, which cannot start again,
         skips as many.
@@ -469,7 +469,7 @@ class LoaderPosition:
         return iterator
 
     def _present(self, iterator: Iterator[Any], given: int, before: int) -> Iterator[Any]:
-        """Skip batches that are None; refuse a loader with more of them than of others."""
+        """Skip batches that are None; refuse a loader of which more batches are None than not."""
         try:
             for batch in iterator:
                 if batch is None:

@@ -16,7 +16,7 @@ _BY_SAMPLE = ("BatchSampler", "SampleShards")
 
 
 class _Padded(Proxy):
-    """A sampler with placeholders for used entries before those of another one: they are skipped, never loaded."""
+    """A sampler with placeholders for used entries before its own entries: they are skipped, never loaded."""
 
     def __init__(self, entries: Any, count: int) -> None:
         super().__init__(entries)

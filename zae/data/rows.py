@@ -113,7 +113,7 @@ def fill_up(values: Any, full: Any, rows: int, size: int) -> Any:
 
 
 def first_rows(values: Any, size: int, rows: int) -> Any:
-    """Return what the model returned for the first rows alone; the others were repeated to fill a micro-batch."""
+    """Return what the model returned for the first rows; the rows after them were repeated to fill a micro-batch."""
 
     def cut(value: Any, place: str) -> Any:
         if not isinstance(value, Tensor) or (value.ndim and value.shape[0] == size):
@@ -209,5 +209,5 @@ class Found:
 
 
 def _numbers_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the values of a step that are recorded as numbers."""
+    """Return the values of a step that are recorded as numbers."""
     return {key: value for key, value in values.items() if _is_number(value) or is_typed(value)}

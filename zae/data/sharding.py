@@ -44,7 +44,7 @@ def is_empty(batch: Any) -> bool:
 
 
 class Ranks(NamedTuple):
-    """This rank, and how it communicates with the others."""
+    """This rank, and how it communicates with the other ranks."""
 
     rank: int
     size: int
@@ -404,7 +404,7 @@ class _Together:
 
 
 class _TogetherOnce(_Together):
-    """The same for an iterator, which does not start again."""
+    """An iterator that ends on all ranks when it ends on one; it does not start again."""
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -204,7 +204,7 @@ def _has_shared_value(dataset: Any) -> bool:
 
 
 def is_seeded(dataset: Any) -> bool:
-    """Return whether all samples of a dataset are those of a `SeededDataset`, by classes that draw nothing."""
+    """Return whether all samples of a dataset come from a `SeededDataset`, through classes that draw nothing."""
     if isinstance(dataset, SeededDataset):
         return True
     parts = parts_of_dataset(dataset).values()

@@ -56,7 +56,7 @@ class Source(Protocol):
 
 
 class Display:
-    """What a run shows while it trains; this one shows nothing, and what the run says goes to the log."""
+    """What a run shows while it trains: by default nothing, and what the run says goes to the log."""
 
     shown = False
     """Whether something is shown within an epoch, when it is due."""

@@ -167,7 +167,7 @@ class Processes:
 
     @hook
     def weights_to_save(self, names: Collection[str]) -> Collection[str]:
-        """Return which of these weights checkpoints and ``save_model`` contain: all of them.
+        """Return the names of the weights that checkpoints and ``save_model`` contain: by default all names.
 
         An override leaves out weights that the script builds as they were, of a frozen model for instance. Loading
         then leaves these as they are.

@@ -79,7 +79,7 @@ class Continuation:
         counters.run_calls.planned_steps = before.planned_steps
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state of another call of ``run`` than the one that is under way."""
+        """Refuse a state that was not saved in the present call of ``run``."""
         assert self._counters is not None
         progress = state.get("progress")
         starts = progress.get("run_starts") if isinstance(progress, Mapping) else None

@@ -175,7 +175,7 @@ class EpochLog(Mapping[str, list[Any]]):
             self._keep(key, value)
 
     def _add(self, key: str, value: float | Tensor, weight: Any, kind: str = "mean") -> None:
-        """Add a number to its series; refuse one that is to be combined in another way than those before it."""
+        """Add a number to its series; refuse a number that is to be combined in another way than the series."""
         series = self._series.setdefault(key, _Series(kind))
         if series.kind != kind:
             raise StepError(
@@ -350,7 +350,7 @@ class EpochLog(Mapping[str, list[Any]]):
         return state
 
     def _kept_to_save(self) -> dict[str, list[Any]]:
-        """Return the kept values that a checkpoint can hold, and warn of the others."""
+        """Return the kept values that a checkpoint can hold, and warn of values that it cannot."""
         kept = {}
         lost = []
         for key, values in self._kept.items():

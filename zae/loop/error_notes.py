@@ -28,7 +28,7 @@ __all__ = ["add_notes", "describe_failed_call"]
 _MODULE_CALLS = ("_call_impl", "_wrapped_call_impl")  # The methods of nn.Module behind ``module(...)``.
 _SHOWN = 8  # Parameters of a module.
 _OF_KERNELS = ("CUDA error", "HIP error", "cuDNN error")
-"""How the errors of an accelerator begin that are plain RuntimeErrors, as those of its libraries are."""
+"""How the messages begin of accelerator errors that are plain RuntimeErrors, those of its libraries for instance."""
 
 
 def add_notes(error: BaseException, run: Run) -> None:

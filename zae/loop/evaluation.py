@@ -52,7 +52,7 @@ class DistributedStopFlag:
         self._least = min(counts)
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of this rank, and ask the others between them."""
+        """Yield the batches of this rank, and ask the other ranks for signals between two batches."""
         began = time.monotonic()
         ask_at = 1
         for index, batch in enumerate(batches):

@@ -431,7 +431,7 @@ class History:
         }
 
     def with_records(self, records: Mapping[str, Any]) -> History:
-        """Return a history with this one's settings and the records of a state; this one stays as it is."""
+        """Return a new history with the settings of this history and the records of a state."""
         made = copy.copy(self)
         made.log_train = self.log_train.empty_copy()
         made.log_train.load_state_dict(records["log_train"])

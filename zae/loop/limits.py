@@ -159,7 +159,7 @@ class Extent:
         return found
 
     def spans(self, steps_in_epoch: int | None) -> tuple[Span, Span]:
-        """Return the first, the present and the remaining epochs of this call, and the same of its optimizer steps."""
+        """Return how far this call is, in epochs and in optimizer steps."""
         progress = self._progress
         calls = progress.run_calls
         first = (progress.epoch, progress.step) if calls.is_new_call else calls.starts[calls.index]

@@ -137,7 +137,7 @@ class _Column:
             self._parts.append(rows)
 
     def whole(self) -> Tensor:
-        """Return all rows; those in the file are read when they are used."""
+        """Return all rows; rows in the file are read when they are used."""
         if self._file is None:
             return torch.cat(self._parts)
         self._file.flush()
@@ -181,7 +181,7 @@ _Form: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
 
 
 def _form_of(rows: Tensor) -> _Form:
-    """Return the type of rows, and the shape of one of them."""
+    """Return the type of rows, and the shape of one row."""
     return rows.dtype, tuple(rows.shape[1:])
 
 

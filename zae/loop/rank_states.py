@@ -145,7 +145,7 @@ class RankStates:
         return {**state, "records": records, "position": {"ranks": self.world_size, **state["position"]}}
 
     def _merge_entries(self, trainer: Trainer, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Return the entries of the add-ons that merge those of another number of ranks, as a rank gets them."""
+        """Return the entries for a rank of add-ons that can merge the entries of another number of ranks."""
         merged = {}
         for name, owner in _merging(type(trainer)).items():
             whole = state.get(name)
@@ -157,7 +157,7 @@ class RankStates:
         return merged
 
     def for_ranks(self, trainer: Trainer, state: Mapping[str, Any], world: int) -> RankStates:
-        """Return the parts with which ranks begin that are still to be started: those saved, or merged from them."""
+        """Return the parts with which ranks that are still to be started begin: as saved, or merged."""
         if self.world_size == world:
             return self
         merged = [name for name in _merging(type(trainer)) if isinstance(state.get(name), Mapping)]
@@ -219,7 +219,7 @@ class RankStates:
 
 
 def engine_of(cls: type, state: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """Return the key of the parallel add-on of a trainer class, or of the one that saved a state; else ""."""
+    """Return the key of the parallel add-on of a trainer class, or of the add-on that has saved a state; else ""."""
     engine = slots_of(cls).get("parallel")
     if engine is None:
         return ""
@@ -255,7 +255,7 @@ def load_from_file(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> 
 
 
 def load_entries(trainer: Trainer, entries: Mapping[str, Any] | None) -> None:
-    """Load only the entries of add-ons of this rank, into a trainer that was sent here with those of rank 0."""
+    """Load only the add-on entries of this rank, into a trainer that was sent here with the entries of rank 0."""
     if not entries or trainer.rank == 0:
         return
     with state_mode(trainer, ENTRIES):
@@ -270,7 +270,7 @@ def between_epochs(position: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def derive_streams(position: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Derive the random streams of a rank whose own were not saved; rank 0 has those of the position."""
+    """Derive the random streams of a rank whose streams were not saved; rank 0 has the streams of the position."""
     if not rank:
         return {**position}
     present = {**position["present"], "random": random_state.of_rank(rank, position["present"]["random"])}
@@ -298,7 +298,7 @@ def _varying_entries(cls: type) -> dict[str, tuple[str, ...] | None]:
 
 
 def _complete(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the entries of a rank, which have only the rank_state_attributes of those that declare them."""
+    """Complete the entries of a rank: of an add-on with rank_state_attributes a rank has saved only these."""
     found = {}
     for name, own in entries.items():
         whole = state.get(name)

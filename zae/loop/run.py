@@ -297,7 +297,7 @@ class Run:
         trainer.loader_position.restore_random()
 
     def _check_schedules(self) -> None:
-        """Refuse schedules that do not fit this call, and warn of those that probably do not."""
+        """Refuse schedules that do not fit this call, and warn of schedules that probably do not."""
         trainer = self.trainer
         epochs, steps = self.extent.spans(self.extent.steps_in_epoch)
         has_metric = self.valid_loader is not None or trainer.history.watches_training
@@ -400,7 +400,7 @@ class Run:
         return self.extent.is_epoch_full(trainer.wrap_loader(self.loader, True))
 
     def open_epoch(self, wrapped_loader: Any) -> None:
-        """Begin an epoch, or continue the one that a stop, a kill or ``max_steps`` left open."""
+        """Begin an epoch, or continue an epoch that a stop, a kill or ``max_steps`` left open."""
         trainer = self.trainer
         progress = self._progress
         optimization = trainer.optimization
@@ -547,7 +547,7 @@ class Run:
 
     @cached_property
     def decisions(self) -> list[str]:
-        """Which decisions a class, or an attribute of this trainer, overrides: a step does not ask for the others."""
+        """The decision hooks that a class, or an attribute of this trainer, overrides: a step asks no other one."""
         return [name for name in ("should_validate", "should_checkpoint") if is_overridden(self.trainer, name)]
 
     def decide(self, name: str, is_due: bool) -> bool:
@@ -678,7 +678,7 @@ class Run:
     # --------------------------------------------------------------------------------------------------- logging
 
     def log_training(self, means: Mapping[str, float] | None = None) -> None:
-        """Log the means of an epoch, or those since the last record, with learning rates and gradient norm."""
+        """Log learning rates, gradient norm, and the means of an epoch or of the steps since the last record."""
         trainer = self.trainer
         progress = self._progress
         optimization = trainer.optimization

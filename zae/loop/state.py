@@ -161,7 +161,7 @@ class CoreState:
         return missing, [key for key in fitted if key not in own]
 
     def _needed(self) -> set[str] | None:
-        """Return the keys of the model that saved weights must have; None for all of them."""
+        """Return the keys of the model that saved weights must have; None means all keys."""
         names = own_names(self.trainer.unwrap())
         kept = self.trainer.weights_to_save(names)
         return None if kept is names else {names[each] for each in kept}
@@ -209,7 +209,7 @@ def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
 
 @contextlib.contextmanager
 def _restoring_on_error(plain: Iterable[Any], stateful: list[Any]) -> Iterator[None]:
-    """On an error, restore the attributes of all of them: loading replaces their tensors and does not change them."""
+    """On an error, restore the attributes of these objects: loading replaces tensors and does not change them."""
     attributes = [(each, dict(vars(each))) for each in (*plain, *stateful)]
     # Others may have objects inside, as a chain of schedulers does.
     states = [(each, each.state_dict()) for each in stateful if type(each).load_state_dict is not _LOAD]

@@ -56,7 +56,7 @@ def treat_as_evaluation(optimizers: Mapping[str, Any]) -> None:
 
 
 def treat_as_training(optimizers: Mapping[str, Any]) -> None:
-    """Treat the weights and the state that were just loaded as those of training."""
+    """Treat the weights and the state that were just loaded as training weights and their state."""
     for optimizer in _with_modes(optimizers):
         # Without a state there is nothing to exchange: only the mode is set.
         state = optimizer.state
@@ -103,7 +103,7 @@ def _has_changed(optimizer: Any, weights: list[tuple[Tensor, Tensor]], flags: li
 
 
 def _copies(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """Copy the weights of an optimizer, except those of lazy layers, which do not exist yet."""
+    """Copy the weights of an optimizer, except weights of lazy layers, which do not exist yet."""
     copies = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -227,7 +227,7 @@ class Optimization:
     # ------------------------------------------------------------------------------------- schedules and the run
 
     def check_run(self, epochs: Span, steps: Span, has_metric: bool) -> list[str]:
-        """Refuse schedules that do not fit a run, and return warnings of those that probably do not."""
+        """Refuse schedules that do not fit a run, and return warnings of schedules that probably do not."""
         warned = check_schedules(
             self.schedulers, self.scheduler_step_on_batch, self.is_step_explicit, epochs, steps, has_metric
         )
@@ -437,7 +437,7 @@ class Optimization:
     # ------------------------------------------------------------------ optimizers with train and evaluation modes
 
     def begin_training(self) -> None:
-        """Put the training weights into the model, where an optimizer has left those of evaluation there."""
+        """Put the training weights into the model, where an optimizer has left its evaluation weights there."""
         modes.begin_training(self.optimizers)
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
@@ -473,7 +473,7 @@ def _highest(scheduler: Any) -> float:
 
 
 def _made_apart(factory: Any, module: nn.Module | None) -> Any:
-    """Return the optimizer of a factory for parameters of its own, beside those of a model: it moves none of these."""
+    """Return the optimizer of a factory for copies of a model's parameters: its steps leave the model as it is."""
     own = [] if module is None else list(module.parameters())
     twins = []
     for parameter in own:

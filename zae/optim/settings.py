@@ -1,4 +1,4 @@
-"""The settings of optimizers and schedulers in a script, and those of a checkpoint that overrides them."""
+"""The settings of optimizers and schedulers in a script, and in a checkpoint that overrides them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN = 10
 
 
 class _Settings(NamedTuple):
-    """The settings of an optimizer or a scheduler in the script, and those that were loaded last."""
+    """The settings of an optimizer or a scheduler in the script, and the settings that were loaded last."""
 
     object: Any
     script: dict[str, Any]

@@ -77,7 +77,7 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return an optimizer and those that it wraps, at any depth, which may be the ones that load."""
+    """Return an optimizer and the optimizers that it wraps, at any depth: any of these may load the state."""
     found = [optimizer]
     for each in found:
         for value in vars(each).values():
@@ -186,7 +186,7 @@ def move_to_device(state: Mapping[str, Any], places: Collection[str], device: to
 
 
 def _apart_from_parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a state but those of parameters, which go where their parameter is."""
+    """Yield the leaves of a state that belong to no parameter; a parameter's go to the device of the parameter."""
     entries = state.get("state")
     named: Any = entries
     if isinstance(entries, dict):
@@ -302,7 +302,7 @@ def parameter_order(optimizer: Optimizer, names: Mapping[int, str]) -> list[list
 def match_order(
     name: str, optimizer: Optimizer, state: Any, saved: list[list[str]], present: list[list[str]], strict: bool
 ) -> Any:
-    """Return a state in the present order of the parameters: those that were given as a set differ each time."""
+    """Return a state in the present order of the parameters: parameters given as a set have another order each time."""
     if saved == present:
         return state
     places: dict[str, Any] = {}
