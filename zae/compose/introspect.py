@@ -234,8 +234,12 @@ def slots_of(cls: Any) -> dict[str, Any]:
 
 def traits_of(add_on: Any) -> set[str]:
     """Return what an add-on and its bases declare to do, and the slot that it fills."""
-    found = {trait for kind in add_on.__mro__ for trait in kind.__dict__.get("traits", ())}
-    return found | {add_on.slot} if add_on.slot else found
+    found: set[str] = set()
+    for kind in add_on.__mro__:
+        found.update(kind.__dict__.get("traits", ()))
+    if add_on.slot:
+        found.add(add_on.slot)
+    return found
 
 
 def with_trait(cls: Any, *traits: str) -> Any:
