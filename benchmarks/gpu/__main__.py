@@ -86,8 +86,9 @@ def main() -> int:
         "cuda": torch.version.cuda,
         "versions": versions(),
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     for name in names:
-        report.run(name, importlib.import_module(f"gpu.{name}").run)
+        report.run(name, lambda report, name=name: importlib.import_module(f"gpu.{name}").run(report))
         # After each section: what was found so far is not lost where the time runs out.
         path.write_text(json.dumps({**about, "seconds": report.seconds, "checks": report.checks}, indent=1) + "\n")
     sys.stdout.write(f"{path} is written\n{report.summary()}\n")

@@ -11,7 +11,7 @@ from torch import nn
 from gpu.contestants import Task, by_hand, seconds_of_a_step
 from gpu.networks import Clock, Job, optimizer_of, small, small_batch
 from gpu.report import Report
-from gpu.settings import DEVICE, IS_EMULATED, SMALL
+from gpu.settings import DEVICE, IS_EMULATED, SMALL, why_not_compiled
 from zae.addons import CompileAddon
 
 JOB = Job("small network, float32", small, small_batch, 8 if SMALL else 400, is_bf16=False)
@@ -25,6 +25,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def run(report: Report) -> None:
     """Compile in each way."""
+    reason = "" if IS_EMULATED else why_not_compiled()
+    if reason:
+        report.leave_out("torch.compile", reason)
+        return
     seconds_of_a_step(JOB, by_hand)
     eager = seconds_of_a_step(JOB, by_hand)
     manual = seconds_of_a_step(JOB, compiled_by_hand)

@@ -112,11 +112,11 @@ def by_transformers(job: Job, model: nn.Module, loader: Clock) -> None:
         trainer.train()
 
 
-PEERS: dict[str, tuple[str, Train]] = {
-    "Lightning": ("lightning", by_lightning),
-    "Transformers": ("transformers", by_transformers),
+PEERS: dict[str, tuple[tuple[str, ...], Train]] = {
+    "Lightning": (("lightning",), by_lightning),
+    "Transformers": (("transformers", "accelerate"), by_transformers),
 }
-"""By name: the package, and how it trains."""
+"""By name: the packages that it needs, and how it trains."""
 
 
 def contestants() -> dict[str, Train]:
@@ -126,8 +126,8 @@ def contestants() -> dict[str, Train]:
 
 
 def missing_peers() -> list[str]:
-    """Return the peers that are not installed."""
-    return [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package) is None]
+    """Return the peers that are not installed, or lack a package."""
+    return [name for name, (needed, _) in PEERS.items() if None in map(importlib.util.find_spec, needed)]
 
 
 def seconds_of_a_step(job: Job, train: Train) -> float:

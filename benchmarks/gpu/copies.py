@@ -11,10 +11,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from device.on_device.deep import WIDTH, Deep, Squares, adamw
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from gpu.memory import WIDTH, Deep, Squares, adamw
 from gpu.report import Report
 from gpu.settings import DEVICE, SMALL
 from zae.addons import PrefetchAddon

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from device.on_device.deep import WEIGHTS, WIDTH, Deep, Squares, adamw
 from torch.utils.data import DataLoader, TensorDataset
 
 import zae
-from gpu.memory import WEIGHTS, WIDTH, Squares, adamw
-from gpu.memory import Deep as Network
 from gpu.report import Report
 from gpu.settings import DEVICE, IS_EMULATED, SMALL, free_memory
 from zae.addons import AutoBatchAddon
@@ -24,7 +23,7 @@ def run(report: Report) -> None:
     """Train on batches that do not fit."""
     batches = [torch.randn(ROWS, WIDTH)] * 2
     with report.guard("AutoBatchAddon"), limited_memory():
-        trainer = Squares.add_on(AutoBatchAddon)(Network, DEVICE, optimizer=adamw, seed=0, log_bar=False)
+        trainer = Squares.add_on(AutoBatchAddon)(Deep, DEVICE, optimizer=adamw, seed=0, log_bar=False)
         trainer.run(1, batches)
         sizes = [each["samples"] for each in trainer.memory_errors]
         size = trainer.fitting_size
@@ -32,7 +31,7 @@ def run(report: Report) -> None:
         del trainer
     free_memory()
     with report.guard("find_batch_size"), limited_memory():
-        trainer = Squares(Network, DEVICE, optimizer=adamw, seed=0, log_bar=False)
+        trainer = Squares(Deep, DEVICE, optimizer=adamw, seed=0, log_bar=False)
         rows = torch.randn(ROWS, WIDTH)
         found = zae.find_batch_size(trainer, DataLoader(Rows(rows), batch_size=ROWS))
         report.check("find_batch_size", found.micro_batch_size < ROWS, str(found))

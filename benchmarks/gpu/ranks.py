@@ -5,6 +5,7 @@ torchrun --nproc_per_node 1 -m gpu.ranks ENGINE FILE    # train, and write the w
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,9 +35,12 @@ def run(report: Report) -> None:
 
 def compare(report: Report, name: str, path: Path, expected: dict[str, torch.Tensor]) -> None:
     """Train in a rank, and compare its weights with those of one process."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    own = ["--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", "1"]
+    launch = [sys.executable, "-m", "torch.distributed.run", *own]
     command = [*launch, "-m", "gpu.ranks", name, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    # The machine may have no network: its own name leads nowhere then.
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **os.environ}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     if done.returncode:
         report.check(name, False, f"the rank ended with {done.returncode}: {done.stderr[-600:]}")
         return

@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from device.on_device.deep import WEIGHTS, WIDTH, Deep, Squares, adamw, peak
 
 import zae
-from gpu.memory import WEIGHTS, WIDTH, Deep, Squares, adamw, peak
 from gpu.report import Report
 from gpu.settings import DEVICE, IS_EMULATED, SMALL, free_memory
 from zae.addons import StateManagerAddon
