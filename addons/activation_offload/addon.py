@@ -34,7 +34,7 @@ class ActivationOffloadAddon(AddOnBase):
     ``torch.utils.checkpoint`` of your own: offload a module around the call instead.
 
     **The gain has not been measured on a real device**: there, its effect depends on how long a copy takes compared
-    with the computation. Its copies are tested on a CPU.
+    with the computation. Its copies are tested on an emulated device.
 
     Parameters
     ----------
@@ -45,7 +45,8 @@ class ActivationOffloadAddon(AddOnBase):
     offload_min_bytes : int
         Smaller tensors stay on the device.
     offload_pinned : bool
-        Whether the copies are in pinned memory. Without it the host waits for each copy, and can swap them.
+        Whether the copies are in pinned memory, each rounded up by torch to a power of two. Without it the host waits
+        for each copy, and can swap them.
 
     Raises
     ------
