@@ -786,8 +786,11 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     if (v.isTensor())
       look(v.toTensor(), writes);
     else if (v.isTensorList())
-      for (const Tensor& t : v.toTensorVector())
+      for (const Tensor& t : v.toTensorVector()) {
         look(t, writes);
+        if (writes && name.rfind("aten::_foreach_", 0) == 0 && !t.is_inference())
+          t.unsafeGetTensorImpl()->bump_version();  // As CUDA's kernels do, in torch's ForeachFunctors.cuh.
+      }
     else if (v.isList()) {
       for (const auto& e : v.toListRef())
         if (e.isTensor())
@@ -799,7 +802,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     al.device = asked->index() < 0 ? t_device : asked->index();
   if (al.device < 0)
     al.device = t_device;
-  static const bool lenient = getenv("EMU_LENIENT") != nullptr;
+  static const bool lenient = getenv("ZAE_EMULATED_LENIENT") != nullptr;
   if (lenient && mixes_cpu && !touched.empty()) {
     notify("mix", name + " with a host tensor of sizes " + where);
     mixes_cpu = false;

@@ -55,3 +55,14 @@ def test_a_forward_that_is_computed_again_draws_the_same_dropout(with_offloading
     else:
         addons, options = (GradientCheckpointingAddon,), {}
     assert_same(train_model(Blocks, "dense", adamw, *addons, **options), expected)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_step_of_the_default_optimizer_counts_as_a_change(rate):
+    """With the rate 0 too: an epoch that has changed no weight is told by this count."""
+    parameter = torch.nn.Parameter(torch.ones(4, device=DEVICE))
+    optimizer = torch.optim.SGD([parameter], lr=rate)
+    parameter.grad = torch.ones_like(parameter)
+    before = parameter._version
+    optimizer.step()
+    assert parameter._version > before
