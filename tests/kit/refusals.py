@@ -39,7 +39,7 @@ def whole(trainer):
     tensors = [*trainer.unwrap().state_dict().values()]
     for optimizer in (trainer.optimizer,) if isinstance(trainer.optimizer, torch.optim.Optimizer) else ():
         tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    weights = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+    weights = hashlib.sha256(b"".join(t.detach().cpu().numpy().tobytes() for t in tensors)).hexdigest()
     progress = trainer.progress_checker.state_dict()
     files = {str(p): p.stat().st_size for p in Path.cwd().rglob("*")}
     return weights, progress, trainer.mode, len(trainer.train_history), len(trainer.log_history), files

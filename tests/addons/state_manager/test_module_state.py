@@ -38,7 +38,9 @@ class Classifier(Trainer):
 def digest(model: nn.Module) -> Any:
     """Return the values of a model, bit by bit."""
     tensors = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
-    return {name: each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, each in tensors.items()}
+    return {
+        name: each.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, each in tensors.items()
+    }
 
 
 def loader(inputs: Tensor = INPUTS) -> Any:
