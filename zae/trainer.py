@@ -734,12 +734,16 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @hook
     def setup(self) -> None:
         """Make everything ready on the device: side effects begin here, never in ``__init__``. Call super() first."""
+        # Once in a process: a second call of run goes on in the streams where the first one ended.
         if self.seed is not None and not self.progress_checker.is_seeded:
             random_state.seed_everything(self.seed)
         self.progress_checker.is_seeded = True
+        # Code of the user that names no index, .cuda() for instance, means the trainer's device.
         self.current_run.previous_device = exchange_current(self.device)
         self.materialize(argument_checks.check_same(self.model, self.current_run.wrapped_model, self._module))
-        self.model = self.current_run.wrapped_model = self.wrap_model(self._module)
+        self.model = self.wrap_model(self._module)
+        self.current_run.wrapped_model = self.model
+        # After the model: an engine may put other parameters in, which the optimizers then hold.
         self.optimization.build(self.build_optimizer, self.build_scheduler, self.wrap_optimizers)
         self.optimization.track(self._module)
 

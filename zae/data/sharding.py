@@ -167,6 +167,7 @@ class SampleShards(Shares):
         return samples // together if self.drop_last else -(-samples // together)
 
     def __iter__(self) -> Iterator[list[Any]]:
+        # Every size-th sample, so that the batches of all ranks in a step are one batch of a single process.
         own = _entries(self.sampler, self._ranks)[self._ranks.rank :: self._ranks.size]
         for step in range(len(self)):
             yield own[step * self.batch_size : (step + 1) * self.batch_size]

@@ -50,19 +50,27 @@ def draw(
     default the steps.
     """
     points = {name: _scale(each, is_log) for name, each in curves.items()}
-    steps, values = ([pair[at] for each in points.values() for pair in each] for at in (0, 1))
+    steps: list[int] = []
+    values: list[float] = []
+    for each in points.values():
+        steps += [step for step, _ in each]
+        values += [value for _, value in each]
     if not values:
         return "there are no points to draw\n"
     low, high = min(values), max(values)
     labels = [number(10**at if is_log else at) for at in (high, (low + high) / 2, low)]
     margin = max(map(len, labels))
-    columns, rows, fine = max(8, width - margin - 2), max(3, height), (1, 1) if is_ascii else (2, 4)
+    columns = max(8, width - margin - 2)
+    rows = max(3, height)
+    # Dots in a character, across and down.
+    across, down = (1, 1) if is_ascii else (2, 4)
     grid = [[" " if is_ascii else chr(0x2800)] * columns for _ in range(rows)]
     colours = [[""] * columns for _ in range(rows)]
     first, last = min(steps), max(steps)
     for at, each in enumerate(points.values()):
-        for x, y in _dots(each, (first, last, columns * fine[0]), (high, low, rows * fine[1])):
-            row, column = y // fine[1], x // fine[0]
+        for x, y in _dots(each, (first, last, columns * across), (high, low, rows * down)):
+            row = y // down
+            column = x // across
             dot = 0 if is_ascii else _BRAILLE[x % 2][y % 4]
             grid[row][column] = _MARKS[at % 8] if is_ascii else chr(ord(grid[row][column]) | dot)
             colours[row][column] = _COLOURS[at % len(_COLOURS)] if is_coloured else ""

@@ -89,6 +89,7 @@ class FirstStep:
         with ExitStack() as stack:
             for each in self._suspects:
                 stack.enter_context(self._noting(each))
+            # On the object, before the methods of its class: afterwards nothing of it is left.
             attributes |= {name: partial(self._call, name, getattr(self._trainer, name)) for name in watched}
             try:
                 yield
@@ -106,6 +107,7 @@ class FirstStep:
             self._reached.add(name)
             return method.__get__(trainer, type(trainer))(*args, **kwargs)
 
+        # On the class: ``super()`` does not look at the attributes of an object.
         setattr(suspect.inner, name, noting)
         try:
             yield
@@ -193,6 +195,7 @@ class FirstStep:
             for hook in hooks:
                 hook.remove()
         after = self._gradients()
+        # Of an earlier batch of the window: a loop by hand begins with zero_grad().
         if gradients and not after:
             raise self._of_a_loop_by_hand("has removed the gradients of the batches before it in the window")
         if after != gradients:

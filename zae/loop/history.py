@@ -263,6 +263,7 @@ class History:
             own_metrics = self.further_metrics(split, further)
             return Metrics({**means, **engine.gather_dp(own_metrics)[0]})
         finally:
+            # The log of all ranks was for these metrics; this rank goes on recording in its own.
             if split == "train":
                 self.log_train = own
 
@@ -350,7 +351,7 @@ class History:
         """Keep these metrics as the best so far."""
         best = _best_row(split, metrics, score, place)
         hidden = [key for key, value in metrics.items() if best[key] is not value]
-        if hidden and not self.best:
+        if hidden and not self.best:  # Once in a run.
             _log.warning(
                 "the best row has its own entries named %s; your metrics of these names are stored as %s",
                 ", ".join(hidden),

@@ -69,14 +69,14 @@ class _OwnLoop(Proxy):
                 except GeneratorExit:  # The override has left its loop, and the epoch ends there.
                     is_left = True
                 steps = trainer.progress_checker.step - before
-                if is_left and not steps:
+                if is_left and not steps:  # It broke before the step: this batch is not used.
                     break
                 if steps != 1 and not run.continuation.is_due:
                     raise self._error(
                         f"has made {steps} steps with a batch of its loader, and each batch is one; write for batch in "
                         "loader: self.run_batch(batch), and leave batches out, or repeat them, in the loader"
                     )
-                if is_left:
+                if is_left:  # It broke after the step: what is due there is done, as after any other step.
                     if used:
                         self._warn_of_rest(used)
                     run.extent.end_epoch_here()
@@ -87,12 +87,13 @@ class _OwnLoop(Proxy):
 
     def throw(self, error: BaseException) -> None:
         """End the epoch by an error of the override."""
+        # So that epoch_context is left with the error; one that came out of the generator has left it.
         if self._steps is not None and inspect.getgeneratorstate(self._steps) == inspect.GEN_SUSPENDED:
             self._steps.throw(error)
 
     def finish(self) -> None:
         """End the epoch when the override has returned; refuse one that made no epoch."""
-        if self._steps is not None:
+        if self._steps is not None:  # After a ``break`` it waits at its ``yield``.
             self._steps.close()
         if not self._run.has_begun_epoch:
             raise self._error(

@@ -185,6 +185,7 @@ class Run:
         trainer = self.trainer
         batches = limits.batches
         if trainer.mode == "train":
+            # The view of the call before, for the same loader: an open epoch continues only with the same object.
             view = trainer.loader_position.view_of(loader, batches)
         else:
             view = batches.of_validation(loader)
@@ -290,6 +291,7 @@ class Run:
         if calls.is_new_call:
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
+        # A script that is started again makes its calls again: the index says which call in the state this one is.
         calls.index += 1
         self.continuation.note_begin()
         trainer.loader_position.view = (self.user_loader, self.limits.batches, self.loader)
@@ -419,6 +421,7 @@ class Run:
         trainer.zero_grad()  # An exception may have left the gradients of a step.
         self._weights_before = weights_of(trainer) if self.watches_next_step and is_begin else {}
         self._skipped_before = progress.skipped_steps
+        # A script may have left the model in evaluation mode; modules that it has frozen one by one stay so.
         if isinstance(trainer.model, nn.Module) and not trainer.model.training:
             trainer.model.train()
         self.display.open(RunView(self, wrapped_loader))
@@ -484,6 +487,7 @@ class Run:
             return Metrics()
         if not progress.epoch_batch:
             self._refuse_no_batches(wrapped_loader)
+        # It may raise: losses that wait on an accelerator are looked at before the epoch is recorded.
         trainer.nonfinite.sync_counts(progress, trainer)
         skipped_steps = progress.skipped_steps - self._skipped_before
         if skipped_steps < progress.epoch_step:
@@ -507,6 +511,7 @@ class Run:
         trainer = self.trainer
         progress = self._progress
         history = trainer.history
+        # metric_on_epoch_end is called for training here, and must find no entries of a validation within the epoch.
         trainer.log_test.clear()
         metrics = history.summarize("train", trainer.engine, trainer.metric_on_epoch_end)
         # The rates that the epoch had: its schedulers step below.
@@ -554,6 +559,7 @@ class Run:
         """Ask a hook whether to do what is due, or not due; of several ranks, the answer of rank 0 counts."""
         if name not in self.decisions:
             return is_due
+        # Ranks may differ, by a clock for instance. They would wait for each other in a validation that one leaves out.
         answer = getattr(self.trainer, name)(is_due)
         if type(answer).__name__ not in ("bool", "bool_"):  # The second is that of NumPy.
             raise ConfigError(f"{name}({is_due}) returned {kind_of(answer)}; return True or False")
@@ -609,6 +615,7 @@ class Run:
             progress.pending_validation = ""
             return
         progress.pending_validation = moment
+        # After a signal it stays pending, and is in the state that is saved: the resumed run begins with it.
         with suppress(EvaluationAborted):
             trainer.on_validation_begin()
             metrics = trainer.validate()
@@ -667,6 +674,7 @@ class Run:
         """Keep the best metrics, and step the schedulers that wait for a metric."""
         trainer = self.trainer
         history = trainer.history
+        # A metric of training is known at the end of its epoch, where this method is called with "train".
         if split == "valid" and history.watches_training and history.monitor not in metrics:
             return
         history.check_split(split, metrics)

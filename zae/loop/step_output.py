@@ -96,7 +96,7 @@ def read_output(
     count_targets: Callable[[Any, Any], Any] | None = None,
 ) -> tuple[Mapping[str, Any], Any]:
     """Return what the step of a class for this mode returned as a pair of values and weight, or raise StepError."""
-    if type(out) is not dict and not isinstance(out, Mapping):
+    if type(out) is not dict and not isinstance(out, Mapping):  # Most steps return a dict, which is quick to see.
         is_number = isinstance(out, (int, float, np.number)) and mode != "train"
         if mode == "predict" and isinstance(out, (Tensor, np.ndarray)) and out.ndim:
             return {"output": out}, 1.0
@@ -112,10 +112,12 @@ def read_output(
             "loss.mean(), or return the losses of the samples under another name"
         )
     num_targets = out.get("num_targets")
-    output = out, sample_weight(batch, num_targets)
-    if count_targets is not None and (counted := count_targets(out, batch)) is not num_targets:
-        output = {**out, "num_targets": counted}, output[1]
-    return output
+    weight = sample_weight(batch, num_targets)
+    if count_targets is not None:
+        counted = count_targets(out, batch)
+        if counted is not num_targets:
+            out = {**out, "num_targets": counted}  # Not into the dict itself, which is the user's.
+    return out, weight
 
 
 def copy_output(output: tuple[Mapping[str, Any], Any], with_outputs: bool = False) -> tuple[Mapping[str, Any], Any]:

@@ -110,6 +110,7 @@ class Optimization:
         """Make the optimizers, and then the schedulers that change their learning rates."""
         self.optimizer = build_optimizer()
         self.index_by_name()
+        # Before the schedulers are made, which read the groups: an engine may change these.
         if wrap_optimizers is not None:
             wrap_optimizers(self.optimizers)
         self.scheduler = build_scheduler()
@@ -219,6 +220,7 @@ class Optimization:
 
     def zero_grad(self) -> None:
         """Set every gradient to None, and call each ``zero_grad`` that a class of optimizers overrides."""
+        # Every parameter, also one that no optimizer holds: its gradient would grow from step to step.
         for parameter in self.parameters:
             parameter.grad = None
         for optimizer in self._clearing:
