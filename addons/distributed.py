@@ -27,7 +27,8 @@ from zae.common.torch_private import count_devices
 from zae.compose.introspect import add_ons_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard
-from zae.display.notebook import Output, draw_elsewhere, is_in_a_notebook
+from zae.display.choose import draw_elsewhere, is_in_a_notebook
+from zae.display.notebook import Output
 from zae.distributed import shards
 from zae.distributed import spawn as launching
 from zae.distributed.blocks import check_shapes

@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae import optim
-from zae.checkpoint.weights import Weights, read_weights, save_weights
 from zae.common import argument_checks, random_state
 from zae.common.device import can_copy_async, exchange_current, parse_device, to_device
 from zae.common.model_weights import without_wrappers
 from zae.common.null_context import NULL_CONTEXT
 from zae.compose.calls import explained_call, of_class_or_instance, run_call
 from zae.compose.composition import compose
-from zae.compose.foreign_names import missing_attribute
 from zae.compose.introspect import hook, slots_of
 from zae.compose.metaclass import TrainerMeta
 from zae.data.gather import batches_of
@@ -36,17 +34,14 @@ from zae.data.position import LoaderPosition
 from zae.errors import ConfigError
 from zae.loop.bases import Processes
 from zae.loop.epoch_log import EpochLog, plain
-from zae.loop.error_notes import add_notes
 from zae.loop.evaluation import Evaluation, evaluation_weights, switch_mode
 from zae.loop.first_step import FirstStep
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.limits import RunLimits
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.own_loop import loader_of_epoch, without_loop
-from zae.loop.predictions import Predictions
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run
-from zae.loop.state import CoreState
 from zae.loop.step_output import StepOutput, copy_output, count_targets, explain_failure, read_output, sample_weight
 from zae.optim import checks
 from zae.optim.optimization import Optimization
@@ -54,8 +49,10 @@ from zae.parts import Engine, Precision, SingleProcess, StepWindow
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed
+    from zae.checkpoint.weights import Weights
     from zae.explain import Text
     from zae.fact import Fact
+    from zae.loop.state import CoreState
     from zae.plan.page import RunPreview
 
 __all__ = ["Trainer"]
@@ -874,6 +871,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
         error : BaseException
             The exception, for instance KeyboardInterrupt.
         """
+        from zae.loop.error_notes import add_notes
+
         add_notes(error, self.current_run)
 
     @hook
@@ -1060,6 +1059,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
         >>> trainer.predict([torch.ones(4, 2), torch.ones(1, 2)])["output"].shape
         torch.Size([5, 3])
         """
+        from zae.loop.predictions import Predictions
+
         self.current_run.begin_user_call("predict")
         with self.ready(), Predictions(path, self.is_main) as predictions:
             Evaluation(self).outputs(loader, predictions.add)
@@ -1102,6 +1103,12 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """Return the module itself: without what the trainer, ``torch.compile``, DataParallel or DDP put around it."""
         return without_wrappers(self._module)
 
+    def _core_state(self) -> CoreState:
+        """Return what reads and loads the state; a run that saves nothing does not import it."""
+        from zae.loop.state import CoreState
+
+        return CoreState(self)
+
     @hook
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs; an add-on adds an entry under its own class name.
@@ -1112,7 +1119,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
             "model", "optimizer", "scheduler", "progress", "records", "position", and one entry for each add-on;
             "validation" where that of this moment is still to be made.
         """
-        return CoreState(self).read()
+        return self._core_state().read()
 
     @hook
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -1130,12 +1137,12 @@ class Trainer(Processes, metaclass=TrainerMeta):
         CheckpointMismatch
             With what differs.
         """
-        CoreState(self).load(state, strict)
+        self._core_state().load(state, strict)
 
     @hook
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
         """Load only the weights of a state, for an evaluation; training would continue from them."""
-        CoreState(self).load_weights({**state["model"], **state.get("extra_state", {})}, strict=True)
+        self._core_state().load_weights({**state["model"], **state.get("extra_state", {})}, strict=True)
 
     @explained_call("continue_from(state)")
     def continue_from(self, state: Any) -> None:
@@ -1213,11 +1220,13 @@ class Trainer(Processes, metaclass=TrainerMeta):
         ConfigError
             No file is named, or its suffix stands for no format.
         """
+        from zae.checkpoint.weights import save_weights
+
         if path is None:
             raise ConfigError("save_model() needs a file; write save_model('weights.safetensors')")
         step = str(self.progress_checker.step)
         writes = self.is_main or self.engine.can_save_alone
-        return save_weights(Path(path), CoreState(self).weights(), {"step": step}, writes)
+        return save_weights(Path(path), self._core_state().weights(), {"step": step}, writes)
 
     @explained_call("apply_weights(path)")
     def apply_weights(self, weights: Weights, strict: bool = True) -> tuple[list[str], list[str]]:
@@ -1240,7 +1249,9 @@ class Trainer(Processes, metaclass=TrainerMeta):
         CheckpointMismatch, CheckpointNotFound
             The model is unchanged.
         """
-        return CoreState(self).load_weights(read_weights(weights), strict)
+        from zae.checkpoint.weights import read_weights
+
+        return self._core_state().load_weights(read_weights(weights), strict)
 
     # ------------------------------------------------------------------------------------------- what is shown
 
@@ -1422,6 +1433,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
             """Explain a name that nothing has; Python calls this where it has found no attribute."""
             if hasattr(type(self), name):
                 return object.__getattribute__(self, name)  # A property has raised an AttributeError: that one counts.
+            from zae.compose.foreign_names import missing_attribute
+
             raise missing_attribute(self, name)
 
     def __getstate__(self) -> dict[str, Any]:

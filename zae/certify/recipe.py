@@ -14,8 +14,7 @@ from zae.common.random_state import seed_everything
 from zae.compose.introspect import add_ons_of, hooks_of, is_add_on, is_trainer
 from zae.compose.options import option_value
 from zae.data.loaders import length_of, parts_with_epoch
-from zae.schedulers.lengths import is_per_step, is_plateau
-from zae.schedulers.warmup import takes_total_steps
+from zae.schedulers.lengths import is_per_step, is_plateau, takes_total_steps
 
 __all__ = ["make_loop", "uncovered", "uncovered_add_ons"]
 

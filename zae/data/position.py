@@ -28,7 +28,6 @@ from zae.data.loader_state import (
     restore_parts,
 )
 from zae.data.loaders import check_ended, describe, has_order, has_pinned_batches, is_stateful, length_of
-from zae.data.reshard import own_batch_sampler, pad_order, place_of, why_not_reshard
 from zae.data.skip import LastBatch, is_read_again, iterate_on, skip_batches, warn_of_workers
 from zae.data.workers import (
     abandon_workers,
@@ -163,6 +162,8 @@ class LoaderPosition:
         if not self._pad:
             return loader
         if self._padded[0] is not loader:
+            from zae.data.reshard import pad_order
+
             self._padded = (loader, pad_order(loader, self._pad))
         return self._padded[1]
 
@@ -182,6 +183,8 @@ class LoaderPosition:
         has_same_batches = all(before.get(key) == now.get(key) for key in ("batch_size", "drop_last"))
         if world_before == world and has_same_batches:
             return
+        from zae.data.reshard import place_of, why_not_reshard
+
         ranks = (world_before, world)
         reasons = why_not_reshard(given, before, ranks, self._pad, progress.epoch_batch)
         if progress.epoch_batch and resume["loader"] is not None:
@@ -555,6 +558,8 @@ def _entries(state: Any, keys: Sequence[str]) -> Iterator[Any]:
 
 def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
     """Return whether only the number of batches differs, and the batch sampler may change it in each epoch."""
+    from zae.data.reshard import own_batch_sampler
+
     return bool(own_batch_sampler(before)) and len(changes) == 1 and changes[0].startswith("number of batches")
 
 

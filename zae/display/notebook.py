@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from zae.display.html import block, escape, metrics_html, note_shown
-from zae.display.lines import Lines
-from zae.display.terminal import Clock, Display, Source, Terminal, can_write, is_on_a_terminal
+from zae.display.terminal import Clock, Display, Source
 from zae.errors import printable
 
-__all__ = ["Notebook", "Output", "choose_display", "draw_elsewhere", "is_in_a_notebook"]
+__all__ = ["Notebook", "Output"]
 
 
 class Output:
@@ -111,35 +108,3 @@ class Notebook(Display):
         data = {"text/plain": printable(plain.rstrip()), "text/html": page}
         self._output(data, text)
         self._is_drawn = True
-
-
-_elsewhere: Callable[[dict[str, str], str], Any] | None = None
-
-
-def draw_elsewhere(output: Callable[[dict[str, str], str], Any]) -> None:
-    """Draw the runs of this process in the notebook of another one, to which ``output`` sends what it takes."""
-    global _elsewhere
-    _elsewhere = output
-
-
-def is_in_a_notebook() -> bool:
-    """Return whether a kernel executes the cells of a notebook in this process."""
-    shell = sys.modules.get("IPython")
-    return shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {})
-
-
-def choose_display(log_bar: bool | str) -> Display:
-    """Return the display for this process: of a notebook, of a terminal, plain lines, or none.
-
-    A terminal that cannot overwrite a line, or whose output a CI service keeps, gets lines, unless ``log_bar`` says
-    "bar".
-    """
-    if not log_bar:
-        return Display()
-    if log_bar != "lines" and (_elsewhere is not None or is_in_a_notebook()):
-        return Notebook(_elsewhere or Output())
-    if not can_write():
-        return Display()
-    keeps_lines = bool(os.environ.get("CI")) or os.environ.get("TERM") == "dumb"
-    has_bar = log_bar == "bar" or (log_bar != "lines" and is_on_a_terminal() and not keeps_lines)
-    return Terminal() if has_bar else Lines()

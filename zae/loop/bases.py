@@ -15,7 +15,6 @@ from zae.common.walk import map_tensors
 from zae.compose.introspect import hook
 from zae.errors import ConfigError
 from zae.optim.state import load_optimizer_state
-from zae.optimizers.quantized import flatten_states, quantize_states
 
 if TYPE_CHECKING:
     import torch
@@ -204,9 +203,13 @@ class Processes:
     @hook
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """Return the state of one optimizer, whole on this rank; every rank calls it in the same order."""
+        from zae.optimizers.quantized import flatten_states
+
         return flatten_states(self.optimizers[name].state_dict())
 
     @hook
     def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Load what ``optimizer_state`` returned for an optimizer of the same parameters; the values are not copied."""
+        from zae.optimizers.quantized import quantize_states
+
         load_optimizer_state(self.optimizers[name], quantize_states(state))

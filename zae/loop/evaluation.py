@@ -15,7 +15,6 @@ from zae.common.null_context import NULL_CONTEXT
 from zae.common.walk import leading_dimension
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_ended, check_loader, describe, has_pinned_batches
-from zae.data.sharding import shares_of
 from zae.data.workers import abandon_workers
 from zae.errors import LoaderError, StepError
 from zae.loop.epoch_log import in_turn, to_host
@@ -166,6 +165,8 @@ class Evaluation:
             if self.signals is None or trainer.world_size == 1:
                 count = self._test_batches(loader, batches, trainer.logging, self.signals, wrapped=wrapped)
             else:
+                from zae.data.sharding import shares_of  # Which several ranks have loaded.
+
                 flag = DistributedStopFlag(trainer, self.signals, len(shares_of(wrapped) or ()))
                 count = self._test_batches(loader, flag.watch(batches), trainer.logging, flag.signals, wrapped=wrapped)
                 if flag.signals:  # They may have come to another rank, after the last batch of this one.

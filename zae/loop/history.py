@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import check_metrics
-from zae.display.html import block, is_shown_above, metrics_html
 from zae.display.text import columns_of, table
 from zae.errors import ConfigError, MonitorError, did_you_mean, printable
 from zae.loop.epoch_log import EpochLog
@@ -142,6 +141,8 @@ class MetricsDict(dict[str, Any]):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        from zae.display.html import block, is_shown_above, metrics_html
+
         if is_shown_above(str(self)):  # ``trainer.run(...)`` is the last line of a cell.
             return block("The result of this run is shown above.")
         rows = self.rows()

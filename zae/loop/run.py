@@ -35,11 +35,10 @@ from zae.common.argument_checks import check_metrics
 from zae.compose.introspect import is_overridden, mentions_super
 from zae.data.loaders import describe, length_of
 from zae.data.workers import check_epoch_of_workers, ignore_dead_workers
-from zae.display.notebook import choose_display
+from zae.display.choose import choose_display
 from zae.display.terminal import Display
 from zae.errors import ConfigError, LoaderError, TaskError, kind_of
 from zae.loop.continuation import Continuation
-from zae.loop.error_notes import add_notes
 from zae.loop.first_step import WeightSample, warn_of_unmoved, weights_of
 from zae.loop.history import Metrics
 from zae.loop.limits import Extent, RunLimits
@@ -213,6 +212,8 @@ class Run:
                 if self.is_call:
                     trainer.on_exception(error)
                 else:
+                    from zae.loop.error_notes import add_notes
+
                     add_notes(error, self)
             raise
         finally:

@@ -36,8 +36,7 @@ from zae.optim.state import (
     with_enums,
     wraps_others,
 )
-from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken
-from zae.schedulers.warmup import takes_total_steps
+from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken, takes_total_steps
 
 __all__ = ["Optimization"]
 

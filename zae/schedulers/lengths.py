@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from zae.errors import ConfigError
 
-__all__ = ["is_per_step", "is_plateau", "milestones_of", "own_length", "parts_of", "planned_length", "steps_taken"]
+__all__ = [
+    "is_per_step",
+    "is_plateau",
+    "milestones_of",
+    "own_length",
+    "parts_of",
+    "planned_length",
+    "steps_taken",
+    "takes_total_steps",
+]
 
 
 def planned_length(scheduler: object) -> int | None:
@@ -167,3 +178,19 @@ def _sequential_length(scheduler: SequentialLR) -> int | None:
         if length is not None and (stop is None or (isinstance(part, OneCycleLR) and stop - 1 - start > length)):
             limits.append(start + length)
     return min(limits, default=None)
+
+
+def takes_total_steps(factory: Callable[..., Any]) -> bool:
+    """Return whether a factory takes ``total_steps``: as its second parameter, or as a required one."""
+    needs_total: bool | None = getattr(factory, "needs_total", None)  # One of `zae.schedulers.warmup` says it.
+    if needs_total is not None:
+        return needs_total
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # A builtin may not say.
+        return False
+    for place, each in enumerate(parameters):
+        if each.name == "total_steps":
+            # A partial that has set it leaves it behind as keyword-only, with a default.
+            return each.default is each.empty or (place == 1 and each.kind is each.POSITIONAL_OR_KEYWORD)
+    return False

@@ -6,9 +6,7 @@ with the number of optimizer steps of the run, and steps the schedule after each
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +16,7 @@ from torch.optim import Optimizer
 from zae.errors import ConfigError
 from zae.schedulers.ramps import StepSchedule
 
-__all__ = ["Factory", "WarmUpSchedule", "cosine", "inverse_sqrt", "linear", "takes_total_steps", "wsd"]
+__all__ = ["Factory", "WarmUpSchedule", "cosine", "inverse_sqrt", "linear", "wsd"]
 
 _TIMESCALE = 10_000  # Steps of inverse_sqrt without a warm-up at the base rate, as in other libraries.
 
@@ -236,21 +234,6 @@ def wsd(
     [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.293, 0.134, 0.0]
     """
     return Factory("wsd", warmup, decay, final, total_steps)
-
-
-def takes_total_steps(factory: Callable[..., Any]) -> bool:
-    """Return whether a factory takes ``total_steps``: as its second parameter, or as a required one."""
-    if isinstance(factory, Factory):
-        return factory.needs_total
-    try:
-        parameters = list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # A builtin may not say.
-        return False
-    for place, each in enumerate(parameters):
-        if each.name == "total_steps":
-            # A partial that has set it leaves it behind as keyword-only, with a default.
-            return each.default is each.empty or (place == 1 and each.kind is each.POSITIONAL_OR_KEYWORD)
-    return False
 
 
 def _span(name: str, value: Any, shape: str) -> int | float:
