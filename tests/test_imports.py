@@ -53,6 +53,19 @@ def test_the_core_and_the_add_ons_can_be_imported_without_the_tools():
             assert not [each for each in others if imports.package_of(each) in last], module
 
 
+def test_a_trainer_loads_what_its_loop_needs():
+    """No tool, no add-on, and nothing of checkpoints, optimizers of our own or notebooks, which few runs have."""
+    edges, loaded = imports.graph(at_import=True), set()
+    waiting = ["zae.trainer"]
+    while waiting:
+        module = waiting.pop()
+        loaded.add(module)
+        waiting += edges[module] - loaded
+    packages = {imports.package_of(module) for module in loaded}
+    assert not packages & {*imports.LAST, "checkpoint", "description", "fact", "optimizers"}
+    assert not loaded & {"zae.display.notebook", "zae.loop.predictions", "zae.schedulers.ramps"}
+
+
 def test_every_package_has_its_rules():
     present = {imports.package_of(name) for name in imports.sources()} - {"zae", "__main__"}
     assert present <= set(imports.RULES)
