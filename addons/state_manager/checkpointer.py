@@ -192,6 +192,7 @@ class Checkpointer:
         """
         if os.path.abspath(folder) != os.path.abspath(self.folder):
             return list_checkpoints(folder) if kind == "step" else crashes_in(folder)
+        make_directory(self.folder)
         with self.reaching("its checkpoints were not listed"):
             names = [name for name in self.names() if _NAME.fullmatch(name) and name.startswith(f"{kind}-")]
         return [self.folder / name for name in sorted(names, reverse=True)]

@@ -295,7 +295,8 @@ class Checkpoints:
         put_back(self.folder)
         known = self.retention.scores.keys() | self.passed_over
         others = [path for path in self.checkpointer.list_saved(self.folder) if path.name not in known]
-        others = [path for path in others if not (known and self._is_left_over(path, step))]
+        if known:  # This run continues another one: older checkpoints of that are its own.
+            others = [path for path in others if not self._is_left_over(path, step)]
         if others and not overwrite:
             raise ConfigError(
                 f"save_path={str(self.folder)!r} contains {len(others)} checkpoint{'s' * (len(others) > 1)} of "
@@ -330,28 +331,38 @@ class Checkpoints:
         """
         self.saver.begin()
         scores = self.retention.scores
-        self._before, self._step = (dict(scores), self._replaced), moment[1]
-        if kept is not None and moment[1] < self._highest:  # The run has gone back, and makes these steps again.
-            steps = {path: step_of(original_name(path.name)) or 0 for path in self.checkpointer.list_saved(self.folder)}
-            later = [path for path, step in steps.items() if step > moment[1]]
-            self._replaced = [*dict.fromkeys([*self._replaced, *later])]
-            for path in later:
-                scores.pop(original_name(path.name), None)
-        names: list[str] = []
+        self._before = (dict(scores), self._replaced)
+        self._step = step = moment[1]
+        dropped: list[str] = []
         replaced: list[Path] = []
         if kept is not None:
-            scores[kept[0]] = kept[1]
-            names = self.retention.to_delete()
+            if step < self._highest:  # The run has gone back, and makes the later steps again.
+                self._replace_later(step)
+            name, score = kept
+            scores[name] = score
+            dropped = self.retention.to_delete()
             replaced = [path for path in self._replaced if path.name not in scores]
         try:
-            yield [*(self.folder / name for name in names), *replaced]
+            yield [*(self.folder / name for name in dropped), *replaced]
         except BaseException as error:
             self._fail(error)
             return
         if kept is not None:
-            self.saved_at, self._replaced, self._highest = moment, [], moment[1]
-            for name in names:
+            # Only now: until the new one is whole, the others are what there is.
+            for name in dropped:
                 del scores[name]
+            self._replaced = []
+            self._highest = step
+            self.saved_at = moment
+
+    def _replace_later(self, step: int) -> None:
+        """Let the next save replace the checkpoints of later steps."""
+        for path in self.checkpointer.list_saved(self.folder):
+            name = original_name(path.name)
+            if (step_of(name) or 0) > step:
+                self.retention.scores.pop(name, None)
+                if path not in self._replaced:
+                    self._replaced = [*self._replaced, path]
 
     def write(self, job: Job, is_writer: bool) -> None:
         """Write a checkpoint, or begin to, and then remove those that it replaces.
@@ -362,9 +373,9 @@ class Checkpoints:
 
         def write() -> None:
             if is_writer:
-                self._lock.keep(job.target)
-            if is_writer and not job.is_sharded:
-                self.saver.save(job, self.checkpointer.commit)
+                self._lock.keep(job.target)  # Before a file is written: somebody may have removed the folder.
+                if not job.is_sharded:
+                    self.saver.save(job, self.checkpointer.commit)
 
         if self.has_failed:
             write()
@@ -417,16 +428,20 @@ class Checkpoints:
     def _fail(self, error: BaseException) -> None:
         """Forget a save that failed with the error that is handled, and raise that unless a warning is enough."""
         self._forget_save()
-        by_disk = isinstance(error, CheckpointError) and error.errno is not None
-        is_told = by_disk and (self.on_save_error == "warn" or self.has_failed)
-        if not (is_told or (isinstance(error, NonFiniteError) and self.warns_of_nonfinite)):
+        if isinstance(error, NonFiniteError):
+            is_warning_enough = self.warns_of_nonfinite
+        else:
+            by_disk = isinstance(error, CheckpointError) and error.errno is not None
+            is_warning_enough = by_disk and (self.on_save_error == "warn" or self.has_failed)
+        if not is_warning_enough:
             raise
-        if getattr(error, "from_rank", None) is None:
+        if getattr(error, "from_rank", None) is None:  # Else the rank that has failed says so.
             _log.warning("not saved at step %d: %s", self._step, error)
 
     def _forget_save(self) -> None:
         """Forget the last save, which failed: what it was to replace still exists."""
-        (self.retention.scores, self._replaced), self.saved_at = self._before, None
+        self.retention.scores, self._replaced = self._before
+        self.saved_at = None
 
     def plan_lines(self, plan: Any, every: Every) -> list[str]:
         """Set in a plan when is saved, and describe what is kept."""
@@ -437,7 +452,8 @@ class Checkpoints:
 
     def adopt(self, path: Path, manifest: Manifest, moment: _Moment) -> None:
         """Continue the run of a checkpoint that was loaded, and keep it if it is in the folder."""
-        self.run_id, self.saved_at = manifest["run_id"], moment
+        self.run_id = manifest["run_id"]
+        self.saved_at = moment
         earlier = manifest["info"].get("resumed_at")  # It is not verified as the files are.
         steps = earlier[-_RESUMES:] if isinstance(earlier, list) else []
         self.resumed_at = [*(each for each in steps if type(each) is int), manifest["step"]]
@@ -448,7 +464,8 @@ class Checkpoints:
 
     def begin_run(self, name: str, describe_code: Callable[[], dict[str, dict[str, str]]]) -> None:
         """Name the run unless it continues another one, and note its code the first time."""
-        self.run_id, self.code = self.run_id or name, self.code or describe_code()
+        self.run_id = self.run_id or name
+        self.code = self.code or describe_code()
 
     @property
     def lineage(self) -> dict[str, Any]:
@@ -485,7 +502,9 @@ class Checkpoints:
             scores = {name: None if row is None else row["score"] for name, row in rows.items()}
             rows = {name: by_step.get(step_of_weights(name)) for name in of_weights}
             of_weights = {name: None if row is None else row["score"] for name, row in rows.items()}
-        self.run_id, self.parent, self.retention.scores = saved.get("run_id", ""), saved.get("parent"), scores
+        self.run_id = saved.get("run_id", "")
+        self.parent = saved.get("parent")
+        self.retention.scores = scores
         self.weights.rule.scores = of_weights
 
     def require_best(self, monitor: str, best: Mapping[str, Any]) -> Path:
@@ -495,7 +514,9 @@ class Checkpoints:
         """
         path = self.best
         if path is not None:
-            found, wanted, sign = self.retention.scores[path.name], best.get("score"), self.retention.sign
+            found = self.retention.scores[path.name]
+            wanted = best.get("score")
+            sign = self.retention.sign
             if found is not None and wanted is not None and sign * found > sign * wanted:
                 text = (
                     f"the best has {monitor}={wanted:g}, in step {best['step']}, and no checkpoint of it is there; "

@@ -149,9 +149,8 @@ class UntrackedState:
         of_data = [(*each, 2) for each in _of_data(loader)]
         of_functions = [(*each, 2) for each in _of_functions(owner, loader, optimization)]
         for name, value, depth in (*own, *of_model, *of_optimizers, *of_data, *of_functions):
-            with contextlib.suppress(
-                Exception
-            ):  # For instance a thread fills it: the state is saved without its fingerprint.
+            # For instance a thread fills it: the state is saved without its fingerprint.
+            with contextlib.suppress(Exception):
                 found[name] = fingerprint_of(value, depth)
         return found
 
@@ -187,6 +186,7 @@ class _Watched(NamedTuple):
     """Which attributes of a task are compared: the same ones for all objects of a class."""
 
     cls: type
+    place: str  # The name of the task.
     users: list[type]  # The classes that are not zae's, the task first.
     named: set[str]  # What their methods name.
     in_step: set[str]  # What those name that compute a step, and the methods that they call.
@@ -206,6 +206,7 @@ class _Watched(NamedTuple):
                 declared.update(vars(each).get("__annotations__", ()))
         return cls(
             cls=task,
+            place=recipe_of(task)[0].__name__,
             users=users,
             named={name for each in users for value in vars(each).values() for name in names_in(value)},
             in_step=_named_in_step(users),
@@ -223,14 +224,13 @@ class _Watched(NamedTuple):
             for name, value in vars(each).items():
                 if name in self.named and isinstance(value, _KINDS):
                     found[name] = value
-        place = recipe_of(self.cls)[0].__name__
         for name, value in sorted((found | vars(owner)).items()):
             if name.startswith("_") and (name not in self.named or name.startswith("__")):
                 continue
             if name.startswith("_") and isinstance(value, float) and name not in self.in_step:
                 continue  # A time, or another number of the user's own that is shown.
             if name not in self.declared and not _is_of_zae(type(value)):
-                yield f"{place}.{name}", value
+                yield f"{self.place}.{name}", value
 
 
 def _named_in_step(users: list[type]) -> set[str]:

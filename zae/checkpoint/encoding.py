@@ -40,6 +40,8 @@ __all__ = ["DEPTH_LIMIT", "PLAIN", "decode", "encode", "name_of_key", "strict_js
 PLAIN = frozenset({type(None), bool, int, float, str})
 """The types of plain values: they are immutable, and JSON has them."""
 
+_ALWAYS = frozenset({type(None), bool, str})  # Of these, JSON has every value.
+
 DEPTH_LIMIT = 200
 """The deepest nesting of brackets in a text that is written or read."""
 
@@ -211,9 +213,7 @@ class _Encoder:
     def value(self, value: Any, path: _Path, depth: int) -> Any:
         """Return the JSON form of `value`, which stands at `path` and `depth` brackets deep."""
         kind = type(value)
-        if kind is str or kind is bool or value is None:
-            return value
-        if (kind is int or kind is float) and _is_in_json(value):
+        if kind in _ALWAYS or ((kind is int or kind is float) and _is_in_json(value)):
             return value
         if depth + _ROOM > DEPTH_LIMIT:
             raise CheckpointError(
@@ -244,7 +244,10 @@ class _Encoder:
         if type(value) is dict and {str}.issuperset(map(type, value)) and "$" not in map(_FIRST, value):
             if PLAIN.issuperset(map(type, value.values())) and all(map(_is_in_json, value.values())):
                 return value  # A row of a history, which may have a hundred thousand.
-            return {key: self.value(item, (path, key), depth + 1) for key, item in value.items()}
+            made = {}
+            for key, item in value.items():
+                made[key] = item if type(item) in _ALWAYS else self.value(item, (path, key), depth + 1)
+            return made
         pairs = []
         for key, item in value.items():
             _check_key(key, path)
