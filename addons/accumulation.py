@@ -178,7 +178,7 @@ class GradientAccumulationAddon(AddOnBase):
     def count_targets(self, values: Mapping[str, Any], batch: Any) -> Any:
         """Count the samples of a batch, where the size of a step is given in samples."""
         found = super().count_targets(values, batch)
-        if found is not None or self.global_batch_size is None:
+        if found is not None or self.step_window.samples is None:
             return found
         samples = leading_dimension(batch)
         if samples is None:

@@ -72,7 +72,7 @@ class MixedPrecision(Precision):
         scaler = torch.amp.GradScaler(device, init_scale=self.loss_scale[0])
         if self._state:
             scaler.load_state_dict(self._state)
-        self.scaler = scaler
+        self.scaler, self.is_scaled = scaler, True
         self._handles = [each.register_step_post_hook(self._note_step) for each in optimizers]
 
     def end(self) -> None:
@@ -80,12 +80,8 @@ class MixedPrecision(Precision):
         self._state = self.state_dict()
         for handle in self._handles:
             handle.remove()
-        self._handles, self.scaler, self.is_unscaled = [], None, False
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether the loss is scaled in this run."""
-        return self.scaler is not None
+        self._handles, self.scaler = [], None
+        self.is_scaled = self.is_unscaled = False
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast the forward; in float32, leave it."""
@@ -330,7 +326,8 @@ class AMPAddon(AddOnBase):
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Scale the loss, so that small float16 gradients do not underflow."""
-        super().backward(self.precision_part.scale(loss), **kwargs)
+        part = self.precision_part
+        super().backward(part.scale(loss) if part.is_scaled else loss, **kwargs)
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale."""

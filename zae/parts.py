@@ -196,16 +196,13 @@ class Precision:
         Whether the loss is scaled in this run. A step whose gradients overflow is then left out, and is no error.
     """
 
+    is_scaled = False
+
     def __init__(self, name: str = "fp32", weights: torch.dtype | None = None) -> None:
         self.name, self.weights = name, weights
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether the loss is scaled in this run."""
-        return False
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return a new context for a forward and its loss."""
