@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 
-def _by_name(names_by_cure: Mapping[str, str]) -> dict[str, str]:
+def _by_name(names_by_remedy: Mapping[str, str]) -> dict[str, str]:
     """Map each foreign name to what to write here, from a table of the opposite direction."""
-    return {name: here for here, names in names_by_cure.items() for name in names.split()}
+    return {name: here for here, names in names_by_remedy.items() for name in names.split()}
 
 
 _LOADER = "a DataLoader with its own"

@@ -103,10 +103,10 @@ class Mixture(Dataset[Any]):
         for name, count in self.counts.items():
             if not count:
                 ends = "stopping_strategy='all_exhausted'"
-                cure = ends if samples_per_epoch is None else "a larger samples_per_epoch"
+                remedy = ends if samples_per_epoch is None else "a larger samples_per_epoch"
                 raise ConfigError(
                     f"an epoch of the mixture, {sum(self.counts.values())} samples, has none of dataset {name!r} with "
-                    f"weight {self.weights[name]:g}; give it a larger weight, leave it out, or write {cure}"
+                    f"weight {self.weights[name]:g}; give it a larger weight, leave it out, or write {remedy}"
                 )
 
     def _counts_of(self, sizes: list[int]) -> list[int]:

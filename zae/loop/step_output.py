@@ -209,8 +209,8 @@ def _check_output(out: Mapping[str, Any], where: str, keys: list[str]) -> None:
     if "loss" not in out:
         found = ", ".join(map(repr, out)) or "none"
         near = difflib.get_close_matches("loss", list(map(str, out)), n=1)
-        cure = f"rename {near[0]!r} to 'loss'" if near else "return {'loss': loss, ...}"
-        raise StepError(f"{where} returned a dict without 'loss'; its keys are {found}; {cure}")
+        remedy = f"rename {near[0]!r} to 'loss'" if near else "return {'loss': loss, ...}"
+        raise StepError(f"{where} returned a dict without 'loss'; its keys are {found}; {remedy}")
     loss = out["loss"]
     if isinstance(loss, Mapping):
         if not keys or set(map(str, loss)) != set(keys):
