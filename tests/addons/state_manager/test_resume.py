@@ -32,6 +32,7 @@ from zae.addons import (
 )
 from zae.addons.loggers.jsonl_logger import JSONLLoggerAddon
 from zae.errors import CheckpointMismatch
+from zae.parts import SingleProcess
 
 EPOCHS = 3
 
@@ -510,18 +511,15 @@ def test_another_world_size(folder: Path) -> None:
     case = CASES["plain"]
     answer(case.run, folder, 1)
 
-    class Two(faults.Task):
-        @property
-        def world_size(self) -> int:
-            return 2
-
-        def gather(self, value: Any) -> list[Any]:
-            return [value]
+    class TwoProcesses(SingleProcess):
+        world_size = 2
+        dp_world_size = 2
 
     model = faults.classifier()
-    made = Two.add_on(StateManagerAddon)(
+    made = faults.Task.add_on(StateManagerAddon)(
         model, "cpu", optimizer=torch.optim.AdamW(model.parameters()), save_path=folder / "run", resume=True
     )
+    made.engine = TwoProcesses()
     with pytest.raises(CheckpointMismatch, match="was saved by 1 processes; this run has 2"):
         made.setup()
 
