@@ -103,6 +103,20 @@ def test_a_name_in_code_is_found_and_one_in_a_message_is_not():
     assert imports.named_in("raise ValueError('leave AMPAddon out')  # EMAAddon") == set()
 
 
+def test_nobody_feels_for_what_an_add_on_may_have():
+    """But for two that look for a class of their own feature."""
+    found = {
+        module: names for module, path in imports.sources().items() if (names := imports.felt_for(path.read_text()))
+    }
+    assert found == {
+        "zae.addons.fairseq2.regime": {"publish_metrics"},
+        "zae.addons.huggingface.length": {"get_eval_dataloader"},
+    }
+    assert imports.felt_for("getattr(self, 'scaler', None)\nhasattr(run.trainer, 'a')\ngetattr(loader, 'b', 1)") == {
+        "scaler", "a",
+    }  # fmt: skip
+
+
 def test_the_traits_are_those_of_the_page():
     """Each that an add-on of zae declares is there, with who declares it; and each that one excludes is declared."""
     page = (imports.ROOT / "docs" / "extending" / "addons.md").read_text(encoding="utf-8")

@@ -157,6 +157,19 @@ def named_in(source: str) -> set[str]:
     return found
 
 
+def felt_for(source: str) -> set[str]:
+    """Return the attributes that code looks for in a trainer by ``getattr`` or ``hasattr``, as it may not have them."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1
+        if not is_call or node.func.id not in ("getattr", "hasattr"):
+            continue
+        owner, name = ast.unparse(node.args[0]), node.args[1]
+        if owner.rpartition(".")[2] in ("self", "trainer", "_trainer", "_of") and isinstance(name, ast.Constant):
+            found.add(name.value)
+    return found
+
+
 @cache
 def sources() -> dict[str, Path]:
     """Map the import name of each module of the package to its file."""
