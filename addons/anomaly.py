@@ -98,7 +98,8 @@ class AnomalyAddon(AddOnBase):
         self._anomaly = None
         if not self.anomaly_steps[0] <= self.progress_checker.step + 1 <= self.anomaly_steps[1]:
             return super().gradients(batch)
-        found = self._anomaly = _Found(self.unwrap())
+        found = _Found(self.unwrap())
+        self._anomaly = found
         try:
             with found.watching(), self._naming_operations():
                 return super().gradients(batch)
@@ -110,7 +111,8 @@ class AnomalyAddon(AddOnBase):
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Look at the loss first: the backward of a NaN says nothing of where it comes from."""
-        found, numbers = self._anomaly, loss_numbers(loss)
+        found = self._anomaly
+        numbers = loss_numbers(loss)
         values = [*numbers.values()] if isinstance(numbers, dict) else [numbers]
         if found is not None and self._ends_run and not all(map(math.isfinite, values)):
             raise self._error(f"the loss is {numbers}; {found}")
@@ -118,7 +120,9 @@ class AnomalyAddon(AddOnBase):
 
     def should_step(self, outputs: Sequence[StepOutput]) -> bool:
         """Say where a step that is not finite became so; refuse one of which only a gradient is not."""
-        found, self._anomaly, before = self._anomaly, None, self.progress_checker.nonfinite_steps
+        found = self._anomaly
+        self._anomaly = None
+        before = self.progress_checker.nonfinite_steps
         try:
             may = super().should_step(outputs)
         except NonFiniteError as error:
@@ -173,12 +177,15 @@ class _Found:
             if bool(value.isfinite().all()):
                 continue
             kind = "NaN" if bool(value.isnan().any()) else "infinity"
-            bad, inner = int((~value.isfinite()).sum()), _are_finite(inputs)
+            bad = int((~value.isfinite()).sum())
+            inner = _are_finite(inputs)
             owner = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
-            self._outputs.setdefault(kind, (
+            weights = _are_finite([*module.parameters(recurse=False)])
+            text = (
                 f"the first {kind} of the forward is in the output of {owner}; {bad} of {value.numel()} values, its "
-                f"inputs {inner}, its weights {_are_finite([*module.parameters(recurse=False)])}"
-            ))  # fmt: skip
+                f"inputs {inner}, its weights {weights}"
+            )
+            self._outputs.setdefault(kind, text)
 
     def _look_at_gradient(self, name: str, parameter: Tensor) -> None:
         """Note the first parameter whose gradient is not finite."""

@@ -100,8 +100,11 @@ class CompileAddon(AddOnBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.compile_target, self.compile_mode, self.compile_backend = compile_target, compile_mode, compile_backend
-        self.compile_options, self.compile_dynamic = compile_options, compile_dynamic
+        self.compile_target = compile_target
+        self.compile_mode = compile_mode
+        self.compile_backend = compile_backend
+        self.compile_options = compile_options
+        self.compile_dynamic = compile_dynamic
         self.compile_report = {"graphs": 0, "compile_seconds": 0.0}
         self._check_options()
         self._compiled: Any = None
@@ -110,8 +113,10 @@ class CompileAddon(AddOnBase):
 
     def _check_options(self) -> None:
         """Refuse what ``torch.compile`` would refuse with the first batch, and an unknown target."""
-        target, mode = self.compile_target, self.compile_mode
-        backend, options = self.compile_backend, self.compile_options
+        target = self.compile_target
+        mode = self.compile_mode
+        backend = self.compile_backend
+        options = self.compile_options
         if target not in _TARGETS:
             raise ConfigError(
                 f"compile_target={target!r}; it must be 'model' or 'step'{did_you_mean(str(target), _TARGETS)}"
@@ -211,7 +216,8 @@ class CompileAddon(AddOnBase):
     @contextmanager
     def _compiled_step(self) -> Iterator[None]:
         """Let calls of ``train_step`` be compiled within the context."""
-        attributes, step = vars(self), self.train_step
+        attributes = vars(self)
+        step = self.train_step
         had_own = "train_step" in attributes
         attributes["train_step"] = partial(self._call_compiled, step)
         try:
@@ -230,7 +236,8 @@ class CompileAddon(AddOnBase):
         """Call a function compiled, and count the graphs that are made for it."""
         if self._compiled is None:
             self._compiled = torch.compile(function, **self._arguments())
-        before, start = torch_private.compiled_graphs(), time.perf_counter()
+        before = torch_private.compiled_graphs()
+        start = time.perf_counter()
         result = self._compiled(*args, **kwargs)
         made = torch_private.compiled_graphs() - before
         if made > 0:

@@ -85,7 +85,9 @@ class EarlyStoppingAddon(AddOnBase):
         super().on_run_begin()
         runs = len(self.progress_checker.run_starts)
         if runs != self._runs:
-            self._best, self._waited, self._runs = None, 0, runs
+            self._best = None
+            self._waited = 0
+            self._runs = runs
 
     def check_better(self, metrics: Mapping[str, float]) -> bool:
         """Count this validation, and stop the run when patience is used up."""
@@ -97,7 +99,8 @@ class EarlyStoppingAddon(AddOnBase):
             if self.early_stopper(self.progress_checker.step, score):
                 self._end(f"early_stopper said so at step {self.progress_checker.step} ({self.monitor} {score:g})")
         elif self._improves(score):
-            self._best, self._waited = score, 0
+            self._best = score
+            self._waited = 0
         else:
             self._waited += 1
             if self._waited >= self.patience:
@@ -136,4 +139,5 @@ class EarlyStoppingAddon(AddOnBase):
         """Reset the count where another metric is monitored than in the saved run."""
         super().load_state_dict(state, strict)
         if not self.history.has_criterion_of(state["records"]):
-            self._best, self._waited = None, 0
+            self._best = None
+            self._waited = 0

@@ -139,7 +139,8 @@ class EMAAddon(AddOnBase):
         ]
         averaged = {id(pair[1]) for pair in self._averaged}
         self._copied = [pair for key, pair in pairs.items() if key not in averaged]
-        found, names = _places_in(module), {id(value): key for key, value in live.items()}
+        found = _places_in(module)
+        names = {id(value): key for key, value in live.items()}
         self._places = [
             (names[id(value)], *(found.get(id(value)) or _place_of_extra(module, names[id(value)], value)))
             for _, value in self._copied
@@ -204,7 +205,8 @@ class EMAAddon(AddOnBase):
         """
         with self.ready(), random_state.isolated(), self.evaluation_context(), torch.no_grad():
             norms = [each for each in self.unwrap().modules() if isinstance(each, _NORMS) and each.track_running_stats]
-            momenta, mode = [each.momentum for each in norms], self.mode
+            momenta = [each.momentum for each in norms]
+            mode = self.mode
             self.toggle("test")
             try:
                 for each in norms:
@@ -230,7 +232,8 @@ class EMAAddon(AddOnBase):
             if not isinstance(value, Tensor) or (value is before and value.shape == average.shape):
                 continue
             if value.shape != average.shape:
-                average = self.average[key] = value.detach().clone()
+                average = value.detach().clone()
+                self.average[key] = average
             self._copied[index] = (average, value)
             is_changed = True
         if is_changed:
@@ -338,7 +341,8 @@ def _misfit(average: Any, module: nn.Module) -> str:
     """Return what does not fit of a saved average; empty where all does."""
     if not isinstance(average, Mapping):
         return f"it is {average!r:.40}"
-    live, trained = plain_state(module), dict(module.named_parameters(remove_duplicate=False))
+    live = plain_state(module)
+    trained = dict(module.named_parameters(remove_duplicate=False))
     plain = plain_names(module, trained)
     trained = {plain[name]: parameter for name, parameter in trained.items()}
     for name, value in average.items():

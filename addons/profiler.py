@@ -97,14 +97,17 @@ class ProfilerAddon(AddOnBase):
         self.profile_shapes, self.profile_memory, self.profile_stack = flags
         self.profile_table = ""
         self._profiler: Any = None
-        self._profiled = self._cycles_left = 0  # Steps of this cycle; cycles of this run.
+        # Steps of this cycle; cycles of this run.
+        self._profiled = 0
+        self._cycles_left = 0
 
     def on_run_begin(self) -> None:
         """Start the profiler."""
         super().on_run_begin()
         if self.mode != "train":
             return
-        self._profiled, self._cycles_left = 0, self.profile_schedule[3]
+        self._profiled = 0
+        self._cycles_left = self.profile_schedule[3]
         if not self.profile_schedule[0]:
             self._begin_cycle()
 
@@ -119,14 +122,16 @@ class ProfilerAddon(AddOnBase):
             self._profiler.step()
             if self._profiled == wait + warmup + active:
                 self._stop_profiler()
-                self._profiled, self._cycles_left = 0, self._cycles_left - 1
+                self._profiled = 0
+                self._cycles_left = self._cycles_left - 1
         if self._profiled == wait and self._cycles_left:
             self._begin_cycle()
 
     def _begin_cycle(self) -> None:
         """Start a profiler for the steps to warm up and to record."""
         _, warmup, active, _ = self.profile_schedule
-        first, plan = self.progress_checker.step, schedule(wait=0, warmup=warmup, active=active, repeat=1)
+        first = self.progress_checker.step
+        plan = schedule(wait=0, warmup=warmup, active=active, repeat=1)
         activities = [ProfilerActivity.CPU] if self.device.type == "cpu" else supported_activities()
         profiler = profile(
             activities=activities,
@@ -171,7 +176,8 @@ class ProfilerAddon(AddOnBase):
         return f"steps {', '.join(spans)}"
 
     def _stop_profiler(self) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         if profiler is not None:
             profiler.stop()
 
@@ -182,8 +188,9 @@ class ProfilerAddon(AddOnBase):
         if not (events := profiler.key_averages()):
             _log.warning(
                 "the profile up to step %d is empty: another profiler was started within the run, and torch has one "
-                "at a time", self.progress_checker.step,
-            )  # fmt: skip
+                "at a time",
+                self.progress_checker.step,
+            )
             return
         key = "self_cpu_time_total" if self.device.type == "cpu" else "self_device_time_total"
         self.profile_table = events.table(sort_by=key, row_limit=self.profile_rows)

@@ -92,7 +92,8 @@ class ReportAddon(AddOnBase):
 
     def teardown(self) -> None:
         """Write the page, after the last checkpoint."""
-        status, self._report_status = self._report_status, None
+        status = self._report_status
+        self._report_status = None
         try:
             super().teardown()
         finally:
@@ -102,7 +103,8 @@ class ReportAddon(AddOnBase):
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Forget the times of other records than those of the state."""
         super().load_state_dict(state, strict)
-        self._report_times, self._report_began = [], None
+        self._report_times = []
+        self._report_began = None
 
     def _note_report_begin(self) -> None:
         self._report_status = self._report_status or ""
@@ -125,7 +127,8 @@ class ReportAddon(AddOnBase):
         from zae.doctor.checkpoints import examine
         from zae.report.records import Records, Run
 
-        rows, began = self.log_history, self._report_began or (time.time(), self.progress_checker.step)
+        rows = self.log_history
+        began = self._report_began or (time.time(), self.progress_checker.step)
         known = max(0, len(rows) - len(self._report_times))
         times = [{"unix_time": at, "epoch": epoch} for at, epoch in self._report_times]
         about = redact(describe(self), secrets_in(vars(self).get("web_logger")))

@@ -89,8 +89,10 @@ class SpikeGuardAddon(AddOnBase):
         self.spike_window = check_count("spike_window", spike_window, least=4)
         self.spike_warmup = check_count("spike_warmup", spike_warmup, least=3)
         if self.spike_warmup > self.spike_window:
-            raise ConfigError(f"spike_warmup={spike_warmup} is more than spike_window={spike_window}: no value would "
-                              "be compared; write a smaller one")  # fmt: skip
+            raise ConfigError(
+                f"spike_warmup={spike_warmup} is more than spike_window={spike_window}: no value would "
+                "be compared; write a smaller one"
+            )
         self.max_spikes = check_count("max_spikes", max_spikes)
         self.spikes: list[dict[str, Any]] = []
         self._losses: list[float] = []
@@ -108,9 +110,12 @@ class SpikeGuardAddon(AddOnBase):
     def should_step(self, outputs: Sequence[StepOutput]) -> bool:
         """Leave the step out if its loss or its gradient norm is a spike."""
         should_step = super().should_step(outputs)
-        loss, norm = self._mean_loss(outputs), float(self._norm_before_clip())
-        scores = {"loss": _score(loss, self._losses, self.spike_warmup),
-                  "grad_norm": _score(norm, self._norms, self.spike_warmup)}  # fmt: skip
+        loss = self._mean_loss(outputs)
+        norm = float(self._norm_before_clip())
+        scores = {
+            "loss": _score(loss, self._losses, self.spike_warmup),
+            "grad_norm": _score(norm, self._norms, self.spike_warmup),
+        }
         # An overflow in float16, which the loss scale answers, or a loss that is not finite.
         if not math.isfinite(norm):
             scores["grad_norm"] = 0.0
@@ -148,12 +153,15 @@ class SpikeGuardAddon(AddOnBase):
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """Note the spike, and stop where there are many."""
         super().on_step_end(outputs)
-        found, self._found = self._found, None
+        found = self._found
+        self._found = None
         if found is None:
             return
-        progress, count = self.progress_checker, self._in_a_row + 1
+        progress = self.progress_checker
+        count = self._in_a_row + 1
         found = {"step": progress.step, "batch": progress.batch, **found}
-        self.spikes, self._in_a_row = [*self.spikes, found], count
+        self.spikes = [*self.spikes, found]
+        self._in_a_row = count
         self.log({f"spike/{name}": found[name] for name in (*_WATCHED, "score")}, progress.step)
         if self.is_main:
             _log.warning(
@@ -180,8 +188,9 @@ def _check_thresholds(given: Any) -> dict[str, float]:
     found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(_WATCHED, given)
     for name in found:
         if name not in _WATCHED:
-            raise ConfigError(f"spike_threshold has {name!r}; it may have 'loss' and 'grad_norm'"
-                              f"{did_you_mean(str(name), _WATCHED)}")  # fmt: skip
+            raise ConfigError(
+                f"spike_threshold has {name!r}; it may have 'loss' and 'grad_norm'{did_you_mean(str(name), _WATCHED)}"
+            )
     if not found:
         raise ConfigError("spike_threshold={} watches nothing; write {'loss': 10.0}, or leave the add-on out")
     return {name: check_number("spike_threshold", value, 0.1) for name, value in found.items()}

@@ -24,9 +24,19 @@ from zae.loop.step_output import StepOutput
 __all__ = ["PEAK_FLOPS", "ThroughputAddon", "peak_flops_of"]
 
 PEAK_FLOPS = {
-    "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12,
-    "A100": 312e12, "L40S": 362e12, "A40": 150e12, "A10": 125e12, "L4": 121e12, "RTX 4090": 165e12,
-}  # fmt: skip
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A40": 150e12,
+    "A10": 125e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+}
 """Dense bfloat16 matrix products a second by words of a device's name, as its maker states them."""
 
 _SLOWER = {"Laptop", "Mobile", "MIG", "D"}
@@ -49,8 +59,11 @@ class _Meter:
     def clear(self) -> None:
         """Begin to measure again."""
         self.seconds = array("d")
-        self.waited = self.wait = self.late = 0.0
-        self.batches = self.new_batches = 0
+        self.waited = 0.0
+        self.wait = 0.0
+        self.late = 0.0
+        self.batches = 0
+        self.new_batches = 0
         self.samples: int | None = 0  # None where a batch does not say how many it has.
         self.new_samples: int | None = 0
         self.tokens: Any = 0
@@ -147,14 +160,17 @@ class ThroughputAddon(AddOnBase):
 
     def on_step_begin(self, batch: Any) -> None:
         """Begin a step."""
-        self._meter.new_samples = self._meter.new_batches = self._meter.new_tokens = 0
+        self._meter.new_samples = 0
+        self._meter.new_batches = 0
+        self._meter.new_tokens = 0
         self._meter.began = time.perf_counter()
         super().on_step_begin(batch)
 
     def to_device(self, batch: Any) -> Any:
         """Count the samples of a batch."""
         if self.mode == "train" and self._meter.new_batches == self.current_run.micro_index:  # Not when it is repeated.
-            samples, before = leading_dimension(batch), self._meter.new_samples
+            samples = leading_dimension(batch)
+            before = self._meter.new_samples
             self._meter.new_samples = None if samples is None or before is None else before + samples
             self._meter.new_batches += 1
             if self.throughput_tokens is not None:
@@ -174,14 +190,16 @@ class ThroughputAddon(AddOnBase):
             found = super().gradients(batch)
         if self.step_window.restarts == restarts:
             flops = counter.get_total_flops() // self.current_run.computation
-            self._meter.is_counted, self.step_flops = True, flops
+            self._meter.is_counted = True
+            self.step_flops = flops
             self._meter.counted_samples = self._meter.new_samples
         return found
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """End a step."""
         super().on_step_end(outputs)
-        began, self._meter.began = self._meter.began, None
+        began = self._meter.began
+        self._meter.began = None
         self._meter.ended = time.perf_counter()
         if not self._meter.is_warm:  # The first step of a process, with all that happens only once.
             self._meter.is_warm = True
@@ -229,10 +247,13 @@ class ThroughputAddon(AddOnBase):
 
     def rates(self) -> dict[str, float]:
         """Return what was measured since the last record, by name."""
-        seconds, ranks = math.fsum(self._meter.seconds) + self._meter.late, self.engine.dp_world_size
+        seconds = math.fsum(self._meter.seconds) + self._meter.late
+        ranks = self.engine.dp_world_size
         if not seconds:
             return {}
-        ordered, tokens, samples = sorted(self._meter.seconds), float(self._meter.tokens), self._meter.samples
+        ordered = sorted(self._meter.seconds)
+        tokens = float(self._meter.tokens)
+        samples = self._meter.samples
         found = {
             **({} if samples is None else {"samples_per_second": samples * ranks / seconds}),
             "batches_per_second": self._meter.batches * ranks / seconds,

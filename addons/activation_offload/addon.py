@@ -123,7 +123,8 @@ class ActivationOffloadAddon(AddOnBase):
         self._restore_saving()
         wrapped = super().wrap_model(model)
         if self.mode == "train":
-            blocks, reason = self.offloaded(), self._why_idle()
+            blocks = self.offloaded()
+            reason = self._why_idle()
             if not reason:
                 storage = HostStorage(self.device, self.offload_min_bytes, self.offload_pinned)
                 self._undo_offload = offload(blocks, storage)
@@ -154,7 +155,8 @@ class ActivationOffloadAddon(AddOnBase):
         return f"what {self.device} saves for the backward is in the memory of the host already"
 
     def _restore_saving(self) -> None:
-        undo, self._undo_offload = self._undo_offload, None
+        undo = self._undo_offload
+        self._undo_offload = None
         if undo is not None:
             undo()
 

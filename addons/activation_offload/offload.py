@@ -50,7 +50,8 @@ class HostStorage:
     """
 
     def __init__(self, device: torch.device, min_bytes: int, pinned: bool) -> None:
-        self.device, self.min_bytes = device, min_bytes
+        self.device = device
+        self.min_bytes = min_bytes
         self.pinned = pinned and can_copy_async(device)
 
     def is_moved(self, tensor: Tensor, held: set[int]) -> bool:

@@ -101,7 +101,9 @@ class AutoBatchAddon(AddOnBase):
         self._start: StepStart | None = None  # Of the present step, where it can be repeated.
         self._computing = 0  # The samples whose gradient is being computed.
         self._share: float | None = None  # Of the present part in its batch.
-        self._is_last = self._is_divided = self._was_compared = False
+        self._is_last = False
+        self._is_divided = False
+        self._was_compared = False
         self._unjoined: set[str] = set()  # Entries of outputs that a warning has named.
 
     def setup(self) -> None:
@@ -123,9 +125,11 @@ class AutoBatchAddon(AddOnBase):
     @repeats
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Compute the gradients; where memory runs out on a rank, again with smaller parts."""
-        start = self._start = None if self._is_fixed else StepStart(self, self._open_generators())
+        start = None if self._is_fixed else StepStart(self, self._open_generators())
+        self._start = start
         while True:
-            self._is_divided, self._computing = False, 0
+            self._is_divided = False
+            self._computing = 0
             try:
                 return super().gradients(batch)
             except _OtherRankError as other:
@@ -167,11 +171,14 @@ class AutoBatchAddon(AddOnBase):
 
     def _shrink(self, sizes: list[int], error: Exception | None = None) -> None:
         """Choose smaller parts, or refuse where one sample alone does not fit."""
-        step, samples = self.progress_checker.step + 1, max(sizes)
+        step = self.progress_checker.step + 1
+        samples = max(sizes)
         if 1 in sizes:
-            kind, where = StepError, ""
+            kind = StepError
+            where = ""
             if error is None:
-                kind, where = DistributedError, f"rank {sizes.index(1)}: "  # type: ignore[assignment]
+                kind = DistributedError  # type: ignore[assignment]
+                where = f"rank {sizes.index(1)}: "
             raise kind(
                 f"{where}one sample alone does not fit in memory in step {step}; train in lower precision (AMPAddon), "
                 "compute activations twice (GradientCheckpointingAddon), or shard the model (FSDPAddon)"
@@ -181,8 +188,12 @@ class AutoBatchAddon(AddOnBase):
         self.memory_errors = [*self.memory_errors, found]
         self.step_window.restarts += 1
         if self.is_main:
-            _log.warning("step %d: %d samples do not fit in memory; batches are computed in parts of at most %d",
-                         step, samples, self.fitting_size)  # fmt: skip
+            _log.warning(
+                "step %d: %d samples do not fit in memory; batches are computed in parts of at most %d",
+                step,
+                samples,
+                self.fitting_size,
+            )
 
     def _why_fixed(self) -> str:
         size = max(1, self._computing // 2)
@@ -204,7 +215,8 @@ class AutoBatchAddon(AddOnBase):
         """Compute a batch at once, or in parts."""
         if self._start is not None:
             self._start.begin()
-        samples = self._computing = leading_dimension(batch) or -1
+        samples = leading_dimension(batch) or -1
+        self._computing = samples
         parts = self._count_parts(samples)
         if parts == 1:
             found = super().micro_step(batch, count)
@@ -212,19 +224,23 @@ class AutoBatchAddon(AddOnBase):
             return found
         if not self._was_compared and samples > 1 and not self._is_fixed:
             self._check_parts(batch, samples)
-        self._is_divided, is_last = True, self._is_last
+        self._is_divided = True
+        is_last = self._is_last
         divided, rows, _ = take_apart(batch, samples, parts)
-        outputs, rewind = [], self._open_generators().rewind_shared()
+        outputs = []
+        rewind = self._open_generators().rewind_shared()
         for index, part in enumerate(divided):
             rewind()  # What all ranks draw alike is the same in each part, and moves on as for one batch.
             # A rank with few samples takes part in the exchanges of the others, with a weight of 0.
-            self._share, self._computing = rows[index] / samples, rows[index] or 1
+            self._share = rows[index] / samples
+            self._computing = rows[index] or 1
             part = part if rows[index] else divided[0]
             with self.sync_context(is_last and index == parts - 1):
                 values, weight = super().micro_step(part, count)
             if rows[index]:
                 outputs.append((map_tensors(Tensor.detach, values), weight))
-        self._share, self._computing = None, 0
+        self._share = None
+        self._computing = 0
         if self._start is not None:
             self._start.check("train_step changes")
         return self._joined(outputs, [each for each in rows if each])
@@ -272,8 +288,11 @@ class AutoBatchAddon(AddOnBase):
                 found |= join([{key: values[key]} for values, _ in outputs], rows, weights, where)
             except (StepError, KeyError):
                 if key not in self._unjoined and self.is_main:
-                    _log.warning("the output %r of train_step cannot be put together from the parts of a batch, and is "
-                                 "left out; return a number, or one row for each sample", key)  # fmt: skip
+                    _log.warning(
+                        "the output %r of train_step cannot be put together from the parts of a batch, and is "
+                        "left out; return a number, or one row for each sample",
+                        key,
+                    )
                 self._unjoined.add(key)
         return found, sum(weights)
 

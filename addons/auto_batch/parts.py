@@ -52,7 +52,8 @@ class StepStart:
     """
 
     def __init__(self, trainer: Any, generators: Any) -> None:
-        self._trainer, self._generators = trainer, generators
+        self._trainer = trainer
+        self._generators = generators
         self._rewind, self._drawn = random_state.rewind(), generators.state_dict()
         kept = {id(each): each for each in (*trainer.unwrap().parameters(), *trainer.parameters)}
         self._gradients = [(each, None if each.grad is None else each.grad.clone()) for each in kept.values()]
@@ -122,7 +123,8 @@ def _loss_of(trainer: Any, batch: Any) -> tuple[float, float]:
     with trainer.forward_context():
         out = trainer.train_step(batch)
     values, weight = read_output(out, batch, trainer.sample_weight, type(trainer), trainer.mode, trainer.count_targets)
-    loss, targets = values["loss"], values.get("num_targets")
+    loss = values["loss"]
+    targets = values.get("num_targets")
     total = sum(map(float, loss.values())) if isinstance(loss, dict) else float(loss)
     return total, float(weight if targets is None else targets)
 

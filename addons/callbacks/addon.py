@@ -160,8 +160,10 @@ class CallbackAddon(AddOnBase):
         run = self.current_run
         if self._callbacks.args is None:
             self._callbacks.args = self._reader.arguments()
-        one = {name: next(iter(each.values())) if len(each) == 1 else each or None
-               for name, each in (("optimizer", self.optimizers), ("lr_scheduler", self.schedulers))}  # fmt: skip
+        one = {
+            name: next(iter(each.values())) if len(each) == 1 else each or None
+            for name, each in (("optimizer", self.optimizers), ("lr_scheduler", self.schedulers))
+        }
         keywords = {
             "model": self.unwrap(),
             "processing_class": self._callbacks.processing_class,
@@ -209,11 +211,13 @@ class CallbackAddon(AddOnBase):
     def on_run_begin(self) -> None:
         """Call ``on_train_begin``, and ask again for what the loaded state had been asked for."""
         super().on_run_begin()
-        run, self._callbacks.args = self.current_run, self.callback_args
+        run = self.current_run
+        self._callbacks.args = self.callback_args
         self._callbacks.in_epoch = run.extent.steps_in_epoch
         self._reader.begin(self._callbacks.state)
         self._reader.read_best(self._callbacks.state)
-        self._callbacks.run_began, self._callbacks.first_step = time.monotonic(), self.progress_checker.step
+        self._callbacks.run_began = time.monotonic()
+        self._callbacks.first_step = self.progress_checker.step
         if self._callbacks.ends_epoch and self.progress_checker.epoch_batch:
             run.extent.end_epoch_here()
         self._callbacks.ends_epoch = False
@@ -343,7 +347,8 @@ class CallbackAddon(AddOnBase):
             self.call_event("on_prediction_step")
 
     def _begin_evaluation(self, loader: Any) -> None:
-        self._callbacks.evaluation_began, self._callbacks.evaluated = time.monotonic(), loader
+        self._callbacks.evaluation_began = time.monotonic()
+        self._callbacks.evaluated = loader
 
     def _with_speed(self, metrics: dict[str, Any], split: str) -> dict[str, Any]:
         """Add how fast the evaluation was, and the epoch."""
@@ -358,7 +363,8 @@ class CallbackAddon(AddOnBase):
         self._call_plain("on_log", metrics, step)
         logs = trainer_state.logs_of(metrics)
         if any(key.startswith("valid/") for key in metrics):
-            logs = self._callbacks.evaluation = self._with_speed(logs, "eval")
+            logs = self._with_speed(logs, "eval")
+            self._callbacks.evaluation = logs
         self._log_callbacks(logs)
 
     def _log_callbacks(self, logs: dict[str, Any]) -> None:

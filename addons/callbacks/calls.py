@@ -20,19 +20,44 @@ __all__ = ["EVENTS", "FOREIGN_EVENTS", "Callbacks"]
 _log = logging.getLogger("zae")
 
 EVENTS: dict[str, tuple[str, ...]] = {
-    "on_run_begin": (), "on_run_end": (), "on_epoch_begin": (), "on_epoch_end": (), "on_step_begin": ("batch",),
-    "on_step_end": ("outputs",), "on_validation_begin": (), "on_validation_end": ("metrics",),
-    "on_exception": ("error",), "on_save": ("path",), "on_load": ("path",), "on_log": ("metrics", "step"),
-}  # fmt: skip
+    "on_run_begin": (),
+    "on_run_end": (),
+    "on_epoch_begin": (),
+    "on_epoch_end": (),
+    "on_step_begin": ("batch",),
+    "on_step_end": ("outputs",),
+    "on_validation_begin": (),
+    "on_validation_end": ("metrics",),
+    "on_exception": ("error",),
+    "on_save": ("path",),
+    "on_load": ("path",),
+    "on_log": ("metrics", "step"),
+}
 """The events of zae, and what each is given after the trainer."""
 
 FOREIGN_EVENTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        ("on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
-         "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_save",
-         "on_prediction_step", "on_push_begin"), ()),
-    "on_evaluate": ("metrics",), "on_predict": ("metrics",), "on_log": ("logs",),
-}  # fmt: skip
+        (
+            "on_init_end",
+            "on_train_begin",
+            "on_train_end",
+            "on_epoch_begin",
+            "on_epoch_end",
+            "on_step_begin",
+            "on_substep_end",
+            "on_pre_optimizer_step",
+            "on_optimizer_step",
+            "on_step_end",
+            "on_save",
+            "on_prediction_step",
+            "on_push_begin",
+        ),
+        (),
+    ),
+    "on_evaluate": ("metrics",),
+    "on_predict": ("metrics",),
+    "on_log": ("logs",),
+}
 """The events of Transformers, and the keywords of each beside `KEYWORDS`."""
 
 KEYWORDS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
@@ -73,12 +98,14 @@ class Callbacks:
         self.state, self.control = TrainerState(), TrainerControl()
         self._methods: dict[tuple[str, bool], list[_Method]] = {}
         self.args: Any = None  # Of Transformers' events, in this run.
-        self.was_set_up = self.ends_epoch = False
+        self.was_set_up = False
+        self.ends_epoch = False
         self.processing_class: Any = None  # An option of the trainer, which callbacks of Transformers get.
         self.warned: set[str] = set()
         self.in_epoch: int | None = None
         self.first_step = 0
-        self.run_began = self.evaluation_began = 0.0
+        self.run_began = 0.0
+        self.evaluation_began = 0.0
         self.evaluated: Any = None
         self.evaluation: dict[str, Any] = {}
         for each in callbacks:
@@ -158,8 +185,10 @@ class Callbacks:
             if len(saved) > len(here.get(name, ())):
                 _log.warning(
                     "the state contains %d callback(s) %s and there are %d here: what is left over is not loaded",
-                    len(saved), name, len(here.get(name, ())),
-                )  # fmt: skip
+                    len(saved),
+                    name,
+                    len(here.get(name, ())),
+                )
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Load the state of each callback that has one saved."""

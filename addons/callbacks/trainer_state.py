@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CallbackArguments", "RunReader", "TrainerControl", "TrainerState", "counts_of", "logs_of", "speed"]
 
-_STEPS, _FOLDER = 500, "trainer_output"  # What Transformers has for a cadence and a folder that are not given.
+# What Transformers has for a cadence and a folder that are not given.
+_STEPS = 500
+_FOLDER = "trainer_output"
 
 
 @dataclass
@@ -206,8 +208,9 @@ def _sum(counts: list[int | None]) -> int | None:
 def speed(split: str, seconds: float, samples: float | None, steps: float | None) -> dict[str, Any]:
     """Return how fast something was."""
     counts = {"samples": samples, "steps": steps}
-    rates = {f"{split}_{name}_per_second": round(n / max(seconds, 1e-9), 3) for name, n in counts.items()
-             if n is not None}  # fmt: skip
+    rates = {
+        f"{split}_{name}_per_second": round(n / max(seconds, 1e-9), 3) for name, n in counts.items() if n is not None
+    }
     return {f"{split}_runtime": round(seconds, 4), **rates}
 
 
@@ -228,8 +231,10 @@ class RunReader:
 
     def arguments(self) -> CallbackArguments:
         """Return what a run is made of under the names of TrainingArguments."""
-        run, saves = self.trainer.current_run, option_value(self.trainer, "save_every")
-        folder, limits = option_value(self.trainer, "save_path"), run.limits
+        run = self.trainer.current_run
+        saves = option_value(self.trainer, "save_every")
+        folder = option_value(self.trainer, "save_path")
+        limits = run.limits
         rates = list(self.trainer.optimization.learning_rates().values())
         validates = limits.valid_every if run.valid_loader is not None else None
         sizes = [getattr(loader, "batch_size", None) for loader in (run.user_loader, run.valid_loader)]
@@ -267,11 +272,13 @@ class RunReader:
         """Set where the run stands."""
         progress = self.trainer.progress_checker
         share = min(progress.epoch_step / self.in_epoch, 1.0) if self.in_epoch else 0.0
-        state.epoch, state.global_step = progress.epoch + share, progress.step
+        state.epoch = progress.epoch + share
+        state.global_step = progress.step
 
     def begin(self, state: TrainerState) -> None:
         """Set what holds for a whole call of ``run``."""
-        run, progress = self.trainer.current_run, self.trainer.progress_checker
+        run = self.trainer.current_run
+        progress = self.trainer.progress_checker
         steps = remaining(progress, run.extent.last_epoch, run.extent.last_step, self.in_epoch)[1]
         state.max_steps = 0 if steps is None else progress.step + steps
         state.num_train_epochs = 0 if run.extent.last_epoch == NO_LIMIT else run.extent.last_epoch
@@ -287,28 +294,30 @@ class RunReader:
     def read_best(self, state: TrainerState) -> None:
         """Set the best score so far."""
         saves = "state" in slots_of(type(self.trainer))
-        best, path = self.trainer.best, self.trainer.best_path if saves else None
+        best = self.trainer.best
+        path = self.trainer.best_path if saves else None
         state.best_metric = best["score"] if dict.__contains__(best, "score") else None
         state.best_global_step = best["step"] if dict.__contains__(best, "step") else None
         state.best_model_checkpoint = None if path is None else str(path)
 
     def mean_loss(self, first_step: int) -> float | None:
         """Return the mean of the training loss by optimizer step, from a step on; None where no loss is recorded."""
-        total, before = 0.0, first_step
+        total = 0.0
+        before = first_step
         for row in self.trainer.train_history:
             if row["step"] > before and "train_loss" in list(row):
-                total, before = total + row["train_loss"] * (row["step"] - before), row["step"]
+                total = total + row["train_loss"] * (row["step"] - before)
+                before = row["step"]
         open_loss = self.trainer.log_train.means().get("loss") if self.trainer.progress_checker.epoch_batch else None
         if open_loss is not None:
-            total, before = (
-                total + open_loss * (self.trainer.progress_checker.step - before),
-                self.trainer.progress_checker.step,
-            )
+            total = total + open_loss * (self.trainer.progress_checker.step - before)
+            before = self.trainer.progress_checker.step
         return total / (before - first_step) if before > first_step else None
 
     def end_logs(self, seconds: float, first_step: int) -> dict[str, Any]:
         """Return what is logged when a run ends: its speed, and its mean loss."""
-        steps, loss = self.trainer.progress_checker.step - first_step, self.mean_loss(first_step)
+        steps = self.trainer.progress_checker.step - first_step
+        loss = self.mean_loss(first_step)
         samples = counts_of(self.trainer.current_run.user_loader)[0]
         trained = None if samples is None or not self.in_epoch else samples * steps / self.in_epoch
         logs = {**speed("train", seconds, trained, steps), "total_flos": 0.0}

@@ -32,16 +32,22 @@ DEFAULTS: dict[str, Any] = {
     "dtype": torch.float32,
     "fp16_loss_scale": (128.0, 0.0001),
     **dict.fromkeys(("max_gradient_norm", "max_num_steps", "max_num_data_epochs", "valid_units", "valid_data_readers")),
-    **{f"{what}_after_n_{unit}": 0
-       for what in ("validate", "checkpoint", "publish_metrics") for unit in ("steps", "data_epochs")},
-    **{f"{what}_every_n_{unit}": None
-       for what in ("validate", "checkpoint", "publish_metrics") for unit in ("steps", "data_epochs")},
+    **{
+        f"{what}_after_n_{unit}": 0
+        for what in ("validate", "checkpoint", "publish_metrics")
+        for unit in ("steps", "data_epochs")
+    },
+    **{
+        f"{what}_every_n_{unit}": None
+        for what in ("validate", "checkpoint", "publish_metrics")
+        for unit in ("steps", "data_epochs")
+    },
     **dict.fromkeys(("keep_last_n_checkpoints", "keep_best_n_checkpoints", "keep_last_n_models", "keep_best_n_models")),
     **dict.fromkeys(("score_metric_name", "score_metric_descriptor", "lower_better", "early_stopper")),
     **dict.fromkeys(("tb_dir", "metrics_dir", "profile", "profiler")),
     "anomaly_detection": False,
     "seed": 2,
-}  # fmt: skip
+}
 # Those that have no effect here, and why.
 REPORTED = {
     **dict.fromkeys(("wall_watch", "progress_reporter"), "the run shows its progress itself, see log_bar"),

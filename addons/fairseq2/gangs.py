@@ -40,7 +40,9 @@ def read_gangs(root: Any, dp: Any = None, tp: Any = None, gangs: Any = None) -> 
     if gangs is not None:
         if root is not None:
             raise ConfigError("gangs and root_gang are both given; keep gangs, which has root, dp and tp")
-        root, dp, tp = gangs.root, gangs.dp, gangs.tp
+        root = gangs.root
+        dp = gangs.dp
+        tp = gangs.tp
         if getattr(getattr(gangs, "pp", None), "size", 1) > 1:
             raise ConfigError("gangs.pp has several ranks; write task_of(unit).add_on(PipelineAddon), see its page")
     present = dist.get_world_size() if dist.is_initialized() else (launched_world() or (0, 1))[1]
@@ -69,7 +71,8 @@ def read_gangs(root: Any, dp: Any = None, tp: Any = None, gangs: Any = None) -> 
 
 def _pair(root: Any, dp: Any, tp: Any) -> tuple[Any, Any]:
     """Return the gangs that divide the ranks, where both are given; refuse those that do not."""
-    ranks, rank = list(range(root.size)), root.rank
+    ranks = list(range(root.size))
+    rank = root.rank
     _check_ranks("root_gang", root, ranks, rank)
     if dp is None and tp is None:
         return None, None

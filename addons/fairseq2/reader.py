@@ -59,15 +59,20 @@ class ReaderLoader:
 
     def __init__(self, reader: Any, is_sharded: bool = True, num_accumulate: int | None = None) -> None:
         check_reader("the reader", reader)
-        self.reader, self.is_sharded = reader, is_sharded
+        self.reader = reader
+        self.is_sharded = is_sharded
         self.num_accumulate = getattr(reader, "num_accumulate", None) if num_accumulate is None else num_accumulate
-        self._begin, self._used, self._is_loaded = reader.state_dict(), 0, False
+        self._begin = reader.state_dict()
+        self._used = 0
+        self._is_loaded = False
 
     def __iter__(self) -> Iterator[Any]:
         if not self._is_loaded and self._used:  # The last epoch was left before its end.
             self.reader.reset()
             self._used = 0
-        skipped, self._is_loaded, is_short = self._used, False, False
+        skipped = self._used
+        self._is_loaded = False
+        is_short = False
         while True:
             self._begin = self.reader.state_dict()
             try:
@@ -78,13 +83,16 @@ class ReaderLoader:
             for self._used, batch in enumerate(batches, start=1):
                 if self._used > skipped:
                     yield batch
-            self._used = skipped = 0
+            skipped = 0
+            self._used = skipped
         self.reader.reset()
-        self._begin, self._used = self.reader.state_dict(), 0
+        self._begin = self.reader.state_dict()
+        self._used = 0
 
     def _check(self, batches: Any, follows_short: bool) -> bool:
         """Refuse what is not the list of a step; return whether it is shorter than that of a whole step."""
-        name, count = type(self.reader).__name__, self.num_accumulate
+        name = type(self.reader).__name__
+        count = self.num_accumulate
         if not isinstance(batches, (list, tuple)):
             raise LoaderError(f"next() of the {name} returned {kind_of(batches)}; return the list of a step's batches")
         if count is not None and (follows_short or not 0 < len(batches) <= count):

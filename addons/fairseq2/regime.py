@@ -127,13 +127,15 @@ class RegimeAddon(AddOnBase):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Add the metrics of the unit to the record of a step."""
         if self._published and any(name.startswith("train/") for name in metrics):
-            published, self._published = self._published, {}
+            published = self._published
+            self._published = {}
             metrics = {**metrics, **{f"train/{name}": value for name, value in published.items()}}
         super().log(metrics, step)
 
     def teardown(self) -> None:
         """Stop the profiler."""
-        is_profiling, self._is_profiling = self._is_profiling, False
+        is_profiling = self._is_profiling
+        self._is_profiling = False
         try:
             if is_profiling:
                 self.profiler.__exit__(None, None, None)
@@ -142,6 +144,7 @@ class RegimeAddon(AddOnBase):
 
     def should_validate(self, is_due: bool) -> bool:
         """Do not validate again at the end of an epoch whose last step was validated."""
-        rows, progress = self.history.valid, self.progress_checker
+        rows = self.history.valid
+        progress = self.progress_checker
         is_done = not progress.epoch_batch and bool(rows) and rows[-1]["step"] == progress.step
         return super().should_validate(is_due and not is_done)

@@ -114,7 +114,8 @@ class ConvertedArguments(ConvertedArgumentsBase):
 
     def __init__(self, args: Arguments, gangs: GangSizes) -> None:
         super().__init__()
-        self.args, self.gangs = args, gangs
+        self.args = args
+        self.gangs = gangs
         self.loader = ReaderLoader(args.data_reader, num_accumulate=num_accumulate_of(args.data_reader))
         self.valid_loader: Any = None
         self._has_trained = False
@@ -148,7 +149,8 @@ class ConvertedArguments(ConvertedArgumentsBase):
         if self.gangs.world == 1:
             return [], {}
         has = {name for each in add_ons_of(cls) for name in getattr(each, "mesh_dimensions", ())}
-        names, is_tensor = [], self.gangs.tensor > 1
+        names = []
+        is_tensor = self.gangs.tensor > 1
         if is_tensor and "tensor_plan" not in more:
             raise ConfigError(
                 f"tp_gang has {self.gangs.tensor} ranks, and which layers they divide is not known; write "
@@ -254,7 +256,8 @@ def _convert_validation(args: Arguments, to: ConvertedArguments) -> None:
     is_one = len(units) == 1
     to.options["valid_units"] = args.valid_units[0] if is_one else units
     to.valid_loader = next(iter(loaders.values())) if is_one else loaders
-    to.run["valid_every"] = every = _with_end(args, _cadences(args, "validate"))
+    every = _with_end(args, _cadences(args, "validate"))
+    to.run["valid_every"] = every
     if {each.steps is None for each in getattr(every, "parts", ())} == {True, False}:
         _add_regime(to)  # A step may be the last of its epoch too.
 
@@ -285,12 +288,15 @@ def _convert_checkpoints(args: Arguments, to: ConvertedArguments) -> None:
     """Carry the folder of the checkpoints, when they are saved, and which are kept."""
     if args.save_path is None:
         return
-    last, best = args.keep_last_n_checkpoints, args.keep_best_n_checkpoints or 0
+    last = args.keep_last_n_checkpoints
+    best = args.keep_best_n_checkpoints or 0
     every = _with_end(args, _cadences(args, "checkpoint"))
     kept = 1 if last is None and best else last
-    to.add_on("StateManagerAddon", save_path=args.save_path, save_every=every, keep_last=kept, keep_best=best,
-              resume="auto")  # fmt: skip
-    models, best_models = args.keep_last_n_models, args.keep_best_n_models or 0
+    to.add_on(
+        "StateManagerAddon", save_path=args.save_path, save_every=every, keep_last=kept, keep_best=best, resume="auto"
+    )
+    models = args.keep_last_n_models
+    best_models = args.keep_best_n_models or 0
     if models is not None or best_models:
         to.options.update(save_weights_every=every, keep_weights=models or 1, keep_best_weights=best_models)
     if best and not args.valid_units:

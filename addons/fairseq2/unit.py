@@ -189,7 +189,8 @@ class TrainUnitAddon(AddOnBase):
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Reset the metrics of the unit that evaluates; those that the training unit counts in its epoch stay."""
-        unit, training = self._valid_unit, self.metric_bag_state
+        unit = self._valid_unit
+        training = self.metric_bag_state
         _set_step(unit, self.progress_checker.step)
         reset(unit)
         try:
@@ -201,7 +202,8 @@ class TrainUnitAddon(AddOnBase):
     @replaces
     def validate(self) -> dict[str, float]:
         """Evaluate the units; their score is the mean of those that have one."""
-        run, score = self.current_run, split_prefix(self.monitor)[1]
+        run = self.current_run
+        score = split_prefix(self.monitor)[1]
         metrics = Evaluation(self, run.stop_signals).metrics(run.valid_loader)
         found = [value for name, value in metrics.items() if name.endswith(f"/{score}")]
         if found and score not in metrics:
@@ -210,7 +212,8 @@ class TrainUnitAddon(AddOnBase):
 
     def metric_on_epoch_end(self) -> Mapping[str, float]:
         """Add the metrics of the unit, computed over all ranks, where an epoch has its own."""
-        found, unit = super().metric_on_epoch_end(), self._valid_unit if self.mode == "test" else self.train_unit
+        found = super().metric_on_epoch_end()
+        unit = self._valid_unit if self.mode == "test" else self.train_unit
         if self.mode == "train" and self._is_published:
             return found
         return {**found, **compute_over_ranks(unit, self.engine.gather_dp)}

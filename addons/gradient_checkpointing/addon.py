@@ -123,7 +123,8 @@ class GradientCheckpointingAddon(AddOnBase):
         return [*super().describe(), Fact("computed again in the backward", blocks, where="backward")]
 
     def _restore_forwards(self) -> None:
-        undo, self._undo_checkpointing = self._undo_checkpointing, None
+        undo = self._undo_checkpointing
+        self._undo_checkpointing = None
         if undo is not None:
             undo()
 

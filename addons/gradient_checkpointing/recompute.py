@@ -26,14 +26,24 @@ __all__ = [
 ]
 
 _WITH_STATISTICS = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-)  # fmt: skip
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 MATMULS = (
-    "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default", "aten.convolution.default",
-    "aten._scaled_dot_product_flash_attention.default", "aten._scaled_dot_product_efficient_attention.default",
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten.baddbmm.default",
+    "aten.convolution.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
-)  # fmt: skip
+)
 """The operations that cost most to compute again: matrix products, convolutions and attention."""
 
 
@@ -72,7 +82,8 @@ class Recomputed:
     """
 
     def __init__(self, module: nn.Module, keep: Any = ()) -> None:
-        self.name, self.forward = type(module).__name__, module.forward
+        self.name = type(module).__name__
+        self.forward = module.forward
         self.keep = keep if callable(keep) else list(keep)
         self.norms = norms_in(module)
         self.others = [each for each in module.modules() if each not in self.norms and any(_buffers_of([each]))]
@@ -158,7 +169,8 @@ class _Call:
             )
         self.tensors = {}
         if streams is not None and not has_same_bits(streams, _host_streams()):
-            self.streams, owner.draws = streams, True
+            self.streams = streams
+            owner.draws = True
 
 
 class _Again(AbstractContextManager[None]):
@@ -168,14 +180,16 @@ class _Again(AbstractContextManager[None]):
     """
 
     def __init__(self, call: _Call, inner: AbstractContextManager[Any]) -> None:
-        self.call, self.inner = call, inner
+        self.call = call
+        self.inner = inner
         self._held: tuple[list[_Buffer], Any] = ([], None)
 
     def __enter__(self) -> None:
         call = self.call
         copies = [each.with_value(each.value.clone()) for each in (*_buffers_of(call.owner.norms), *call.buffers)]
         held = [each.with_value(getattr(each.holder, each.name)) for each in copies]
-        self._held, call.is_again = (held, None if call.streams is None else _host_streams()), True
+        self._held = (held, None if call.streams is None else _host_streams())
+        call.is_again = True
         self.inner.__enter__()
         for holder, name, value in copies:
             setattr(holder, name, value)

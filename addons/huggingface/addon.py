@@ -25,8 +25,14 @@ from zae.errors import ConfigError, OptionError
 
 _log = logging.getLogger("zae")
 OPTIMIZER_ARGUMENTS = (
-    "optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args",
-)  # fmt: skip
+    "optim",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optim_args",
+)
 SCHEDULE_ARGUMENTS = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 
 __all__ = ["HuggingFaceAddon"]
@@ -142,10 +148,16 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.model_init, self.num_train_epochs, self.max_steps = model_init, num_train_epochs, max_steps
-        self._loss_sum, self._last_step = torch.zeros(()), 0
-        self.eval_strategy, self.eval_steps, self.eval_delay = eval_strategy, eval_steps or 500, eval_delay
-        self.eval_on_start, self.load_best_model_at_end = eval_on_start, load_best_model_at_end
+        self.model_init = model_init
+        self.num_train_epochs = num_train_epochs
+        self.max_steps = max_steps
+        self._loss_sum = torch.zeros(())
+        self._last_step = 0
+        self.eval_strategy = eval_strategy
+        self.eval_steps = eval_steps or 500
+        self.eval_delay = eval_delay
+        self.eval_on_start = eval_on_start
+        self.load_best_model_at_end = load_best_model_at_end
         if eval_strategy not in ("no", "steps", "epoch"):
             raise ConfigError(f"eval_strategy={eval_strategy!r}; write 'no', 'steps' or 'epoch'")
         if load_best_model_at_end and "state" not in slots_of(type(self)):
@@ -160,7 +172,9 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
 
         They may be the second argument, as in Transformers, a dict, or a file. What has no effect here is a warning.
         """
-        given, positional, known = dict(options), list(args), list(options_of(cls))
+        given = dict(options)
+        positional = list(args)
+        known = list(options_of(cls))
         second = positional[1] if len(positional) > 1 and known[1] == "device" else None
         if isinstance(second, Mapping) or hasattr(second, "per_device_train_batch_size"):
             given["args"] = positional.pop(1)
@@ -245,7 +259,8 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
         elif isinstance(self.scheduler, optimizers.Schedule) and not self.progress_checker.epoch_batch:
             self.scheduler = self.scheduler.factory  # As in Transformers, another call begins the schedule anew.
         loader = self.get_train_dataloader()
-        started, batches = time.time(), self.progress_checker.batch
+        started = time.time()
+        batches = self.progress_checker.batch
         self._last_step = 0 if self.eval_strategy != "epoch" else length.cut_at(self, self.steps_per_epoch(loader))
         length.train(self, self, loader)
         progress = self.progress_checker  # A resumed run has another one.

@@ -109,7 +109,8 @@ def read_arguments(args: Any, stacklevel: int = 2) -> tuple[Any, dict[str, Any]]
         return args, {}
     where = "args"
     if isinstance(args, (str, Path)):
-        where, args = str(args), _read_file(Path(args))
+        where = str(args)
+        args = _read_file(Path(args))
     if not isinstance(args, Mapping):
         found = "the class itself" if isinstance(args, type) else kind_of(args)
         raise ConfigError(
@@ -117,9 +118,11 @@ def read_arguments(args: Any, stacklevel: int = 2) -> tuple[Any, dict[str, Any]]
             "JSON or YAML file with one"
         )
     cls = transformers.TrainingArguments
-    fields, seq2seq = _fields(cls), _fields(transformers.Seq2SeqTrainingArguments)
+    fields = _fields(cls)
+    seq2seq = _fields(transformers.Seq2SeqTrainingArguments)
     if any(name in seq2seq and name not in fields for name in args):
-        cls, fields = transformers.Seq2SeqTrainingArguments, seq2seq
+        cls = transformers.Seq2SeqTrainingArguments
+        fields = seq2seq
     values, entries, told = _present(args, fields, where)
     for text in told:
         warnings.warn(text, FutureWarning, stacklevel=stacklevel)
@@ -190,7 +193,8 @@ def _present(
 
 def _unknown(name: str, fields: tuple[str, ...]) -> str:
     """Return the text about a name that is not an argument."""
-    foreign, near = foreign_option(name), did_you_mean(name, [*fields, *OLD_NAMES, *HERE])
+    foreign = foreign_option(name)
+    near = did_you_mean(name, [*fields, *OLD_NAMES, *HERE])
     cure = (f"; {foreign}; leave it out of the arguments" if foreign else near) or (
         "; arguments of your own classes are read by "
         "transformers.HfArgumentParser((MyArguments, TrainingArguments)).parse_dict(...), which returns the "
@@ -226,14 +230,21 @@ def _as_type(name: str, value: Any, kinds: set[str]) -> Any:
 # Arguments of datasets, of the loss in the model and of the Hub: options of HuggingFaceAddon by the same names. For
 # each, what a task without that add-on does.
 IN_LOADER = "HuggingFaceAddon has no such option; for your own: DataLoader(dataset, **converted.loader)"
-_COLUMNS, _HUB = "your own dataset and collate_fn decide", "upload the folder yourself: huggingface_hub.upload_folder"
+_COLUMNS = "your own dataset and collate_fn decide"
+_HUB = "upload the folder yourself: huggingface_hub.upload_folder"
 _METRICS = "metrics are what test_step and metric_on_epoch_end return"
 HUGGINGFACE = {
     **dict.fromkeys(
         (
-            "per_device_train_batch_size", "per_device_eval_batch_size", "dataloader_drop_last",
-            "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
-            "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "dataloader_drop_last",
+            "dataloader_num_workers",
+            "dataloader_pin_memory",
+            "dataloader_persistent_workers",
+            "dataloader_prefetch_factor",
+            "dataloader_multiprocessing_context",
+            "dataloader_in_order",
         ),
         IN_LOADER,
     ),
@@ -245,14 +256,22 @@ HUGGINGFACE = {
         ("prediction_loss_only", "include_for_metrics", "batch_eval_metrics", "eval_do_concat_batches"), _METRICS
     ),
     **dict.fromkeys(
-        ("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push",
-         "hub_revision"), _HUB,
+        (
+            "push_to_hub",
+            "hub_token",
+            "hub_private_repo",
+            "hub_model_id",
+            "hub_strategy",
+            "hub_always_push",
+            "hub_revision",
+        ),
+        _HUB,
     ),
     **dict.fromkeys(
         ("predict_with_generate", "generation_max_length", "generation_num_beams"),
         "call model.generate in predict_step or test_step",
     ),
-}  # fmt: skip
+}
 # Arguments that nothing here reads, and why; a value that is not the default is reported.
 _SCRIPT = "it is for your own script: call run, evaluate or predict"
 _EVAL_TYPE = "evaluation has the precision of training, and no copy of the weights in another type is made"
@@ -282,7 +301,7 @@ REPORTED = {
     "trackio_static_space_id": "give it as an entry of web_logger['trackio']",
     "sortish_sampler": "write train_sampling_strategy='group_by_length'",
     "generation_config": "set it in the model: model.generation_config = ...",
-}  # fmt: skip
+}
 # Arguments that would train another way: refused where they are given.
 REFUSED = {
     "deepspeed": "write Task.add_on(DeepSpeedAddon), deepspeed_config=...; or shard with FSDPAddon: fsdp=True",

@@ -84,7 +84,10 @@ class _Keep:
     """A collator that leaves out the columns that the model does not take, and names them once."""
 
     def __init__(self, collate: Callable[[Any], Any], columns: Sequence[str], model: str) -> None:
-        self.collate, self.columns, self.model, self._is_named = collate, columns, model, False
+        self.collate = collate
+        self.columns = columns
+        self.model = model
+        self._is_named = False
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         if samples and isinstance(samples[0], Mapping):
@@ -102,8 +105,9 @@ def _warn_of_dropped(names: Sequence[str], model: str) -> None:
     _log.warning(
         "%s.forward() does not take the columns %s: they are left out of the batches; give "
         "remove_unused_columns=False to keep them, or remove them from the dataset",
-        model, ", ".join(names),
-    )  # fmt: skip
+        model,
+        ", ".join(names),
+    )
 
 
 def _refuse_empty(names: Any, columns: Sequence[str], model: str) -> None:
@@ -120,7 +124,8 @@ class _EpochSampler(RandomSampler):
 
     def __init__(self, dataset: Any, seed: int) -> None:
         super().__init__(dataset, generator=torch.Generator())
-        self.seed, self.epoch = seed, 0
+        self.seed = seed
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -268,16 +273,26 @@ class DatasetsPart(AddOnPart):
                 f"data_collator is {kind_of(data_collator)}; it must be a function of a list of rows, for instance "
                 "transformers.DataCollatorWithPadding(tokenizer)"
             )
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.data_collator, self.processing_class = data_collator, processing_class
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.data_collator = data_collator
+        self.processing_class = processing_class
         self.label_names = tuple(label_names)
         names = getattr(processing_class, "model_input_names", None) or ["input_ids"]
         self.loading = LoaderSettings(
-            per_device_train_batch_size, per_device_eval_batch_size, dataloader_num_workers, dataloader_pin_memory,
-            dataloader_drop_last, dataloader_prefetch_factor, dataloader_persistent_workers, train_sampling_strategy,
-            length_column_name, names[0], remove_unused_columns,
+            per_device_train_batch_size,
+            per_device_eval_batch_size,
+            dataloader_num_workers,
+            dataloader_pin_memory,
+            dataloader_drop_last,
+            dataloader_prefetch_factor,
+            dataloader_persistent_workers,
+            train_sampling_strategy,
+            length_column_name,
+            names[0],
+            remove_unused_columns,
             next(seed for seed in (data_seed, self.seed, 42) if seed is not None),
-        )  # fmt: skip
+        )
 
     def get_train_dataloader(self) -> Any:
         """Return the loader over ``train_dataset``; override it to train on one of your own."""

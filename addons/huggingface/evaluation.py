@@ -97,7 +97,8 @@ class EvaluationPart(AddOnPart):
                 f"{type(self).__name__} compute every forward together; leave predict_with_generate out here, save the "
                 "model with save_model(folder), and evaluate it in one process"
             )
-        self.prediction_loss_only, self.predict_with_generate = prediction_loss_only, predict_with_generate
+        self.prediction_loss_only = prediction_loss_only
+        self.predict_with_generate = predict_with_generate
         self._generation = {"max_length": generation_max_length, "num_beams": generation_num_beams}
         self._ignore_keys: Sequence[str] | None = None
         self._evaluates = False
@@ -351,7 +352,9 @@ class EvaluationPart(AddOnPart):
                 f"{', '.join(gen_kwargs)}: arguments of generate, which is called with predict_with_generate=True only"
             )
         before = self._ignore_keys, self._generation, self._evaluates
-        self._ignore_keys, self._generation, self._evaluates = ignore_keys, {**self._generation, **gen_kwargs}, True
+        self._ignore_keys = ignore_keys
+        self._generation = {**self._generation, **gen_kwargs}
+        self._evaluates = True
         try:
             yield
         finally:

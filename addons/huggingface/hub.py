@@ -45,7 +45,9 @@ __all__ = [
 
 _log = logging.getLogger("zae")
 STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
-ARGUMENTS, METADATA, WEIGHTS = "training_args.json", "zae.json", "model.safetensors"
+ARGUMENTS = "training_args.json"
+METADATA = "zae.json"
+WEIGHTS = "model.safetensors"
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _FILES = re.compile(r"\.(safetensors|ckpt|pth?|bin|h5|onnx|pkl|pickle|npz|json|zip|tar|gz|msgpack)")
 _REPOSITORY = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)  # As huggingface_hub checks it.
@@ -312,12 +314,17 @@ class Uploader:
         if strategy not in STRATEGIES:
             near = did_you_mean(strategy, STRATEGIES)
             raise ConfigError(f"hub_strategy={strategy!r}; write one of {', '.join(STRATEGIES)}{near}")
-        self.repo_id, self.strategy, self.private, self.revision = str(repo_id), strategy, private, revision
-        self._token, self._api = _Secret(token), api
+        self.repo_id = str(repo_id)
+        self.strategy = strategy
+        self.private = private
+        self.revision = revision
+        self._token = _Secret(token)
+        self._api = api
         self._thread: threading.Thread | None = None
         self._pending: Push | None = None  # What failed, or came while another upload was on its way.
         self._ending = threading.Event()
-        self._has_warned = self._has_repo = False
+        self._has_warned = False
+        self._has_repo = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which has no upload on its way."""
@@ -347,7 +354,8 @@ class Uploader:
             self.repo_id = folder.absolute().name
         if token is None and revision is None and private is None:
             return self
-        token, revision = token or self._token.value, revision or self.revision
+        token = token or self._token.value
+        revision = revision or self.revision
         private = self.private if private is None else private
         return Uploader(self.repo_id, self.strategy, token, private, revision, self._api)
 
@@ -360,7 +368,9 @@ class Uploader:
         """Wait for the upload on its way, and make what failed or was left out; warn if that fails too."""
         self._ending.set()
         self.wait()
-        push, self._pending, self._thread = self._pending, None, None
+        push = self._pending
+        self._pending = None
+        self._thread = None
         if push is not None:
             try:
                 self.upload(push)
@@ -372,17 +382,20 @@ class Uploader:
     def abandon(self) -> None:
         """Forget the uploads: the run has ended by an error."""
         self._ending.set()
-        self._thread = self._pending = None
+        self._thread = None
+        self._pending = None
         self._ending = threading.Event()
 
     def upload(self, push: Push) -> Any:
         """Upload now, and return what the client returns."""
-        client, token = self._client(), self._token.value
+        client = self._client()
+        token = self._token.value
         if push.checkpoint is not None:
             self._await(push.checkpoint)
         if not self._has_repo:
             made = client.create_repo(self.repo_id, token=token, private=self.private, exist_ok=True)
-            self.repo_id, self._has_repo = str(getattr(made, "repo_id", self.repo_id)), True
+            self.repo_id = str(getattr(made, "repo_id", self.repo_id))
+            self._has_repo = True
         with _snapshot(push) as folder:
             options = {"commit_message": push.message, "token": token, "revision": self.revision}
             return client.upload_folder(repo_id=self.repo_id, folder_path=str(folder), **options)

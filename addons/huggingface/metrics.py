@@ -68,7 +68,8 @@ class EvaluationOutputs:
             raise ConfigError(f"include_for_metrics={includes!r}; write a list of 'inputs' and 'loss'")
         if by_batch and compute_metrics is None:
             raise ConfigError("batch_eval_metrics=True needs compute_metrics; give it, or leave batch_eval_metrics out")
-        self.compute_metrics, self.preprocess_logits = compute_metrics, preprocess_logits
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits = preprocess_logits
         self.by_batch, self.includes = by_batch, tuple(includes)
         self._held: BatchOutputs | None = None
 
@@ -93,9 +94,12 @@ class EvaluationOutputs:
             missing = "labels" if labels is None else "logits"
             raise StepError(
                 f"compute_metrics needs {missing}, and the batch has none: its entries are {', '.join(inputs)}; "
-                + ("name those of your labels in label_names, or call predict()" if labels is None else "leave "
-                   "prediction_loss_only and ignore_keys out, or compute_metrics")
-            )  # fmt: skip
+                + (
+                    "name those of your labels in label_names, or call predict()"
+                    if labels is None
+                    else "leave prediction_loss_only and ignore_keys out, or compute_metrics"
+                )
+            )
         outputs = self.read(loss, logits, labels, inputs, main_input)
         if not self.by_batch or not alone:
             return {**values, ENTRY: outputs}
@@ -123,7 +127,8 @@ class EvaluationOutputs:
         """Return the metrics of an evaluation, whose log is that of all ranks."""
         if self.compute_metrics is None:
             return {}
-        held, self._held = [] if self._held is None else [self._held], None
+        held = [] if self._held is None else [self._held]
+        self._held = None
         found = held or (log[ENTRY] if ENTRY in list(log) else [])
         if not found and len(log):
             raise StepError(
@@ -222,8 +227,10 @@ def generate(
     pad = getattr(processing_class, "pad_token_id", None)
     pad = getattr(model.config, "pad_token_id", None) if pad is None else pad
     if pad is None:
-        raise ConfigError("predict_with_generate=True pads with pad_token_id, which neither processing_class nor the "
-                          "configuration of the model has; set model.config.pad_token_id")  # fmt: skip
+        raise ConfigError(
+            "predict_with_generate=True pads with pad_token_id, which neither processing_class nor the "
+            "configuration of the model has; set model.config.pad_token_id"
+        )
 
     def padded(each: Tensor) -> Tensor:
         return nn.functional.pad(each, (0, max(length - each.shape[-1], 0)), value=pad)

@@ -27,9 +27,16 @@ __all__ = [
 
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 _OPTIMIZER_ARGUMENTS = (
-    "optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args",
-    "optim_target_modules", "warmup_steps",
-)  # fmt: skip
+    "optim",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optim_args",
+    "optim_target_modules",
+    "warmup_steps",
+)
 _SCHEDULE_ARGUMENTS = ("lr_scheduler_type", "warmup_steps", "lr_scheduler_kwargs")
 
 
@@ -172,13 +179,15 @@ class ScheduleFactory:
 
         args = self.args
         _check_schedule(args)
-        name, warmup = _name(args.lr_scheduler_type), args.warmup_steps
+        name = _name(args.lr_scheduler_type)
+        warmup = args.warmup_steps
         if total_steps is None and name != "reduce_lr_on_plateau" and (name not in _ENDLESS or 0 < warmup < 1):
             raise ConfigError(
                 f"lr_scheduler_type={name!r} needs the number of optimizer steps of the run, which is not known: the "
                 "loader has no length; write run(..., max_steps=1000) or run(..., steps_per_epoch=100)"
             )
-        total, kwargs = total_steps or 0, args.lr_scheduler_kwargs
+        total = total_steps or 0
+        kwargs = args.lr_scheduler_kwargs
         given = {"num_warmup_steps": _warmup_steps(args, total), "num_training_steps": total}
         try:
             made = transformers.get_scheduler(name, optimizer, scheduler_specific_kwargs=kwargs, **given)
@@ -198,7 +207,8 @@ class Schedule(LambdaLR):
     steps_on_batch = True
 
     def __init__(self, made: LambdaLR, total: int, ends: bool, factory: ScheduleFactory) -> None:
-        self._total, self._ends = total, ends
+        self._total = total
+        self._ends = ends
         self.factory = factory
         super().__init__(made.optimizer, made.lr_lambdas)
 
@@ -239,7 +249,8 @@ def _check_schedule(args: Any) -> None:
     """Refuse an unknown schedule, and those that cannot be stepped by a trainer."""
     from transformers import SchedulerType
 
-    name, known = _name(args.lr_scheduler_type), [each.value for each in SchedulerType]
+    name = _name(args.lr_scheduler_type)
+    known = [each.value for each in SchedulerType]
     if name not in known:
         near = did_you_mean(name, known) or "; it is one of " + ", ".join(known)
         raise ConfigError(f"unknown lr_scheduler_type={name!r}{near}")

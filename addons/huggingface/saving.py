@@ -74,14 +74,16 @@ class SavingPart(AddOnPart):
         super().__init__(*args, **kwargs)
         self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
         hub.check_metadata(metadata)
-        self.metadata, self.hub_always_push = dict(metadata or {}), hub_always_push
+        self.metadata = dict(metadata or {})
+        self.hub_always_push = hub_always_push
         if push_to_hub and self.output_dir is None:
             raise ConfigError("push_to_hub=True uploads output_dir; write output_dir='folder'")
         repository = hub_model_id or (self.output_dir.absolute().name if self.output_dir else "")
         if hub_model_id is not None or push_to_hub:
             hub.check_repository(repository)
         self.uploader = Uploader(repository, hub_strategy, hub_token, hub_private_repo, hub_revision, hub_api)
-        self._pushes, self._pushed_at = bool(push_to_hub), -1
+        self._pushes = bool(push_to_hub)
+        self._pushed_at = -1
 
     @classmethod
     def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +141,8 @@ class SavingPart(AddOnPart):
         return folder
 
     def _write_folder(self, folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-        model, progress = self.unwrap(), self.progress_checker
+        model = self.unwrap()
+        progress = self.progress_checker
         metrics = {f"train_{name}": value for name, value in self.train_metrics.items()}
         metrics |= {f"eval_{name}": value for name, value in self.test_metrics.items()}
         about = {"step": progress.step, "epoch": progress.epoch, "metrics": metrics}
@@ -246,7 +249,8 @@ class SavingPart(AddOnPart):
     def on_save(self, path: Path) -> None:
         """Upload the model, and the checkpoint, if the strategy is one of every save."""
         super().on_save(path)
-        strategy, step = self.uploader.strategy, self.progress_checker.step
+        strategy = self.uploader.strategy
+        step = self.progress_checker.step
         if not self._pushes or strategy == "end":
             return
         names = {"checkpoint": "last-checkpoint", "all_checkpoints": path.name}

@@ -29,7 +29,8 @@ class Loss:
         from transformers.trainer_pt_utils import LabelSmoother
 
         forward = forward_of(model)
-        of, config = getattr(forward, "__self__", model), getattr(model, "config", None)
+        of = getattr(forward, "__self__", model)
+        config = getattr(model, "config", None)
         takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(forward).parameters.values())
         self.takes_count = bool(getattr(of, "accepts_loss_kwargs", takes_more))
         self.is_causal = type(of).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -54,7 +55,8 @@ class Loss:
     def compute(self, model: Any, inputs: Any, count: Any = None) -> tuple[Any, Any]:
         """Return the loss and what the model returned."""
         check_named(inputs)
-        inputs, labels = dict(inputs), None
+        inputs = dict(inputs)
+        labels = None
         if self.smoother is not None or self.function is not None:
             labels = inputs.pop("labels", None)
         if self.takes_count and count is not None:
@@ -137,7 +139,8 @@ class LossPart(AddOnPart):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.compute_loss_func, self.label_smoothing_factor = compute_loss_func, label_smoothing_factor
+        self.compute_loss_func = compute_loss_func
+        self.label_smoothing_factor = label_smoothing_factor
         self._loss = cast("Loss | None", None)
 
     @property

@@ -99,7 +99,9 @@ class ConvertedArguments(ConvertedArgumentsBase):
 
     def __init__(self, args: Any, entries: Mapping[str, Any], total_steps: int | None) -> None:
         super().__init__()
-        self.args, self.entries, self.total_steps = args, entries, total_steps
+        self.args = args
+        self.entries = entries
+        self.total_steps = total_steps
         self.loader: dict[str, Any] = {}
         self.valid_loader: dict[str, Any] = {}
         self.huggingface: dict[str, Any] = {}
@@ -384,21 +386,52 @@ _CONVERTERS: dict[Callable[[Any, ConvertedArguments], None], tuple[str, ...]] = 
     convert_evaluation: ("eval_strategy", "eval_steps", "eval_delay"),
     _convert_eval_start: ("eval_on_start", "do_eval"),
     _convert_logging: ("logging_strategy", "logging_steps", "logging_first_step", "disable_tqdm"),
-    _convert_saving: ("output_dir", "save_strategy", "save_steps", "save_total_limit", "resume_from_checkpoint",
-                    "ignore_data_skip", "load_best_model_at_end"),
+    _convert_saving: (
+        "output_dir",
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "resume_from_checkpoint",
+        "ignore_data_skip",
+        "load_best_model_at_end",
+    ),
     _convert_best: ("metric_for_best_model", "greater_is_better"),
     _convert_step: ("max_grad_norm", "seed", "full_determinism", "gradient_accumulation_steps", "bf16", "fp16"),
     _convert_compile: ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
-    _convert_optimizer: ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay", "adam_beta1",
-                       "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-    _convert_model: ("use_cache", "activation_checkpointing", "activation_checkpointing_kwargs",
-                   "gradient_checkpointing", "gradient_checkpointing_kwargs", "neftune_noise_alpha"),
-    arguments.convert_device: ("use_cpu", "fsdp", "fsdp_config", "ddp_find_unused_parameters", "ddp_static_graph",
-                             "ddp_backend", "ddp_timeout"),
+    _convert_optimizer: (
+        "optim",
+        "optim_args",
+        "optim_target_modules",
+        "learning_rate",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+    ),
+    _convert_model: (
+        "use_cache",
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+        "neftune_noise_alpha",
+    ),
+    arguments.convert_device: (
+        "use_cpu",
+        "fsdp",
+        "fsdp_config",
+        "ddp_find_unused_parameters",
+        "ddp_static_graph",
+        "ddp_backend",
+        "ddp_timeout",
+    ),
     arguments.convert_accelerator: ("accelerator_config",),
     arguments.convert_loaders: (),
     arguments.convert_loggers: ("report_to", "run_name", "project", "trackio_space_id"),
     _report_old: (),
-}  # fmt: skip
+}
 CONVERTED = {name: convert for convert, names in _CONVERTERS.items() for name in names}
 """The arguments that a function here carries."""

@@ -125,7 +125,8 @@ class LedgerAddon(AddOnBase):
         if not training:
             return loader
         begin = self.progress_checker.step - self.progress_checker.epoch_step
-        every, batches = self.ledger_every.steps or 1, length_of(loader) or sys.maxsize
+        every = self.ledger_every.steps or 1
+        batches = length_of(loader) or sys.maxsize
         self._writes = (begin + batches) // every * every > max(begin, self.ledger_every.after)
         if type(loader) is not DataLoader or loader.batch_sampler is None or not (loader.num_workers or self._writes):
             return loader  # Unchanged, for the exact data path; two copies would each start workers.
@@ -159,7 +160,8 @@ class LedgerAddon(AddOnBase):
 
     def to_device(self, batch: Any) -> Any:
         """Note the samples of a batch and the hash of each tensor; one hash where the samples are not known."""
-        noted, index = self._stages["batch"]["data"] if self._stages else [], self.current_run.micro_index
+        noted = self._stages["batch"]["data"] if self._stages else []
+        index = self.current_run.micro_index
         if self._stages and len(noted) == index:  # Else the gradients of a window are computed again.
             self._stages["batch"]["content"].append([fingerprint([tensor]) for tensor in _tensors(batch)])
             sampler = getattr(self._loaders[1], "batch_sampler", None)
@@ -169,7 +171,8 @@ class LedgerAddon(AddOnBase):
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Note the random state after a forward."""
-        inner, is_noted = super().forward_context(), self._stages and self.current_run.computation == 1
+        inner = super().forward_context()
+        is_noted = self._stages and self.current_run.computation == 1
         return self._note_forward(inner) if is_noted else inner
 
     @contextmanager
@@ -201,7 +204,8 @@ class LedgerAddon(AddOnBase):
         """Note the settings of the optimizers, and the weights after the step."""
         if not self._stages:
             return super().optimizer_step()
-        noted = self._stages["step"] = settings_of(self.optimizers)
+        noted = settings_of(self.optimizers)
+        self._stages["step"] = noted
         with note_settings(self.optimizers, noted):
             stepped = super().optimizer_step()
         weights = self._hash([*self.unwrap().state_dict().values()])
@@ -269,8 +273,10 @@ class LedgerAddon(AddOnBase):
             self._file = Path(os.devnull).open("w")  # noqa: SIM115  (teardown closes it; the rest goes there)
             _log.warning(
                 "the ledger %s cannot be written: %s. Training continues, but the next steps are missing in it; "
-                "free some space, or give another ledger_path", self.ledger_path, reason(error),
-            )  # fmt: skip
+                "free some space, or give another ledger_path",
+                self.ledger_path,
+                reason(error),
+            )
 
     def teardown(self) -> None:
         """Close the file."""
@@ -299,7 +305,8 @@ class _NotingSampler(Proxy):
     def __iter__(self) -> Iterator[Any]:
         # At once, as a DataLoader does: a sampler may draw random numbers here.
         rest = iter(self.passed)
-        self._given, self._count = {}, 0
+        self._given = {}
+        self._count = 0
         return self._walk(rest)
 
     def _walk(self, rest: Iterator[Any]) -> Iterator[Any]:

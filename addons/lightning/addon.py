@@ -103,7 +103,9 @@ class LightningAddon(AttachedModule):
     def on_step_begin(self, batch: Any) -> None:
         """Begin to count the batches of a window."""
         super().on_step_begin(batch)
-        self._index, self._outputs, self._last_batch = 0, [], None
+        self._index = 0
+        self._outputs = []
+        self._last_batch = None
         self._module_log.drop()
 
     @property
@@ -121,8 +123,10 @@ class LightningAddon(AttachedModule):
         self._module_log.weight = self.sample_weight(batch, None)
         self._view.begin_batch(self.batch_index)
         if self._hook("on_train_batch_start", batch, self.batch_index) == -1:
-            raise StepError("on_train_batch_start returned -1, which would skip the rest of the epoch; write "
-                            "run(..., steps_per_epoch=...), or self.trainer.should_stop = True")  # fmt: skip
+            raise StepError(
+                "on_train_batch_start returned -1, which would skip the rest of the epoch; write "
+                "run(..., steps_per_epoch=...), or self.trainer.should_stop = True"
+            )
         self._module_log.mark(self._padded_module)
         values, weight = super().micro_step(batch, count)
         if count > 1:
@@ -219,7 +223,9 @@ class LightningAddon(AttachedModule):
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """Call ``on_train_batch_end`` and record what the module logged."""
         super().on_step_end(outputs)
-        ran, self._index = self._index, 0  # They are counted by now.
+        # They are counted by now.
+        ran = self._index
+        self._index = 0
         if len(outputs) < ran:
             self._module_log.rewind()
         elif outputs:
@@ -302,12 +308,15 @@ class LightningAddon(AttachedModule):
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Call the hooks around the evaluation of a loader."""
-        records, run = self._module_log, self.current_run
+        records = self._module_log
+        run = self.current_run
         is_test = self._stage == "test"
         stage = "predict" if run.test_step == "predict_step" else "test" if is_test else "validation"
         before = self.evaluation_stage, self._index, records.suffix, records.weight
         with super().evaluation_context():
-            self.evaluation_stage, self._index, self._has_ended = stage, 0, False
+            self.evaluation_stage = stage
+            self._index = 0
+            self._has_ended = False
             place, count = run.loader_place
             records.suffix = f"/dataloader_idx_{place}" if count > 1 else ""
             records.test.clear()
@@ -344,7 +353,8 @@ class LightningAddon(AttachedModule):
         return self._evaluate_batch(batch)
 
     def _evaluate_batch(self, batch: Any) -> Any:
-        stage, given = self.evaluation_stage or "validation", (self._index, self.current_run.loader_place[0])
+        stage = self.evaluation_stage or "validation"
+        given = (self._index, self.current_run.loader_place[0])
         if stage != "predict" and not lit.is_overridden(self.unwrap(), f"{stage}_step"):
             raise TaskError(f"{type(self.unwrap()).__name__} has no {stage}_step, which this evaluation calls")
         self._hook(f"on_{stage}_batch_start", batch, *given)

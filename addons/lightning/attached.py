@@ -46,12 +46,15 @@ class AttachedModule(AddOnBase):
             raise ConfigError(f"datamodule is {kind_of(datamodule)}; give a LightningDataModule")
         self.datamodule, self._view, self._module_log = datamodule, views.TrainerView(self), lit.Records(self)
         if placeholder is not None:
-            placeholder.module, placeholder.trainer = self.unwrap(), self
-        self.evaluation_stage = self._stage = ""
+            placeholder.module = self.unwrap()
+            placeholder.trainer = self
+        self.evaluation_stage = ""
+        self._stage = ""
         self._prepared: list[str] = []
         self._schedules: list[Any] | None = None
         self._index = 0
-        self._closing = self._has_ended = False
+        self._closing = False
+        self._has_ended = False
         self._outputs: list[Any] = []
         self._last_batch: Any = None
 
@@ -130,7 +133,8 @@ class AttachedModule(AddOnBase):
         self._view = views.TrainerView(self)
         placeholder = inspect.unwrap(self.optimizer)  # Without what AMPAddon puts around it.
         if isinstance(placeholder, lit.Configured):
-            placeholder.module, placeholder.trainer = module, self
+            placeholder.module = module
+            placeholder.trainer = self
         module.trainer = self._view
         if self.datamodule is not None:
             self.datamodule.trainer = self._view

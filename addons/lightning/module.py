@@ -22,10 +22,21 @@ from zae.loop.epoch_log import EpochLog
 from zae.loop.history import split_prefix
 
 __all__ = [
-    "Configured", "Records", "Schedule", "base_of", "call", "check_class", "check_module", "is_overridden",
-    "load_state", "loader_of", "parse_optimizers", "read_state", "usable_loader",
+    "Configured",
+    "Records",
+    "Schedule",
+    "base_of",
+    "call",
+    "check_class",
+    "check_module",
+    "is_overridden",
+    "load_state",
+    "loader_of",
+    "parse_optimizers",
+    "read_state",
+    "usable_loader",
     "warn_once",
-]  # fmt: skip
+]
 
 _PACKAGES = ("lightning", "pytorch_lightning")
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": math.fsum, "max": max, "min": min}
@@ -37,23 +48,39 @@ _MODES = [f"on_{stage}_model_{mode}" for stage in ("validation", "test", "predic
 _REFUSED = {
     "configure_callbacks": "callbacks of Lightning are not run here; use add-ons, EarlyStoppingAddon for instance",
     "configure_sharded_model": "write it as configure_model, or use FSDPAddon",
-    **{f"{stage}_epoch_end": f"write on_{name}_epoch_end"
-       for stage, name in (("training", "train"), ("validation", "validation"), ("test", "test"))},
+    **{
+        f"{stage}_epoch_end": f"write on_{name}_epoch_end"
+        for stage, name in (("training", "train"), ("validation", "validation"), ("test", "test"))
+    },
     **dict.fromkeys(_MODES, "zae switches the modes of all modules; set them in train() and eval() of the module"),
     "on_validation_model_zero_grad": "gradients are dropped after each step here; leave it out",
-}  # fmt: skip
+}
 _STEP_HOOKS = {
-    "training_step", "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward",
-    "on_before_optimizer_step", "on_before_zero_grad", "optimizer_step", "optimizer_zero_grad", "backward",
-    "configure_gradient_clipping", "lr_scheduler_step",
-}  # fmt: skip
+    "training_step",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "backward",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+}
 _EPOCH_HOOKS = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end"} | {
     hook.format(stage)
     for stage in ("validation", "test")
     for hook in (
-        "{}_step", "on_{}_start", "on_{}_epoch_start", "on_{}_batch_start", "on_{}_batch_end", "on_{}_epoch_end"
+        "{}_step",
+        "on_{}_start",
+        "on_{}_epoch_start",
+        "on_{}_batch_start",
+        "on_{}_batch_end",
+        "on_{}_epoch_end",
     )
-}  # fmt: skip
+}
 
 
 def base_of(cls: type, name: str = "LightningModule") -> type | None:
@@ -156,7 +183,8 @@ class Configured:
     """Stands for the optimizer until ``configure_optimizers`` is called, when the run knows its length."""
 
     def __init__(self, module: Any, trainer: Any) -> None:
-        self.module, self.trainer = module, trainer
+        self.module = module
+        self.trainer = trainer
 
     def __call__(self, parameters: Any) -> Optimizer:
         """Return the optimizer of a copy of the module, for a plan of the run."""
@@ -187,7 +215,9 @@ class Records:
         self._trainer = trainer
         self.callback_metrics: dict[str, Tensor] = {}
         self.train, self.test = EpochLog("log_train", keeps=False), EpochLog("log_test", keeps=False)
-        self.hook, self.suffix, self.weight = "", "", 1.0
+        self.hook = ""
+        self.suffix = ""
+        self.weight = 1.0
         self._mark: tuple[int, int, list[Any], dict[str, Any]] = (0, 0, [], {})
         self._step: list[tuple[str, Any, float]] = []
         self._epoch: list[tuple[str, Any, float]] = []
@@ -198,11 +228,22 @@ class Records:
         """For each name of a step with ``sync_dist``, the batch, the value and how those of the ranks are combined."""
 
     def log(
-        self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None,
-        on_epoch: bool | None = None, reduce_fx: Any = "mean", enable_graph: bool = False, sync_dist: bool = False,
-        sync_dist_group: Any = None, add_dataloader_idx: bool = True, batch_size: int | None = None,
-        metric_attribute: str | None = None, rank_zero_only: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
         """Record a value, as ``LightningModule.log``; the values of an epoch are those of all ranks in any case.
 
         With ``sync_dist``, ``callback_metrics`` has at the end of an epoch that of its last step over all ranks.
@@ -218,7 +259,8 @@ class Records:
         if callable(getattr(value, "compute", None)) and isinstance(value, nn.Module):
             if by_epoch:
                 self._metrics[epoch_name + suffix] = value
-            value, by_epoch = (last_metric_value(value) if by_step else None), False
+            value = last_metric_value(value) if by_step else None
+            by_epoch = False
         self._reductions[epoch_name + suffix] = [_reduction(name, reduce_fx), name + suffix]
         if value is None:
             return
@@ -240,14 +282,18 @@ class Records:
         """Set the values of a step with ``sync_dist`` to those of the ranks that had samples in it."""
         for name in dict.fromkeys(name for each in ranks for name in each):
             found = [each[name] for each in ranks if name in each]
-            last, reduction = max(index for index, *_ in found), found[0][2]
+            last = max(index for index, *_ in found)
+            reduction = found[0][2]
             values = [value for index, value, _ in found if index == last]
             whole = math.fsum(values) / len(values) if reduction == "mean" else _REDUCTIONS[reduction](values)
             self.callback_metrics[name] = torch.tensor(whole)
 
     def commit(self, split: str, log: EpochLog | None) -> bool:
         """Add the values of a step to the logs of a split; return whether there were any."""
-        waiting, self._step, own, self._epoch = self._step, [], self._epoch, []
+        waiting = self._step
+        self._step = []
+        own = self._epoch
+        self._epoch = []
         for name, value, weight in own:
             getattr(self, split).record({name: value}, weight)
         for name, value, weight in waiting if log is not None else ():
@@ -272,13 +318,15 @@ class Records:
 
     def drop(self) -> None:
         """Drop the values of a step that was not completed."""
-        self._step, self._epoch = [], []
+        self._step = []
+        self._epoch = []
 
     def close(self, split: str) -> dict[str, float]:
         """Return what was logged of an epoch on all ranks, by its names without the split, and clear its log."""
         log: EpochLog = getattr(self, split)
         trainer = self._trainer
-        whole, metrics = log.over_ranks(trainer.engine.gather_dp, trainer.engine.dp_world_size), self._metrics
+        whole = log.over_ranks(trainer.engine.gather_dp, trainer.engine.dp_world_size)
+        metrics = self._metrics
         if trainer.world_size > 1:  # A rank without batches has logged nothing.
             modules = dict(metrics_in(trainer.unwrap()))
             names = {id(each): name for name, each in modules.items()}
@@ -296,7 +344,8 @@ class Records:
             values[name] = float(_scalar(name, metric.compute()))
         for metric in metrics.values():
             metric.reset()
-        self._metrics, self._synced = {}, {}
+        self._metrics = {}
+        self._synced = {}
         log.clear()
         for name, value in values.items():
             self.callback_metrics[name] = self.callback_metrics[self._reductions[name][1]] = torch.tensor(value)

@@ -94,7 +94,9 @@ class TrainerView:
     """What a LightningModule finds as ``self.trainer``: it reads the trainer, and stops it by ``should_stop``."""
 
     progress_bar_callback = None
-    sanity_checking = fast_dev_run = is_last_batch = False
+    sanity_checking = False
+    fast_dev_run = False
+    is_last_batch = False
 
     def __init__(self, trainer: Any = None) -> None:
         vars(self)["_trainer"] = (lambda: None) if trainer is None else weakref.ref(trainer)
@@ -109,13 +111,16 @@ class TrainerView:
     global_step = property(lambda self: self._of.progress_checker.step)
     current_epoch = property(lambda self: self._of.module_epoch)
     is_global_zero = property(lambda self: self._of.is_main)
-    world_size = num_devices = property(lambda self: self._of.world_size)
-    global_rank = local_rank = property(lambda self: self._of.rank)
+    world_size = property(lambda self: self._of.world_size)
+    num_devices = world_size
+    global_rank = property(lambda self: self._of.rank)
+    local_rank = global_rank
     model = property(lambda self: self._of.model)
     datamodule = property(lambda self: self._of.datamodule)
     optimizers = property(lambda self: list(self._of.optimizers.values()))
     lr_scheduler_configs = property(lambda self: [each.config for each in self._of.schedulers.values()])
-    callback_metrics = logged_metrics = property(lambda self: self._of.callback_metrics)
+    callback_metrics = property(lambda self: self._of.callback_metrics)
+    logged_metrics = callback_metrics
     gradient_clip_val = property(lambda self: self._of.gradient_clip or None)
     accumulate_grad_batches = property(lambda self: self._of.step_window.batches)
     train_dataloader = property(lambda self: self._of.current_run.user_loader)
@@ -212,4 +217,5 @@ class PlanView(TrainerView):
     """What a module finds where its optimizer is made for a plan of a run that has not begun: any length will do."""
 
     estimated_stepping_batches = property(lambda self: 1000)
-    max_epochs = max_steps = 1000
+    max_epochs = 1000
+    max_steps = 1000

@@ -184,7 +184,8 @@ class JSONLSink(Sink):
 
     def open(self, info: RunInfo) -> None:
         """Create the file, or remove the lines after the position of the run."""
-        path = self.path = self.path.resolve()
+        path = self.path.resolve()
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if not info.continued:
             _move_aside(path)
@@ -197,7 +198,8 @@ class JSONLSink(Sink):
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Append a line."""
-        header, self._header = self._header, None
+        header = self._header
+        self._header = None
         if header is not None:
             self._append(header)
         self._append({"step": step, **{key: value for key, value in metrics.items() if key != "step"}})
@@ -251,7 +253,8 @@ def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
     if not path.exists():
         return
     staging = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    count, kept = 0, 0
+    count = 0
+    kept = 0
     try:
         with path.open("rb") as source, staging.open("xb") as target:
             for line in source:

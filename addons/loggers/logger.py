@@ -108,7 +108,9 @@ class LoggerAddon(AddOnBase):
         # A lock cannot wait for arbitrarily long; eleven days are as good as forever.
         self.logger_timeout = min(check_number("logger_timeout", logger_timeout, 0.1), 1e6)
         self._workers: list[SinkWorker] = []
-        self._opened = self._failed = self._asked_all = False
+        self._opened = False
+        self._failed = False
+        self._asked_all = False
         self._lost: set[str] = set()  # Sinks that have failed: a second run does not wait for them again.
         self._run_id: str | None = None  # None until the sinks are first opened.
         self._records = 0
@@ -291,8 +293,11 @@ class LoggerAddon(AddOnBase):
 
     def _close_sinks(self) -> None:
         """Close every sink; raise the first error of a required one, unless the run has failed already."""
-        workers, self._workers, self._opened = self._workers, [], False
-        failed, self._failed = self._failed, False
+        workers = self._workers
+        self._workers = []
+        self._opened = False
+        failed = self._failed
+        self._failed = False
         if not workers:
             return
         deadline = time.monotonic() + self.logger_timeout
@@ -356,7 +361,8 @@ class WebLoggerAddon(LoggerAddon):
                 raise ConfigError(f'web_logger has {found} "{key}"; write web_logger={line}')
         self.web_logger = _Entries({key: _Entries(entries) for key, entries in web_logger.items()})
         for owner in self._web_loggers():
-            sink, entries = owner.web_sink, self.web_logger[owner.web_key]
+            sink = owner.web_sink
+            entries = self.web_logger[owner.web_key]
             if sink is not None and (sink.requires_client or self.logger_required):
                 check_installed(owner.web_key, owner)
             if sink is not None and is_installed(owner.web_key):

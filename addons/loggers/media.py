@@ -46,7 +46,8 @@ def _as_bytes(name: str, pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if pixels.dtype == np.bool_:
         pixels = pixels.astype(np.float32)
     if np.issubdtype(pixels.dtype, np.floating):
-        low, high = float(pixels.min()), float(pixels.max())
+        low = float(pixels.min())
+        high = float(pixels.max())
         if not (low >= 0 and high <= 1):
             raise ConfigError(
                 f"image {name!r} has floats between {low:g} and {high:g}; scale them to 0..1, or give uint8"

@@ -17,7 +17,8 @@ __all__ = ["MLflowLoggerAddon", "MLflowSink"]
 
 _KNOWN = ("experiment_name", "tracking_uri", "run_id", "run_name", "tags")
 _REFUSED = re.compile(r"[^\w\-. /]")  # What MLflow does not take in the name of a metric or a parameter.
-_LONGEST_NAME, _LONGEST = 250, 500
+_LONGEST_NAME = 250
+_LONGEST = 500
 _TAG = "zae.run_id"
 
 
@@ -60,7 +61,8 @@ class MLflowSink(ClientSink):
 
     def open(self, info: RunInfo) -> None:
         """Create a run, or continue the one with this id."""
-        client, entries = self._mlflow, self.entries
+        client = self._mlflow
+        entries = self.entries
         run_id = entries.get("run_id") or self._find(info)
         if run_id is not None:
             client.update_run(run_id, status="RUNNING")

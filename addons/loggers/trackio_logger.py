@@ -69,7 +69,8 @@ class TrackioSink(ClientSink):
         if self.client is not None:
             with contextlib.redirect_stdout(io.StringIO()):
                 self.client.finish()
-        self.client, self._is_new = None, False
+        self.client = None
+        self._is_new = False
 
 
 class TrackioLoggerAddon(WebLoggerAddon):

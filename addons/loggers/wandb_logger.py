@@ -22,7 +22,8 @@ __all__ = ["WandBLoggerAddon", "WandBSink"]
 
 _HOST = "https://api.wandb.ai"
 _FOLDERS = ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")
-_INTERVAL, _SECONDS = "x_transaction_log_flush_interval", 0.05
+_INTERVAL = "x_transaction_log_flush_interval"
+_SECONDS = 0.05
 """The interval in which the client writes its file; at its default of 15 s, a kill loses the records since."""
 
 
@@ -39,7 +40,9 @@ class WandBSink(ClientSink):
     accepted = ("api_key",)
     shown = ("config", "name", "notes", "tags", "group", "job_type")
     _last_second: ClassVar[int] = 0
-    _is_own, _written, _size = True, False, 0
+    _is_own = True
+    _written = False
+    _size = 0
 
     @classmethod
     def check(cls, entries: Mapping[str, Any]) -> None:
@@ -111,11 +114,14 @@ class WandBSink(ClientSink):
             return
         self._written = False
         self.client.summary.get("step")  # Answered after all earlier records.
-        file, size, end = Path(self.client.settings.sync_file), -1, time.monotonic() + 1
+        file = Path(self.client.settings.sync_file)
+        size = -1
+        end = time.monotonic() + 1
         with contextlib.suppress(OSError):
             while time.monotonic() < end:
                 time.sleep(2 * interval)
-                before, size = size, file.stat().st_size
+                before = size
+                size = file.stat().st_size
                 if size == before > self._size:
                     break
             self._size = size

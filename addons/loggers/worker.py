@@ -43,12 +43,14 @@ class SinkWorker:
         secrets: Iterable[str] = (),
         lost: bool = False,
     ) -> None:
-        self.sink, self.info = sink, info
+        self.sink = sink
+        self.info = info
         self.path = folder / f"{sink.name}-{info.id}.jsonl"
         self._required, self._secrets = required, tuple(secrets)
         self._change = threading.Condition()  # Its lock protects everything below.
         self._calls: deque[tuple[str, tuple[Any, ...], float]] = deque()  # Pending, each with its time.
-        self._given_up, self._closed = lost, False
+        self._given_up = lost
+        self._closed = False
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
         self._blocked = False  # Whether a call has exceeded its deadline and not returned.
@@ -56,7 +58,8 @@ class SinkWorker:
         self._ended = threading.Event()
         self._error: ZaeError | None = None
         self._local: JSONLSink | None = None
-        self._kept = self._dropped = 0
+        self._kept = 0
+        self._dropped = 0
 
     @property
     def failed(self) -> bool:
@@ -102,7 +105,8 @@ class SinkWorker:
             if self._calls and not self._given_up:
                 self._blocked = True
                 self._give_up(f"its {self._calls[0][0]}() has not returned within {self.info.timeout:g} s")
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
         if error is not None:
             raise error
 
@@ -178,7 +182,8 @@ class SinkWorker:
             if self._given_up:
                 return
             self._given_up = True
-            name, remedy = self.sink.name, self.sink.remedy
+            name = self.sink.name
+            remedy = self.sink.remedy
             if error is not None or self._required:
                 self._error = error or LoggerError(
                     f"the logger {name} failed: {reason}; {remedy}; or give logger_required=False, which keeps the "
@@ -217,7 +222,8 @@ class SinkWorker:
             lost = f"; {self._dropped} more could not be written" if self._dropped else ""
             if self._given_up and not self._required and (self._kept or self._dropped):
                 _log.warning("%d records of %s were kept in %s%s", self._kept, self.sink.name, self.path, lost)
-            self._kept = self._dropped = 0
+            self._kept = 0
+            self._dropped = 0
 
     def _in_words(self, error: BaseException) -> str:
         """Return an exception as one line, without colours and secrets."""

@@ -102,8 +102,9 @@ def check_trained(model: nn.Module, optimizers: Iterable[Any]) -> None:
     if not hasattr(model, "peft_config") and len(trained) == sum(1 for _ in model.parameters()):
         _log.warning(
             "%s has no adapter and no frozen parameter: PEFTAddon trains and saves all of it; for an adapter, give "
-            "peft_config=peft.LoraConfig(...) or a PeftModel", type(model).__name__,
-        )  # fmt: skip
+            "peft_config=peft.LoraConfig(...) or a PeftModel",
+            type(model).__name__,
+        )
     for optimizer in optimizers:
         held = [id(each) for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
         if held and not trained.intersection(held):
@@ -332,7 +333,9 @@ def save_adapter(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> Non
     if buffers := sorted(weights.keys() - {plain[own] for own, _ in model.named_parameters(remove_duplicate=False)}):
         _log.warning(
             "%s does not contain %s, which training has changed: the format of peft has no place for buffers. Save "
-            "them with save_model('adapter.safetensors') or save_merged(path)", folder, ", ".join(buffers[:_SHOWN]),
-        )  # fmt: skip
+            "them with save_model('adapter.safetensors') or save_merged(path)",
+            folder,
+            ", ".join(buffers[:_SHOWN]),
+        )
     state = {own: weights[name] for own, name in plain.items() if name in weights}
     save_folder(model, folder, state_dict=state)

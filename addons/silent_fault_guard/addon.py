@@ -108,7 +108,8 @@ class SilentFaultGuardAddon(AddOnBase):
         if not self._is_checked():
             return super().gradients(batch)
         self.step_window.is_repeated = True  # Its batches are needed again.
-        own, has_ranks = vars(self).values(), self.world_size > 1
+        own = vars(self).values()
+        has_ranks = self.world_size > 1
         self._begin = Start(self.unwrap(), self.parameters, own, self._rewind_generators, has_ranks)
         try:
             first, _ = self._compute(batch, 1)
@@ -119,7 +120,8 @@ class SilentFaultGuardAddon(AddOnBase):
                 self._refuse(found)
             return outputs
         finally:
-            self._begin, self.step_window.is_repeated = None, False
+            self._begin = None
+            self.step_window.is_repeated = False
 
     def _compute(self, batch: Any, number: int) -> tuple[Computed, list[tuple[Mapping[str, Any], float]]]:
         """Compute the gradients for the n-th time, from the same start."""

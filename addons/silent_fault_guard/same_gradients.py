@@ -46,17 +46,24 @@ class Start:
     ) -> None:
         names = {id(each): name for name, each in named_parameters(model).items()}
         self._parameters = {names.get(id(p), f"parameter {i} of the optimizers"): p for i, p in enumerate(parameters)}
-        self._before = {name: (None if p.grad is None else p.grad.clone(), version_of(p))
-                        for name, p in self._parameters.items()}  # fmt: skip
-        self._buffers = [(module._buffers, key, f"{path}.{key}".lstrip("."), each, each.detach().clone())
-                         for path, module in model.named_modules()
-                         for key, each in module._buffers.items() if each is not None]  # fmt: skip
+        self._before = {
+            name: (None if p.grad is None else p.grad.clone(), version_of(p)) for name, p in self._parameters.items()
+        }
+        self._buffers = [
+            (module._buffers, key, f"{path}.{key}".lstrip("."), each, each.detach().clone())
+            for path, module in model.named_modules()
+            for key, each in module._buffers.items()
+            if each is not None
+        ]
         held = [*held, *(each for module in model.modules() for each in vars(module).values())]
         self._generators = [each for each in held if isinstance(each, STREAMS)]
-        self._rewind_others, self._has_ranks = rewind_others, has_ranks
+        self._rewind_others = rewind_others
+        self._has_ranks = has_ranks
         self._streams = [self._capture()]  # At the start, and of each batch.
         self._batches: list[list[tuple[Tensor, Tensor, bool]]] = []
-        self._number = self._given = 0  # The batches that this computation has begun, and was given.
+        # The batches that this computation has begun, and was given.
+        self._number = 0
+        self._given = 0
 
     def _capture(self) -> list[Callable[[], Any]]:
         streams = [partial(write_stream, each, read_stream(each)) for each in self._generators]
@@ -64,7 +71,8 @@ class Start:
 
     def restore(self) -> None:
         """Put everything back."""
-        self._number = self._given = 0
+        self._number = 0
+        self._given = 0
         for restore in self._streams[0]:
             restore()
         with torch.no_grad():
@@ -117,8 +125,11 @@ class Start:
                 local[name] = parameter.grad.detach().clone()
 
         watched = {} if local is None else self._parameters
-        hooks = [p.register_post_accumulate_grad_hook(partial(keep, name)) for name, p in watched.items()
-                 if p.requires_grad and p.is_leaf and not is_sharded(p)]  # fmt: skip
+        hooks = [
+            p.register_post_accumulate_grad_hook(partial(keep, name))
+            for name, p in watched.items()
+            if p.requires_grad and p.is_leaf and not is_sharded(p)
+        ]
         try:
             yield
         finally:
@@ -165,8 +176,13 @@ def compare(first: Computed, second: Computed) -> dict[str, Any] | None:
         if found := {name: count for name, count in counts.items() if count}:
             sizes = {name: _largest_difference(a.get(name), b.get(name)) for name in found}
             worst = max(found, key=lambda name: (sizes[name] != sizes[name], sizes[name]))
-            return {"where": where, "name": worst, "difference": sizes[worst], "elements": found[worst],
-                    "names": len(found)}  # fmt: skip
+            return {
+                "where": where,
+                "name": worst,
+                "difference": sizes[worst],
+                "elements": found[worst],
+                "names": len(found),
+            }
     return None
 
 
@@ -184,7 +200,8 @@ def _plain(tensor: Tensor | None) -> Tensor | None:
 
 def _count_different(a: Tensor | None, b: Tensor | None) -> int:
     """Return how many elements of two tensors have other bits; all of them where one tensor is missing."""
-    a, b = _plain(a), _plain(b)
+    a = _plain(a)
+    b = _plain(b)
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return 0 if a is b else max(each.numel() for each in (a, b) if each is not None)
     bits = _bits(a), _bits(b)
@@ -193,7 +210,8 @@ def _count_different(a: Tensor | None, b: Tensor | None) -> int:
 
 def _largest_difference(a: Tensor | None, b: Tensor | None) -> float:
     """Return by how much two tensors differ at most; NaN where one of them has a NaN, or is missing."""
-    a, b = _plain(a), _plain(b)
+    a = _plain(a)
+    b = _plain(b)
     if a is None or b is None or a.shape != b.shape:
         return float("nan")
     return float((a.to(torch.promote_types(a.dtype, torch.float32)) - b).abs().max())

@@ -133,7 +133,8 @@ class TorchMetricsAddon(AddOnBase):
     def merge_ranks(self, entries: Sequence[Any], rank: int) -> Any:
         """Give rank 0 what all ranks have counted in the open epoch, and the others nothing."""
         key = "torch_metric_states"
-        counted, own = [each[key] for each in entries if each.get(key)], self._torch_metrics.get("train", {})
+        counted = [each[key] for each in entries if each.get(key)]
+        own = self._torch_metrics.get("train", {})
         if rank or len(counted) < 2 or any(each.keys() != own.keys() for each in counted):
             return {key: counted[0] if counted and not rank else {}}
         return {key: {name: merge_states(each, [saved[name] for saved in counted]) for name, each in own.items()}}
@@ -185,7 +186,8 @@ class TorchMetricsAddon(AddOnBase):
     def metric_on_epoch_end(self) -> Mapping[str, float]:
         """Add the metrics of this mode, computed over all ranks."""
         # By the history: an override may read what only the other mode has recorded.
-        split, super_metrics = self._split, super().metric_on_epoch_end
+        split = self._split
+        super_metrics = super().metric_on_epoch_end
         found = dict(self.history.further_metrics("train" if split == "train" else "test", super_metrics))
         group = self._torch_metrics.get(split, {})
         if not any(self.engine.gather_dp(any(map(was_updated, group.values())))):

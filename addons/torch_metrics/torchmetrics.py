@@ -66,8 +66,9 @@ def read_states(metric: Any) -> dict[str, Any]:
 def load_states(metric: Any, states: Mapping[str, Any], name: str) -> None:
     """Load what `read_states` returned, on the device of the metric; refuse that of another one."""
     found = dict(_counting(metric))
-    fits = states.keys() == found.keys() and all(states[n]["state"].keys() == m.metric_state.keys()
-                                                 for n, m in found.items())  # fmt: skip
+    fits = states.keys() == found.keys() and all(
+        states[n]["state"].keys() == m.metric_state.keys() for n, m in found.items()
+    )
     if not fits:
         raise CheckpointMismatch(
             f"the state of the metric {name!r} is not that of a {type(metric).__name__}; build the trainer with the "

@@ -91,8 +91,14 @@ def _payload(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Any]:
                 series.append({"metric": metric, "split": split, "axis": axis, "values": _pack(each.values)})
         epochs = run.records.epochs
         resumed = [each["step"] for each in run.records.sessions if each["step"]]
-        found.append({"name": run.name, "series": series, "resumed": resumed,
-                      "epochs": list(zip(epochs.steps, map(int, epochs.values)))})  # fmt: skip
+        found.append(
+            {
+                "name": run.name,
+                "series": series,
+                "resumed": resumed,
+                "epochs": list(zip(epochs.steps, map(int, epochs.values))),
+            }
+        )
     titles = [{"name": metric, "title": _TITLES.get(metric, metric)} for metric in metrics]
     return {"metrics": titles, "axes": list(axes), "runs": found}
 

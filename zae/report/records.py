@@ -55,7 +55,8 @@ class Records:
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Records:
         """Sort rows into series; a row that is not a record is counted."""
-        records, rate = cls(), Series()
+        records = cls()
+        rate = Series()
         before: tuple[int, float] | None = None  # The last record of training in this session.
         for row in rows:
             step = row.get("step") if isinstance(row, Mapping) else None

@@ -48,7 +48,9 @@ def overview(runs: Sequence[Run]) -> str:
 
 def _facts(run: Run) -> dict[str, tuple[str, str]]:
     """Return the best score, the last values, and how far and how fast a run came, each with a note."""
-    series, config, facts = run.records.series, run.records.description_of("config"), dict[str, tuple[str, str]]()
+    series = run.records.series
+    config = run.records.description_of("config")
+    facts = dict[str, tuple[str, str]]()
     metric = split_key(str(config.get("monitor", "loss")))[0]
     choose = {"min": min, "max": max}.get(str(config.get("monitor_mode")))
     best = next((series[key] for key in (f"valid/{metric}", f"train/{metric}", metric) if key in series), Series())

@@ -20,9 +20,17 @@ _DIRECTIONS = {"minimize": "minimize", "maximize": "maximize", "min": "minimize"
 
 
 def check_arguments(
-    make_trainer: Any, run: Any, space: Any, direction: Any, pruner: Any, objective: Any, sampler: Any, seed: Any,
-    catch: Any, name: Any,
-) -> dict[str, Any]:  # fmt: skip
+    make_trainer: Any,
+    run: Any,
+    space: Any,
+    direction: Any,
+    pruner: Any,
+    objective: Any,
+    sampler: Any,
+    seed: Any,
+    catch: Any,
+    name: Any,
+) -> dict[str, Any]:
     """Return the attributes of a search, if they can be used."""
     world = launched_world()
     if world is not None and world[1] > 1:
@@ -46,9 +54,18 @@ def check_arguments(
     checked = check_space(space)
     seed = check_count("seed", seed, least=0, bits=32, optional=True)
     settings = {"space": describe_space(checked), "directions": directions, "seed": seed}
-    return {"make_trainer": make_trainer, "run": run, "space": checked, "settings": settings, "objective": objective,
-            "takes_direction": directions is None, "sampler": sampler, "pruner": pruner, "catch": caught,
-            "name": name}  # fmt: skip
+    return {
+        "make_trainer": make_trainer,
+        "run": run,
+        "space": checked,
+        "settings": settings,
+        "objective": objective,
+        "takes_direction": directions is None,
+        "sampler": sampler,
+        "pruner": pruner,
+        "catch": caught,
+        "name": name,
+    }
 
 
 def _directions(direction: Any) -> list[str]:

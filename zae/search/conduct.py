@@ -125,22 +125,26 @@ class Search:
 
         A trial that an error or a signal interrupts stays open, and the next call of `search` continues it.
         """
-        began, known = time.perf_counter(), self.frozen()[asked.number]
+        began = time.perf_counter()
+        known = self.frozen()[asked.number]
         with random_state.isolated():
             random_state.seed_everything(seed_of(self.settings["seed"], asked.number))
             trial = self._begin(asked)
             try:
-                values, why = self._train(trial), ""
+                values = self._train(trial)
+                why = ""
             except OtherDirectionError:  # The search begins again, with that direction.
                 raise
             except BaseException as error:
                 if not self._is_caught(error):
                     error.add_note(f"zae: trial {trial.number} of the search in {self.folder} had {trial}")
                     raise
-                values, why = None, printable(f"{type(error).__name__}: {error}", kept="")
+                values = None
+                why = printable(f"{type(error).__name__}: {error}", kept="")
         release_memory()  # Trainers are part of reference cycles.
         if values is not None and any(math.isnan(each) for each in values):
-            values, why = None, "the score is NaN"
+            values = None
+            why = "the score is NaN"
         states = self.optuna.trial.TrialState
         state = states.FAIL if why else states.PRUNED if trial.is_pruned else states.COMPLETE
         asked.set_user_attr("seconds", known.user_attrs.get("seconds", 0.0) + time.perf_counter() - began)
@@ -153,7 +157,8 @@ class Search:
         """Warn of a trial that has failed."""
         found = self.frozen()[number]
         if "error" in found.user_attrs:
-            why, params = found.user_attrs["error"], found.user_attrs.get("params", {})
+            why = found.user_attrs["error"]
+            params = found.user_attrs.get("params", {})
             text = f"trial {number} of the search failed: {why}; its parameters: {params}; the others continue"
             _log.warning(printable(text, kept=""))
 
@@ -179,7 +184,8 @@ class Search:
 
     def _train(self, trial: Trial) -> list[float] | None:
         """Make the trainer, let it train, and return the scores; None for a trial that is pruned."""
-        trainer, score = _checked(self.make_trainer(trial)), Score(self.objective, self.directions)
+        trainer = _checked(self.make_trainer(trial))
+        score = Score(self.objective, self.directions)
         if "overwrite" in options_of(type(trainer)) and trial.is_continued:
             cast(Any, trainer).overwrite = True  # Where it does not resume, what it had saved would be in its way.
         try:

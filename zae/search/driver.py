@@ -167,7 +167,8 @@ def _conduct_each(made: Search, n_trials: int, seconds: float, shows: bool) -> N
     made.open()
     tasks: list[int | None] = [*made.interrupted()]
     tasks += [None] * (n_trials - len(made.frozen()))
-    deadline, began = time.monotonic() + seconds, time.monotonic()
+    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     for task in tasks:
         if time.monotonic() > deadline:
             break
@@ -243,7 +244,8 @@ def hyperparameter_search(
             f"backend={chosen!r}; zae searches with optuna alone: write backend='optuna', or leave it out"
         )
     objective = huggingface.LastScore(compute_objective)
-    space, name = hp_space or huggingface.default_hp_space, hp_name or huggingface.name_of
+    space = hp_space or huggingface.default_hp_space
+    name = hp_name or huggingface.name_of
     given = {"pruner": None, **huggingface.options_of(kwargs), "objective": objective, "name": name}
     scored = huggingface.RunAndScore(run, objective)
     found = search(make_trainer, space, n_trials, direction, run=scored, folder=folder, **given)

@@ -68,8 +68,11 @@ def default_hp_space(trial: Any) -> dict[str, Any]:
 def default_compute_objective(metrics: Mapping[str, float]) -> float | None:
     """Return the loss where there is no other metric, else the sum of all others, as Transformers does."""
     left_out = ("epoch", "eval_loss")
-    others = [value for name, value in metrics.items()
-              if name not in left_out and not name.endswith(("_runtime", "_per_second"))]  # fmt: skip
+    others = [
+        value
+        for name, value in metrics.items()
+        if name not in left_out and not name.endswith(("_runtime", "_per_second"))
+    ]
     return sum(others) if others else metrics.get("eval_loss")
 
 
@@ -112,7 +115,8 @@ class LastScore:
 
 def _epochs_of(trainer: Any) -> float:
     """Return the epochs that were trained, with the part of the open one."""
-    progress, in_epoch = trainer.progress_checker, trainer.current_run.extent.steps_in_epoch
+    progress = trainer.progress_checker
+    in_epoch = trainer.current_run.extent.steps_in_epoch
     return float(progress.epoch + progress.epoch_step / (in_epoch or progress.epoch_step or 1))
 
 

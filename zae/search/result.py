@@ -198,9 +198,12 @@ def read_study(study: Any, folder: Path) -> SearchResult:
     trials = []
     for each in study.get_trials(deepcopy=False):
         about: Mapping[str, Any] = each.user_attrs
-        params, values = {**each.params, **about.get("params", {})}, list(each.values or [])
-        place, reports = folder / about.get("folder", ""), dict(each.intermediate_values)
-        seconds, error = about.get("seconds", 0.0), about.get("error", "")
+        params = {**each.params, **about.get("params", {})}
+        values = list(each.values or [])
+        place = folder / about.get("folder", "")
+        reports = dict(each.intermediate_values)
+        seconds = about.get("seconds", 0.0)
+        error = about.get("error", "")
         state = each.state.name.lower()
         trials.append(TrialResult(each.number, state, params, values, place, seconds, error, reports))
     return SearchResult(trials, [each.name.lower() for each in study.directions], folder)

@@ -50,7 +50,8 @@ class SeededSampler:
     """
 
     def __init__(self, make: Callable[..., Any], seed: int) -> None:
-        self._make, self._seed = make, seed
+        self._make = make
+        self._seed = seed
         self._one = make(seed=seed_of(seed))
 
     def __getattr__(self, name: str) -> Any:

@@ -40,8 +40,11 @@ class Trial(Mapping[str, Any]):
 
     def __init__(self, asked: Any, given: Mapping[str, Any], number: int, folder: Path, seed: int) -> None:
         self.asked, self._given = asked, dict(given)
-        self.number, self.folder, self.seed = number, folder, seed
-        self.is_pruned = self.is_continued = False
+        self.number = number
+        self.folder = folder
+        self.seed = seed
+        self.is_pruned = False
+        self.is_continued = False
         self.read = set[str]()  # The names that were asked for.
 
     @property

@@ -127,7 +127,8 @@ def _compare_calls(kit: Kit, name: str, outer: dict[Any, str], calls: watch.Call
     if any(is_marked(owner.__dict__[name], "__replaces__") for owner in owners):
         return None
     overrides = [code for code, known in outer.items() if known == name]
-    mine, reached = calls.count[name] / max(1, len(overrides)), calls.count[f"{name} of Trainer"]
+    mine = calls.count[name] / max(1, len(overrides))
+    reached = calls.count[f"{name} of Trainer"]
     if reached < mine - broken:  # A call that raised has not reached it either.
         return (
             f"forgets super().{name}(): of {mine:g} calls of {name}, {reached} reached what is inside; call it on "
@@ -175,7 +176,8 @@ def check_clip(kit: Kit) -> Iterator[str]:
 def check_scheduler(kit: Kit) -> Iterator[str]:
     """Find a scheduler that is not stepped once for each optimizer step, or once for each epoch."""
     for trainer, unit in ((kit.standard.trainer, "optimizer steps"), (kit.clipped_run, "epochs")):
-        progress, taken = trainer.progress_checker, trainer.schedulers["0"].last_epoch
+        progress = trainer.progress_checker
+        taken = trainer.schedulers["0"].last_epoch
         due = progress.step - progress.skipped_steps if unit == "optimizer steps" else progress.epoch
         if unit == "optimizer steps" and not due:  # It may be hidden that steps took place.
             due = trainer.notes.steps
@@ -222,7 +224,8 @@ def check_evaluation(kit: Kit) -> Iterator[str]:
 
 def check_metrics(kit: Kit) -> Iterator[str]:
     """Find metrics of the user that do not arrive in the history or in the log."""
-    bare, watched = kit.bare.trainer, kit.standard.trainer
+    bare = kit.bare.trainer
+    watched = kit.standard.trainer
     for label in ("train_history", "valid_history", "log_history"):
         wanted = {key: None for row in getattr(bare, label) for key in row if key.startswith(("train", "valid"))}
         present = {key for row in getattr(watched, label) for key in row}
@@ -237,7 +240,8 @@ def check_metrics(kit: Kit) -> Iterator[str]:
 
 def check_random(kit: Kit) -> Iterator[str]:
     """Find draws from training's random streams."""
-    usual, now = kit.bare.streams, kit.standard.streams
+    usual = kit.bare.streams
+    now = kit.standard.streams
     drawn = [name for name in now if now[name] != usual[name]]
     if drawn:
         yield (
@@ -276,7 +280,8 @@ def _fail(kit: Kit, place: str, error: type[BaseException]) -> Iterator[tuple[st
         threads = set(threading.enumerate())
         trainer = kit.make()
         hooks = watch.hooks_of(trainer.unwrap(), [trainer.optimizer])
-        raised, changed = _raised_by(kit, trainer, place, error), kit.changes
+        raised = _raised_by(kit, trainer, place, error)
+        changed = kit.changes
         yield from _error_faults(place, error, raised) if trainer.notes.has_failed else ()
         for name, how in changed.items():
             if name not in kit.reported:
@@ -294,7 +299,8 @@ def _fail(kit: Kit, place: str, error: type[BaseException]) -> Iterator[tuple[st
 
 def _raised_by(kit: Kit, trainer: Any, place: str, error: type[BaseException]) -> BaseException | None:
     """Return what a run raises that fails in this place."""
-    trainer.notes.fail_in, trainer.notes.error = place, error
+    trainer.notes.fail_in = place
+    trainer.notes.error = error
     try:
         kit.run(trainer, data=Loader(kit.data(), trainer.notes))
     except (Exception, Stopped) as raised:
@@ -349,14 +355,16 @@ class KitResumeAddon(AddOnBase):
     def setup(self) -> None:
         super().setup()
         if self.kit_state is not None:
-            state, self.kit_state = self.kit_state, None
+            state = self.kit_state
+            self.kit_state = None
             self.load_state_dict(state)
             self.progress_checker.run_calls.index = 0  # The interrupted call of run continues.
 
 
 def check_state(kit: Kit) -> Iterator[str]:
     """Find a resumed run that ends differently from an uninterrupted one."""
-    whole, bare = kit.standard.trainer, kit.bare.trainer
+    whole = kit.standard.trainer
+    bare = kit.bare.trainer
     known = vars(bare).keys() | set(kit.transient)
     standard = bare.notes.states[0].keys()
     for state in whole.notes.states:
@@ -416,7 +424,8 @@ def _compare(kit: Kit, step: int, whole: Any, resumed: Any, known: Any) -> Itera
             clocks = set(_differing(whole, kit.run(kit.make())))
         lost = [name for name in lost if name not in clocks]
     for name in lost:
-        a, b = vars(whole)[name], vars(resumed).get(name)
+        a = vars(whole)[name]
+        b = vars(resumed).get(name)
         yield (
             f"keeps undeclared state: self.{name} is {a!r:.60} after a whole run, and {b!r:.60} after one resumed at "
             f"step {step}; declare state_attributes = ({name!r},), or add it to state_dict() and load_state_dict() "

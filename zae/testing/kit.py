@@ -232,7 +232,8 @@ class Kit:
 
     def _observe(self, trainer: Any) -> Standard:
         with in_new_folder():
-            data, valid = self.data(), self.valid_data()
+            data = self.data()
+            valid = self.valid_data()
             trainer.notes.fail_in = "nowhere: keep states"
             self.run(trainer, data=data, valid=valid)
         return Standard(trainer, data, valid, self._streams)

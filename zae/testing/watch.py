@@ -73,7 +73,8 @@ class Settings:
         """Restore what has changed, and describe it by the name of the setting."""
         found = {}
         for name, (read, write) in _SETTINGS.items():
-            before, now = self._values[name], read()
+            before = self._values[name]
+            now = read()
             if now != before:
                 found[name] = f"{before!r:.60} became {now!r:.60}"
                 write(before)
@@ -176,7 +177,8 @@ def differing_parts(a: Any, b: Any, may_add: bool = False) -> Iterator[tuple[str
         "progress": lambda t: [t.progress_checker.step, t.progress_checker.epoch, t.progress_checker.skipped_steps],
     }
     for part, read in rows.items():
-        before, after = read(a), read(b)
+        before = read(a)
+        after = read(b)
         if part == "history" and may_add:
             after = shared_entries(after, before)
         found = difference(before, after, part)

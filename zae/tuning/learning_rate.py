@@ -78,7 +78,8 @@ class RangeTest:
 
     def _curves(self) -> dict[str, list[float]]:
         """Return the losses and their average, cut off where they are so high that nothing else could be seen."""
-        low, first = min(self.losses), self.smoothed[0]
+        low = min(self.losses)
+        first = self.smoothed[0]
         top = first + max(first - low, 0.1 * abs(first))
         curves = {"each step": self.losses, "smoothed": self.smoothed}
         return {name: [min(each, top) for each in values] for name, values in curves.items()}
@@ -142,7 +143,8 @@ def find_lr(
     steps = check_count("steps", steps, least=10)
     if not all(isinstance(rate, (int, float)) for rate in (min_lr, max_lr)) or not 0 < min_lr < max_lr < math.inf:
         raise ConfigError(f"min_lr={min_lr!r}, max_lr={max_lr!r}; write two numbers, 0 < min_lr < max_lr")
-    twin, result = trial(trainer, "find_lr"), RangeTest()
+    twin = trial(trainer, "find_lr")
+    result = RangeTest()
     names = [*as_dict(trainer.optimizer)]
     if len(names) > 1:
         raise ConfigError(
@@ -170,7 +172,8 @@ def find_lr(
         loss = sum(float(each.loss.detach()) * each.weight for each in outputs) / total
         return result.add(rates[len(result.losses)], loss)
 
-    twin.before_step, twin.after_step = set_rate, look
+    twin.before_step = set_rate
+    twin.after_step = look
     with trial_loader(loader, "find_lr") as own:
         twin.run(None, own, max_steps=steps)
     result.stopped = result.stopped or f"the highest rate, {number(max_lr, 3)}, was tried"

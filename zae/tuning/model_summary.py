@@ -254,7 +254,8 @@ def _describe(module: nn.Module) -> ModelSummary:
         found.layers.append(layer)
         for own, parameter in each.named_parameters(recurse=False):
             if has_lazy([parameter]):
-                layer.is_lazy = found.is_lazy = True
+                layer.is_lazy = True
+                found.is_lazy = True
             elif id(parameter) in places:
                 layer.shared_with = places[id(parameter)]
             else:

@@ -82,7 +82,8 @@ def trial(trainer: Any, what: str, *more: Any) -> Any:
         twin = copy_trainer(trainer, compose(leave_out(type(trainer), _LEFT_OUT), [*more, TrialAddon]))
     except CannotCopyError as reason:
         raise ConfigError(f"{what} cannot train a copy of {type(trainer).__name__}: {reason}") from reason
-    twin.optimization.scheduler, twin.log_bar = None, False
+    twin.optimization.scheduler = None
+    twin.log_bar = False
     twin.optimization.index_by_name()
     twin.nonfinite.policy = "skip"
     twin.progress_checker, twin.loader_position = ProgressChecker(), LoaderPosition(trainer.fast_data)
