@@ -195,9 +195,14 @@ def logs_of(metrics: Mapping[str, float]) -> dict[str, Any]:
 def counts_of(loader: Any) -> tuple[int | None, int | None]:
     """Return how many samples and batches a loader has, or several by name together; None is unknown."""
     loaders = list(loader.values()) if isinstance(loader, Mapping) else [loader]
-    datasets: list[Any] = [getattr(each, "dataset", None) for each in loaders]
-    samples, batches = ([len(each) if hasattr(each, "__len__") else None for each in of] for of in (datasets, loaders))
+    datasets = [getattr(each, "dataset", None) for each in loaders]
+    samples = [_length_of(each) for each in datasets]
+    batches = [_length_of(each) for each in loaders]
     return _sum(samples), _sum(batches)
+
+
+def _length_of(value: Any) -> int | None:
+    return len(value) if hasattr(value, "__len__") else None
 
 
 def _sum(counts: list[int | None]) -> int | None:

@@ -341,7 +341,8 @@ class EvaluationPart(AddOnPart):
         if held and held[0].label_ids is not None:
             metrics = {"loss": sum(loss * size for loss, size in losses) / max(samples, 1), **metrics}
         metrics = prefixed(metrics, prefix) | self._speed(prefix, started, samples, len(held), with_epoch=False)
-        predictions, label_ids = (concatenate(each[index] for each in held) if held else None for index in (0, 1))
+        predictions = concatenate(each[0] for each in held) if held else None
+        label_ids = concatenate(each[1] for each in held) if held else None
         return PredictionOutput(predictions=predictions, label_ids=label_ids, metrics=metrics)
 
     @contextmanager

@@ -244,8 +244,11 @@ def generate(
 def _leaves(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list, Mapping)):
-        for each in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _leaves(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
             yield from _leaves(each)
 
 

@@ -52,14 +52,13 @@ def state_hashes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[
 
 def settings_of(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
     """Return the learning rates and the other numeric settings of each group."""
-    others = {
-        name: [
-            {key: _plain(value) for key, value in group.items() if key not in ("params", "lr") and _is_plain(value)}
-            for group in optimizer.param_groups
-        ]
-        for name, optimizer in optimizers.items()
-    }
+    others = {name: [_settings_of_group(group) for group in each.param_groups] for name, each in optimizers.items()}
     return {"lr": optim.learning_rates(optimizers), "settings": others}
+
+
+def _settings_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numeric settings of a parameter group but its learning rate."""
+    return {key: _plain(value) for key, value in group.items() if key not in ("params", "lr") and _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -196,8 +196,9 @@ class LightningAddon(AttachedModule):
 
     def zero_grad(self) -> None:
         """Call ``optimizer_zero_grad`` of the module within a step."""
-        for optimizer in self.optimizers.values() if self._outputs else ():
-            self._hook("optimizer_zero_grad", self.module_epoch, self.batch_index - 1, optimizer)
+        if self._outputs:
+            for optimizer in self.optimizers.values():
+                self._hook("optimizer_zero_grad", self.module_epoch, self.batch_index - 1, optimizer)
         super().zero_grad()
 
     @replaces
@@ -321,8 +322,9 @@ class LightningAddon(AttachedModule):
             records.suffix = f"/dataloader_idx_{place}" if count > 1 else ""
             records.test.clear()
             try:
-                for hook in ("start", "epoch_start") if place == 0 else ():
-                    self._hook(f"on_{stage}_{hook}")
+                if place == 0:
+                    self._hook(f"on_{stage}_start")
+                    self._hook(f"on_{stage}_epoch_start")
                 yield
                 if stage == "predict":
                     self._hook("on_predict_epoch_end")

@@ -160,15 +160,16 @@ class AttachedModule(AddOnBase):
         """Detach the module."""
         module: Any = self.unwrap()
         try:
-            for each in (module, self.datamodule) if self._stage else ():
-                if each is not None:
+            for each in (module, self.datamodule):
+                if each is not None and self._stage:
                     each.teardown(self._stage)
         finally:
             self._stage = ""
             self._prepared = []
             super().teardown()
-            for each in module.modules():
-                for name in _OURS if lit.base_of(type(each)) else ():
+            ours = [each for each in module.modules() if lit.base_of(type(each))]
+            for each in ours:
+                for name in _OURS:
                     vars(each).pop(name, None)
             module.trainer = None
 

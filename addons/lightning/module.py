@@ -296,16 +296,18 @@ class Records:
         self._epoch = []
         for name, value, weight in own:
             getattr(self, split).record({name: value}, weight)
-        for name, value, weight in waiting if log is not None else ():
-            log.record({split_prefix(name)[1]: value}, weight)  # type: ignore[union-attr]
+        if log is not None:
+            for name, value, weight in waiting:
+                log.record({split_prefix(name)[1]: value}, weight)
         return bool(waiting or own)
 
     def mark(self, module: Any) -> None:
         """Remember what is waiting, and the metrics of a module, for `rewind`."""
         metrics = [*metrics_in(module)] if module is not None else []
-        states = [
-            (metric, {key: copy_of(value) for key, value in metric.metric_state.items()}) for _, metric in metrics
-        ]
+        states = []
+        for _, metric in metrics:
+            counted = {key: copy_of(value) for key, value in metric.metric_state.items()}
+            states.append((metric, counted))
         self._mark = len(self._step), len(self._epoch), states, dict(self._synced)
 
     def rewind(self) -> None:

@@ -280,12 +280,15 @@ def _refuse_tied(model: Any) -> None:
     """Refuse an adapter on a weight that several modules of the base hold: the sum would change all of them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     marks = ("base_layer", "unload_and_optionally_merge_module")  # Of layers with an adapter, and of replaced modules.
-    adapted = [path for path, each in base.named_modules() if path and any(hasattr(each, mark) for mark in marks)]
+    adapted = []  # Beginnings of the names of parameters.
+    for path, each in base.named_modules():
+        if path and any(hasattr(each, mark) for mark in marks):
+            adapted.append(f"{path}.")
     holders: dict[int, list[str]] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
     for names in holders.values():
-        if len(names) > 1 and any(name.startswith(f"{path}.") for name in names for path in adapted):
+        if len(names) > 1 and any(name.startswith(tuple(adapted)) for name in names):
             names = [name.replace(".base_layer", "").replace(".original_module", "") for name in names]
             raise ConfigError(
                 f"the merged model would not be the one that was trained: {' and '.join(names)} are one weight of "

@@ -128,7 +128,10 @@ class TorchMetricsAddon(AddOnBase):
                 f"{', '.join(own) or 'none'}; build the trainer with the metrics that it was saved with"
             )
         for name, each in own.items():
-            load_states(each, states[name], name) if states else each.reset()
+            if states:
+                load_states(each, states[name], name)
+            else:
+                each.reset()
 
     def merge_ranks(self, entries: Sequence[Any], rank: int) -> Any:
         """Give rank 0 what all ranks have counted in the open epoch, and the others nothing."""
@@ -137,7 +140,10 @@ class TorchMetricsAddon(AddOnBase):
         own = self._torch_metrics.get("train", {})
         if rank or len(counted) < 2 or any(each.keys() != own.keys() for each in counted):
             return {key: counted[0] if counted and not rank else {}}
-        return {key: {name: merge_states(each, [saved[name] for saved in counted]) for name, each in own.items()}}
+        merged = {}
+        for name, each in own.items():
+            merged[name] = merge_states(each, [saved[name] for saved in counted])
+        return {key: merged}
 
     def setup(self) -> None:
         """Move the metrics to the device."""

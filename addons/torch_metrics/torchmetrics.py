@@ -57,10 +57,11 @@ def _has_changed(metric: Any) -> bool:
 
 def read_states(metric: Any) -> dict[str, Any]:
     """Return what a metric has counted."""
-    return {
-        name: {"state": {key: copy.copy(value) for key, value in each.metric_state.items()}, "updates": _updates(each)}
-        for name, each in _counting(metric)
-    }
+    states = {}
+    for name, each in _counting(metric):
+        counted = {key: copy.copy(value) for key, value in each.metric_state.items()}
+        states[name] = {"state": counted, "updates": _updates(each)}
+    return states
 
 
 def load_states(metric: Any, states: Mapping[str, Any], name: str) -> None:
@@ -91,7 +92,9 @@ def combine_ranks(metric: Any, gather: Callable[[Any], list[Any]]) -> None:
         for key, reduction in each._reductions.items():
             values = [rank["state"][key] for rank in ranks]
             if isinstance(values[0], list) or isinstance(values[-1], list):
-                whole: Any = [item for value in values for item in (value if isinstance(value, list) else [value])]
+                whole: Any = []
+                for value in values:
+                    whole += value if isinstance(value, list) else [value]
                 if getattr(reduction, "__name__", "") == "dim_zero_cat":
                     whole = [torch.cat([torch.atleast_1d(item) for item in whole])] if whole else []
                 elif reduction is not None and whole:
@@ -124,9 +127,10 @@ def _updates(metric: Any) -> int:
 def numbers_of(name: str, value: Any) -> dict[str, float]:
     """Return what a metric computed as numbers by name: ``name``, or ``name/<class>`` of a vector or a dict."""
     if isinstance(value, Mapping):
-        return {
-            key: number for inner, each in value.items() for key, number in numbers_of(f"{name}/{inner}", each).items()
-        }
+        found: dict[str, float] = {}
+        for inner, each in value.items():
+            found |= numbers_of(f"{name}/{inner}", each)
+        return found
     if isinstance(value, Tensor) and value.ndim == 1 and value.numel() != 1:
         return {f"{name}/{index}": float(each) for index, each in enumerate(value)}
     is_real = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()

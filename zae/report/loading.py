@@ -81,7 +81,8 @@ def _examine_all(path: Path, records: Records | None, others: Sequence[Path]) ->
     folders = [each for each in folders if each.is_dir() and (each == path or each not in others)]
     found = [each for each in folders if (each / "manifest.json").exists() or list_checkpoints(each)]
     inner = {folder for folder in found if folder.parent in found}  # A checkpoint is not a folder of checkpoints.
-    return [examine(each) for each in dict.fromkeys(each.absolute() for each in found if each not in inner)]
+    outer = dict.fromkeys(each.absolute() for each in found if each not in inner)
+    return [examine(each) for each in outer]
 
 
 def _records_in(newest: tuple[dict[str, Any], dict[str, Any]] | None) -> Records:

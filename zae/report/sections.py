@@ -41,7 +41,10 @@ def overview(runs: Sequence[Run]) -> str:
         )
         return f"<dl class='tiles'>{tiles}</dl>"
     names = list(dict.fromkeys(name for each in facts for name in each))
-    rows = [[_run(runs, at), *(_note(*each.get(name, ("-", ""))) for name in names)] for at, each in enumerate(facts)]
+    rows = []
+    for at, each in enumerate(facts):
+        cells = [_note(*each.get(name, ("-", ""))) for name in names]
+        rows.append([_run(runs, at), *cells])
     table = _table(["run", *map(text_of, names)], rows, "The main numbers of each run")
     return _section("overview", "Overview", table)
 
@@ -79,14 +82,15 @@ def _facts(run: Run) -> dict[str, tuple[str, str]]:
 
 def _metric_table(runs: Sequence[Run]) -> str:
     """Return the last, lowest and highest value of each series."""
-    rows = [
-        [text_of(key), *([_run(runs, at)] if len(runs) > 1 else []), *_extremes(series)]
-        for metric in metrics_of(runs)
-        for key in dict.fromkeys(key for run in runs for key in run.records.series if split_key(key)[0] == metric)
-        for at, run in enumerate(runs)
-        for series in [run.records.series.get(key)]
-        if series is not None
-    ]
+    keys = dict.fromkeys(key for run in runs for key in run.records.series)
+    rows = []
+    for metric in metrics_of(runs):
+        for key in (each for each in keys if split_key(each)[0] == metric):
+            for at, run in enumerate(runs):
+                series = run.records.series.get(key)
+                if series is not None:
+                    name = [_run(runs, at)] if len(runs) > 1 else []
+                    rows.append([text_of(key), *name, *_extremes(series)])
     named = ["metric", *(["run"] if len(runs) > 1 else [])]
     headers = [*named, "last", "lowest", "highest", "points", "not finite"]
     table = _table(headers, rows[:_MOST], "The last, lowest and highest value of each series")
@@ -108,10 +112,12 @@ def _section_for(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
 
     def section(runs: Sequence[Run]) -> str:
         found = [flatten(run.records.description_of(part), ".") for run in runs]
-        names = list(dict.fromkeys(name for each in found for name in each if name != "composition"))
+        names = [name for name in dict.fromkeys(name for each in found for name in each) if name != "composition"]
         if not names:
             return ""
-        rows = {name: [_value(each[name]) if name in each else "-" for each in found] for name in names}
+        rows = {}
+        for name in names:
+            rows[name] = [_value(each[name]) if name in each else "-" for each in found]
         if len(runs) == 1:
             pairs = "".join(f"<div><dt>{text_of(name)}</dt><dd>{cell}</dd></div>" for name, (cell,) in rows.items())
             return _section(identifier, identifier.title(), f"<dl class='pairs'>{pairs}</dl>")
@@ -217,10 +223,11 @@ def _heading(runs: Sequence[Run], at: int) -> str:
 def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
     """Return a table of cells that are HTML already."""
     head = "".join(f"<th scope='col'>{each}</th>" for each in headers)
-    body = "\n".join(
-        f"<tr><th scope='row'>{first}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-        for first, *cells in rows
-    )
+    lines = []
+    for first, *cells in rows:
+        others = "".join(f"<td>{cell}</td>" for cell in cells)
+        lines.append(f"<tr><th scope='row'>{first}</th>{others}</tr>")
+    body = "\n".join(lines)
     opening = f"<div class='scroll' tabindex='0' role='region' aria-label='{text_of(caption)}'>"
     return f"{opening}<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
 

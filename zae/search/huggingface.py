@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,13 +102,12 @@ class LastScore:
             return named
         sets = option_value(self.trainer, "eval_dataset")
         if isinstance(sets, Mapping):  # Transformers has those of each set alone: "a/loss" is "eval_a_loss".
-            of_sets = [(f"eval_{each}/", f"eval_{each}_") for each in sets]
-            named = {
-                name.replace(old, new, 1): value
-                for name, value in named.items()
-                for old, new in of_sets
-                if name.startswith(old)
-            }
+            of_sets = {}
+            for name, value in named.items():
+                for each in sets:
+                    if name.startswith(f"eval_{each}/"):
+                        of_sets[name.replace(f"eval_{each}/", f"eval_{each}_", 1)] = value
+            named = of_sets
         return {**named, "epoch": _epochs_of(self.trainer)}
 
 
@@ -141,8 +139,10 @@ class RunAndScore:
 
 def new_folder(place: str | Path) -> Path:
     """Return the first folder ``search-1``, ``search-2`` and so on in a place that does not exist."""
-    numbers = itertools.count(1)
-    return next(path for path in (Path(place) / f"search-{number}" for number in numbers) if not path.exists())
+    number = 1
+    while Path(place, f"search-{number}").exists():
+        number += 1
+    return Path(place, f"search-{number}")
 
 
 def name_of(trial: Trial) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,9 +83,11 @@ class SearchResult:
     def best_trials(self) -> list[TrialResult]:
         """The best trial; with several directions, those that no other one is better than in all of them."""
         ended = [each for each in self.trials if each.state == "complete"]
-        return [each for each in ended if not any(self._is_better(other, each) for other in ended)][
-            : 1 if len(self.directions) == 1 else None
-        ]
+        best = []
+        for each in ended:
+            if not any(self._is_better(other, each) for other in ended):
+                best.append(each)
+        return best[:1] if len(self.directions) == 1 else best
 
     @property
     def best_trial(self) -> TrialResult:
@@ -113,26 +116,23 @@ class SearchResult:
 
     def _is_better(self, one: TrialResult, other: TrialResult) -> bool:
         signs = [1 if direction == "minimize" else -1 for direction in self.directions]
-        mine, its = ([sign * value for sign, value in zip(signs, each.values)] for each in (one, other))
+        mine = [sign * value for sign, value in zip(signs, one.values)]
+        its = [sign * value for sign, value in zip(signs, other.values)]
         return all(a <= b for a, b in zip(mine, its)) and mine != its
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each trial, with the same columns."""
-        several = len(self.directions) > 1
+        count = len(self.directions)
+        scores = [f"score_{at}" for at in range(count)] if count > 1 else ["score"]
         names = dict.fromkeys(name for each in self.trials for name in each.params)
-        return [
-            {
-                "trial": each.number,
-                **{
-                    f"score_{at}" if several else "score": each.values[at] if each.values else None
-                    for at in range(len(self.directions))
-                },
-                **{name: each.params.get(name) for name in names},
-                "state": each.state,
-                "time": each.seconds,
-            }
-            for each in self.trials
-        ]
+        rows = []
+        for each in self.trials:
+            row: dict[str, Any] = {"trial": each.number}
+            row |= dict(zip(scores, each.values)) if each.values else dict.fromkeys(scores)
+            row |= {name: each.params.get(name) for name in names}
+            row |= {"state": each.state, "time": each.seconds}
+            rows.append(row)
+        return rows
 
     def study(self) -> Any:
         """Return the study of optuna: ``optuna.visualization`` draws it, ``trials_dataframe()`` is a table of pandas.
@@ -161,8 +161,8 @@ class SearchResult:
     def _conclusion(self) -> str:
         """Return the counts of the trials."""
         names = {"complete": "finished", "pruned": "pruned", "fail": "failed", "running": "interrupted"}
-        counts = {said: sum(each.state == state for each in self.trials) for state, said in names.items()}
-        found = ", ".join(f"{count} {said}" for said, count in counts.items() if count)
+        counts = Counter(each.state for each in self.trials)
+        found = ", ".join(f"{counts[state]} {said}" for state, said in names.items() if counts[state])
         return f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)}: {found or 'none'}"
 
 

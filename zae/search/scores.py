@@ -97,5 +97,8 @@ class Score:
 def _rows(history: History) -> list[Metrics]:
     """Return the metrics of each validation, or of each epoch where nothing was validated."""
     rows, wanted = (history.valid, "valid") if history.valid else (history.train, "train")
-    split = [{split_prefix(key): value for key, value in row.items()} for row in rows]
-    return [Metrics({name: value for (prefix, name), value in row.items() if prefix == wanted}) for row in split]
+    found = []
+    for row in rows:
+        named = {split_prefix(key): value for key, value in row.items()}
+        found.append(Metrics({name: value for (prefix, name), value in named.items() if prefix == wanted}))
+    return found

@@ -34,7 +34,9 @@ __all__ = [
 def streams() -> dict[str, Any]:
     """Return the state of each random stream by name, in a comparable form."""
     name, key, *rest = cast("Any", np.random.get_state(legacy=True))
-    devices = {kind: [bytes(each.numpy()) for each in states] for kind, states in random_state.of_devices().items()}
+    devices = {}
+    for kind, states in random_state.of_devices().items():
+        devices[kind] = [bytes(each.numpy()) for each in states]
     own = {"torch": bytes(torch.get_rng_state().numpy()), "python": random.getstate()}
     return {**own, "numpy": (name, bytes(key), *rest), **devices}
 
@@ -188,7 +190,10 @@ def differing_parts(a: Any, b: Any, may_add: bool = False) -> Iterator[tuple[str
 
 def shared_entries(rows: list[Any], known: list[Any]) -> list[Any]:
     """Return rows with the entries that the known row at their place has; those that have none as they are."""
-    return [{k: row[k] for k in row if k in old} for row, old in zip(rows, known)] + rows[len(known) :]
+    shared = []
+    for row, old in zip(rows, known):
+        shared.append({key: row[key] for key in row if key in old})
+    return shared + rows[len(known) :]
 
 
 def _public(state: dict[str, Any]) -> dict[str, Any]:
