@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zae.addon import AddOnBase, hook
-from zae.addons.loggers.base import RunInfo, Sink
-from zae.addons.loggers.client import ClientSink
+from zae.addons.loggers.base import ClientSink, RunInfo, Sink
 from zae.addons.loggers.media import figure_pixels, histogram_of, image_pixels
 from zae.addons.loggers.worker import SinkWorker
 from zae.common import random_state
@@ -334,7 +333,7 @@ class WebLoggerAddon(LoggerAddon):
     Examples
     --------
     >>> from zae.addons.loggers.logger import WebLoggerAddon
-    >>> from zae.addons.loggers.client import ClientSink
+    >>> from zae.addons.loggers.base import ClientSink
     >>> class PaperSink(ClientSink):
     ...     name, function = "paper", "paper.begin"  # Of the package paper; the entries are its arguments.
     ...     def write(self, metrics, step):

@@ -9,8 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from zae.addons.loggers.base import RunInfo
-from zae.addons.loggers.client import ClientSink
+from zae.addons.loggers.base import ClientSink, RunInfo
 from zae.addons.loggers.logger import WebLoggerAddon
 
 __all__ = ["MLflowLoggerAddon", "MLflowSink"]

@@ -7,8 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zae.addons.loggers.base import RunInfo
-from zae.addons.loggers.client import ClientSink
+from zae.addons.loggers.base import ClientSink, RunInfo
 from zae.addons.loggers.logger import WebLoggerAddon
 from zae.errors import AddOnRequirement
 

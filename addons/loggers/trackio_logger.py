@@ -7,8 +7,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from zae.addons.loggers.base import RunInfo
-from zae.addons.loggers.client import ClientSink
+from zae.addons.loggers.base import ClientSink, RunInfo
 from zae.addons.loggers.logger import WebLoggerAddon
 
 __all__ = ["TrackioLoggerAddon", "TrackioSink"]

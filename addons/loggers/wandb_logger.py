@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from zae.addons.loggers.base import RunInfo
-from zae.addons.loggers.client import ClientSink
+from zae.addons.loggers.base import ClientSink, RunInfo
 from zae.addons.loggers.logger import WebLoggerAddon
 from zae.common.redact import redact
 from zae.errors import AddOnRequirement
