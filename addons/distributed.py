@@ -1,4 +1,4 @@
-"""What every engine that trains on several devices shares: ranks, data, agreement and state, but no gradients."""
+"""What all engines that train on several devices share: ranks, data, agreement and state."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zae.addon import AddOnBase, Fact, replaces
-from zae.addons.sharded import ShardingAddon
+from zae.addons.data_shards import DataShardsAddon
 from zae.checkpoint.folder import Group
 from zae.common import random_state
 from zae.common.argument_checks import check_number
@@ -24,6 +25,7 @@ from zae.common.device import exchange_current
 from zae.common.fingerprint import fingerprints
 from zae.common.model_weights import named_parameters
 from zae.common.torch_private import count_devices
+from zae.common.walk import is_sharded
 from zae.compose.introspect import add_ons_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard
@@ -46,33 +48,22 @@ from zae.parts import Engine
 __all__ = ["DistributedAddon"]
 
 
-class DistributedAddon(ShardingAddon, AddOnBase):
-    """Run the loop on several ranks: the base of engines, the add-ons that fill the slot ``parallel``.
+class DistributedAddon(DataShardsAddon, AddOnBase):
+    """Run the loop on several ranks: the base of the add-ons that put an engine in.
 
     It starts the ranks or joins those of a launcher, gives each its share of the data, adds up what is recorded,
-    decides together when to stop, and keeps the state of every rank. How the model is divided and how gradients are
-    brought together is left to the engine.
+    decides together when to stop, and keeps the state of every rank. How the model is divided and how gradients come
+    together is up to ``engine``, which ``build_engine`` makes when the ranks have joined; by default, each rank has a
+    whole model, and gradients are averaged after the backward. docs/extending/engines.md is about engines of your own.
 
-    An engine has the slot ``"parallel"``, or that of a dimension, ``"parallel.data"``, ``"parallel.tensor"`` or
-    ``"parallel.pipeline"``, and names in ``mesh_dimensions`` the dimensions of ``mesh`` along which it divides the
-    work. It keeps these promises; tests/engines holds them for each engine:
+    An add-on has the slot ``"parallel"``, or that of a dimension, ``"parallel.data"``, ``"parallel.tensor"`` or
+    ``"parallel.pipeline"``, and names in ``mesh_dimensions`` the dimensions of ``mesh`` along which its engine divides
+    the work. What it changes of the loop itself keeps these promises; tests/engines holds them for each:
 
     - ``materialize(module)``, ``wrap_model(module)`` and ``wrap_optimizers(optimizers)`` come in this order. After them
       each parameter of each optimizer is one of the present model. A module that is changed in place is changed once:
       a later run finds it as it is. Nothing copies it.
-    - ``sync_context(last)`` and ``normalize`` leave in each ``.grad``, or in this rank's part of it, the mean over the
-      data of the window.
-    - ``gradient_norm(parameters)`` is a plain number, equal on all ranks; so is what ``should_step`` and
-      ``optimizer_step`` return.
-    - Ranks with the same ``dp_rank`` see the same batches and draw the same random numbers.
-    - ``layout(parameter)`` tells how the ranks hold a tensor. ``full_tensor(tensor)`` and
-      ``redistribute_like(whole, reference)`` lead from parts to the whole and back. All ranks call ``full_tensor`` in
-      one order, between steps, and never after an error.
-    - ``model_state`` and ``optimizer_state`` are whole, under the names of the plain model. While a checkpoint is
-      saved, they are in the memory of rank 0 alone.
-    - ``needs_lockstep_forward`` is True where each forward is a collective: a rank without a batch then takes part
-      with one of weight 0.
-    - ``can_save_alone`` is False where a rank cannot save the state without the others.
+    - What ``should_step`` and ``optimizer_step`` return is equal on all ranks.
     - ``test_step`` and ``optimizer_step`` are those of the trainer. An engine with a schedule or a step of its own
       overrides ``gradients``, ``clip``, ``optimizer_step`` and ``zero_grad``.
 
@@ -98,7 +89,7 @@ class DistributedAddon(ShardingAddon, AddOnBase):
     layer = "parallel"
     slot = "parallel"
     mesh_dimensions: ClassVar[tuple[str, ...]] = ("replicate",)
-    process_attributes = {"_outer_error": None, "_placed": False, "device_mesh": None}
+    process_attributes = {"_outer_error": None, "_placed": False, "device_mesh": None, "_replaced": {}}
 
     def __init__(
         self,
@@ -117,6 +108,7 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         self.init_method, self.backend = init_method, backend
         self.timeout = min(check_number("timeout", timeout, 0.001), 1e9)  # The largest that torch takes.
         self.mesh = check_mesh(mesh, self._dimensions(), type(self).__name__)
+        self._replaced: dict[int, tuple[Tensor, Tensor]] = {}  # Old and new parameters, until the optimizers know them.
         self.engine = NotJoined(self.mesh, self._dimensions())
         self.device_mesh: Any = None  # The DeviceMesh of torch, once it is asked for.
         self._rank_states = RankStates()  # What each rank saved, until this one has loaded its own.
@@ -188,14 +180,16 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         self._outer_error = sys.exc_info()[1]  # The other ranks have it too.
         if launching.join(self._backend(), self.timeout, self.init_method):
             open_host_group(self.timeout)
+            self.device = self._own_device(dist.get_world_size())
             self._take_engine(dist.get_world_size())
-            self.device = self._own_device()
             self.engine.rendezvous("run" if self.current_run.is_call else "evaluate, inference or run_epoch")
             self._begin_streams()
             if self.engine.dp_world_size < self.world_size:  # Ranks with the same batches draw alike.
                 leader = self._mesh().dp_leaders()[self.engine.dp_rank]
                 random_state.restore(self.gather(random_state.capture())[leader])
         super().setup()
+        if self._is_parallel:
+            self.engine.begin(self.unwrap(), self.parameters)
         if self._is_parallel and not self._placed:
             self._place()
 
@@ -216,6 +210,32 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         """
         return RanksEngine(self._mesh(), self.timeout)
 
+    def normalize(self, num_targets: list[Any]) -> None:
+        """Average the gradients over the shares of the data, and then divide them by the targets of all ranks."""
+        if self._is_parallel:
+            if self._leaves_out and not self.engine.needs_lockstep_forward:
+                num_targets = self._complete_short_step(num_targets)
+            self.engine.average_gradients(self.parameters)
+        super().normalize(num_targets)
+
+    def _complete_short_step(self, num_targets: list[Any]) -> list[Any]:
+        """Take part in a step in which some ranks have no samples; return the targets of this rank."""
+        has_samples = bool(num_targets)
+        if not has_samples:
+            # Zeros, through backward(): a loss scale has to see one.
+            self.backward(cast(Tensor, sum((each * 0).sum().real for each in self.parameters if each.requires_grad)))
+            for parameter in self.parameters:
+                parameter.grad = None
+        # A rank without samples cannot know whether the steps count targets: the others tell.
+        is_counted = any(self.gather(any(count is not None for count in num_targets)))
+        return [0.0] if is_counted and not has_samples else num_targets
+
+    def zero_grad(self) -> None:
+        """Give every rank the buffers of rank 0, after a step that was left out too."""
+        super().zero_grad()
+        if self._is_parallel:
+            self.engine.sync_buffers(self.unwrap())
+
     def _dimensions(self) -> list[str]:
         """List the dimensions along which the add-ons of this trainer divide the work."""
         own = [name for add_on in add_ons_of(type(self)) for name in getattr(add_on, "mesh_dimensions", ())]
@@ -224,6 +244,35 @@ class DistributedAddon(ShardingAddon, AddOnBase):
     def _mesh(self) -> Mesh:
         """Return the arrangement of the ranks that there are, or will be."""
         return Mesh(self.mesh, self._dimensions(), self._planned_world())
+
+    def _note_replaced(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """Note the parameters that stand in for others of the same names; another engine may have replaced these.
+
+        They get the attributes by which an optimizer's factory may choose its groups.
+        """
+        first = {id(new): old for old, new in self._replaced.values()}
+        for name, each in before.items():
+            old = first.get(id(each), each)
+            vars(after[name]).update({key: value for key, value in vars(each).items() if key not in vars(after[name])})
+            self._replaced[id(old)] = (old, after[name])
+
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Let the optimizers hold the parameters that sharding has put in place of those they were made with."""
+        super().wrap_optimizers(optimizers)
+        self.optimization.tensors_to_clip = shards.local_gradients if self._is_parallel else list
+        replaced, self._replaced = self._replaced, {}
+        for optimizer in optimizers.values() if replaced else ():
+            shards.replace_parameters(optimizer, replaced)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to copy or pickle parts of tensors, which torch cannot do."""
+        if self._is_parallel and any(map(is_sharded, self.unwrap().parameters())):
+            raise ConfigError(
+                f"the parameters of {type(self.unwrap()).__name__} lie in parts on {self.world_size} ranks: the "
+                "trainer cannot be copied or pickled. Call save_state (StateManagerAddon) or save_model(path) on every "
+                "rank, and load the file into a new trainer"
+            )
+        return super().__getstate__()
 
     def describe(self) -> list[Fact]:
         """Tell which ranks there are, or will be, and how they divide the work."""
@@ -262,13 +311,13 @@ class DistributedAddon(ShardingAddon, AddOnBase):
         elif self.loader_position.is_restored:
             self.loader_position.load_state_dict(derive_streams(self.loader_position.state_dict(), self.engine.dp_rank))
 
-    def _own_device(self) -> torch.device:
+    def _own_device(self, world: int) -> torch.device:
         """Return the device of this rank."""
         local, first = launching.local_rank(), self.devices[0]
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        if len(self.devices) not in (1, here, self.world_size):
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if len(self.devices) not in (1, here, world):
             raise ConfigError(
-                f"device is a list of {len(self.devices)}, and the launcher has started {self.world_size} ranks, "
+                f"device is a list of {len(self.devices)}, and the launcher has started {world} ranks, "
                 f"{here} on this machine; write --nproc_per_node {len(self.devices)}, or device='{first.type}': each "
                 "rank then takes its own"
             )

@@ -128,7 +128,7 @@ class EMAAddon(AddOnBase):
                 self.average[key] = self.average[key].float()
         trained = {id(parameter) for parameter in module.parameters()}
         pairs = {
-            id(value): (self.redistribute_like(self.average[key].to(value.device), value), value)
+            id(value): (self.engine.redistribute_like(self.average[key].to(value.device), value), value)
             for key, value in live.items()
         }
         self.average = {key: pairs[id(value)][0] for key, value in live.items()}  # Tied weights share one average.
@@ -285,7 +285,7 @@ class EMAAddon(AddOnBase):
         """
         if not self.engine.can_save_alone:
             self.engine.rendezvous("save_average")
-        average = self.whole_values(self.average)
+        average = self.engine.full_tensors(self.average)
         written = {"step": str(self.progress_checker.step), "ema": "true"}
         save = partial(save_weights, Path(path), average, written, self.is_main or self.engine.can_save_alone)
         return (

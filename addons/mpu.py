@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from zae.addons.ddp import ReplicatedAddon
 from zae.addons.distributed import DistributedAddon
-from zae.addons.replicated import ReplicatedAddon
 from zae.common.argument_checks import check_flags
 from zae.errors import ConfigError
 

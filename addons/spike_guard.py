@@ -146,7 +146,7 @@ class SpikeGuardAddon(AddOnBase):
     def _norm_before_clip(self) -> Any:
         """Return the norm of the gradients before they were clipped."""
         found = self.optimization.grad_norm
-        return self.gradient_norm(self.optimization.parameters) if found is None else found
+        return self.engine.gradient_norm(self.optimization.parameters) if found is None else found
 
     # ------------------------------------------------------------------------------------------------ what follows
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -33,6 +33,17 @@ class TensorParallelEngine(Engine):
     def can_save_alone(self) -> bool:
         """False: the state lies in parts on the ranks."""
         return False
+
+    def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """Send nothing: the weights were sent to be divided."""
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Add up the gradients that a sequence parallel layer has left in parts: its ranks exchange them."""
+        for parameter in parameters:
+            gradient: Any = parameter.grad
+            if is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        super().average_gradients(parameters)
 
 
 class TensorParallelAddon(DistributedAddon):
@@ -349,14 +360,6 @@ class TensorParallelAddon(DistributedAddon):
             shards.DrawsWatch(self.unwrap(), self.device, self._same_on_ranks),
         ):  # Compiled code would not be watched.
             yield
-
-    def normalize(self, num_targets: list[Any]) -> None:
-        """Add up the gradients that a sequence parallel layer has left in parts."""
-        for parameter in self.parameters if self._is_parallel else ():
-            gradient: Any = parameter.grad
-            if is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
-                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-        super().normalize(num_targets)
 
 
 def _finish(module: nn.Module, inputs: Any, output: Any) -> Any:

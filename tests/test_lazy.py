@@ -23,6 +23,8 @@ from zae.addons import (
     StateManagerAddon,
     TensorBoardLoggerAddon,
 )
+from zae.addons.ddp import DDPEngine
+from zae.parts import SingleProcess
 
 BATCHES = list(torch.randn(6, 4, 2, generator=torch.Generator().manual_seed(0)))
 ADD_ONS: dict[Any, dict[str, Any]] = {
@@ -107,8 +109,7 @@ def test_a_lazy_run_is_resumed_with_its_average() -> None:
 
 def test_ranks_refuse_a_lazy_model_in_words() -> None:
     trainer = Task.add_on(MultiGPUAddon)(network(), ["cpu", "cpu"], optimizer=torch.optim.SGD)
-    trainer._inner = trainer.model  # As on a rank, without starting one.
     with pytest.raises(
         ConfigError, match=r"the model is lazy.*call it once with a batch before run\(\): model\(inputs"
     ):
-        trainer._wrap()
+        DDPEngine(SingleProcess(), torch.device("cpu")).wrap(trainer.model, True)  # As a rank does.

@@ -6,15 +6,21 @@ which it does not know, by the methods and attributes here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae import optim
+from zae.common.model_weights import load_fitted, plain_state
 from zae.common.null_context import NULL_CONTEXT
+from zae.common.walk import map_tensors
+from zae.optim.state import load_optimizer_state
+
+AnyEngine = TypeVar("AnyEngine", bound="Engine")
 
 __all__ = ["Engine", "Precision", "SingleProcess", "StepWindow"]
 
@@ -46,6 +52,13 @@ class Engine:
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
+
+    def find(self, kind: type[AnyEngine]) -> AnyEngine | None:
+        """Return the engine of a class, this one or one inside of it; None where there is none."""
+        found: Engine | None = self
+        while found is not None and not isinstance(found, kind):
+            found = vars(found).get("inner")
+        return found
 
     # ------------------------------------------------------------------------------------------------- who is there
 
@@ -119,6 +132,95 @@ class Engine:
         """Wait until every rank makes this call of a user; before it, no rank has exchanged any tensor for it."""
         self.inner.rendezvous(call)
 
+    # ----------------------------------------------------------------------------------- how the ranks hold a tensor
+
+    def layout(self, tensor: Tensor) -> str:
+        """Return how the ranks hold a tensor: "replicated", "sharded", or "stages", where one of them has it."""
+        return self.inner.layout(tensor)
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with all of its shards. All ranks call it, in one order, between steps."""
+        return self.inner.full_tensor(tensor)
+
+    def full_tensors(self, value: Any, keeps: bool = True) -> Any:
+        """Return a value of dicts, lists and tuples with `full_tensor` of each. All ranks call it, in one order.
+
+        What was gathered is in the memory of the host: a device needs room for one whole tensor at a time, not for all.
+
+        Parameters
+        ----------
+        value : object
+            Contains tensors of which this rank may have a part, or none.
+        keeps : bool
+            Whether this rank needs them: otherwise what was gathered is on the meta device.
+        """
+        return self.inner.full_tensors(value, keeps)
+
+    def redistribute_like(self, full: Tensor, reference: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor, in the layout of another one; nothing is exchanged."""
+        return self.inner.redistribute_like(full, reference)
+
+    # ------------------------------------------------------------------------------------------------------- a run
+
+    def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """Give every rank the values of rank 0, before the first step of a run.
+
+        Parameters
+        ----------
+        module : Module
+            The model, as it lies on this rank, with its buffers.
+        parameters : sequence of Tensor
+            What the optimizers train: of the model, and others.
+        """
+        self.inner.begin(module, parameters)
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Leave in each ``.grad``, or in this rank's part of it, the mean over the shares of the data.
+
+        It is called once in a step, after the last backward. Where the backward itself has averaged some gradients, the
+        others are averaged here. A rank without samples has None in each ``.grad``, and counts as zeros.
+
+        Parameters
+        ----------
+        parameters : sequence of Tensor
+            What the optimizers train, the same on every rank, in one order.
+        """
+        self.inner.average_gradients(parameters)
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Give every rank the buffers of rank 0, which the forwards of a step may have changed."""
+        self.inner.sync_buffers(module)
+
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the gradients of these parameters, over all parts of them: equal on all ranks."""
+        return self.inner.gradient_norm(parameters)
+
+    # ------------------------------------------------------------------ the state, in the parts that this rank holds
+
+    def model_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the weights under the keys of the plain module; `full_tensors` of them are whole."""
+        return self.inner.model_state(module)
+
+    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Load whole weights that fit the module, given under its own keys; this rank keeps its part of them."""
+        self.inner.load_model_state(module, weights, strict)
+
+    def optimizer_state(self, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
+        """Return the state of an optimizer, with an entry for each parameter that any rank has.
+
+        Parameters
+        ----------
+        optimizer : Optimizer
+            One of the trainer.
+        alone : bool
+            Whether the other ranks do not make this call: then nothing is exchanged.
+        """
+        return self.inner.optimizer_state(optimizer, alone=alone)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a whole state of the same parameters; this rank keeps its part, and the values are not copied."""
+        self.inner.load_optimizer_state(optimizer, state)
+
 
 class SingleProcess(Engine):
     """The engine of one process, which has all of the data and the whole model."""
@@ -175,6 +277,50 @@ class SingleProcess(Engine):
 
     def rendezvous(self, call: str) -> None:
         pass
+
+    def layout(self, tensor: Tensor) -> str:
+        return "replicated"
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def full_tensors(self, value: Any, keeps: bool = True) -> Any:
+        def gather(tensor: Tensor) -> Tensor:
+            full = self.full_tensor(tensor)
+            return full if full is tensor else full.to("cpu" if keeps else "meta")
+
+        return map_tensors(gather, value)
+
+    def redistribute_like(self, full: Tensor, reference: Tensor) -> Tensor:
+        return full
+
+    def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        pass
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        pass
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        pass
+
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        return optim.gradient_norm(parameters)
+
+    def model_state(self, module: nn.Module) -> dict[str, Tensor]:
+        return plain_state(module)
+
+    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
+        load_fitted(module, weights, strict)
+
+    def optimizer_state(self, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
+        from zae.optimizers.quantized import flatten_states
+
+        return flatten_states(optimizer.state_dict())
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        from zae.optimizers.quantized import quantize_states
+
+        load_optimizer_state(optimizer, quantize_states(state))
 
 
 class Precision:

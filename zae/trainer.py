@@ -650,7 +650,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @hook
     def clip(self) -> None:
         """Compute ``grad_norm``, and clip the gradients to ``gradient_clip``."""
-        self.optimization.clip(self.gradient_norm)
+        self.optimization.clip(self.engine.gradient_norm)
 
     @hook
     def should_step(self, outputs: Sequence[StepOutput]) -> bool:
@@ -1441,7 +1441,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """Return the attributes of a copy, without those of this run: it sets itself up, and continues from here."""
         run = self.current_run  # A copy of a trainer that evaluates has the weights of the evaluation.
         own = {name: value for name, value in vars(self).items() if name != "current_run"}
-        return {**own, "model": self._module, "is_evaluating": run.is_evaluating}
+        engine = copy.deepcopy(self.engine)  # It has no process group, and has wrapped no model.
+        return {**own, "model": self._module, "engine": engine, "is_evaluating": run.is_evaluating}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Set the attributes of a copy, whose schedulers see again that their optimizers step."""

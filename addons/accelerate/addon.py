@@ -20,8 +20,8 @@ from zae.addons.accelerate.accelerator import (
     check_plain,
     make,
 )
+from zae.addons.ddp import ReplicatedAddon
 from zae.addons.distributed import DistributedAddon
-from zae.addons.replicated import ReplicatedAddon
 from zae.checkpoint.folder import Group
 from zae.compose.introspect import slots_of
 from zae.distributed.spawn import launched_world

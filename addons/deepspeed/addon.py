@@ -30,17 +30,71 @@ _SHOWN = 5
 
 
 class DeepSpeedEngine(Engine):
-    """The engine of ranks among which DeepSpeed divides the state."""
+    """The engine of ranks among which DeepSpeed divides the state.
+
+    Attributes
+    ----------
+    zero : Zero or None
+        What DeepSpeed has made of the model and its optimizer, once it has; None in mode "test".
+    """
+
+    def __init__(self, inner: Engine) -> None:
+        super().__init__(inner)
+        self.zero: Zero | None = None
 
     @property
     def can_save_alone(self) -> bool:
-        """False: the state lies in parts on the ranks."""
+        """False: each rank has a part of the optimizer's state."""
         return False
 
     @property
     def needs_lockstep_forward(self) -> bool:
         """True: the backward, and the forward of stage 3, are collectives."""
         return True
+
+    def layout(self, tensor: Tensor) -> str:
+        """Return "sharded" for a parameter that lies in parts on the ranks, in stage 3."""
+        return "sharded" if self.zero is not None and self.zero.stage == 3 else super().layout(tensor)
+
+    def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """Send nothing: DeepSpeed has sent the weights of rank 0."""
+        if self.zero is None:
+            super().begin(module, parameters)
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Refuse gradients that are missing; the backward of DeepSpeed has averaged the others."""
+        assert self.zero is not None
+        self.zero.check_used()
+
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the norm over the parts of all ranks, which DeepSpeed adds up."""
+        return super().gradient_norm(parameters) if self.zero is None else self.zero.gradient_norm()
+
+    def model_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the weights in float32, whole on this rank: it gets the parts of the others."""
+        state, zero = super().model_state(module), self.zero
+        if zero is None or (zero.stage < 3 and not zero.is_bf16):
+            return state
+        named = dict(module.named_parameters(remove_duplicate=False))
+        # To the host, one after another: a device has no room for the whole model.
+        return {key: zero.whole(named[key]).cpu() if key in named else value for key, value in state.items()}
+
+    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Load whole weights, of which each rank keeps its part."""
+        if self.zero is None:
+            super().load_model_state(module, weights, strict)
+            return
+        named = dict(module.named_parameters(remove_duplicate=False))
+        self.zero.set_weights({id(named[key]): value for key, value in weights.items() if key in named})
+        rest = {key: value for key, value in weights.items() if key not in named}
+        module.load_state_dict(rest, strict=False)
+
+    def optimizer_state(self, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
+        """Return the state of the optimizer, whole on this rank: it gets the parts of the others."""
+        if self.zero is None:
+            return super().optimizer_state(optimizer, alone=alone)
+        with self.zero.whole_slots():
+            return super().optimizer_state(optimizer, alone=alone)
 
 
 class DeepSpeedAddon(DistributedAddon):
@@ -89,7 +143,6 @@ class DeepSpeedAddon(DistributedAddon):
     """
 
     lockstep_forward = True
-    process_attributes = {"_zero": None}
     has_own_precision = True
     traits = ("keeps_gradients", "hooks_forwards")
     excludes = {
@@ -109,7 +162,6 @@ class DeepSpeedAddon(DistributedAddon):
         **kwargs: Any,
     ) -> None:
         self._config = settings.read(deepspeed_config)
-        self._zero: Zero | None = None
         super().__init__(*args, **kwargs)
         self.zero_stage = self._option("zero_stage", zero_stage, "zero_optimization", "stage", _DEFAULT_STAGE)
         if check_count("zero_stage", self.zero_stage, least=0) > 3:
@@ -168,7 +220,16 @@ class DeepSpeedAddon(DistributedAddon):
 
     def build_engine(self) -> Engine:
         """Return the engine that knows how the model is divided."""
-        return DeepSpeedEngine(super().build_engine())
+        zero = self._zero  # Of an earlier run: the model is divided once.
+        engine = DeepSpeedEngine(super().build_engine())
+        engine.zero = zero
+        return engine
+
+    @property
+    def _zero(self) -> Zero | None:
+        """What DeepSpeed has made of the model and its optimizer, once it has."""
+        engine = self.engine.find(DeepSpeedEngine)
+        return None if engine is None else engine.zero
 
     def setup(self) -> None:
         """Show the engine as the model."""
@@ -254,7 +315,9 @@ class DeepSpeedAddon(DistributedAddon):
             settings.check_kind(optimizer, allowed)
         broadcast(each for each in model.buffers() if each.numel())
         filled = self._fill(self.world_size)
-        self._zero = Zero(load_library(self.device), model, optimizer, filled)
+        engine = self.engine.find(DeepSpeedEngine)
+        assert engine is not None
+        engine.zero = Zero(load_library(self.device), model, optimizer, filled)
 
     def _fill(self, world: int, batch: int | None = None) -> Any:
         windows, clip = self.step_window.batches_of(batch, world), self.optimization.gradient_clip
@@ -275,10 +338,6 @@ class DeepSpeedAddon(DistributedAddon):
         if training and self._planned_world() > 1 and isinstance(batch, int):
             self._fill(self._planned_world(), batch)
         return super().wrap_loader(loader, training)
-
-    def layout(self, parameter: Tensor) -> str:
-        """Return "sharded" for a parameter that lies in parts on the ranks, in stage 3."""
-        return "sharded" if self._zero is not None and self._zero.stage == 3 else super().layout(parameter)
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -306,7 +365,6 @@ class DeepSpeedAddon(DistributedAddon):
         if self._zero is None:
             super().normalize(num_targets)
             return
-        self._zero.check_used()
         optimization, before = self.optimization, self.optimization.parameters
         optimization.parameters = self._zero.gradients()
         try:
@@ -314,28 +372,22 @@ class DeepSpeedAddon(DistributedAddon):
         finally:
             optimization.parameters = before
 
-    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the norm over the parts of all ranks."""
-        return super().gradient_norm(parameters) if self._zero is None else self._zero.gradient_norm()
-
     def clip(self) -> None:
         """Compute ``grad_norm``; the engine clips in its step."""
         if self._zero is None:
             super().clip()
         elif self.optimization.gradient_clip:
-            self.optimization.grad_norm = self.gradient_norm(self.parameters)
+            self.optimization.grad_norm = self.engine.gradient_norm(self.parameters)
 
     def optimizer_step(self) -> bool:
         """Let the engine step; it leaves a step out whose gradients are not finite."""
         return super().optimizer_step() if self._zero is None else self._zero.step()
 
     def zero_grad(self) -> None:
-        """Drop the gradients of a step that was left out, and send the buffers of rank 0."""
+        """Drop the gradients of a step that was left out."""
         if self._zero is not None:
             self._zero.drop_window()
         super().zero_grad()
-        if self._zero is not None:
-            broadcast(each for each in self.unwrap().buffers() if each.numel())
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
@@ -350,32 +402,6 @@ class DeepSpeedAddon(DistributedAddon):
             self.model = before
 
     # ------------------------------------------------------------------------------------------------- the state
-
-    def model_state(self) -> dict[str, Tensor]:
-        """Return the weights in float32, whole on this rank."""
-        state, zero = super().model_state(), self._zero
-        if zero is None or (zero.stage < 3 and not zero.is_bf16):
-            return state
-        named = dict(self.unwrap().named_parameters(remove_duplicate=False))
-        # To the host, one after another: a device has no room for the whole model.
-        return {key: zero.whole(named[key]).cpu() if key in named else value for key, value in state.items()}
-
-    def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Load whole weights, of which each rank keeps its part."""
-        if self._zero is None:
-            super().load_model_state(weights, strict)
-            return
-        named = dict(self.unwrap().named_parameters(remove_duplicate=False))
-        self._zero.set_weights({id(named[key]): value for key, value in weights.items() if key in named})
-        rest = {key: value for key, value in weights.items() if key not in named}
-        self.unwrap().load_state_dict(rest, strict=False)
-
-    def optimizer_state(self, name: str) -> dict[str, Any]:
-        """Return the state of the optimizer, whole on this rank."""
-        if self._zero is None:
-            return super().optimizer_state(name)
-        with self._zero.whole_slots():
-            return super().optimizer_state(name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to copy or pickle a model that an engine has divided."""

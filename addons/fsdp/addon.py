@@ -25,7 +25,7 @@ from zae.distributed.blocks import (
     parse_blocks,
     parse_methods,
 )
-from zae.distributed.collectives import average, broadcast
+from zae.distributed.collectives import broadcast
 from zae.distributed.spawn import launched_world
 from zae.errors import ConfigError
 from zae.parts import Engine, Precision
@@ -34,6 +34,15 @@ __all__ = ["FSDPAddon"]
 
 _log = logging.getLogger("zae")
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def free_gathered_blocks(model: nn.Module) -> None:
+    """Free the blocks that a forward without a backward has left gathered: torch does not gather them again."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class FSDPEngine(Engine):
@@ -48,6 +57,21 @@ class FSDPEngine(Engine):
     def needs_lockstep_forward(self) -> bool:
         """True: each forward gathers blocks."""
         return True
+
+    def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """Send the parameters outside of the model; those of the model, and its buffers, were sent to be sharded."""
+        held = {id(each) for each in module.parameters()}
+        broadcast(each for each in parameters if id(each) not in held and not is_sharded(each))
+
+    def model_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the shards of the weights, and not what a forward has gathered."""
+        free_gathered_blocks(module)
+        return super().model_state(module)
+
+    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Load into the shards; what a forward has gathered would be those from before."""
+        free_gathered_blocks(module)
+        super().load_model_state(module, weights, strict)
 
 
 class FSDPAddon(DistributedAddon):
@@ -151,12 +175,6 @@ class FSDPAddon(DistributedAddon):
     def build_engine(self) -> Engine:
         """Return the engine that knows how the model is divided."""
         return FSDPEngine(super().build_engine())
-
-    def setup(self) -> None:
-        """Send the parameters outside of the model from rank 0; those of the model are sent as they are sharded."""
-        super().setup()
-        if self._is_parallel:
-            broadcast(each for each in self.parameters if not is_sharded(each))
 
     # ------------------------------------------------------------------------------------------------ the model
 
@@ -297,21 +315,20 @@ class FSDPAddon(DistributedAddon):
         is_first = torch.is_grad_enabled() and not self.progress_checker.epoch_batch
         if not self._is_parallel or self.compile_blocks or not is_first:
             return inner
-        self._reshard()
+        free_gathered_blocks(self.unwrap())
         return shards.forward_keeps_weights(self.unwrap(), self._held, inner)
 
     def replicas(self) -> dict[str, Tensor]:
         """Refuse parameters that were replaced, and return those that ranks compare."""
         if self._is_parallel:
-            self._reshard()
+            free_gathered_blocks(self.unwrap())
             shards.check_held(self.unwrap(), self._held)
         return super().replicas()
 
     def normalize(self, num_targets: list[Any]) -> None:
-        """Average the gradients of parameters outside of the model."""
+        """Refuse gradients of other parameters on one rank than on another."""
         if self._is_parallel:
             shards.check_used(self._held, self.progress_checker.step, self.engine.gather_dp)
-            average([each for each in self.parameters if not is_sharded(each)], self.world_size, self.reduce)
         super().normalize(num_targets)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
@@ -335,41 +352,21 @@ class FSDPAddon(DistributedAddon):
         if self._is_parallel:
             self.precision_part.combine_found_inf(self.optimizers.values(), self.reduce)
 
-    def zero_grad(self) -> None:
-        """Send the buffers of rank 0 after a step, which may have changed them."""
-        super().zero_grad()
-        if self._is_parallel:
-            broadcast(each for each in self.unwrap().buffers() if each.numel())
-
     # ------------------------------------------------------------------------------ evaluation and state
 
-    def _reshard(self) -> None:
-        """Free the gathered blocks: those that a forward without a backward has left are not gathered again."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in self.unwrap().modules() if self._is_parallel else ():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    def _free_gathered_blocks(self) -> None:
+        if self._is_parallel:
+            free_gathered_blocks(self.unwrap())
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Free the gathered blocks before and after, when other weights may be in the model."""
-        self._reshard()
+        self._free_gathered_blocks()
         try:
             with super().evaluation_context():
                 yield
         finally:
-            self._reshard()
-
-    def model_state(self) -> dict[str, Tensor]:
-        """Return the weights, whole on this rank."""
-        self._reshard()
-        return super().model_state()
-
-    def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Load whole weights, of which each rank keeps its part."""
-        self._reshard()
-        super().load_model_state(weights, strict)
+            self._free_gathered_blocks()
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
         if is_meta(self.unwrap()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,7 +23,6 @@ from zae.display.text import format_size
 from zae.distributed.blocks import check_tables
 from zae.distributed.collectives import all_reduce, average, broadcast
 from zae.errors import ConfigError
-from zae.loop.addon_state import ALONE, gather_tensors, is_in_mode
 from zae.loop.step_output import explain_failure, read_output
 from zae.optim import as_dict
 from zae.parts import Engine
@@ -31,7 +31,26 @@ __all__ = ["PipelineAddon"]
 
 
 class PipelineEngine(Engine):
-    """The engine of ranks that each hold some stages of the model."""
+    """The engine of ranks that each hold some stages of the model: the tensors of the others are on the meta device.
+
+    Parameters
+    ----------
+    inner : Engine
+        The engine of the ranks.
+    device : torch.device
+        That of this rank, from which tensors are sent.
+    """
+
+    def __init__(self, inner: Engine, device: torch.device) -> None:
+        super().__init__(inner)
+        self._device = device
+        # The process groups of the ranks of one pipeline, and of those with the same stages, once they have them.
+        self.stage_group: Any = None
+        self.replicate_group: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy, which has divided no model."""
+        return {**vars(self), "stage_group": None, "replicate_group": None}
 
     @property
     def can_save_alone(self) -> bool:
@@ -42,6 +61,54 @@ class PipelineEngine(Engine):
     def needs_lockstep_forward(self) -> bool:
         """True with several pipelines, which average their gradients in each step."""
         return self.dp_world_size > 1
+
+    def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """Send nothing: the weights were sent before each rank has kept its stages."""
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average over several pipelines: the ranks with the same stages add up their gradients."""
+        if self.dp_world_size > 1:
+            own = [each for each in parameters if each.requires_grad and not each.is_meta]
+            average(own, self.dp_world_size, self._sum_over_pipelines)
+
+    def _sum_over_pipelines(self, tensor: Tensor) -> Tensor:
+        all_reduce(tensor, self.replicate_group)
+        return tensor
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Send nothing: the ranks have other buffers."""
+
+    def layout(self, tensor: Tensor) -> str:
+        """Return "stages": each tensor is on the rank of its stage."""
+        return "stages"
+
+    def full_tensors(self, value: Any, keeps: bool = True) -> Any:
+        """Take from each rank what it has of its stages: the ranks compare what they lack, and one sends it."""
+        return parts.make_whole(super().full_tensors(value, keeps), keeps, self.gather, self._device)
+
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the norm over the gradients of all stages: the ranks of a pipeline add up their squares."""
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        return parts.gradient_norm(gradients, parameters, self.stage_group, self._device)
+
+    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Load the weights of the stages of this rank; of the others there are none to miss."""
+        own = module.state_dict()
+        kept = {key: each for key, each in weights.items() if key not in own or not own[key].is_meta}
+        super().load_model_state(module, kept, strict=False)
+
+    def optimizer_state(self, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
+        """Return the state, with the slots of other stages on the meta device: the ranks list what they have."""
+        state = super().optimizer_state(optimizer, alone=alone)
+        return state if alone else {**state, "state": parts.fill_states(state["state"], self.gather)}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load the state of the parameters of this rank."""
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        places = [place for group in state["param_groups"] for place in group["params"]]
+        away = {place for place, each in zip(places, held) if each.is_meta}
+        kept = {key: each for key, each in state["state"].items() if key not in away}
+        super().load_optimizer_state(optimizer, {**state, "state": kept})
 
 
 class PipelineAddon(DistributedAddon):
@@ -204,14 +271,24 @@ class PipelineAddon(DistributedAddon):
             chain.keep(stages)
             self._note_replaced(before, dict(model.named_parameters(remove_duplicate=False)))
             self._chain = chain
+        engine = self._stages
+        assert engine is not None
+        engine.stage_group = group
+        if engine.dp_world_size > 1:
+            engine.replicate_group = mesh.get_group("replicate")
         staged = StagedModel(model)
         how = self._schedule, arrangement.micro_batches, self.device
         self._runner = Runner(self._chain, staged, place, *how, lambda: self.forward_context())
         return staged
 
+    @property
+    def _stages(self) -> PipelineEngine | None:
+        """The engine, once the ranks have joined."""
+        return self.engine.find(PipelineEngine)
+
     def build_engine(self) -> Engine:
         """Return the engine that knows how the model is divided."""
-        return PipelineEngine(super().build_engine())
+        return PipelineEngine(super().build_engine(), self.device)
 
     def setup(self) -> None:
         """Refuse parameters that no stage computes with."""
@@ -241,10 +318,6 @@ class PipelineAddon(DistributedAddon):
         if training and self._planned_world() > 1 and isinstance(size, int):
             self._arrangement().check_size(size)
         return super().wrap_loader(loader, training)
-
-    def layout(self, parameter: Tensor) -> str:
-        """Return "stages" for the parameters of the model: each is on the rank of its stage."""
-        return super().layout(parameter) if self._chain is None else "stages"
 
     def replicas(self) -> dict[str, Tensor]:
         """Return the parameters of the stages of this rank."""
@@ -290,24 +363,6 @@ class PipelineAddon(DistributedAddon):
                     parameter.grad.div_(values["num_targets"])
         return values, weight
 
-    def normalize(self, num_targets: list[Any]) -> None:
-        """Average the gradients of several pipelines."""
-        if self._runner is not None and self.engine.dp_world_size > 1:
-            own = [each for each in self.parameters if each.requires_grad and not each.is_meta]
-            average(own, self.engine.dp_world_size, self._sum_over_pipelines)
-        super().normalize(num_targets)
-
-    def _sum_over_pipelines(self, tensor: Tensor) -> Tensor:
-        all_reduce(tensor, self.build_mesh().get_group("replicate"))
-        return tensor
-
-    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the norm over the gradients of all stages."""
-        if self._runner is None:
-            return super().gradient_norm(parameters)
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        return parts.gradient_norm(gradients, parameters, self._runner.place.group, self.device)
-
     # -------------------------------------------------------------------------------------------------- evaluation
 
     def test_step(self, batch: Any) -> Any:
@@ -331,34 +386,6 @@ class PipelineAddon(DistributedAddon):
         return self._runner.share(found.joined(True))[0]
 
     # --------------------------------------------------------------------------------------------------- the state
-
-    def whole_values(self, value: Any, keeps: bool = True) -> Any:
-        """Take from each rank what it has of its stages."""
-        value = super().whole_values(value, keeps)
-        return value if self._chain is None else parts.make_whole(value, keeps, self.gather, self.device)
-
-    def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Load the weights of the stages of this rank."""
-        own = self.unwrap().state_dict()
-        kept = {key: each for key, each in weights.items() if key not in own or not own[key].is_meta}
-        super().load_model_state(kept, strict and self._chain is None)
-
-    def optimizer_state(self, name: str) -> dict[str, Any]:
-        """Return the state of the optimizer, whole on this rank unless it reads alone."""
-        state = super().optimizer_state(name)
-        if self._chain is None or is_in_mode(self, ALONE):
-            return state
-        filled = {**state, "state": parts.fill_states(state["state"], self.gather)}
-        return cast("dict[str, Any]", gather_tensors(self, filled))
-
-    def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
-        """Load the state of the parameters of this rank."""
-        if self._chain is not None:
-            held = [each for group in self.optimizers[name].param_groups for each in group["params"]]
-            places = [place for group in state["param_groups"] for place in group["params"]]
-            away = {place for place, each in zip(places, held) if each.is_meta}
-            state = {**state, "state": {key: each for key, each in state["state"].items() if key not in away}}
-        super().load_optimizer_state(name, state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to copy or pickle a model of which this rank has some stages."""

@@ -385,7 +385,7 @@ def test_a_folder_goes_to_a_loop_by_hand_and_back(tmp_path: Path) -> None:
     accelerator.load_state(str(folder))
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in trainer.unwrap().state_dict().items())
     state = optimizer.state_dict()
-    own = trainer.optimizer_state("0")["state"]
+    own = trainer.engine.optimizer_state(trainer.optimizers["0"])["state"]
     assert all(torch.equal(own[i][key], each) for i, slots in state["state"].items() for key, each in slots.items())
     assert rates.scheduler.last_epoch == 2
     assert (count.count, torch.rand(3).tolist()) == (7, expected.tolist())
@@ -396,7 +396,7 @@ def test_a_folder_goes_to_a_loop_by_hand_and_back(tmp_path: Path) -> None:
     again = make(ACCELERATE, model=model, scheduler=schedule, accelerator=accelerator)
     again.load_accelerate_state(tmp_path / "by hand")
     assert distance(again, trainer, without="none") == 0
-    own, found = (each.optimizer_state("0") for each in (trainer, again))
+    own, found = (each.engine.optimizer_state(each.optimizers["0"]) for each in (trainer, again))
     assert all(
         torch.equal(found["state"][i][key], value) for i in own["state"] for key, value in own["state"][i].items()
     )

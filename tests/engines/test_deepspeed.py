@@ -324,7 +324,7 @@ def test_whole_states_load_into_every_engine(stage: int, tmp_path: Path) -> None
         if saved == loaded == "here":
             own = weights(trainer)
             assert all(torch.equal(value, own[name]) for name, value in weights(end).items())
-            state, expected = (each.optimizer_state("0")["state"] for each in (trainer, end))
+            state, expected = (each.engine.optimizer_state(each.optimizers["0"])["state"] for each in (trainer, end))
             assert all(torch.equal(state[i][key], each) for i in state for key, each in expected[i].items())
     with pytest.raises(ConfigError, match="copied or pickled"):
         end.__getstate__()

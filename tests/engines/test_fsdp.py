@@ -55,7 +55,7 @@ def test_out_of_memory_while_gathering_is_said_so(world):
     row = torch.ones(1, dtype=F64).expand(2**46)  # 512 TiB, of one number.
     huge = DTensor.from_local(row, trainer.build_mesh(), [Shard(0)], run_check=False)
     with pytest.raises(RuntimeError, match="memory") as caught:
-        trainer.full_tensor(huge)
+        trainer.engine.full_tensor(huge)
     assert type(caught.value) is not DistributedError
     assert "was gathering a tensor of shape" in caught.value.__notes__[0]
     assert trainer.world_size == world
@@ -170,7 +170,7 @@ def test_attributes_of_parameters_stay(world):
     trainer.run(1, data(16))
     (decayed,) = trainer.optimizer.param_groups[0]["params"]
     assert decayed is trainer.unwrap().head.weight
-    assert trainer.layout(decayed) == "sharded"
+    assert trainer.engine.layout(decayed) == "sharded"
     assert trainer.world_size == world
 
 

@@ -88,7 +88,7 @@ IN_ONE_METHOD = ("trainer", "addons.huggingface")
 ENGINES = ("accelerate", "deepspeed", "fsdp", "mpu", "pipeline", "tensor_parallel")
 """The features that are engines: they share the modules `SHARED` of the ranks."""
 
-SHARED = ("distributed", "replicated", "sharded")
+SHARED = ("data_shards", "ddp", "distributed")
 """Modules of addons/ that are no feature of their own: what engines have in common."""
 
 BUILT_ON: dict[str, tuple[str, ...]] = {

@@ -60,7 +60,7 @@ def train(num_workers: int = 1, wrapped: bool = True) -> str:
     from kit.hand import digest, loader
     from zae import Trainer
     from zae.addons import EMAAddon, StateManagerAddon
-    from zae.addons.replicated import Replica
+    from zae.addons.ddp import Replica
 
     class Task(Trainer.add_on(EMAAddon, StateManagerAddon)):  # type: ignore[misc]
         def train_step(self, batch: Any) -> Any:

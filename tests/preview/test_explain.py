@@ -21,8 +21,7 @@ from zae import AddOnBase, Every, Trainer, replaces
 from zae.compose.introspect import function_of, hooks_of, owners_of
 from zae.explain import LOOP, Line, lines_of
 
-STATE = {f"{load}{what}" for load in ("", "load_") for what in ("model_state", "optimizer_state")}
-STATE |= {"load_state_dict", "load_evaluation_state", "local_shards", "weights_to_save"}
+STATE = {"load_model_state", "load_state_dict", "load_evaluation_state", "local_shards", "weights_to_save"}
 NOT_IN_ORDER = STATE | {"changed_modules", "describe", "sinks"}
 """What add-ons call among themselves; explain() lists it below the loop, when it is overridden."""
 
@@ -30,9 +29,7 @@ STEPS = {"train_step", "test_step"}
 OPTIONAL = {name for line in LOOP.splitlines() if "?" in line for name in re.findall(r"(\w+)\(", line)}
 """What is shown only where somebody overrides it, since it does nothing by itself."""
 
-QUERIES = {"rank", "world_size", "dp_rank", "dp_world_size", "should_stop", "reduce", "gather", "gather_data",
-           "barrier", "gather_beside", "rendezvous", "sample_weight", "layout", "full_tensor", "whole_values",
-           "redistribute_like", "stop", "request", "state_dict", "should_checkpoint", "steps_per_epoch",
+QUERIES = {"should_stop", "sample_weight", "stop", "request", "state_dict", "should_checkpoint", "steps_per_epoch",
            "changed_modules"}  # fmt: skip
 """What is asked from many places, and is not a part of the sequence; explain() lists those that are overridden."""
 

@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from zae.distributed.collectives import all_reduce, gather_objects
+from zae.common.walk import is_sharded
+from zae.distributed import shards
+from zae.distributed.collectives import all_reduce, average, broadcast, gather_objects
 from zae.distributed.drift import CollectiveCalls
 from zae.distributed.launcher import launched_world
 from zae.distributed.mesh import Mesh
+from zae.distributed.rank_process import has_lost_peer
 from zae.errors import DistributedError
 from zae.parts import SingleProcess
 
@@ -60,7 +64,7 @@ class NotJoined(SingleProcess):
 
 
 class RanksEngine(SingleProcess):
-    """The engine of the processes of a process group, each with a whole model of its own.
+    """The engine of the processes of a process group, which hold a tensor whole or in parts (DTensor).
 
     Parameters
     ----------
@@ -137,6 +141,63 @@ class RanksEngine(SingleProcess):
     def rendezvous(self, call: str) -> None:
         # The ranks compare the name of the call over the store of the group, before they exchange any tensor for it.
         CollectiveCalls.rendezvous(call, self.timeout)
+
+    def layout(self, tensor: Tensor) -> str:
+        return "sharded" if is_sharded(tensor) else "replicated"
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        if not is_sharded(tensor):
+            return tensor
+        # Each rank sends its part to all others of the mesh of the tensor.
+        try:
+            return shards.full_tensor(tensor)
+        except RuntimeError as error:
+            if not has_lost_peer(error):
+                error.add_note(
+                    f"zae: rank {self.rank} of {self.world_size} was gathering a tensor of shape {tuple(tensor.shape)} "
+                    "from the parts that all ranks hold; checkpoints in shards gather nothing: save_format='sharded'"
+                )
+                raise
+            raise DistributedError(
+                f"rank {self.rank} of {self.world_size} gathers a tensor that is sharded over all ranks, but the other "
+                "ranks did not take part. Call state_dict, save_model and evaluate on every rank, not under "
+                "`if self.is_main`; only rank 0 writes the file"
+            ) from error
+
+    def redistribute_like(self, full: Tensor, reference: Tensor) -> Tensor:
+        return shards.redistribute_like(full, reference)
+
+    def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        # Rank 0 sends what is whole on each rank. A part of a tensor was sent as the tensor was divided.
+        held = [*module.parameters(), *parameters, *module.buffers()]
+        distinct = {id(each): each for each in held if each.numel() and not is_sharded(each)}
+        broadcast(distinct.values())
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        if self.dp_world_size == 1:  # All ranks have the same batches, and the same gradients.
+            return
+        # The ranks tell each other which gradients they have, and then add them up, as one flat tensor of each type.
+        # Gradients of parts were averaged by the backward.
+        average([each for each in parameters if not is_sharded(each)], self.world_size, self.reduce)
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        if self.dp_world_size > 1:  # Rank 0 sends its own.
+            broadcast(each for each in module.buffers() if each.numel())
+
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        if not any(map(is_sharded, gradients)):
+            return super().gradient_norm(parameters)
+        # Each rank squares its parts; the squares are added up over the dimensions of the mesh that divide a gradient.
+        return shards.gradient_norm(gradients)
+
+    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
+        present = module.state_dict()
+        parts = {key: shards.redistribute_like(value, present.get(key)) for key, value in weights.items()}
+        super().load_model_state(module, parts, strict)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        super().load_optimizer_state(optimizer, shards.shard_state(optimizer, state))
 
     @contextmanager
     def _explaining_silence(self) -> Iterator[None]:

@@ -75,7 +75,7 @@ def state_mode(trainer: Trainer, mode: str) -> Iterator[None]:
 
 def gather_tensors(trainer: Trainer, value: Any) -> Any:
     """Return a value with whole tensors on every rank, unless each rank reads its parts."""
-    return value if is_in_mode(trainer, PARTS, ALONE) else trainer.whole_values(value)
+    return value if is_in_mode(trainer, PARTS, ALONE) else trainer.engine.full_tensors(value)
 
 
 # -------------------------------------------------------------------------------------------- declared attributes

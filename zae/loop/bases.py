@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae import optim
-from zae.common.model_weights import load_fitted, plain_state
 from zae.common.torch_private import move_module
-from zae.common.walk import map_tensors
+from zae.common.walk import is_sharded
 from zae.compose.introspect import hook
 from zae.errors import ConfigError
-from zae.optim.state import load_optimizer_state
 
 if TYPE_CHECKING:
     import torch
 
     from zae.loop.run import Run
     from zae.parts import Engine, Precision
+    from zae.trainer import Trainer
 
 __all__ = ["Processes"]
 
@@ -125,46 +123,6 @@ class Processes:
         return {}
 
     @hook
-    def layout(self, parameter: Tensor) -> str:
-        """Return how the ranks hold a tensor: "replicated", "sharded", "stages" or "foreign"."""
-        return "replicated"
-
-    @hook
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with all of its shards. All ranks call it, in one order, between steps."""
-        return tensor
-
-    @hook
-    def redistribute_like(self, whole: Tensor, reference: Tensor) -> Tensor:
-        """Return a whole tensor in the layout of another one. All ranks call it, in one order, between steps."""
-        return whole
-
-    @hook
-    def whole_values(self, value: Any, keeps: bool = True) -> Any:
-        """Return a value of dicts, lists and tuples in which every tensor is whole. All ranks call it, in one order.
-
-        What was gathered is in the memory of the host: a device needs room for one whole tensor at a time, not for all.
-
-        Parameters
-        ----------
-        value : object
-            Contains tensors of which this rank may have a part.
-        keeps : bool
-            Whether this rank needs them: otherwise what was gathered is on the meta device.
-        """
-
-        def gathered(tensor: Tensor) -> Tensor:
-            found = self.full_tensor(tensor)
-            return found if found is tensor else found.to("cpu" if keeps else "meta")
-
-        return map_tensors(gathered, value)
-
-    @hook
-    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the norm of the gradients of these parameters, equal on all ranks; ``clip`` calls it."""
-        return optim.gradient_norm(parameters)
-
-    @hook
     def weights_to_save(self, names: Collection[str]) -> Collection[str]:
         """Return the names of the weights that checkpoints and ``save_model`` contain: by default all names.
 
@@ -183,33 +141,35 @@ class Processes:
         """
         return names
 
-    @hook
     def model_state(self) -> dict[str, Tensor]:
-        """Return the weights that are saved, under the keys of the plain module, whole on this rank."""
-        state = plain_state(self.unwrap())
-        kept = self.weights_to_save(state)
-        return state if kept is state else {name: state[name] for name in state if name in kept}
+        """Return the weights that are saved, under the keys of the plain module, whole on this rank.
 
-    @hook
-    def local_shards(self) -> dict[str, Tensor]:
-        """Return the tensors of which this rank holds a part, by the names that they have in a sharded checkpoint."""
-        return {}
+        Where they lie in parts on several ranks, all of them call it.
+        """
+        from zae.loop.addon_state import gather_tensors
+
+        state = self.engine.model_state(self.unwrap())
+        kept = self.weights_to_save(state)
+        if kept is not state:
+            state = {name: state[name] for name in state if name in kept}
+        return cast("dict[str, Tensor]", gather_tensors(cast("Trainer", self), state))
 
     @hook
     def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load weights that fit the module, given under its own keys; every rank calls it in the same order."""
-        load_fitted(self.unwrap(), weights, strict)
+        self.engine.load_model_state(self.unwrap(), weights, strict)
 
     @hook
-    def optimizer_state(self, name: str) -> dict[str, Any]:
-        """Return the state of one optimizer, whole on this rank; every rank calls it in the same order."""
-        from zae.optimizers.quantized import flatten_states
+    def local_shards(self) -> dict[str, Tensor]:
+        """Return the tensors of which this rank holds a part, by the names that they have in a sharded checkpoint.
 
-        return flatten_states(self.optimizers[name].state_dict())
+        They are weights, and for each parameter what all of its slots in an optimizer begin with.
+        """
+        from zae.checkpoint.encoding import name_of_key
 
-    @hook
-    def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
-        """Load what ``optimizer_state`` returned for an optimizer of the same parameters; the values are not copied."""
-        from zae.optimizers.quantized import quantize_states
-
-        load_optimizer_state(self.optimizers[name], quantize_states(state))
+        held = {f"model/{key}": each for key, each in self.unwrap().state_dict().items()}
+        for name, optimizer in self.optimizers.items():
+            slots = f"state/optimizer.{name_of_key(name)}.state"
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            held |= {f"{slots}.{index}.": each for index, each in enumerate(parameters)}
+        return {key: each for key, each in held.items() if is_sharded(each)}

@@ -90,7 +90,7 @@ class RankStates:
         varying = _varying_entries(type(trainer))
         for key, each in state.items():
             if key in varying or not in_parts:
-                state[key] = trainer.whole_values(each, key in varying or trainer.is_main)
+                state[key] = trainer.engine.full_tensors(each, key in varying or trainer.is_main)
         if world == 1 or name not in state or len(state[name]["ranks"]) != world:
             return state
         own: dict[str, Any] = {}

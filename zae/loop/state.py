@@ -57,7 +57,11 @@ class CoreState:
         optimizers: dict[str, Any] = {}
         if not addon_state.is_in_mode(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
             weights, training_weights = modes.both_weights(optimization.optimizers, trainer.model_state)
-            optimizers = {name: trainer.optimizer_state(name) for name in optimization.optimizers}
+            alone = addon_state.is_in_mode(trainer, addon_state.ALONE)
+            for name, optimizer in optimization.optimizers.items():
+                optimizers[name] = addon_state.gather_tensors(
+                    trainer, trainer.engine.optimizer_state(optimizer, alone=alone)
+                )
         devices = {name: places_on_device(each) for name, each in optimizers.items()}
         devices = {name: places for name, places in devices.items() if places}
         # What get_extra_state returns beside tensors; files of weights contain tensors alone.
@@ -103,7 +107,7 @@ class CoreState:
             places = (state.get("devices") or {}).get(name)
             if places:
                 values = move_to_device(values, places, device_of(self.optimization.optimizers[name]))
-            trainer.load_optimizer_state(name, values)
+            trainer.engine.load_optimizer_state(self.optimization.optimizers[name], values)
 
         entry = state.get("module")
         if entry is not None:

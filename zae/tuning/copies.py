@@ -68,7 +68,7 @@ def copy_trainer(trainer: Any, cls: Any = None) -> Any:
     shared with the trainer.
     """
     module = trainer.unwrap()
-    if any(trainer.layout(each) != "replicated" for each in module.parameters()):
+    if any(trainer.engine.layout(each) != "replicated" for each in module.parameters()):
         raise CannotCopyError("its parameters lie in parts on several ranks")
     state = trainer.__getstate__()
     twin = object.__new__(cls or type(trainer))

@@ -1,4 +1,4 @@
-"""What each rank has: its share of the samples, each with the same weight in a step, and its part of the tensors."""
+"""Give each rank its share of the samples, each with the same weight in a step."""
 
 from __future__ import annotations
 
@@ -9,41 +9,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from zae.checkpoint.encoding import name_of_key
 from zae.common import random_state
 from zae.common.null_context import NULL_CONTEXT
-from zae.common.walk import is_sharded
-from zae.compose.introspect import AddOnPart, replaces
+from zae.compose.introspect import AddOnPart
 from zae.data import sharding
 from zae.data.divided import check_same_data, marks_of
-from zae.distributed import shards
 from zae.distributed.collectives import host_group
-from zae.distributed.rank_process import has_lost_peer
 from zae.distributed.ranks import NotJoined
-from zae.errors import ConfigError, DistributedError
-from zae.loop.addon_state import gather_tensors
+from zae.errors import ConfigError
 
-__all__ = ["ShardingAddon"]
+__all__ = ["DataShardsAddon"]
 
 _SHOWN = 10
 _CACHED = 8  # Loaders of training, and of validation, whose shares are kept.
 
 
-class ShardingAddon(AddOnPart):
-    """Give each rank its share of every loader and its part of each tensor; a base of `DistributedAddon`."""
+class DataShardsAddon(AddOnPart):
+    """Give each rank its share of every loader; a base of `DistributedAddon`."""
 
     layer = "parallel"
-    process_attributes = {"_shared": [], "_shares": None, "_replaced": {}}
+    process_attributes = {"_shared": [], "_shares": None}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shared: list[tuple[Any, bool, Any]] = []
         self._shares: sharding.Shares | None = None
         self._absent = 0
-        self._replaced: dict[int, tuple[Tensor, Tensor]] = {}  # Old and new parameters, until the optimizers know them.
         self._leaves_out = self._is_padded = False
 
     @property
@@ -215,100 +208,6 @@ class ShardingAddon(AddOnPart):
                     getattr(self, self.current_run.test_step)(self.to_device(spare))
             if not sharding.is_empty(batch):
                 yield batch
-
-    # --------------------------------------------------------------------------------------- parts of the tensors
-
-    def _note_replaced(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Note the parameters that stand in for others of the same names; another engine may have replaced these.
-
-        They get the attributes by which an optimizer's factory may choose its groups.
-        """
-        first = {id(new): old for old, new in self._replaced.values()}
-        for name, each in before.items():
-            old = first.get(id(each), each)
-            vars(after[name]).update({key: value for key, value in vars(each).items() if key not in vars(after[name])})
-            self._replaced[id(old)] = (old, after[name])
-
-    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Let the optimizers hold the parameters that sharding has put in place of those they were made with."""
-        super().wrap_optimizers(optimizers)
-        self.optimization.tensors_to_clip = shards.local_gradients if self._is_parallel else list
-        replaced, self._replaced = self._replaced, {}
-        for optimizer in optimizers.values() if replaced else ():
-            shards.replace_parameters(optimizer, replaced)
-
-    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the norm over all parts of the gradients."""
-        found = [each.grad for each in parameters if each.grad is not None]
-        return shards.gradient_norm(found) if any(map(is_sharded, found)) else super().gradient_norm(parameters)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle parts of tensors, which torch cannot do."""
-        if self._is_parallel and any(map(is_sharded, self.unwrap().parameters())):
-            raise ConfigError(
-                f"the parameters of {type(self.unwrap()).__name__} lie in parts on {self.world_size} ranks: the "
-                "trainer cannot be copied or pickled. Call save_state (StateManagerAddon) or save_model(path) on every "
-                "rank, and load the file into a new trainer"
-            )
-        return super().__getstate__()
-
-    def layout(self, parameter: Tensor) -> str:
-        """Return "sharded" for what lies in parts on the ranks."""
-        return "sharded" if is_sharded(parameter) else super().layout(parameter)
-
-    @replaces
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Gather the parts of a tensor on every rank."""
-        if not is_sharded(tensor):
-            return tensor
-        try:
-            return shards.full_tensor(tensor)
-        except RuntimeError as error:
-            if not has_lost_peer(error):
-                error.add_note(
-                    f"zae: rank {self.rank} of {self.world_size} was gathering a tensor of shape {tuple(tensor.shape)} "
-                    "from the parts that all ranks hold; checkpoints in shards gather nothing: save_format='sharded'"
-                )
-                raise
-            raise DistributedError(
-                f"rank {self.rank} of {self.world_size} gathers a tensor that is sharded over all ranks, but the other "
-                "ranks did not take part. Call state_dict, save_model and evaluate on every rank, not under "
-                "`if self.is_main`; only rank 0 writes the file"
-            ) from error
-
-    @replaces
-    def redistribute_like(self, whole: Tensor, reference: Tensor) -> Tensor:
-        """Keep this rank's part of a whole tensor."""
-        return shards.redistribute_like(whole, reference)
-
-    def local_shards(self) -> dict[str, Tensor]:
-        """Return the weights, and for each parameter what all of its slots begin with."""
-        held = {f"model/{key}": each for key, each in self.unwrap().state_dict().items()}
-        for name, optimizer in self.optimizers.items():
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            held |= {
-                f"state/optimizer.{name_of_key(name)}.state.{index}.": each for index, each in enumerate(parameters)
-            }
-        return super().local_shards() | {key: each for key, each in held.items() if is_sharded(each)}
-
-    def model_state(self) -> dict[str, Tensor]:
-        """Return the weights, whole on this rank."""
-        return gather_tensors(self, super().model_state())
-
-    def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Load whole weights, of which each rank keeps its part."""
-        own = self.unwrap().state_dict()
-        super().load_model_state(
-            {key: shards.redistribute_like(value, own.get(key)) for key, value in weights.items()}, strict
-        )
-
-    def optimizer_state(self, name: str) -> dict[str, Any]:
-        """Return the state of an optimizer, whole on this rank."""
-        return gather_tensors(self, super().optimizer_state(name))
-
-    def load_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
-        """Load a whole state, of which each rank keeps its part."""
-        super().load_optimizer_state(name, shards.shard_state(self.optimizers[name], state))
 
 
 class _Given(Sequence[Any]):

@@ -1,0 +1,375 @@
+"""What engines share in which each rank has the whole model: DistributedDataParallel, and gradients without it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zae.addon import Fact
+from zae.common.model_weights import named_parameters
+from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check_reducer
+from zae.distributed.blocks import check_shapes, check_tables
+from zae.distributed.collectives import average, broadcast
+from zae.errors import DistributedError
+from zae.optimizers.quantized import check_replicated
+from zae.parts import Engine
+
+if TYPE_CHECKING:
+    from zae.addons.distributed import DistributedAddon as AddOnPart  # An engine derives from both.
+else:
+    from zae.compose.introspect import AddOnPart
+
+__all__ = ["DDPEngine", "Replica", "ReplicatedAddon"]
+
+_SHOWN = 10
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"  # torch < 2.13
+
+
+class Replica(DistributedDataParallel):
+    """DistributedDataParallel that records whether it was called, and forwards attributes to its model."""
+
+    _used = False
+    _made = False
+    _step = -1
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        if not can_arrange_buckets():  # torch would arrange them after the first step, unless it looks for unused ones.
+            options["find_unused_parameters"] = True
+        # The last parameters come first, where buckets are arranged at once: their gradients are there first.
+        vars(self)["_step"] = 1 if options["find_unused_parameters"] else -1
+        options[_SYNC_BUFFERS] = False
+        super().__init__(module, **options)
+        if hasattr(module, "dim"):
+            del self.dim  # Used for several devices in one process; a model may have an attribute of this name.
+        self._held = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
+        # torch arranges the buckets of gradients after the first step, in the order in which its gradients came. The
+        # order of a sum over three or more ranks depends on it: the first step after a resume would differ in its
+        # last bits.
+        arrange_buckets(self.reducer)
+        self._made = True
+
+    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
+        parameters, expect_sparse = super()._build_params_for_reducer()
+        return parameters[:: self._step], expect_sparse[:: self._step]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        vars(self)["_used"] = True  # Not through __setattr__, which takes longer.
+        return super().forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set attributes that the wrapper does not have on the model."""
+        if type(value) is bool and name in vars(self):  # The wrapper sets one in each step.
+            vars(self)[name] = value
+            return
+        own = not self._made or name == "module" or name in vars(self) or hasattr(type(self), name)
+        if own or (name.startswith("_") and not hasattr(self.module, name)):
+            super().__setattr__(name, cast(Any, value))
+        else:
+            setattr(self.module, name, value)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class DDPEngine(Engine):
+    """The engine of ranks with a copy of the model each, whose gradients DistributedDataParallel averages.
+
+    It averages them while the backward computes them. Where it cannot, they are averaged after the backward, to the
+    same sums: for a rank without samples, parameters outside of the model, and steps that call parts of the model.
+
+    Parameters
+    ----------
+    inner : Engine
+        The engine of the ranks.
+    device : torch.device
+        That of this rank.
+
+    Attributes
+    ----------
+    find_unused_parameters : bool
+        As for DistributedDataParallel.
+    takes_turns : bool
+        Whether a step may train with some of several optimizers: the wrapper would wait for the others.
+    is_short : bool
+        Whether some rank has no samples in the present step, in which the wrapper would wait for it.
+    """
+
+    def __init__(self, inner: Engine, device: torch.device) -> None:
+        super().__init__(inner)
+        self._device = device
+        self.find_unused_parameters = self.takes_turns = self.is_short = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self.module: Any = None  # The model inside of the wrapper.
+        self.replica: Replica | None = None  # The wrapper, if there is something to train.
+        self._sparse: set[int] = set()  # The ids of the parameters with sparse gradients.
+        self._known: list[int] = []  # The ids of the trained parameters that the wrapper was made for.
+        self._outside: list[Tensor] = []  # Those of them that it does not hold.
+        self._owners: list[dict[str, Tensor | None]] = []  # The dicts of buffers: a forward may replace one.
+        self._marks_used = False  # Whether the wrapper takes parameters for used that the next step may leave out.
+        self._has_unsent = False  # Whether a forward may have changed buffers since they were sent.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy, which has wrapped no model."""
+        other = DDPEngine(self.inner, self._device)
+        return {**vars(other), "find_unused_parameters": self.find_unused_parameters}
+
+    # ------------------------------------------------------------------------------------------------- the wrapper
+
+    def wrap(self, module: Any, has_training: bool) -> Any:
+        """Return what a step calls: the wrapper, unless there is nothing to train."""
+        self._forget()
+        self.module = module
+        if has_training:
+            self._make_replica()
+        return self.replica or module
+
+    def _make_replica(self) -> None:
+        check_shapes(self.module)
+        check_tables(self.module)
+        self._sparse = _sparse_in(self.module)
+        self.replica, self._marks_used = None, False
+        if any(parameter.requires_grad for parameter in self.module.parameters()):
+            device_ids = None if self._device.type == "cpu" else [self._device]
+            unused = self.find_unused_parameters
+            self.replica = Replica(self.module, device_ids=device_ids, find_unused_parameters=unused)
+
+    def release(self) -> None:
+        """Drop the wrapper."""
+        self._forget()
+
+    def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """Send the weights and buffers of rank 0, with parameters outside of the model."""
+        super().begin(module, parameters)
+        self._owners = [each._buffers for each in module.modules()]
+        self._known = _trained(parameters)
+        held = {} if self.replica is None else self.replica._held
+        self._outside = [each for each in parameters if each.requires_grad and id(each) not in held]
+        self._has_unsent = False
+
+    # ------------------------------------------------------------------------------------------------------ a step
+
+    def begin_step(self, module: nn.Module, parameters: Sequence[Tensor]) -> Any:
+        """Return what this step calls; make the wrapper anew where a parameter was frozen, unfrozen or added."""
+        if self._known != _trained(parameters):
+            self._make_replica()
+            self.begin(module, parameters)
+        elif self._marks_used:
+            self._make_replica()
+        self._has_unsent, self.is_short = True, False
+        if self.replica is not None:
+            vars(self.replica)["_used"] = False
+        return self.replica or self.module
+
+    def averages_in(self, last: bool) -> bool:
+        """Return whether the wrapper averages the gradients in the backward of a micro-batch."""
+        return self.replica is not None and last and not self.takes_turns and not self.reduces_after_backward
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average the gradients that the wrapper has not averaged: all ranks add them up."""
+        if self.is_short:
+            # The wrapper notes which parameters a backward has used, also without it, until it averages itself.
+            self._marks_used = self.find_unused_parameters
+            rest = parameters
+        elif self.replica is None or not self.replica._used or self.takes_turns:  # It misses calls of submodules.
+            rest = parameters
+        else:
+            self._check_used(self.replica)
+            rest = self._outside
+        average(rest, self.world_size, self.reduce, self._sparse)
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Send the buffers of rank 0, once after the forwards of a step."""
+        if not self._has_unsent:
+            return
+        self._has_unsent = False
+        found = {id(each): each for owner in self._owners if owner for each in owner.values() if each is not None}
+        if found:
+            broadcast(each for each in found.values() if each.numel())
+
+    def _check_used(self, replica: Replica) -> None:
+        """Refuse a step that left parameters without gradients: the wrapper has then not averaged any."""
+        try:
+            check_reducer(replica)
+        except RuntimeError as error:
+            held, named = replica._held, named_parameters(self.module).items()
+            names = [name for name, each in named if each.grad is None and id(each) in held]
+            if names and not self.find_unused_parameters:
+                raise self.left_out(names) from error
+            raise
+
+    def left_out(self, names: list[str]) -> DistributedError:
+        """Return the error of a step that has left these parameters without gradients."""
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        which = f"{len(names)} parameters ({shown})" if names else "parameters in the last batch of a step"
+        cure = (
+            "Let the loss depend on all that the model returns, or detach the rest"
+            if self.find_unused_parameters
+            else "Write find_unused_parameters=True if that is meant, or freeze them: parameter.requires_grad_(False)"
+        )
+        return DistributedError(
+            f"train_step did not use {which} on rank {self.rank}, so they have no gradient to average over the ranks. "
+            f"{cure}"
+        )
+
+
+class ReplicatedAddon(AddOnPart):
+    """Give each rank a copy of the model, with averaged gradients; a base of `MultiGPUAddon`.
+
+    Attributes
+    ----------
+    find_unused_parameters : bool
+        As for DistributedDataParallel.
+    """
+
+    layer = "parallel"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.find_unused_parameters = False
+
+    @property
+    def _ddp(self) -> DDPEngine | None:
+        """The engine that averages gradients, once the ranks have joined."""
+        return self.engine.find(DDPEngine)
+
+    def build_engine(self) -> Engine:
+        """Return the engine that averages gradients."""
+        return DDPEngine(super().build_engine(), self.device)
+
+    def setup(self) -> None:
+        """Refuse an optimizer that draws other numbers on each rank."""
+        super().setup()
+        if self._is_parallel:
+            check_replicated(self.optimizers)
+
+    def teardown(self) -> None:
+        """Drop the wrapper."""
+        super().teardown()
+        if self._ddp is not None:
+            self._ddp.release()
+
+    def wrap_model(self, model: nn.Module) -> Any:
+        """Wrap the model, unless there is nothing to train."""
+        inner = super().wrap_model(model)
+        if self._ddp is None or not self._is_parallel:
+            return inner
+        self._ddp.find_unused_parameters = self.find_unused_parameters
+        return self._ddp.wrap(inner, self.mode == "train")
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse tables whose forward changes weights."""
+        super()._check_model(model)
+        check_tables(model)
+
+    def describe(self) -> list[Fact]:
+        """Tell of the buckets in which the wrapper averages gradients."""
+        return [*super().describe(), Fact("buckets", self._bytes_of_buckets, "bytes", where="memory")]
+
+    def _bytes_of_buckets(self, plan: Any) -> int | None:
+        return plan.memory.gradients if plan.world_size > 1 else None
+
+    def sync_context(self, last: bool) -> AbstractContextManager[None]:
+        """Accumulate gradients on this rank until the last micro-batch."""
+        inner, ddp = super().sync_context(last), self._ddp
+        if ddp is None or ddp.replica is None or ddp.averages_in(last):
+            return inner
+        return self._without_wrapper(inner)
+
+    @contextmanager
+    def _without_wrapper(self, inner: AbstractContextManager[None]) -> Iterator[None]:
+        """Call the model itself."""
+        before, self.model = self.model, self._ddp.module if self._ddp is not None else self.model
+        try:
+            with inner:
+                yield
+        finally:
+            self.model = before
+
+    def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
+        """Average the gradients over the ranks."""
+        ddp = self._ddp
+        if ddp is None or not self._is_parallel:
+            return super().gradients(batch)
+        ddp.takes_turns = ddp.find_unused_parameters and len(self.optimizers) > 1
+        self.model = ddp.begin_step(self.unwrap(), self.parameters)
+        try:
+            return super().gradients(batch)
+        except RuntimeError as error:
+            if "find_unused_parameters" in str(error) and not isinstance(error, DistributedError):
+                raise ddp.left_out([]) from error
+            raise
+        finally:
+            self.model = ddp.replica or ddp.module
+
+    def micro_batches(self, batch: Any) -> Any:
+        """Do not use the wrapper in a step in which a rank has no samples: it would wait for that rank."""
+        found = super().micro_batches(batch)
+        if self._leaves_out and self._ddp is not None:
+            self._ddp.is_short = True
+            self.model = self._ddp.module
+        return found
+
+    def optimizer_step(self) -> bool:
+        """Send the buffers of rank 0 after a step, as DistributedDataParallel does before the next."""
+        stepped = super().optimizer_step()
+        if self._is_parallel:
+            self.engine.sync_buffers(self.unwrap())
+        return stepped
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Evaluate without the wrapper, as ranks have different numbers of batches."""
+        inner = super().evaluation_context()
+        if self._ddp is not None and self._ddp.replica is not None:
+            inner = self._without_wrapper(inner)
+        with inner:
+            yield
+
+
+def _trained(parameters: Sequence[Tensor]) -> list[int]:
+    """Return the ids of the parameters that are trained."""
+    return [id(parameter) for parameter in parameters if parameter.requires_grad]
+
+
+def _sparse_in(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters whose gradients are sparse."""
+    tables = [each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    return {id(each.weight) for each in tables if each.sparse}
