@@ -21,6 +21,7 @@ from zae.addons.loggers.neptune_logger import NeptuneLoggerAddon
 from zae.addons.loggers.wandb_logger import WandBLoggerAddon
 from zae.common.redact import redact
 from zae.description import describe
+from zae.parts import Engine
 
 
 class Drawing(ListSink):
@@ -144,14 +145,17 @@ def test_nothing_that_is_handed_over_is_a_tensor():
 
 
 def test_only_the_main_rank_logs():
+    class SecondRank(Engine):
+        rank = 1
+
     class SecondRankAddon(AddOnBase):
         """Pretend to be rank 1."""
 
         layer = "parallel"
 
-        @property
-        def rank(self):
-            return super().rank + 1
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.engine = SecondRank(self.engine)
 
     ListLoggerAddon.sink = ListSink()
     trainer = build(ListLoggerAddon, SecondRankAddon)
