@@ -134,9 +134,10 @@ class DDPEngine(Engine):
         super().__init__(inner)
         self._device = device
         self.find_unused_parameters = self.takes_turns = self.is_short = False
-        self._forget()
+        self.release()
 
-    def _forget(self) -> None:
+    def release(self) -> None:
+        """Drop the wrapper, and what is known of the model in it."""
         self.module: Any = None  # The model inside of the wrapper.
         self.replica: Replica | None = None  # The wrapper, if there is something to train.
         self._sparse: set[int] = set()  # The ids of the parameters with sparse gradients.
@@ -153,9 +154,9 @@ class DDPEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------- the wrapper
 
-    def wrap(self, module: Any, has_training: bool) -> Any:
+    def wrap(self, module: nn.Module, has_training: bool) -> nn.Module:
         """Return what a step calls: the wrapper, unless there is nothing to train."""
-        self._forget()
+        self.release()
         self.module = module
         if has_training:
             self._make_replica()
@@ -171,10 +172,6 @@ class DDPEngine(Engine):
             unused = self.find_unused_parameters
             self.replica = Replica(self.module, device_ids=device_ids, find_unused_parameters=unused)
 
-    def release(self) -> None:
-        """Drop the wrapper."""
-        self._forget()
-
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Send the weights and buffers of rank 0, with parameters outside of the model."""
         super().begin(module, parameters)
@@ -186,7 +183,7 @@ class DDPEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------------ a step
 
-    def begin_step(self, module: nn.Module, parameters: Sequence[Tensor]) -> Any:
+    def begin_step(self, module: nn.Module, parameters: Sequence[Tensor]) -> nn.Module:
         """Return what this step calls; make the wrapper anew where a parameter was frozen, unfrozen or added."""
         if self._known != _trained(parameters):
             self._make_replica()
@@ -196,7 +193,7 @@ class DDPEngine(Engine):
         self._has_unsent, self.is_short = True, False
         if self.replica is not None:
             vars(self.replica)["_used"] = False
-        return self.replica or self.module
+        return self.replica or cast(nn.Module, self.module)
 
     def averages_in(self, last: bool) -> bool:
         """Return whether the wrapper averages the gradients in the backward of a micro-batch."""

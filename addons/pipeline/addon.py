@@ -45,8 +45,8 @@ class PipelineEngine(Engine):
         super().__init__(inner)
         self._device = device
         # The process groups of the ranks of one pipeline, and of those with the same stages, once they have them.
-        self.stage_group: Any = None
-        self.replicate_group: Any = None
+        self.stage_group: dist.ProcessGroup | None = None
+        self.replicate_group: dist.ProcessGroup | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which has divided no model."""

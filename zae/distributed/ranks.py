@@ -80,7 +80,7 @@ class RanksEngine(SingleProcess):
         self.timeout = timeout
         self._rank = dist.get_rank()
         self._dp_rank = mesh.dp_rank(self._rank)
-        self._background: Any = None  # The process group of `gather_in_background`.
+        self._background: dist.ProcessGroup | None = None  # The process group of `gather_in_background`.
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which makes a process group of its own."""
