@@ -75,16 +75,16 @@ class Checkpointer:
     >>> from zae import Trainer
     >>> from zae.addons import StateManagerAddon
     >>> from zae.addons.state_manager import Checkpointer
-    >>> class TarCheckpointer(Checkpointer):
+    >>> class ZipCheckpointer(Checkpointer):
     ...     def names(self):
-    ...         return [path.stem for path in self.folder.glob("*.tar")]
+    ...         return [path.stem for path in self.folder.glob("*.zip")]
     ...     def put(self, name, folder):
-    ...         hidden = shutil.make_archive(str(self.folder / f".{name}"), "tar", folder)
-    ...         pathlib.Path(hidden).rename(self.folder / f"{name}.tar")  # At once: it is whole, or absent.
+    ...         hidden = shutil.make_archive(str(self.folder / f".{name}"), "zip", folder)
+    ...         pathlib.Path(hidden).rename(self.folder / f"{name}.zip")  # At once: it is whole, or absent.
     ...     def get(self, name, folder, files=None):
-    ...         shutil.unpack_archive(self.folder / f"{name}.tar", folder, filter="data")
+    ...         shutil.unpack_archive(self.folder / f"{name}.zip", folder)
     ...     def delete(self, name):
-    ...         (self.folder / f"{name}.tar").unlink()
+    ...         (self.folder / f"{name}.zip").unlink()
     >>> class Task(Trainer):
     ...     def train_step(self, batch):
     ...         return {"loss": self.model(batch).square().mean()}
@@ -92,11 +92,11 @@ class Checkpointer:
     >>> def train(folder, n_epoch):
     ...     trainer = Task.add_on(StateManagerAddon)(
     ...         lambda: torch.nn.Linear(2, 1), "cpu", optimizer=torch.optim.SGD, save_path=folder, resume="auto",
-    ...         checkpointer=TarCheckpointer)
+    ...         checkpointer=ZipCheckpointer)
     ...     return trainer.run(n_epoch, [torch.ones(8, 2)] * 5)["step"]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     train(folder, 1), train(folder, 3), sorted(path.name for path in pathlib.Path(folder).iterdir())
-    (5, 15, ['step-00000005.tar', 'step-00000015.tar'])
+    (5, 15, ['step-00000010.zip', 'step-00000015.zip'])
     """
 
     formats: ClassVar[tuple[str, ...]] = ("safetensors", "ckpt")

@@ -23,7 +23,7 @@ from kit.blocks import Blocks, find_page
 from kit.faults import everything, forked
 from zae import Every
 from zae.addons import StateManagerAddon
-from zae.addons.state_manager import FsspecCheckpointer
+from zae.addons.state_manager import Checkpointer, FsspecCheckpointer
 from zae.addons.state_manager.checkpointer import FolderCheckpointer
 from zae.cli import main
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
@@ -327,3 +327,50 @@ def test_the_storage_of_the_page_is_killed_at_its_lines(tmp_path: Path, zipped: 
         assert sorted(os.listdir(folder)) == ["step-00000006.zip"]
     assert found == sorted(found)
     assert set(found) == {3, 4}
+
+
+class Listed(Checkpointer):
+    """Copies of folders, listed with a function that fails for a missing folder."""
+
+    refuses = False
+
+    def names(self) -> list[str]:
+        return [name for name in os.listdir(self.folder) if name.startswith("step-")]
+
+    def put(self, name: str, folder: Path) -> None:
+        if self.refuses:
+            raise ConnectionError("the client has lost the storage")
+        shutil.copytree(folder, self.folder / name, dirs_exist_ok=True)
+
+    def get(self, name: str, folder: Path, files: Any = None) -> None:
+        shutil.copytree(self.folder / name, folder, dirs_exist_ok=True)
+
+    def delete(self, name: str) -> None:
+        shutil.rmtree(self.folder / name)
+
+
+def test_an_error_of_a_storage_names_its_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder is made before it is listed; what put raises ends the run, or is warned of; a lost one is not found."""
+
+    class Refusing(Listed):
+        refuses = True
+
+    made = train(Listed, tmp_path / "new", 2)
+    with pytest.raises(
+        CheckpointError, match=r"new: step-00000003 was not saved: ConnectionError: the client has lost"
+    ):
+        train(Refusing, tmp_path / "new", 3)
+    warned = train(Refusing, tmp_path / "new", 3, on_save_error="warn")
+    assert warned.progress_checker.step == 3
+    assert "not saved at step 3" in caplog.text
+    assert names(made) == ["step-00000002"]
+    with pytest.raises(CheckpointNotFound, match=r"there is no checkpoint step-00000009 in .*new"):
+        made.load_state(tmp_path / "new" / "step-00000009")
+
+
+def test_a_class_without_a_method_is_told_which_one(tmp_path: Path) -> None:
+    class Unfinished(Listed):
+        put = Checkpointer.put
+
+    with pytest.raises(NotImplementedError, match=r"Unfinished has no method put\(self, name, folder\); write one"):
+        train(Unfinished, tmp_path, 1)
