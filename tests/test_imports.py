@@ -35,10 +35,10 @@ def test_the_imports_keep_to_the_table():
     assert imports.broken() == set()
 
 
-def test_what_is_built_on_a_tool_is_named_and_needed():
+def test_what_is_built_on_something_is_named_and_needs_it():
     """What is no longer needed is taken off the table."""
     pairs = [(module, other) for module, others in imports.graph().items() for other in others]
-    for feature, needs in imports.BUILT_ON_TOOLS.items():
+    for feature, needs in imports.BUILT_ON.items():
         for need in needs:
             used = [pair for pair in pairs if imports.is_in(pair[0], feature) and imports.is_in(pair[1], need)]
             assert used, (feature, need)
@@ -75,13 +75,8 @@ def test_every_package_has_its_rules():
 
 
 def test_a_feature_imports_no_other_one_than_it_is_built_on():
-    """A line of the table that is no longer needed is taken out."""
-    found = imports.imports_among_features()
-    built = {own: set(others) for own, others in found.items() if own not in imports.SHARED}
-    allowed = {own: set(others) & built.get(own, set()) for own, others in imports.BUILT_ON.items()}
-    assert built == allowed
-    assert set().union(*(found.get(own, ()) for own in imports.SHARED)) <= set(imports.SHARED)
-    assert {*imports.BUILT_ON, *imports.COMPOSES, *imports.ENGINES} <= set(imports.features())
+    for own, others in imports.imports_among_features().items():
+        assert {f"addons.{other}" for other in others} <= imports.BUILT_ON.get(f"addons.{own}", set()), own
 
 
 def test_no_add_on_is_known_by_its_name_to_others():
@@ -89,11 +84,11 @@ def test_no_add_on_is_known_by_its_name_to_others():
     classes, guilty = imports.classes_of_features(), set()
     for module, path in imports.sources().items():
         own = imports.feature_of(module)
-        allowed = {own, *(imports.SHARED if own in imports.SHARED else imports.BUILT_ON.get(own, ()))}
+        allowed = {f"addons.{own}", *imports.BUILT_ON.get(f"addons.{own}", ())}
         if own in imports.COMPOSES or module.startswith(imports.NAMES_ADD_ONS):
             continue
         names = imports.named_in(path.read_text(encoding="utf-8"))
-        guilty |= {(module, name) for name in names if classes[name] not in allowed}
+        guilty |= {(module, name) for name in names if f"addons.{classes[name]}" not in allowed}
     assert guilty == set()
 
 

@@ -33,15 +33,15 @@ def table() -> str:
 
 
 def _built_on(package: str) -> str:
-    """Return the cell for what BUILT_ON_TOOLS says of a package, or of features in it."""
+    """Return the cell for what BUILT_ON says of a package, or of features in it, but for what is within the package."""
     if package == "cli":
         return "the tools"
-    own = _names(imports.BUILT_ON_TOOLS.get(package, frozenset()))
-    inside = [
-        f"`{feature}` on {_names(needs)}"
-        for feature, needs in imports.BUILT_ON_TOOLS.items()
-        if feature.startswith(f"{package}.")
-    ]
+    own = _names(imports.BUILT_ON.get(package, frozenset()))
+    inside = []
+    for feature, needs in imports.BUILT_ON.items():
+        others = [need for need in needs if not need.startswith(f"{package}.")]
+        if feature.startswith(f"{package}.") and others:
+            inside.append(f"`{feature}` on {_names(others)}")
     return "; ".join([own] * bool(own) + inside)
 
 
@@ -52,7 +52,7 @@ def _names(names: Iterable[str]) -> str:
 def drawing() -> str:
     """Return the drawing of the page: an arrow from each package to those it imports, but for what follows from others.
 
-    The tools are one node. What BUILT_ON_TOOLS names, and what everybody may import, is left out.
+    The tools are one node. What BUILT_ON names, and what everybody may import, is left out.
     """
     edges: dict[str, set[str]] = {}
     for source, target in imports.ruled_edges():

@@ -54,12 +54,22 @@ TOOLS = frozenset(list(RULES)[list(RULES).index("explain") :])
 """What can be removed, as each add-on can: nothing else needs it to be imported."""
 
 LAST = TOOLS | {"addons"}
-"""What no other package may import, but for what BUILT_ON_TOOLS names."""
+"""What no other package may import, but for what BUILT_ON names."""
 
-BUILT_ON_TOOLS: dict[str, frozenset[str]] = {
+BUILT_ON: dict[str, frozenset[str]] = {
     "trainer": frozenset({"explain", "plan"}),
-    "addons.report": frozenset({"report", "doctor"}),
+    "addons.accelerate": frozenset({"addons.ddp", "addons.distributed"}),
+    "addons.activation_offload": frozenset({"addons.gradient_checkpointing"}),
+    "addons.deepspeed": frozenset({"addons.distributed"}),
+    "addons.distributed": frozenset({"addons.data_shards"}),
+    "addons.fairseq2": frozenset({"addons.torch_metrics"}),
+    "addons.fsdp": frozenset({"addons.distributed"}),
     "addons.huggingface": frozenset({"search"}),
+    "addons.lightning": frozenset({"addons.torch_metrics"}),
+    "addons.mpu": frozenset({"addons.ddp", "addons.distributed"}),
+    "addons.pipeline": frozenset({"addons.distributed"}),
+    "addons.report": frozenset({"doctor", "report"}),
+    "addons.tensor_parallel": frozenset({"addons.distributed"}),
     "report": frozenset({"doctor"}),
     "doctor": frozenset({"addons.state_manager"}),
     "certify": frozenset({"script", "testing"}),
@@ -77,40 +87,22 @@ BUILT_ON_TOOLS: dict[str, frozenset[str]] = {
     "cli.runs": frozenset({"runs"}),
     "cli.script": frozenset({"script"}),
 }
-"""What is built on a tool, or on an add-on, without which it does not work.
+"""What is built on a tool, or on another feature of addons/, without which it does not work.
 
-The core and the add-ons import these where they are called, so that they can be imported without them.
+The core and the add-ons import a tool where they call it, so that they can be imported without it.
 """
 
 IN_ONE_METHOD = ("trainer", "addons.huggingface")
 """Of these only a method needs the tool, `explain`, `plan` or `hyperparameter_search`; all else works without it."""
-
-ENGINES = ("accelerate", "deepspeed", "fsdp", "mpu", "pipeline", "tensor_parallel")
-"""The features that are engines: they share the modules `SHARED` of the ranks."""
-
-SHARED = ("data_shards", "ddp", "distributed")
-"""Modules of addons/ that are no feature of their own: what engines have in common."""
-
-BUILT_ON: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(ENGINES, SHARED),
-    "activation_offload": ("gradient_checkpointing",),
-    "fairseq2": ("torch_metrics",),
-    "lightning": ("torch_metrics",),
-}
-"""Which features of addons/ import others, and cannot be there without them."""
 
 COMPOSES = ("fairseq2", "huggingface")
 """The features that make a trainer of the arguments of another library, with the add-ons that these ask for by name."""
 
 
 @cache
-def features() -> dict[str, list[str]]:
-    """Map each feature, a file or a folder of addons/, to its modules."""
-    found: dict[str, list[str]] = {}
-    for module in sources():
-        if module.startswith("zae.addons."):
-            found.setdefault(module.split(".")[2], []).append(module)
-    return {name: modules for name, modules in found.items() if name not in SHARED}
+def features() -> set[str]:
+    """Return the features, each a file or a folder of addons/."""
+    return set(filter(None, map(feature_of, sources())))
 
 
 def feature_of(module: str) -> str | None:
@@ -239,7 +231,7 @@ def package_edges() -> dict[tuple[str, str], list[tuple[str, str]]]:
 
 
 def ruled_edges() -> list[tuple[str, str]]:
-    """List the pairs of packages of which the first imports the second, beside what BUILT_ON_TOOLS names."""
+    """List the pairs of packages of which the first imports the second, beside what BUILT_ON names."""
     return [edge for edge, pairs in package_edges().items() if not all(is_built_on(*pair) for pair in pairs)]
 
 
@@ -256,8 +248,8 @@ def is_allowed(module: str, other: str) -> bool:
 
 
 def is_built_on(module: str, other: str) -> bool:
-    """Whether BUILT_ON_TOOLS says that a module needs another one, of a tool or of an add-on."""
-    needs = {need for feature, needed in BUILT_ON_TOOLS.items() if is_in(module, feature) for need in needed}
+    """Whether BUILT_ON says that a module needs another one, of a tool or of an add-on."""
+    needs = {need for feature, needed in BUILT_ON.items() if is_in(module, feature) for need in needed}
     return any(is_in(other, need) for need in needs)
 
 

@@ -1,7 +1,7 @@
 """What can be removed of zae, what is built on what, and copies of the package without some of it.
 
-A feature is a file or a folder of ``addons/``, or one logger of ``addons/loggers/``. `imports` has the table of the
-tools, and says what is built on what.
+A feature is a file or a folder of ``addons/``, or one logger of ``addons/loggers/``. `imports` lists the
+tools, and what is built on what.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ LOGGERS = ROOT / "addons" / "loggers"
 @cache
 def removable() -> list[str]:
     """List what can be removed, by the name of its module or package below zae: "addons.ema", "search", "cli.plot"."""
-    features = [f"addons.{name}" for name in [*imports.features(), *imports.SHARED]]
+    features = [f"addons.{name}" for name in imports.features()]
     loggers = [f"addons.loggers.{path.stem}" for path in LOGGERS.glob("*_logger.py")]
     commands = [f"cli.{path.stem}" for path in COMMANDS.glob("*.py") if path.stem != "__init__"]
-    parts = [name for name in imports.BUILT_ON_TOOLS if name.partition(".")[0] in imports.TOOLS]
+    parts = [name for name in imports.BUILT_ON if name.partition(".")[0] in imports.TOOLS]
     return sorted({*features, *loggers, *imports.TOOLS, *commands, *parts})
 
 
@@ -39,11 +39,8 @@ def needs(name: str) -> set[str]:
     """Return what a feature or a tool is built on."""
     if name in imports.IN_ONE_METHOD:
         return set()
-    found = set(imports.BUILT_ON_TOOLS.get(name, ()))
+    found = set(imports.BUILT_ON.get(name, ()))
     folder, _, own = name.partition(".")
-    if folder == "addons":
-        shared = imports.SHARED if own in imports.SHARED else ()  # The engines need them together.
-        found |= {f"addons.{each}" for each in (*imports.BUILT_ON.get(own, ()), *shared)} - {name}
     if folder == "cli" and own in imports.TOOLS:
         found.add(own)  # A command of the name of a tool.
     return found
