@@ -41,8 +41,10 @@ class Start:
     def __init__(
         self, start_from: Any, start_with: Any, cls: type, save_path: Path, resume: Any, allow_partial: Any
     ) -> None:
-        self.parts, add_ons = _check_parts(start_from, start_with, parts_of(cls)), add_ons_of(cls)
-        self._checked = [each.__name__ for each in add_ons if each.checks_model] if "model" in self.parts else []
+        self.parts = _check_parts(start_from, start_with, parts_of(cls))
+        self._checked: list[str] = []  # Add-ons that check whether their part of the model is there.
+        if "model" in self.parts:
+            self._checked = [each.__name__ for each in add_ons_of(cls) if each.checks_model]
         self.path = None if start_from is None else _check_path(save_path, start_from, resume, allow_partial)
         self._has_extra = False  # Whether the model has state beside its tensors, which files of weights lack.
         if self.path is not None and self.path.is_file():
@@ -117,10 +119,13 @@ class Start:
             state |= {name: saved[name] for name in self._checked if saved.get(name) is not None}
             if "optimizer" in self.parts and saved.get("training_weights"):
                 state["training_weights"] = saved["training_weights"]
-        position, kept = trainer.loader_position, dict(vars(trainer.loader_position))
+        # The position in the data and the seed stay those of the new run.
+        position = trainer.loader_position
+        kept = dict(vars(position))
         is_seeded = trainer.progress_checker.is_seeded
         trainer.load_state_dict(state)
-        trainer.loader_position, trainer.progress_checker.is_seeded = position, is_seeded
+        trainer.loader_position = position
+        trainer.progress_checker.is_seeded = is_seeded
         vars(position).update(kept)
         position.restart(trainer.progress_checker.batch)
         if streams is not None:

@@ -211,9 +211,11 @@ def write_share(
     directory must be on a disk that all ranks share. With ``reads_back`` each rank then reads what it has written, and
     compares the hashes: before others are removed.
     """
-    directory, manifest = Path(os.path.abspath(directory)), share.manifest
-    sizes = (len(each) if isinstance(each, bytes) else byte_count(*each.values()) for each in share.files.values())
-    needed = sum(sizes)
+    directory = Path(os.path.abspath(directory))
+    manifest = share.manifest
+    needed = 0  # Bytes, for the message of a full disk.
+    for held in share.files.values():
+        needed += len(held) if isinstance(held, bytes) else byte_count(*held.values())
 
     def prepare() -> str | None:
         if manifest is None:
@@ -231,6 +233,8 @@ def write_share(
         return {MANIFEST: _install(staging, directory, manifest)}
 
     with stage(directory, needed) if manifest is not None else contextlib.nullcontext(Path()) as staging:
+        # Each step ends on all ranks before the next begins: rank 0 renames nothing that another has not brought to
+        # the disk, and where one rank fails, no rank goes on.
         staging = Path(group.together(prepare, directory, needed)[0] or "")
         written = group.together(partial(_write_files, staging, share.files, check), directory, needed)
         installed = group.together(finish, directory, needed)
