@@ -1,7 +1,9 @@
-"""CONTRIBUTING.md is true: what it names exists, and a step takes the way that it draws."""
+"""CONTRIBUTING.md and the page of the architecture: what they name exists, and a step and a save go the way drawn."""
 
 from __future__ import annotations
 
+import builtins
+import inspect
 import re
 import shlex
 import sys
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+import zae.addons
+import zae.parts
 import zae.testing
 from kit import imports, ranks
 from kit.lines import Task, batches, make
@@ -19,7 +23,8 @@ from zae import AddOnBase, Trainer
 from zae.addons import AMPAddon, StateManagerAddon
 
 TEXT = (imports.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-LAYOUT, STEP, SAVE = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
+ARCHITECTURE = (imports.ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+LAYOUT, STEP, SAVE = re.findall(r"```text\n(.*?)```", ARCHITECTURE, re.DOTALL)
 QUOTED = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
 
 
@@ -31,13 +36,34 @@ def test_the_layout_has_every_folder_and_module() -> None:
     present |= {path.name for path in source.glob("*.py") if not path.name.startswith("__")}
     rows = [line.split()[0] for line in LAYOUT.splitlines() if line]
     assert rows[0] == "zae/"
-    assert rows[-2:] == ["addons/", "tests/"]
-    assert set(rows[1:-2]) == present
+    assert rows[-1] == "addons/"
+    assert set(rows[1:-1]) == present
 
 
-@pytest.mark.parametrize("path", sorted({each for each in QUOTED if "/" in each and " " not in each}))
+PATHS = {each for each in [*QUOTED, *re.findall(r"`([^`\n]+)`", ARCHITECTURE)] if "/" in each and " " not in each}
+
+
+@pytest.mark.parametrize("path", sorted(PATHS))
 def test_the_paths_exist(path: str) -> None:
     assert (imports.ROOT / path).exists()
+
+
+def test_the_parts_are_those_of_a_trainer_and_replaced_by_who_is_named() -> None:
+    """An add-on replaces a part where it, or a base of it, assigns one of its own."""
+    trainer = make(Task)
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .*? \| (.*?) ?\|$", ARCHITECTURE, re.MULTILINE)
+    assert len(rows) > 8
+    for part, kind, names in rows:
+        assert type(getattr(trainer, part)).__name__ == kind
+        if part in ("engine", "precision_part", "step_window"):
+            assert set(re.findall(r"\w+", names)) == {name for name in zae.addons.__all__ if replaces_part(name, part)}
+        else:
+            assert names == ""
+
+
+def replaces_part(add_on: str, part: str) -> bool:
+    kinds = [kind for kind in getattr(zae.addons, add_on).__mro__ if kind.__module__.startswith("zae.addons.")]
+    return any(f"self.{part} = " in inspect.getsource(kind) for kind in kinds)
 
 
 def test_the_commands_exist() -> None:
@@ -50,15 +76,20 @@ def test_the_commands_exist() -> None:
 
 
 def test_the_names_exist() -> None:
-    """Names of Trainer and AddOnBase, of the package, and decorators."""
-    names = {each.strip("@").removesuffix("()").removeprefix("self.").split("(")[0] for each in QUOTED}
-    names = {re.sub(r"^(trainer|zae)\.", "", each) for each in names if re.fullmatch(r"[\w.]+", each)}
-    places = (Trainer, AddOnBase, zae, zae.testing, ranks)
-    others = {"super", "__init__", "DeprecationWarning"}
+    """Names of a trainer and its parts, of AddOnBase, of the package, of these tests' tools, and of markers."""
+    quoted = [*QUOTED, *re.findall(r"`([^`\n]+)`", ARCHITECTURE)]
+    names = {each.strip("@").removesuffix("()").removeprefix("self.").split("(")[0] for each in quoted}
+    names = {re.sub(r"^(trainer|zae|Task|Trainer)\.", "", each) for each in names if re.fullmatch(r"[\w.]+", each)}
+    trainer = make(Task)
+    places = (trainer, AddOnBase, zae.testing, zae.parts, ranks, imports, builtins)
     paths = {each for each in names if (imports.ROOT / each).exists()}
     known = {each for each in names if any(hasattr(place, each.removeprefix("testing.")) for place in places)}
-    assert len(known) > 8
-    assert names - others - paths - known == set()
+    known |= names & {*zae.__all__, *zae.addons.__all__}
+    kinds = {type(part).__name__ for part in vars(trainer).values()}
+    packages = {*imports.RULES}
+    markers = set(re.findall(r'^ +"(\w+): ', Path(imports.ROOT, "pyproject.toml").read_text(), re.MULTILINE))
+    assert len(known) > 25
+    assert names - paths - known - kinds - packages - markers == set()
 
 
 class Observed(Task):
@@ -72,14 +103,17 @@ class Observed(Task):
 
 
 def test_a_step_flows_as_it_is_drawn() -> None:
-    """The methods of the drawing are called, and for the first time in its order."""
+    """The methods of the drawing are called, and for the first time in its order; its files are passed through."""
     drawn = re.findall(r"^ *(\w+)\(", STEP, re.MULTILINE)
     called: list[str] = []
+    crossed = set[str]()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         name = frame.f_code.co_name
-        if event == "call" and name in drawn:
-            called.append(name)
+        if event == "call":
+            crossed.add(frame.f_code.co_filename)
+            if name in drawn:
+                called.append(name)
 
     trainer = make(Observed.add_on(AMPAddon), gradient_clip=1.0, precision="fp16", loss_scale=(1.0, 1.0))
     sys.setprofile(note)
@@ -91,6 +125,7 @@ def test_a_step_flows_as_it_is_drawn() -> None:
     begin = called.index("run_batch")  # What is left of an earlier step is cleared before.
     assert [*dict.fromkeys([*(name for name in called[:begin] if name != "zero_grad"), *called[begin:]])] == drawn
     assert [name for name in drawn if not hasattr(Trainer, name)] == []
+    assert {imports.ROOT / path for path in re.findall(r"\S+\.py$", STEP, re.MULTILINE)} <= {*map(Path, crossed)}
 
 
 def test_a_save_goes_through_the_files_that_are_drawn(tmp_path: Path) -> None:

@@ -1,52 +1,15 @@
-"""The drawing of the packages in docs/explanation/architecture.md, and the table of what each may import."""
+"""The drawing of the packages in docs/explanation/architecture.md."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable
 from pathlib import Path
 
 from _generators import DOCS, replace_between
 from kit import imports
 
 PAGE = DOCS / "explanation" / "architecture.md"
-DRAWING = "<!-- drawing, by python docs/_generators -->"
-TABLE = "<!-- table, by python docs/_generators -->"
+START = "<!-- drawing, by python docs/_generators -->"
 END = "<!-- end of imports -->"
-
-
-def purpose_of(package: str) -> str:
-    """Return the first sentence of a docstring."""
-    text = ast.get_docstring(ast.parse(imports.sources()[f"zae.{package}"].read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split("\n\n")[0].split()).rstrip(".")
-
-
-def table() -> str:
-    """Return the table of the page."""
-    present = {imports.package_of(name) for name in imports.sources()} - {"zae", "__main__"}
-    rows = ["| package | what it is for | may import | is built on |", "|---|---|---|---|"]
-    for package in (name for name in imports.RULES if name in present):
-        is_free = imports.RULES[package] == imports.CORE
-        may_import = "the core" if is_free else _names(imports.RULES[package])
-        rows.append(f"| `{package}` | {purpose_of(package)} | {may_import} | {_built_on(package)} |")
-    return "\n".join(rows)
-
-
-def _built_on(package: str) -> str:
-    """Return the cell for what BUILT_ON says of a package, or of features in it, but for what is within the package."""
-    if package == "cli":
-        return "the tools"
-    own = _names(imports.BUILT_ON.get(package, frozenset()))
-    inside = []
-    for feature, needs in imports.BUILT_ON.items():
-        others = [need for need in needs if not need.startswith(f"{package}.")]
-        if feature.startswith(f"{package}.") and others:
-            inside.append(f"`{feature}` on {_names(others)}")
-    return "; ".join([own] * bool(own) + inside)
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def drawing() -> str:
@@ -70,7 +33,5 @@ def drawing() -> str:
 
 
 def files() -> dict[Path, str]:
-    """Return the text of the page with the present drawing and the present table."""
-    text = PAGE.read_text(encoding="utf-8")
-    text = replace_between(text, DRAWING, END, drawing())
-    return {PAGE: replace_between(text, TABLE, END, table())}
+    """Return the text of the page with the present drawing."""
+    return {PAGE: replace_between(PAGE.read_text(encoding="utf-8"), START, END, drawing())}
