@@ -54,7 +54,7 @@ def test_the_core_and_the_add_ons_can_be_imported_without_the_tools():
 
 
 def test_a_trainer_loads_what_its_loop_needs():
-    """No tool, no add-on, and nothing of checkpoints, optimizers of our own or notebooks, which few runs have."""
+    """No tool, no add-on, and nothing of checkpoints, optimizers of our own, notebooks or other trainers' names."""
     edges, loaded = imports.graph(at_import=True), set()
     waiting = ["zae.trainer"]
     while waiting:
@@ -63,7 +63,12 @@ def test_a_trainer_loads_what_its_loop_needs():
         waiting += edges[module] - loaded
     packages = {imports.package_of(module) for module in loaded}
     assert not packages & {*imports.LAST, "checkpoint", "description", "fact", "optimizers"}
-    assert not loaded & {"zae.display.notebook", "zae.loop.predictions", "zae.schedulers.ramps"}
+    assert not loaded & {
+        "zae.display.notebook",
+        "zae.compose.foreign_names",
+        "zae.loop.predictions",
+        "zae.schedulers.ramps",
+    }
 
 
 def test_every_package_has_its_rules():
@@ -178,6 +183,6 @@ def test_optional_packages_are_imported_only_when_they_are_used(path):
             "zae.display.text",
         )  # They import the standard library alone.
         assert all(name.startswith(light) for name in at_import if name.startswith("zae."))
-    if path.name in ("errors.py", "foreign_names.py"):
-        allowed = ("zae.errors.", "zae.compose.foreign_names")
+    if path.name in ("errors.py", "foreign_hooks.py", "foreign_names.py"):
+        allowed = ("zae.errors.", "zae.compose.foreign_hooks")
         assert not any(name.startswith("zae.") and not name.startswith(allowed) for name in at_import)

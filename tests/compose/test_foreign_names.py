@@ -13,7 +13,7 @@ import zae
 import zae.addons
 import zae.addons.fairseq2
 from kit.mistakes import ADD_ONS, Task, trainer_of
-from zae.compose import foreign_names
+from zae.compose import foreign_hooks, foreign_names
 from zae.compose.options import own_options
 
 FAIRSEQ2 = """unit data_reader optimizer checkpoint_manager root_gang dp_gang tp_gang dtype lr_scheduler max_num_steps
@@ -113,7 +113,7 @@ def test_each_method_of_another_trainer_is_taken_or_explained(library):
             getattr(trainer, name)
         if not isinstance(caught.value, zae.MissingError):
             unknown.append(name)
-        refused += name in foreign_names.HOOKS
+        refused += name in foreign_hooks.HOOKS
     assert unknown == []
     assert refused >= (0 if library == "accelerate" else 10)
 
@@ -135,9 +135,9 @@ def test_no_guess_for_a_name_that_is_known(name, wrong):
 
 def test_a_name_has_one_answer_and_is_not_one_of_ours():
     """The tables do not say two things of one name, and what has the same name here is not foreign."""
-    assert foreign_names.HOOKS.keys() & foreign_names.ATTRIBUTES.keys() == set()
+    assert foreign_hooks.HOOKS.keys() & foreign_names.ATTRIBUTES.keys() == set()
     ours = set(dir(zae.Trainer))
-    assert foreign_names.HOOKS.keys() & ours == foreign_names.ATTRIBUTES.keys() & ours == set()
+    assert foreign_hooks.HOOKS.keys() & ours == foreign_names.ATTRIBUTES.keys() & ours == set()
     # As options of the constructor they are unknown, and something else has the name.
     arguments = {"n_epoch", "max_steps", "max_time", "overfit_batches", "optimizers"}
     assert {n for n in foreign_names.OPTIONS if n in ours | set(own_options(zae.Trainer))} <= arguments
@@ -159,7 +159,7 @@ def test_all_unknown_options_are_answered_at_once():
 
 def test_what_is_absent_stays_absent():
     trainer = trainer_of()
-    tables = (foreign_names.OPTIONS, foreign_names.HOOKS, foreign_names.ATTRIBUTES)
+    tables = (foreign_names.OPTIONS, foreign_hooks.HOOKS, foreign_names.ATTRIBUTES)
     for each in (trainer, zae.Trainer):
         there = dir(each)
         assert [name for table in tables for name in table if name not in there and hasattr(each, name)] == []
@@ -217,7 +217,7 @@ def test_every_answer_is_given_and_leads_to_names_that_exist():
         "args",
         "after",
     }
-    answers = {*foreign_names.OPTIONS.values(), *foreign_names.HOOKS.values(), *foreign_names.ATTRIBUTES.values()}
+    answers = {*foreign_names.OPTIONS.values(), *foreign_hooks.HOOKS.values(), *foreign_names.ATTRIBUTES.values()}
     words = re.compile(r"(?<![.\w])[a-z]\w+(?==|\()|\b\w+Addon\b|^\w+(?= \(\w+Addon\)|$)")
     assert {here: set(words.findall(here)) - known for here in answers if set(words.findall(here)) - known} == {}
     trainer = trainer_of()

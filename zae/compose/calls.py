@@ -8,7 +8,6 @@ from functools import wraps
 from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
-from zae.compose.foreign_names import foreign_argument, foreign_option
 from zae.compose.options import join, options_of
 from zae.errors import OptionError, did_you_mean
 
@@ -102,6 +101,8 @@ def _explain(names: list[str], cls: Any, args: list[Any], kwargs: Mapping[str, A
 
 def _meant(name: str, names: list[str]) -> str:
     """Return the argument that a name of another trainer, or a misspelt one, stands for; else an empty string."""
+    from zae.compose.foreign_names import foreign_argument
+
     return foreign_argument(name) or did_you_mean(name, names, cutoff=0.8)[len("; did you mean '") : -2]
 
 
@@ -109,6 +110,8 @@ def _hint_for(cls: Any, name: str) -> str:
     """Return where an argument belongs that ``run`` does not take."""
     if name in options_of(cls):
         return f": {name!r} is an option of the constructor, {cls.__name__}(model, ..., {name}=...)"
+    from zae.compose.foreign_names import foreign_option
+
     foreign = foreign_option(name)
     return f": {foreign}" if foreign else ""
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from types import FunctionType
 from typing import Any
 
-from zae.compose.foreign_names import foreign_hook
+from zae.compose.foreign_hooks import foreign_hook
 from zae.compose.introspect import (
     LAYERS,
     add_ons_of,

@@ -22,7 +22,6 @@ from weakref import WeakValueDictionary
 
 from zae.compose.class_checks import check_class, check_complete, check_instance
 from zae.compose.conflicts import check_composition
-from zae.compose.foreign_names import missing_attribute
 from zae.compose.introspect import recipe_of
 from zae.compose.options import check_call, check_received, expand_call, options_of
 from zae.compose.order import arrange
@@ -89,6 +88,8 @@ class TrainerMeta(ABCMeta):
         __call__ = _make
 
         def __getattr__(cls, name: str) -> Any:
+            from zae.compose.foreign_names import missing_attribute
+
             raise missing_attribute(cls, name, is_class=True)
 
     @property

@@ -13,7 +13,6 @@ from operator import attrgetter
 from types import FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
-from zae.compose.foreign_names import foreign_argument, foreign_option, synonyms
 from zae.compose.introspect import is_add_on, is_base, is_trainer, recipe_of
 from zae.errors import AddOnConflict, OptionError, TaskError, did_you_mean
 
@@ -195,6 +194,8 @@ def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> No
 
 def _hint_for(cls: Any, name: str, options: Iterable[str]) -> str:
     """Return what to write instead of an option that the class does not have."""
+    from zae.compose.foreign_names import foreign_argument, foreign_option
+
     initialized = [
         klass for klass in _classes_to_initialize(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)
     ]
@@ -252,6 +253,8 @@ def _owners(cls: Any) -> dict[str, Any]:
 
 def _own_option_first(name: str, foreign: str, options: Iterable[str]) -> str:
     """Name an option that the class has itself, where one stands for the same as the name of another trainer."""
+    from zae.compose.foreign_names import synonyms
+
     known = set(options)
     here = foreign.removeprefix("here it is ")
     alike = [each for each in synonyms(name) if each in known]
@@ -281,6 +284,8 @@ def meant_class(cls: Any, kwargs: Mapping[str, Any]) -> str:
     It is empty where no add-on that owns one of the arguments brings the steps that the class lacks, and no argument is
     one of another trainer.
     """
+    from zae.compose.foreign_names import foreign_option
+
     unknown = [name for name in kwargs if name not in options_of(cls)]
     owners = _owners(cls)
     wanted = list(dict.fromkeys(owners[name] for name in unknown if name in owners))
