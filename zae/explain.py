@@ -1,6 +1,6 @@
 """`explain()`: the effective loop as pseudo-code, each line with the add-ons that have a hand in it.
 
-The text is written here, so that it reads in ten seconds; tests/preview/test_explain.py traces real runs, and fails
+The text is written here, so that it reads in ten seconds; tests/explain/test_explain.py traces real runs, and fails
 when a call is not where the text says, or is not there.
 """
 
