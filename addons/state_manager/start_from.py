@@ -42,7 +42,7 @@ class Start:
         self, start_from: Any, start_with: Any, cls: type, save_path: Path, resume: Any, allow_partial: Any
     ) -> None:
         self.parts = _check_parts(start_from, start_with, parts_of(cls))
-        self._checked: list[str] = []  # Add-ons that check whether their part of the model is there.
+        self._checked: list[str] = []  # Add-ons whose entry comes with the model (`checks_model`).
         if "model" in self.parts:
             self._checked = [each.__name__ for each in add_ons_of(cls) if each.checks_model]
         self.path = None if start_from is None else _check_path(save_path, start_from, resume, allow_partial)
