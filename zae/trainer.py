@@ -179,7 +179,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.log_bar = argument_checks.check_log_bar(log_bar)
         fast, keeps = argument_checks.check_flags(fast_data=fast_data, keep_train_outputs=keep_train_outputs)
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
-        # The parts; docs/explanation/loop.md says what each holds.
+        # The parts; docs/explanation/architecture.md says what each answers.
         self.optimization = Optimization(optimizer, scheduler, gradient_clip, scheduler_step_on_batch)
         self.history = History(
             monitor,

@@ -198,7 +198,7 @@ TABLE = [
         stateful=True, transient=("checkpoints", "checkpointer", "_resumption", "_crash"),
         comparable=lambda own: max(own["scores"]),  # The earlier ones are in the first one's folder.
     ),
-    # The task has its own steps here; those of the add-on are in tests/interop/.
+    # The task has its own steps here; those of the add-on are in tests/addons/huggingface/.
     Entry(HuggingFaceAddon, fixed(), fixed(num_train_epochs=1), stateful=True),
     Entry(
         LedgerAddon,

@@ -69,7 +69,7 @@ def test_a_step_says_when_it_begins_and_ends_and_frees_its_outputs() -> None:
     assert [each() for each in trainer.outputs] == [None] * 5
 
 
-def test_an_override_of_may_step_leaves_steps_out() -> None:
+def test_an_override_of_should_step_leaves_steps_out() -> None:
     class EveryOther(Task):
         def should_step(self, outputs: Any) -> bool:
             assert all(isinstance(output, StepOutput) for output in outputs)
