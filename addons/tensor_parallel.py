@@ -104,7 +104,7 @@ class TensorParallelAddon(DistributedAddon):
     inside = ("parallel.data",)
     process_attributes = {"_is_checked": False, "_leaves_logits": None}
     excludes = {
-        "replicates_weights": "DistributedDataParallel cannot average parts of parameters; use FSDPAddon with "
+        "replicates_weights": "whole gradients are averaged there, and here they are parts; use FSDPAddon with "
         "TensorParallelAddon and mesh={'shard': 2, 'tensor': 2}",
         "compiles_model": "compiled code trains divided layers to other weights; leave CompileAddon out",
     }

@@ -178,7 +178,8 @@ class Engine:
         """Leave in each ``.grad``, or in this rank's part of it, the mean over the shares of the data.
 
         It is called once in a step, after the last backward. Where the backward itself has averaged some gradients, the
-        others are averaged here. A rank without samples has None in each ``.grad``, and counts as zeros.
+        others are averaged here. A rank without samples has None in each ``.grad``, and counts as zeros. A gradient
+        that no rank has stays None.
 
         Parameters
         ----------

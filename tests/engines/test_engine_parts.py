@@ -17,13 +17,13 @@ from torch.distributed.fsdp import fully_shard
 
 from kit.ranks import on_ranks
 from zae import Trainer
-from zae.addons import MultiGPUAddon, StateManagerAddon
+from zae.addons import MultiGPUAddon, StateManagerAddon, TensorParallelAddon
 from zae.addons.ddp import DDPEngine
 from zae.addons.fsdp.addon import FSDPEngine
 from zae.addons.tensor_parallel import TensorParallelEngine
 from zae.distributed.mesh import Mesh
 from zae.distributed.ranks import NotJoined, RanksEngine
-from zae.errors import DistributedError
+from zae.errors import AddOnConflict, DistributedError
 from zae.parts import Engine, SingleProcess
 
 CPU = torch.device("cpu")
@@ -248,13 +248,25 @@ def trained(add_on: Any, folder: Path, n_epoch: int, **options: Any) -> Any:
     return trainer
 
 
+def names_of_the_page() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S):
+        exec(block, names)
+    return names
+
+
 @on_ranks(2)
 def test_the_engine_of_the_page_trains_as_ddp(world: int, tmp_path: Path) -> None:
     """21 samples in batches of 4 on 2 ranks: in the last step of an epoch one rank has no samples."""
-    names: dict[str, Any] = {}
-    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[0], names)
+    names = names_of_the_page()
+    names["check_the_mean_of_two_ranks"]()
     expected = trained(MultiGPUAddon, tmp_path / "ddp", 3).model_state()
     straight = trained(names["GatheringAddon"], tmp_path / "straight", 3)
     assert type(straight.engine) is names["GatheringEngine"]
     for name, value in straight.model_state().items():
         torch.testing.assert_close(value, expected[name])
+
+
+def test_the_engine_of_the_page_is_refused_beside_divided_weights() -> None:
+    with pytest.raises(AddOnConflict, match="TensorParallelAddon and GatheringAddon do not go together"):
+        Task.add_on(names_of_the_page()["GatheringAddon"], TensorParallelAddon)
