@@ -303,7 +303,7 @@ def test_numbers_of_numpy_are_numbers():
         decay=half, gradient_accumulation_steps=one,
     )  # fmt: skip
     assert trainer.run(one, loader(), loader(), valid_every=Every(steps=one), max_steps=one)["step"] == 1
-    assert [type(value) for value in (trainer.gradient_clip, trainer.fast_data)] == [float, bool]
+    assert [type(value) for value in (trainer.gradient_clip, trainer.loader_position.is_fast)] == [float, bool]
 
 
 def test_swapped_arguments():

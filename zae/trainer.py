@@ -810,7 +810,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @hook
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an evaluation, of a loader after ``wrap_loader``."""
-        return batches_of(loader, self.fast_data)
+        return batches_of(loader, self.loader_position.is_fast)
 
     @hook
     def steps_per_epoch(self, loader: Any) -> int | None:
@@ -1270,7 +1270,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
         "optimization", "scheduler_step_on_batch", "Step schedulers after each step."
     )
     monitor: str = _of_part("history", "monitor", "The metric that decides which epoch is the best.")
-    fast_data: bool = _of_part("loader_position", "is_fast", "Whether batches may be gathered from tensors in memory.")
     keep_train_outputs: bool = _of_part("log_train", "keeps", "Whether what steps return beside numbers is kept.")
     log_train: EpochLog = _of_part("history", "log_train", "What the steps of the open epoch returned.")
     log_test: EpochLog = _of_part("history", "log_test", "What the steps of the last evaluation returned.")
@@ -1301,7 +1300,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """Return the monitored metric of a row; None only for the default monitor, where no step returns a loss."""
         return self.history.score_of(metrics)
 
-    _option_places: ClassVar[Any] = {"monitor_mode": "history.direction"}  # Options that a part of the trainer holds.
+    # Options that a part of the trainer holds.
+    _option_places: ClassVar[Any] = {"fast_data": "loader_position.is_fast", "monitor_mode": "history.direction"}
 
     @classmethod
     @explained_call("Task.add_on(AMPAddon)(model, ..., precision='bf16'): options are those of the class that it makes")

@@ -74,12 +74,12 @@ GONE = {
 }
 
 
-def library(name: str = "transformers") -> Any:
-    """Import a package of the extra ``hf``, or say how to install it."""
-    for needed in (name, "accelerate"):
+def library() -> Any:
+    """Import Transformers, or say how to install it with what its arguments need."""
+    for needed in ("transformers", "accelerate"):
         if importlib.util.find_spec(needed) is None:
             raise ConfigError(f'{needed} is not installed: pip install "zae[hf]"')
-    return importlib.import_module(name)
+    return importlib.import_module("transformers")
 
 
 def read_arguments(args: Any, stacklevel: int = 2) -> tuple[Any, dict[str, Any]]:

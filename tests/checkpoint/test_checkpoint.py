@@ -21,10 +21,11 @@ import torch
 from test_tensor_files import Tied, wrapped
 from torch import Tensor, nn
 
+from kit.checkpoints import save_checkpoint
 from kit.faults import RefusingDisk, installed
 from zae.checkpoint import filesystem
 from zae.checkpoint.filesystem import FileSystem, checkpoint_name, make_directory, remove_checkpoint, staging_name
-from zae.checkpoint.folder import list_checkpoints, load_checkpoint, newest_valid, save_checkpoint, sweep
+from zae.checkpoint.folder import list_checkpoints, load_checkpoint, newest_valid, sweep
 from zae.checkpoint.manifest import verify
 from zae.checkpoint.tensor_files import parse_format
 from zae.checkpoint.weights import load_weights, save_weights

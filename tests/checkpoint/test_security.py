@@ -18,11 +18,12 @@ from torch import nn
 
 import zae
 from kit import faults, hand
+from kit.checkpoints import save_checkpoint
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.addons.loggers.jsonl_logger import JSONLLoggerAddon
 from zae.addons.loggers.neptune_logger import NeptuneLoggerAddon
 from zae.addons.loggers.wandb_logger import WandBLoggerAddon
-from zae.checkpoint.folder import load_checkpoint, save_checkpoint
+from zae.checkpoint.folder import load_checkpoint
 from zae.checkpoint.weights import load_weights
 from zae.cli import main
 from zae.errors import CheckpointDamaged, CheckpointMismatch, OptionError

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kit import faults, hand
+from kit.checkpoints import save_checkpoint
 from zae.addons import EMAAddon, StateManagerAddon
-from zae.checkpoint.folder import list_checkpoints, newest_valid, save_checkpoint
+from zae.checkpoint.folder import list_checkpoints, newest_valid
 from zae.checkpoint.locks import FolderLock
 from zae.cli import main
 from zae.doctor.checkpoints import examine

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from kit.checkpoints import save_checkpoint
 from kit.engines import ENGINES, build, data, distance, net, weights
 from kit.faults import Child, Disk, KillingDisk, RefusingDisk, installed
 from kit.ranks import each_rank
@@ -34,7 +35,7 @@ from zae.addons.state_manager import resume
 from zae.addons.state_manager.checkpointer import FolderCheckpointer
 from zae.addons.state_manager.saver import Job
 from zae.checkpoint.filesystem import SHARDS
-from zae.checkpoint.folder import Group, Share, load_checkpoint, newest_valid, plan_share, save_checkpoint
+from zae.checkpoint.folder import Group, Share, load_checkpoint, newest_valid, plan_share
 from zae.checkpoint.manifest import parse, read_manifest, seal, verify
 from zae.checkpoint.weights import load_weights
 from zae.common.walk import tensors_in

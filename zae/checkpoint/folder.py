@@ -73,7 +73,6 @@ from zae.checkpoint.shards import OF_MODEL, OF_STATE, divide, read_parts
 from zae.checkpoint.tensor_bytes import byte_count, separate
 from zae.checkpoint.tensor_files import (
     load_safetensors,
-    parse_format,
     read_model,
     write_ckpt,
     write_safetensors,
@@ -280,25 +279,6 @@ def _read_back(directory: Path, written: Mapping[str, FileEntry]) -> None:
     for name, entry in written.items():
         with open_input(directory / name, size=entry["size"]) as source:
             source.finish(entry["sha256"])
-
-
-def save_checkpoint(
-    directory: str | os.PathLike[str],
-    model_state: Mapping[str, Tensor],
-    state: Mapping[Any, Any],
-    *,
-    model_format: str = "safetensors",
-    manifest_info: Mapping[str, Any],
-) -> Path:
-    """Write a checkpoint from one process; when this returns, the disk has all of it.
-
-    An existing checkpoint with this name stays complete until the new one is, which then replaces it. What killed
-    processes have left beside it is removed.
-    """
-    directory, kind = Path(os.path.abspath(directory)), parse_format(model_format)
-    write_share(directory, plan_share(directory, model_state, state, manifest_info, model_format=kind))
-    sweep(directory.parent)
-    return directory
 
 
 def sweep(parent: str | os.PathLike[str]) -> list[Path]:

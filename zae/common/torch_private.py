@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -53,7 +52,6 @@ __all__ = [
 ]
 
 _calls = itertools.count()
-_OPTIMIZERS: Any = sys.modules[Optimizer.__module__]
 
 
 def find(module: str, name: str) -> Any:

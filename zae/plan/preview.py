@@ -73,7 +73,7 @@ class Preview:
         self.note_facts()
         if not found.disk:
             found.bytes_per_checkpoint = 0
-        reason = why_not(run.loader) if trainer.fast_data else "fast_data=False"
+        reason = why_not(run.loader) if trainer.loader_position.is_fast else "fast_data=False"
         if reason is not None and hasattr(run.loader, "dataset"):
             found.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
         return found

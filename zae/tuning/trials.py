@@ -86,7 +86,7 @@ def trial(trainer: Any, what: str, *more: Any) -> Any:
     twin.log_bar = False
     twin.optimization.index_by_name()
     twin.nonfinite.policy = "skip"
-    twin.progress_checker, twin.loader_position = ProgressChecker(), LoaderPosition(trainer.fast_data)
+    twin.progress_checker, twin.loader_position = ProgressChecker(), LoaderPosition(trainer.loader_position.is_fast)
     return twin
 
 

@@ -184,7 +184,7 @@ def test_failed_upload_warns_once_and_is_tried_again(
 
 
 def test_checkpoint_is_uploaded_when_it_is_whole(hub: Hub, tmp_path: Path) -> None:
-    from zae.checkpoint.folder import save_checkpoint
+    from kit.checkpoints import save_checkpoint
 
     (tmp_path / "config.json").write_text("1")
     uploader = Uploader("me/net", "checkpoint", TOKEN, api=HfApi(endpoint=hub.url))
