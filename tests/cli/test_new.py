@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -12,7 +13,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+from kit import hand
+from kit.rank_tasks import forks
+from kit.table import Task
+from zae.addons import MultiGPUAddon
 from zae.cli import main
 
 
@@ -86,3 +92,18 @@ def test_it_passes_its_own_checks(kind: str, name: str, capsys: pytest.CaptureFi
         done = subprocess.run([sys.executable, *words], cwd="made", capture_output=True, text=True, timeout=600,
                               env=environment)  # fmt: skip
         assert done.returncode == 0, (command, done.stdout, done.stderr)
+
+
+def test_two_ranks_train_with_the_new_add_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers that it adds to the gradients are the same on both, as the weights are compared after an epoch."""
+    assert new(capsys, "addon", "even-noise", "--folder", "made")[0] == 0
+    monkeypatch.syspath_prepend("made")
+    add_on = importlib.import_module("zae_even_noise").EvenNoiseAddon
+    model = hand.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    task = Task.add_on(MultiGPUAddon, add_on)
+    trainer = task(model, ["cpu"] * 2, optimizer=optimizer, seed=3, gradient_noise=0.1, log_bar=False)
+    with forks():
+        assert trainer.run(2, hand.loader())["epoch"] == 2

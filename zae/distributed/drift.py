@@ -116,8 +116,9 @@ def _describe(differing: Sequence[str], count: int, ranks: Sequence[Mapping[str,
     return (
         f"the weights of the ranks have drifted apart: {name}{more} is one thing on {', another on '.join(held)}. "
         f"{begun}. Something changes gradients or weights on one rank in another way than on the others, after they "
-        "were averaged: an add-on or a hook that draws from a random stream of its rank, or depends on its batch. To "
-        "find the step and the stage, train again with LedgerAddon, ledger_path='run/ledger-{rank}.jsonl' and "
+        "were averaged: an add-on or a hook that depends on its batch, or draws from a random stream of its "
+        "rank, where self.generator(name, per_rank=False) draws the same on all. To find the step and the stage, train "
+        "again with LedgerAddon, ledger_path='run/ledger-{rank}.jsonl' and "
         f"ledger_every=1, then: python -m zae diff {' '.join(paths)}"
     )
 
