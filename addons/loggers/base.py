@@ -38,9 +38,10 @@ class RunInfo:
     continued : bool
         Whether records of this run were written before.
     resumed_at : int or None
-        The step of the state that was loaded: records of later steps will be written again.
+        The step of the state that was loaded, None where none was: records of later steps will be written again.
     records : int or None
-        How many records had been logged when that state was saved.
+        How many records had been logged when that state was saved: those after them will be written again. Of a logger
+        that was added later, these are more than its file has, and ``resumed_at`` says what to keep.
     timeout : float
         Seconds that opening and closing may take.
     config : mapping
