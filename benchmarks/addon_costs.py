@@ -61,7 +61,7 @@ def options_of(name: str) -> dict[str, Any]:
     """Return the options that the page of an add-on shows."""
     if name == "CallbackAddon":
         return {"callbacks": [Nothing]}
-    return dict(eval(f"dict({OPTIONS[name]})"))
+    return dict(eval(f"dict({OPTIONS.get(name, '')})"))
 
 
 def build(workload: str, cls: Any, options: dict[str, Any]) -> Callable[[], None]:

@@ -27,14 +27,12 @@ _CLIENT = "print(trainer.plan(20, train, test))  # trainer.run(20, train, test) 
 OPTIONS = {
     "AMPAddon": 'precision="auto"',
     "ActivationOffloadAddon": "offload_modules=torch.nn.Linear",
-    "AnomalyAddon": "",
     "EMAAddon": "decay=0.98",
     "EarlyStoppingAddon": "patience=3",
     "GradientAccumulationAddon": "gradient_accumulation_steps=4",
     "GradientCheckpointingAddon": "checkpoint_modules=torch.nn.Linear",
     "JSONLLoggerAddon": 'jsonl_path="runs/log.jsonl"',
     "LedgerAddon": 'ledger_path="runs/ledger.jsonl"',
-    "PrefetchAddon": "",
     "ProfilerAddon": 'profile_dir="runs/profile"',
     "ReportAddon": 'report_path="runs/report.html"',
     "SilentFaultGuardAddon": "fault_check_every=3",
@@ -42,9 +40,8 @@ OPTIONS = {
     "AutoBatchAddon": "micro_batch_size=None",
     "StateManagerAddon": 'save_path="runs/saved", resume="auto"',
     "TensorBoardLoggerAddon": 'log_dir="runs/board"',
-    "ThroughputAddon": "",
 }
-"""The options with which an add-on is shown in one run of one epoch."""
+"""The options with which an add-on is shown in one run of one epoch; without an entry it is shown without options."""
 
 USES = {
     "AccelerateAddon": """
@@ -173,7 +170,7 @@ def use(name: str) -> str:
     """Return the block that shows an add-on; it continues the README's first one."""
     text = USES.get(name)
     if text is None:
-        options = OPTIONS[name] and f", {OPTIONS[name]}"
+        options = f", {OPTIONS[name]}" if name in OPTIONS else ""
         text = (
             f"\nTask = Digits.add_on({name})\ntrainer = Task(model, {{adam}}{options})\ntrainer.run(1, train, test)\n"
         )
@@ -262,6 +259,11 @@ def cost(name: str) -> str:
     if name in NOT_MEASURED:
         return NOT_MEASURED[name]
     found = json.loads(COSTS.read_text(encoding="utf-8"))
+    if name not in found["add_ons"]:
+        raise SystemExit(
+            f"the cost of {name} is not measured: run python benchmarks/addon_costs.py {name}, or write into "
+            "NOT_MEASURED of docs/_generators/addons.py why it is not"
+        )
     rows = "\n".join(
         f"| {words} | {found['steps_us'][key] / 1000:.2g} ms | {middle:.2f} | {low:.2f} to {high:.2f} |"
         for key, words in (("free", "a tiny network, over a list of batches"), ("cnn", "a small convolutional network"))
@@ -287,6 +289,14 @@ def page(name: str, cls: Any) -> str:
     """Return the text of one page."""
     plain = options_of(Trainer)
     own = [option for option in options_of(Trainer.add_on(cls)) if option not in plain]
+    required = [
+        option for option in own if inspect.signature(cls).parameters[option].default is inspect.Parameter.empty
+    ]
+    if required and name not in {*OPTIONS, *USES}:
+        raise SystemExit(
+            f"{name} needs {', '.join(required)}: write a value into OPTIONS of docs/_generators/addons.py, or an "
+            "example into USES"
+        )
     extra = options.extra_of(name)
     parts = [
         f"# {name}\n\n{options.markdown(options.parse(cls)[0])}\n\n## Use\n",
