@@ -15,11 +15,21 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+import zae.addons
 from kit import hand
 from kit.rank_tasks import forks
 from zae import AddOnBase, Trainer
-from zae.addons import EMAAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
-from zae.errors import DistributedError
+from zae.addon import LAYERS
+from zae.addons import (
+    EMAAddon,
+    FSDPAddon,
+    GradientAccumulationAddon,
+    MultiGPUAddon,
+    PipelineAddon,
+    StateManagerAddon,
+    TensorParallelAddon,
+)
+from zae.errors import AddOnConflict, DistributedError
 from zae.testing import check_addon
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "extending"
@@ -269,3 +279,56 @@ def test_look_ahead_and_distillation_are_the_loops_by_hand() -> None:
     assert both.progress_checker.step == step == 5
     assert hand.digest(both.model) == hand.digest(model)
     assert hand.digest(*both.slow.values()) == hand.digest(*slow)
+
+
+def test_an_average_is_of_the_weights_that_look_ahead_leaves() -> None:
+    trainer = build(examples.LookAheadAddon, EMAAddon, look_every=1, look_alpha=0.5, decay=0.0)
+    trainer.run(1, loader())
+    weights = dict(trainer.model.named_parameters())
+    assert hand.digest(*(trainer.average[name] for name in weights)) == hand.digest(*weights.values())
+
+
+@pytest.mark.parametrize("engine", [FSDPAddon, PipelineAddon, TensorParallelAddon])
+def test_look_ahead_is_refused_where_an_engine_divides_the_weights(engine: Any) -> None:
+    with pytest.raises(AddOnConflict, match="the slow weights are whole; leave LookAheadAddon out"):
+        OutputTask.add_on(examples.LookAheadAddon, engine)
+
+
+def test_what_an_add_on_reads_is_as_the_table_says() -> None:
+    """The counter in a step and after it, the model without its wrapper, and the mode in a validation."""
+    seen: list[Any] = []
+
+    class ReadAddon(AddOnBase):
+        """Note what is there."""
+
+        def optimizer_step(self) -> bool:
+            seen.append(self.progress_checker.step)
+            return super().optimizer_step()
+
+        def on_step_end(self, outputs: Any) -> None:
+            super().on_step_end(outputs)
+            seen.append((self.progress_checker.step, self.mode))
+
+        def metric_on_epoch_end(self) -> Any:
+            seen.append(self.mode)
+            return super().metric_on_epoch_end()
+
+    trainer = build(ReadAddon)
+    trainer.run(1, loader(8), loader(8))
+    assert seen == [0, (1, "train"), 1, (2, "train"), "train", "test"]
+    assert isinstance(trainer.parameters, list)
+    assert trainer.unwrap() is trainer.model
+    text = (DOCS / "addons.md").read_text(encoding="utf-8")
+    table = text[text.index("| attribute | what it is |") :].partition("\n\n")[0]
+    names = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)", row.split("|")[1])]
+    assert len(names) == 8
+    assert [name for name in names if not hasattr(trainer, name)] == []
+
+
+def test_each_layer_of_the_table_is_that_of_its_add_ons() -> None:
+    text = (DOCS / "addons.md").read_text(encoding="utf-8")
+    table = text[text.index("| layer | for what |") :].partition("\n\n")[0]
+    rows = [[re.findall(r"`(\w+)`", cell) for cell in row.split("|")] for row in table.splitlines()[2:]]
+    assert [layer for row in rows for layer in row[1]] == list(LAYERS)
+    for row in rows:
+        assert {getattr(zae.addons, name).layer for name in row[3]} == {*row[1]}

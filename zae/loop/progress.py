@@ -175,8 +175,9 @@ class ProgressChecker:
     epoch : int
         Epochs finished.
     step : int
-        Optimizer steps begun since the first run: one for each accumulation window, whatever the number of
-        optimizers. A step that fp16 scaling skipped is counted here, and in ``skipped_steps`` as well.
+        Optimizer steps since the first run, one for each accumulation window, whatever the number of optimizers. It
+        counts a step when that has ended: in ``optimizer_step`` those before it, in ``on_step_end`` this one as well.
+        A step that fp16 scaling skipped is counted here, and in ``skipped_steps`` as well.
     batch : int
         Loader batches used since the first run.
     epoch_step, epoch_batch : int
