@@ -91,7 +91,7 @@ def test_archives_hold_what_is_needed_and_nothing_of_the_development(built):
     assert {name for name in wheel if not name.startswith("zae/")} >= {f"{info}/licenses/LICENSE", f"{info}/METADATA"}
     assert [name for name in wheel if not name.startswith(("zae/", f"{info}/"))] == []
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zae").rglob("*") if path.is_file()}
-    data = {name for name in files if not name.endswith((".py", ".pyc"))}
+    data = {name for name in files if not name.endswith((".py", ".pyc", ".md"))}
     data |= {"zae/addons/py.typed", "zae/addons/__init__.pyi"}
     assert {name for name in wheel if name.startswith("zae/") and not name.endswith(".py")} == data
     assert not any(name.startswith(("tests", "docs", "benchmarks", "examples", ".")) for name in source)

@@ -586,13 +586,18 @@ class Trainer(Processes, metaclass=TrainerMeta):
             out = self.train_step(batch)
         try:
             output = read_output(out, batch, self.sample_weight, type(self), self.mode, self.count_targets)
-            values, _ = output
+            values, weight = output
             self.backward(self.scale_loss(values["loss"], values.get("num_targets"), count))
         except Exception as error:
             explain_failure(error, out, batch, type(self), self.optimizers)
             raise
-        # Of a window all are read after its last batch, and a step may return the same dict, or fill the same memory.
-        return output if count == 1 else copy_output(output, with_outputs=self.log_train.keeps)
+        if count == 1:
+            return output
+        # Of a window all are read after its last batch. A step may return the same dict for each of them, and on an
+        # accelerator a CUDA graph fills the same memory.
+        if self.device.type == "cpu":
+            return dict(values), weight
+        return copy_output(output, with_outputs=self.log_train.keeps)
 
     @hook
     def forward_context(self) -> AbstractContextManager[None]:

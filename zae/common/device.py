@@ -65,7 +65,9 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
     # A fast path for a few tensors that are on the device already: every batch comes here.
     kind = type(batch)
     items: Iterable[Any]
-    if kind is tuple or kind is list:
+    if kind is Tensor:
+        items = (batch,)
+    elif kind is tuple or kind is list:
         items = batch
     elif kind is dict:
         items = batch.values()

@@ -95,7 +95,7 @@ def check_super(kit: Kit) -> Iterator[str]:
     broken: Exception | None = None
     with watch.Calls({**outer, **codes}) as calls:
         try:
-            kit.run(kit.make())
+            kit.run(kit.make()).describe()  # No run calls describe(): plan() and loggers do.
         except Exception as error:  # Often because super() was not called, which is reported below.
             broken = error
     if broken is None and not any(calls.count[name] for name in names):
