@@ -20,8 +20,8 @@ class Fact:
         What is told; in a plan, the beginning of a note.
     value : object
         A number or text, or a list or dict of them; True where the name says all, and None where there is nothing to
-        tell. A function is given the `RunPreview` of a call of ``plan``, and returns the value: for what depends on the
-        run, its ranks for instance, and for what takes long to find.
+        tell. A function is given the ``RunPreview`` of a call of ``plan``, and returns the value: for what depends on
+        the run, its ranks for instance, and for what takes long to find.
     unit : str
         Of a number, for instance "bytes".
     where : str
