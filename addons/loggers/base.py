@@ -88,7 +88,7 @@ class Sink:
     logged_at : float
         When the record that is being written was logged, in seconds since 1970; `write` itself may be called later.
     client : object
-        What the library of the destination has returned for this run, while it is open: see `LoggerAddon.clients`.
+        What the library of the destination has returned for this run, while it is open: see ``LoggerAddon.clients``.
 
     Examples
     --------
