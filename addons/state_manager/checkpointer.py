@@ -71,6 +71,8 @@ class Checkpointer:
 
     Examples
     --------
+    In short; docs/howto/own_checkpoint_storage.md has it with damaged files, and flushed to the disk.
+
     >>> import pathlib, shutil, tempfile, torch
     >>> from zae import Trainer
     >>> from zae.addons import StateManagerAddon
@@ -118,7 +120,7 @@ class Checkpointer:
         collection of str
             Their names. Other names in it are left out.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method names(self); write one that lists checkpoints")
+        raise ConfigError(f"{type(self).__name__} has no method names(self); write one that lists checkpoints")
 
     def put(self, name: str, folder: Path) -> None:
         """Store a checkpoint, whole or absent; one of the same name is replaced.
@@ -130,7 +132,7 @@ class Checkpointer:
         folder : Path
             A local folder with its files, which is removed afterwards. The manifest is ``manifest.json``.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method put(self, name, folder); write one that stores")
+        raise ConfigError(f"{type(self).__name__} has no method put(self, name, folder); write one that stores")
 
     def get(self, name: str, folder: Path, files: Collection[str] | None = None) -> None:
         """Bring the files of a checkpoint back.
@@ -151,7 +153,7 @@ class Checkpointer:
         CheckpointDamaged
             What is stored is not what `put` has stored. A resume then takes the checkpoint before.
         """
-        raise NotImplementedError(
+        raise ConfigError(
             f"{type(self).__name__} has no method get(self, name, folder, files=None); write one that brings back"
         )
 
@@ -168,7 +170,7 @@ class Checkpointer:
         FileNotFoundError
             It is gone already, which is not an error for the run.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method delete(self, name); write one that removes")
+        raise ConfigError(f"{type(self).__name__} has no method delete(self, name); write one that removes")
 
     def begin(self) -> None:
         """Remove what killed processes have left, as a run begins; rank 0 calls it. By default, nothing."""
@@ -428,7 +430,7 @@ class Checkpointer:
         stream = random.getstate()
         try:
             yield
-        except (CheckpointError, NotImplementedError):
+        except (CheckpointError, ConfigError):
             raise
         except Exception as error:  # The clients of object storage have their own errors.
             raised = CheckpointError(f"{self.place}: {what}: {type(error).__name__}: {error}")

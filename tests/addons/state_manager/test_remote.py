@@ -329,6 +329,24 @@ def test_the_storage_of_the_page_is_killed_at_its_lines(tmp_path: Path, zipped: 
     assert set(found) == {3, 4}
 
 
+def test_the_storage_of_the_page_notices_flipped_bits_of_the_archive(tmp_path: Path, zipped: Any) -> None:
+    """Bits of a file, of the directory of the archive, and its end: a resume takes the checkpoint before."""
+    train(zipped, whole := tmp_path / "whole", STEPS, keep_last=2)
+    newest = max(whole.glob("*.zip"))
+    data = newest.read_bytes()
+    directory = data.index(b"PK\x01\x02")
+    bits = [100 * 8, directory * 8, 8 * (directory + 6) + 7, 8 * (directory + 8) + 5, 8 * (directory + 10)]
+    bits += [8 * (directory + 24), 8 * (len(data) - 7) + 7]
+    for bit in bits:
+        folder = Path(shutil.copytree(whole, tmp_path / f"bit-{bit}"))
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (folder / newest.name).write_bytes(flipped)
+        resumed = trainer(zipped, folder)
+        resumed.setup()
+        assert resumed.progress_checker.step == STEPS - 1, bit
+
+
 class Listed(Checkpointer):
     """Copies of folders, listed with a function that fails for a missing folder."""
 
@@ -364,6 +382,13 @@ def test_an_error_of_a_storage_names_its_place(tmp_path: Path, caplog: pytest.Lo
     assert warned.progress_checker.step == 3
     assert "not saved at step 3" in caplog.text
     assert names(made) == ["step-00000002"]
+
+    class Unread(Listed):
+        def get(self, name: str, folder: Path, files: Any = None) -> None:
+            raise NotImplementedError("a compression of another client")
+
+    with pytest.raises(CheckpointError, match=r"new: step-00000002 was not loaded: NotImplementedError: a compression"):
+        trainer(Unread, tmp_path / "new").setup()
     with pytest.raises(CheckpointNotFound, match=r"there is no checkpoint step-00000009 in .*new"):
         made.load_state(tmp_path / "new" / "step-00000009")
 
@@ -372,5 +397,5 @@ def test_a_class_without_a_method_is_told_which_one(tmp_path: Path) -> None:
     class Unfinished(Listed):
         put = Checkpointer.put
 
-    with pytest.raises(NotImplementedError, match=r"Unfinished has no method put\(self, name, folder\); write one"):
+    with pytest.raises(ConfigError, match=r"Unfinished has no method put\(self, name, folder\); write one"):
         train(Unfinished, tmp_path, 1)
