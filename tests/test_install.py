@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import zae
+from zae import addons
+from zae.cli import COMMANDS
 
 PAPERS = ("CHANGELOG.md", "CITATION.cff", "SECURITY.md")
 ROOT = Path(zae.__file__).resolve().parent.parent
@@ -142,3 +145,41 @@ def test_an_editable_install_is_found_by_every_script(built, tmp_path):
         assert bool(hooks) is not is_linked
         # `import addons` would make each class a second time.
         assert stray.startswith(("this is the package zae.addons, not addons", "No module named 'addons'"))
+
+
+NAMES = """
+import zae, zae.addons, zae.cli
+from zae import Trainer
+from zae.addons import EMAAddon
+from zae.report.page import render
+from zae.report.records import Records, Run
+assert render([Run("first", Records.of([{"step": 1, "train/loss": 0.5}]))]).startswith("<!DOCTYPE html>")
+print(len(zae.__all__), len(zae.addons.__all__), len(zae.cli.COMMANDS))
+"""
+
+
+def test_a_wheel_works_from_within_its_archive(built, tmp_path):
+    """As in a zipapp: the names that the stubs list, the commands and the page are read through the loader."""
+    wheel = built[1]["wheel"]
+    done = imported(NAMES, wheel, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(len(each)) for each in (zae.__all__, addons.__all__, COMMANDS)]
+
+
+def test_a_package_without_its_stubs_can_be_imported(built, tmp_path):
+    """Tools that freeze scripts take only modules along: then these are there, under their own names."""
+    zipfile.ZipFile(built[1]["wheel"]).extractall(tmp_path / "site")
+    for stub in tmp_path.glob("site/**/*.pyi"):
+        stub.unlink()
+    script = "import zae, zae.addons; from zae.trainer import Trainer; from zae.addons.ema import EMAAddon"
+    done = imported(script, tmp_path / "site", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def imported(script, place, folder):
+    """Run a script that finds zae in a place, and everything else where it is here."""
+    path = [str(place), *(each for each in sys.path if not Path(each).joinpath("zae/__init__.py").is_file())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    script = f"import sys; sys.path[:] = {path!r}\n{script}"
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)

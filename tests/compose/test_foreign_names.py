@@ -15,6 +15,7 @@ import zae.addons.fairseq2
 from kit.mistakes import ADD_ONS, Task, trainer_of
 from zae.compose import foreign_hooks, foreign_names
 from zae.compose.options import own_options
+from zae.parts import Engine, Precision, StepWindow
 
 FAIRSEQ2 = """unit data_reader optimizer checkpoint_manager root_gang dp_gang tp_gang dtype lr_scheduler max_num_steps
     max_num_data_epochs valid_units valid_data_readers validate_every_n_steps checkpoint_every_n_steps
@@ -225,6 +226,26 @@ def test_every_answer_is_given_and_leads_to_names_that_exist():
         with pytest.raises(zae.MissingError) as caught:
             getattr(trainer, name)
         assert str(caught.value) == f"Task has no attribute {name!r}; here it is {here}"
+
+
+PARTS = {"engine": Engine, "precision_part": Precision, "step_window": StepWindow}
+
+
+def test_a_name_of_a_part_is_led_to_the_part():
+    trainer = trainer_of()
+    for part, kind in PARTS.items():
+        for name in dir(kind):
+            if name.startswith("_") or name in dir(trainer) or name == "step":
+                continue
+            with pytest.raises(zae.MissingError, match=rf"has no attribute '{name}'; here it is \w+\.{name}$"):
+                getattr(trainer, name)
+            assert hasattr(getattr(trainer, part), name)
+
+
+@pytest.mark.parametrize("name", ["gradient_norm", "average_gradients", "sync_buffers", "may_step", "plan_lines"])
+def test_an_override_of_what_the_loop_no_longer_calls_is_told(name):
+    with pytest.warns(UserWarning, match=rf"Own\.{name} is not called by the loop \(here it is "):
+        type(Task)("Own", (Task,), {name: lambda self, *args: None})
 
 
 # ------------------------------------------------------------------------------------- the options of the class itself

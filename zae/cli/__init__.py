@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import zae
@@ -38,7 +37,7 @@ _COMMANDS = {
     "addons": "list the installed add-ons, or describe one",
     "new": "write a project, or the distribution of an add-on, to begin with",
 }
-COMMANDS = {name: line for name, line in _COMMANDS.items() if Path(__file__).with_name(f"{name}.py").is_file()}
+COMMANDS = {name: line for name, line in _COMMANDS.items() if importlib.util.find_spec(f"zae.cli.{name}") is not None}
 """Each command that is there, with its line in the help."""
 
 _SCRIPT = ("plan", "explain", "certify", "replay", "launch")  # What takes arguments for a script.

@@ -17,20 +17,31 @@ def names_in_stub(package: str, init_file: str) -> dict[str, str]:
     """Map each name that the stub ``__init__.pyi`` of a package imports to the module that it is in.
 
     A type checker reads the same stub, so that the names are listed once. A name is left out where its module is not
-    there: who deletes a feature need not find the lists that it is in.
+    there: who deletes a feature need not find the lists that it is in. Where the stub itself is not there, the package
+    has no such names, and `import zae` and its modules still work.
     """
     folder = os.path.dirname(init_file)
     found = {}
-    with open(os.path.join(folder, "__init__.pyi"), encoding="utf-8") as stub:
-        for line in stub:
-            match line.split():
-                case ["from", module, "import", name, "as", _] if _is_there(module, package, folder):
-                    found[name] = module
+    for line in _read(os.path.join(folder, "__init__.pyi")).splitlines():
+        match line.split():
+            case ["from", module, "import", name, "as", _] if _is_there(module, package, folder):
+                found[name] = module
     return found
+
+
+def _read(path: str) -> str:
+    """Return the text of a file of an installed package, in an archive too; empty where it is not there."""
+    try:
+        text: bytes = __loader__.get_data(path)  # type: ignore[name-defined]
+    except (AttributeError, OSError):
+        return ""
+    return text.decode("utf-8")
 
 
 def _is_there(module: str, package: str, folder: str) -> bool:
     """Return whether a module of a package has a file or a folder, without importing anything."""
+    if not os.path.isfile(os.path.join(folder, "__init__.py")):
+        return True  # The package is in an archive, or frozen, where nobody deletes a feature.
     below = module.removeprefix(package).split(".")[1:]
     path = os.path.join(folder, *below)
     return os.path.isdir(path) or os.path.isfile(f"{path}.py")

@@ -54,6 +54,12 @@ HOOKS = by_remedy(
         "metric_on_epoch_end()": "on_validation_epoch_end validation_epoch_end training_epoch_end test_epoch_end",
         "metric_on_epoch_end(), or the option of HuggingFaceAddon": "compute_metrics",
         "add-ons: Task.add_on(...)": "configure_callbacks",
+        # Parts of a trainer, and what tells of them.
+        "a method of the engine, which an add-on puts in: self.engine = MyEngine(self.engine)": "gradient_norm "
+        "average_gradients sync_buffers optimizer_state load_optimizer_state",
+        "should_step(outputs)": "may_step",
+        "steps_per_epoch(loader)": "steps_in",
+        "describe()": "plan_lines plan_ranks plan_memory",
         # Data.
         "the loader of run(n_epoch, loader)": "train_dataloader get_train_dataloader _get_train_sampler",
         "the valid_loader of run(n_epoch, loader, valid_loader)": "val_dataloader valid_dataloader get_eval_dataloader",

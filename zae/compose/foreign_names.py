@@ -244,6 +244,17 @@ ATTRIBUTES = by_remedy(
         "the loader, whose share of each rank is taken for you": "split_between_processes even_batches "
         "dispatch_batches",
         "the loader, whose position is kept and restored": "skip_first_batches",
+        # Parts that were methods of a trainer.
+        "engine.dp_rank": "data_rank",
+        "engine.dp_world_size": "data_size",
+        "engine.full_tensor(tensor)": "whole",
+        "engine.full_tensors(value)": "whole_values",
+        "engine.redistribute_like(full, reference)": "like",
+        "engine.rendezvous(call)": "meet",
+        "engine.gather_dp(value)": "gather_data",
+        "engine.gather_in_background(value)": "gather_beside",
+        "engine.needs_lockstep_forward": "pads",
+        "engine.reduces_after_backward": "averages_late",
         # Add-ons.
         "a logger add-on, for instance JSONLLoggerAddon": "loggers init_trackers end_training",
         "hyperparameters (a logger add-on)": "hparams save_hyperparameters",
@@ -288,12 +299,18 @@ def counterpart(name: str) -> str:
     return next((table[name] for table in (ATTRIBUTES, HOOKS, OPTIONS) if name in table), "")
 
 
+def _of_part(owner: Any, name: str) -> str:
+    """Return where a part of a trainer has a public name; empty where none has, and for a class, which has no parts."""
+    held = {part: type(vars(owner).get(part)) for part in ("engine", "precision_part", "step_window")}
+    return next((f"{part}.{name}" for part, kind in held.items() if name[0] != "_" and hasattr(kind, name)), "")
+
+
 def missing_attribute(owner: Any, name: str, is_class: bool = False) -> AttributeError:
     """Return the error for a name that nothing has; Python's own where nothing is known of it."""
     kind = owner if is_class else type(owner)
     if name in OWNERS:
         hint = f": it belongs to {OWNERS[name]}; add it with .add_on({OWNERS[name]})"
-    elif here := counterpart(name):
+    elif here := ATTRIBUTES.get(name) or _of_part(owner, name) or counterpart(name):
         hint = f"; here it is {here}"
     else:
         what = f"type object {kind.__name__!r}" if is_class else f"{kind.__name__!r} object"

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -22,7 +23,6 @@ from zae.report.sections import SECTIONS, overview, subtitle, text_of
 
 __all__ = ["render", "write"]
 
-_FOLDER = Path(__file__).parent
 _MOST = 100  # Metrics with a curve: a person does not look at a thousand.
 _TITLES = {"lr": "learning rate", "grad_norm": "gradient norm", THROUGHPUT: "throughput (steps/s)"}
 
@@ -123,7 +123,7 @@ def _embed(value: Any) -> str:
 
 
 def _asset(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")
+    return files("zae.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
