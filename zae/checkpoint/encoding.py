@@ -21,7 +21,7 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -41,6 +41,8 @@ PLAIN = frozenset({type(None), bool, int, float, str})
 """The types of plain values: they are immutable, and JSON has them."""
 
 _ALWAYS = frozenset({type(None), bool, str})  # Of these, JSON has every value.
+_LEAST = -(2**63)  # Beyond 64 bits, integers are not read the same by all readers of JSON.
+_MOST = 2**63 - 1
 
 DEPTH_LIMIT = 200
 """The deepest nesting of brackets in a text that is written or read."""
@@ -213,7 +215,11 @@ class _Encoder:
     def value(self, value: Any, path: _Path, depth: int) -> Any:
         """Return the JSON form of `value`, which stands at `path` and `depth` brackets deep."""
         kind = type(value)
-        if kind in _ALWAYS or ((kind is int or kind is float) and _is_in_json(value)):
+        if kind in _ALWAYS:
+            return value
+        if kind is int and _LEAST <= value <= _MOST:
+            return value
+        if kind is float and math.isfinite(value):
             return value
         if depth + _ROOM > DEPTH_LIMIT:
             raise CheckpointError(
@@ -221,9 +227,8 @@ class _Encoder:
                 "keep it flatter"
             )
         if kind is list:
-            # The states of random streams, in every checkpoint, are lists of 600 integers.
-            if set(map(type, value)) == {int} and _is_in_json(min(value)) and _is_in_json(max(value)):
-                return value
+            if _are_in_json(value):
+                return list(value)
             return [self.value(item, (path, index), depth + 1) for index, item in enumerate(value)]
         if kind in (dict, OrderedDict, Counter):
             return self._dict(value, path, depth)
@@ -242,7 +247,7 @@ class _Encoder:
     def _dict(self, value: dict[Any, Any], path: _Path, depth: int) -> Any:
         """Return an object if JSON can hold the keys and none looks like a tag, else pairs."""
         if type(value) is dict and {str}.issuperset(map(type, value)) and "$" not in map(_FIRST, value):
-            if PLAIN.issuperset(map(type, value.values())) and all(map(_is_in_json, value.values())):
+            if _are_in_json(value.values()):
                 return value  # A row of a history, which may have a hundred thousand.
             made = {}
             for key, item in value.items():
@@ -269,7 +274,7 @@ class _Encoder:
         if self._in_place and value.dtype in DTYPE_NAMES and not value.is_cpu and is_laid_out(value):
             host = value.detach().contiguous()
         else:
-            host = dense(value, _show(path))
+            host = dense(value, lambda: _show(path))
         if host.dtype not in DTYPE_NAMES:  # safetensors lacks it: the bytes of an element are one more dimension.
             dtype = str(host.dtype).removeprefix("torch.")
             host = host.unsqueeze(-1).view(torch.uint8)
@@ -289,10 +294,20 @@ class _Encoder:
         return name
 
 
-def _is_in_json(value: Any) -> bool:
-    """Return whether JSON has a plain value: it lacks NaN, and integers beyond 64 bits are not read the same by all."""
-    kind = type(value)
-    return math.isfinite(value) if kind is float else kind is not int or -(2**63) <= value < 2**63
+def _are_in_json(values: Collection[Any]) -> bool:
+    """Return whether JSON has all of these values as they are: plain, without NaN and integers beyond 64 bits."""
+    kinds = set(map(type, values))
+    if not kinds <= PLAIN:
+        return False
+    if kinds == {int}:  # The states of random streams, in every checkpoint, are lists of 600 integers.
+        return bool(min(values) >= _LEAST and max(values) <= _MOST)
+    for value in values if kinds - _ALWAYS else ():
+        kind = type(value)
+        if kind is int and not _LEAST <= value <= _MOST:
+            return False
+        if kind is float and not math.isfinite(value):
+            return False
+    return True
 
 
 def _check_key(key: Any, path: _Path) -> None:
@@ -378,9 +393,12 @@ class _Decoder:
                 return list(node)
             return [self.value(item, depth + 1) for item in node]
         _check_type(node, dict)
-        tag = next((key for key in node if key[:1] == "$"), None)
-        if tag is None:
-            return {key: self.value(item, depth + 1) for key, item in node.items()}
+        if "$" not in map(_FIRST, node):
+            made = {}
+            for key, item in node.items():
+                made[key] = item if type(item) in PLAIN else self.value(item, depth + 1)
+            return made
+        tag = next(key for key in node if key[:1] == "$")
         if len(node) > 1 or tag not in _KINDS.keys() | {"$tensor"}:
             raise _Malformed(f"contains the unknown tag {tag!r:.80}; a newer zae may have written it")
         return self._tensor(node[tag]) if tag == "$tensor" else _KINDS[tag].make(self.value(node[tag], depth + 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -71,10 +71,11 @@ def view_key(tensor: Tensor) -> tuple[object, ...] | None:
         return None
 
 
-def dense(tensor: Tensor, name: str) -> Tensor:
+def dense(tensor: Tensor, name: str | Callable[[], str]) -> Tensor:
     """Return a contiguous tensor on the CPU with the same values, sharing memory where possible.
 
-    Raise CheckpointError for one without its own bytes: sparse, quantized, on the meta device, or distributed.
+    Raise CheckpointError for one without its own bytes: sparse, quantized, on the meta device, or distributed. The
+    message begins with the name, or with what a function returns for it.
     """
     try:
         host = tensor.detach()
@@ -86,8 +87,9 @@ def dense(tensor: Tensor, name: str) -> Tensor:
     except (RuntimeError, NotImplementedError, ValueError):
         pass
     where = f"on {tensor.device} ({tensor.layout})"
+    place = name if isinstance(name, str) else name()
     raise CheckpointError(
-        f"{name} is a {type(tensor).__name__} {where}, which has no bytes to store; "
+        f"{place} is a {type(tensor).__name__} {where}, which has no bytes to store; "
         "store the dense tensor that it stands for"
     )
 
