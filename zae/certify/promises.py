@@ -144,11 +144,24 @@ def observers(found: Certificate) -> Iterator[Finding]:
 
 def resume(found: Certificate) -> Iterator[Finding]:
     """A run that is killed at random instants, and resumed, comes to the same end."""
+    began, killed, answer = _killed_run(found)
+    if not _is_resumed(began):  # It was faster than the first one, and ended before the kill.
+        began, killed, answer = _killed_run(found, waits=False)
+    yield _judge_resume(found, began, killed, answer)
+
+
+def _killed_run(found: Certificate, waits: bool = True) -> tuple[list[str], int, dict[str, Any]]:
+    """Kill and resume a run; return the steps that it was resumed from, the number of kills, and its end.
+
+    Where ``waits`` is false, a process is killed as soon as it has saved, or begun.
+    """
     shop, draw, count = found.shop, random.Random(found.seed), len(found.base["steps"])
     pause = min(_WAIT, max(0.0, _PACE - found.base["seconds"]) / max(count, 1))
     options = {"save_every": max(1, count // _SAVES)}
     job = shop.new(add=("StateManagerAddon",), options=options, steps=found.steps, pause=pause)
-    length, killed, checkpoints = found.base["seconds"] + pause * count, 0, Path(job.folder, "out")
+    length = found.base["seconds"] + pause * count
+    checkpoints = Path(job.folder, "out")
+    killed = 0
     process = None
     for number in range(found.kills):
         begun, saved = len(_lines(job.folder)), _saved(checkpoints)
@@ -157,7 +170,7 @@ def resume(found: Certificate) -> Iterator[Finding]:
             is_running = shop.wait_until(process, lambda begun=begun: len(_lines(job.folder)) > begun)  # type: ignore[misc]
             if is_running and number % 2 == 0:  # So that the next attempt resumes from a checkpoint of this one.
                 is_running = shop.wait_until(process, lambda saved=saved: bool(_saved(checkpoints) - saved))  # type: ignore[misc]
-            if is_running:
+            if is_running and waits:
                 left = length * (1 - int(_lines(job.folder)[-1]) / count)
                 process.join(min(draw.random() * left * 2 / (found.kills - number + 1), max(shop.left, 0)))
             is_killed = process.is_alive()
@@ -169,13 +182,18 @@ def resume(found: Certificate) -> Iterator[Finding]:
     else:
         process = shop.start(same_but(job, pause=0.0))
     answer = shop.answer(job, process)
-    yield _judge_resume(found, _lines(job.folder)[1:], killed, answer)
+    return _lines(job.folder)[1:], killed, answer
+
+
+def _is_resumed(began: list[str]) -> bool:
+    """Return whether a process has begun at a step of a checkpoint."""
+    return any(map(int, began))
 
 
 def _judge_resume(found: Certificate, began: list[str], killed: int, answer: dict[str, Any]) -> Finding:
     """Return what was found of a run that was killed so often, and resumed from these steps."""
     where = ", ".join(began) or "none"
-    if not any(map(int, began)):
+    if not _is_resumed(began):
         return Finding(
             NOT_TRIED, f"{killed} kill(s), and no resume from a checkpoint: the run ended before; give --steps"
         )
