@@ -42,7 +42,8 @@ class DataShardsAddon(AddOnPart):
     @property
     def _is_parallel(self) -> bool:
         """Whether this process has joined others."""
-        return self.world_size > 1 and not isinstance(self.engine, NotJoined)
+        # In this order: one that has not joined looks for a launcher each time that it is asked how many there are.
+        return not isinstance(self.engine, NotJoined) and self.world_size > 1
 
     def _from_main(self, value: Any) -> Any:
         values = [value if self.rank == 0 else None]
