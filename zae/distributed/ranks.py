@@ -115,7 +115,7 @@ class RanksEngine(SingleProcess):
             return gather_objects(value)
 
     def gather_dp(self, value: Any) -> list[Any]:
-        # RanksEngine with the same batches have the same value: the first of each share speaks for the others.
+        # Ranks with the same batches have the same value: the first of each share speaks for the others.
         values = self.gather(value)
         if self.dp_world_size == self.world_size:
             return values
