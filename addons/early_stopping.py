@@ -133,7 +133,7 @@ class EarlyStoppingAddon(AddOnBase):
         """Tell when the run may end earlier."""
         when = f"after {self.patience} consecutive validations without a better {self.monitor}"
         when += f", not before {self.min_epochs} epochs" if self.min_epochs else ""
-        return [*super().describe(), Fact("may end earlier", when, where="on_validation_end")]
+        return [*super().describe(), Fact("may end earlier", when, where="check_better")]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Reset the count where another metric is monitored than in the saved run."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zae.compose.introspect import add_ons_of, hooks_of, is_add_on, is_marked, owners_of
-from zae.compose.options import option_values, own_options
+from zae.compose.options import own_options
 from zae.loop.progress import Every
 
 __all__ = ["LOOP", "Line", "Text", "explain", "lines_of", "shown_option"]
@@ -152,7 +152,8 @@ def explain(target: Any) -> Text:
 def lines_of(cls: Any, instance: Any = None) -> list[Line]:
     """Return the lines to show for a class, or for a trainer, without what its options switch off."""
     hooks = hooks_of(cls).keys() | {"train_step", "test_step"}
-    windowed = bool(owners_of(cls, "micro_batches"))
+    has_windows = bool(owners_of(cls, "micro_batches"))
+    told = _told_of_hooks(instance)
     lines: list[Line] = []
     dropped: list[int] = []  # Depths of enclosing blocks that are not shown: their content moves to the left.
     closed: int | None = None  # The depth of a block that an add-on replaces.
@@ -162,28 +163,45 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
             continue
         closed = None
         dropped = [each for each in dropped if each < depth] if text else []
+        # A call in the arguments of another one is made first.
         calls = tuple(reversed([name for name in re.findall(r"(\w+)\(", text) if name in hooks]))
-        mine = [(name, owner) for name in calls for owner in owners_of(cls, name)]
-        if _is_off(text, calls, mine, instance) or (
-            optional and not mine and not (windowed and set(calls) & {*_WINDOW})
-        ):
-            dropped += [depth] if text.endswith(":") or not depth else []
+        overrides = [(name, owner) for name in calls for owner in owners_of(cls, name)]
+        acts = bool(overrides) or (has_windows and bool(set(calls) & {*_WINDOW}))
+        if (optional and not acts) or _is_off(text, calls, overrides, instance):
+            if text.endswith(":") or not depth:
+                dropped.append(depth)
             continue
-        if not windowed:
-            text = text.replace("for window in batches", "for batch in batches").replace("(window)", "(batch)")
-            text = text.replace("for out in outputs: ", "")
-            text = text.replace("backward(loss)", 'backward(out["loss"])') if not owners_of(cls, "scale_loss") else text
-        if text.startswith("when valid_every") and owners_of(cls, "should_validate"):
-            text = "when that is True:"
-        shown_comment = _switch(text, comment, instance)
-        notes = [f"{owner.__name__}{_describe_override(owner, name)}" for name, owner in mine]
-        if not mine or (instance is not None and "scheduler_step" in calls):
-            notes += shown_comment
-        replaced = [n for n, owner in mine if n in _BLOCKS and is_marked(owner.__dict__[n], "__replaces__")]
-        closed = depth if replaced else None
-        text = text.removesuffix(":") if replaced or (text.endswith("():") and "=" in text and not windowed) else text
+        if any(name in _BLOCKS and is_marked(owner.__dict__[name], "__replaces__") for name, owner in overrides):
+            closed = depth
+        notes = [f"{owner.__name__}{_describe_override(owner, name)}" for name, owner in overrides]
+        if not overrides or (instance is not None and "scheduler_step" in calls):
+            notes += _switch(text, comment, instance)
+        notes += [each for name in calls for each in told.get(name, [])]
+        text = _text_for(cls, text, has_windows, closed is not None)
         lines.append(Line(depth - len(dropped), text, calls, tuple(notes)))
     return _without_empty_blocks(lines)
+
+
+def _told_of_hooks(instance: Any) -> dict[str, list[str]]:
+    """Return what the add-ons of a trainer tell of hooks; what depends on a run is for its plan."""
+    told: dict[str, list[str]] = {}
+    for fact in instance.describe() if instance is not None else ():
+        if fact.value is not None and not callable(fact.value):
+            told.setdefault(fact.where, []).append(str(fact))
+    return told
+
+
+def _text_for(cls: Any, text: str, has_windows: bool, is_replaced: bool) -> str:
+    """Return the text of a line for this class: with batches instead of windows, and without a block that is gone."""
+    if not has_windows:
+        text = text.replace("for window in batches", "for batch in batches").replace("(window)", "(batch)")
+        text = text.replace("for out in outputs: ", "")
+        if not owners_of(cls, "scale_loss"):
+            text = text.replace("backward(loss)", 'backward(out["loss"])')
+    if text.startswith("when valid_every") and owners_of(cls, "should_validate"):
+        return "when that is True:"
+    is_call = text.endswith("():") and "=" in text
+    return text.removesuffix(":") if is_replaced or (is_call and not has_windows) else text
 
 
 def _split_line(raw: str) -> tuple[bool, str, str, int]:
@@ -250,27 +268,32 @@ def _text(cls: Any, instance: Any) -> str:
     page = [f"{cls.__name__}, the effective loop; after # are the overrides of a call, outermost first", ""]
     for line in lines:
         code = "    " * line.depth + line.text
-        first, *others = [
-            part for note in line.notes for part in textwrap.wrap(note, _NOTE, subsequent_indent="  ")
-        ] or [""]
-        page.append(f"{code:<{_COLUMN}}  # {first}" if first else code)
-        page += [f"{'':<{_COLUMN}}  # {other}" for other in others]
+        notes = [part for note in line.notes for part in textwrap.wrap(note, _NOTE, subsequent_indent="  ")]
+        if not notes:
+            page.append(code)
+        for note in notes:
+            page.append(f"{code:<{_COLUMN}}  # {note}")
+            code = ""  # The other notes stand below the first one.
     shown = {name for line in lines for name in line.calls}
-    rest = [(name, owners_of(cls, name)) for name in hooks_of(cls) if name not in shown]
-    also = [f"    {name}: {', '.join(o.__name__ for o in owners)}" for name, owners in rest if owners]
-    page += ["", "called elsewhere:", *also] if also else []
+    elsewhere = {name: owners_of(cls, name) for name in hooks_of(cls) if name not in shown}
+    also = [f"    {name}: {', '.join(o.__name__ for o in owners)}" for name, owners in elsewhere.items() if owners]
+    if also:
+        page += ["", "called elsewhere:", *also]
     page += ["", *_add_ons(cls, instance)]
     return "\n".join(page).rstrip() + "\n"
 
 
 def _add_ons(cls: Any, instance: Any) -> list[str]:
     """Describe each add-on, with its options for an instance."""
-    lines, found = [], option_values(instance) if instance is not None else {}
+    facts = instance.describe() if instance is not None else []
+    values = {fact.name: fact.value for fact in facts if fact.where == "option"}
+    lines = []
     for add_on in add_ons_of(cls):
-        doc = _first_sentence(inspect.getdoc(add_on) or "no description")
-        names = [n for c in add_on.__mro__ if is_add_on(c) for n in own_options(c)]
-        values = [f"{name}={shown_option(name, found[name])}" for name in names if name in found]
-        lines.append(f"{add_on.__name__}: {doc}" + (f"\n    {', '.join(values)}" if values else ""))
+        lines.append(f"{add_on.__name__}: {_first_sentence(inspect.getdoc(add_on) or 'no description')}")
+        names = [name for klass in add_on.__mro__ if is_add_on(klass) for name in own_options(klass)]
+        shown = [f"{name}={shown_option(name, values[name])}" for name in names if name in values]
+        if shown:
+            lines.append(f"    {', '.join(shown)}")
     return lines
 
 

@@ -189,6 +189,19 @@ def test_explain_of_an_instance_shows_its_options(tmp_path: Path) -> None:
     assert "scheduler_step" not in plain
 
 
+@pytest.mark.parametrize("name", sorted(add_ons()))
+def test_explain_shows_what_an_add_on_tells(name: str, tmp_path: Path) -> None:
+    """What an add-on tells of a hook stands beside that hook, but for what only a plan of a run knows."""
+    cls = Task.add_on(add_ons()[name])
+    options = matrix.without(CONFIGURATION_FOR_TRACES, {*matrix.PIECES} - {name})
+    trainer, _, _ = matrix.build(cls, options, tmp_path, [name])
+    known = [fact for fact in trainer.describe() if fact.value is not None and not callable(fact.value)]
+    told = {(fact.where, str(fact)) for fact in known if fact.where in hooks_of(cls)}
+    beside = {(hook, note) for line in lines_of(cls, trainer) for hook in line.calls for note in line.notes}
+    assert told <= beside
+    assert told or name not in ("AnomalyAddon", "EarlyStoppingAddon", "SpikeGuardAddon", "TorchMetricsAddon")
+
+
 def test_explain_tags_each_line_with_what_its_add_on_does() -> None:
     text = Task.add_on(add_ons()["AMPAddon"]).explain()
     line = next(line for line in text.splitlines() if line.strip().startswith("unscale()"))
