@@ -90,18 +90,26 @@ def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping
     for step in sorted(first.keys() & second.keys()):
         are_ranks = first[step].get("rank") != second[step].get("rank")
         for stage in STAGES:
-            a, b = (run[step]["stages"].get(stage, {}) for run in (first, second))
+            a = first[step]["stages"].get(stage, {})
+            b = second[step]["stages"].get(stage, {})
             # An older ledger lacks some entries of a stage; a stage that only one of them has is a difference.
             names = [what for what in a if what in b] if a and b else [*a, *b]
-            for what in names if not are_ranks else filter(_ALIKE.__contains__, names):
-                values = a.get(what), b.get(what)
-                if are_ranks and what in _BY_PART:
-                    values = _common_parts(*values)
-                if what == "tensors" and values[0] and values[1]:
-                    values = _differing(*values)
+            if are_ranks:
+                names = [what for what in names if what in _ALIKE]
+            for what in names:
+                values = _compared(what, a.get(what), b.get(what), are_ranks)
                 if repr(values[0]) != repr(values[1]):  # NaN equals NaN.
                     return Difference(step, stage, what, *values)
     return None
+
+
+def _compared(what: str, first: Any, second: Any, are_ranks: bool) -> tuple[Any, Any]:
+    """Return two entries as they are compared: of ranks the parts that both hold, of tensors those that differ."""
+    if are_ranks and what in _BY_PART:
+        return _common_parts(first, second)
+    if what == "tensors" and first and second:
+        return _differing(first, second)
+    return first, second
 
 
 def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> tuple[Any, Any]:
@@ -156,43 +164,62 @@ def _require_tensors(path: Path, ledger: Mapping[int, Mapping[str, Any]]) -> Non
 def first_tensors(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str, str]]:
     """List the tensors that differ in the first stage of a step in which any does, in the order of the stage."""
     for stage in STAGES:
-        both = [entry["stages"].get(stage, {}) for entry in (first, second)]
-        found = [(micro, index) for micro, pair in enumerate(zip(*(each.get("content", []) for each in both)))
-                 for index, (a, b) in enumerate(zip(*pair)) if a != b]  # fmt: skip
-        if found and first.get("rank") == second.get("rank"):
-            return [{"stage": stage, "kind": "batch", "name": f"{micro}.{index}"} for micro, index in found]
-        a, b = (each.get("tensors", {}) for each in both)
-        differing = [name.partition(":") for name in _differing(a, b)[0]] if a and b else []
-        if differing:
-            return [{"stage": stage, "kind": kind, "name": name} for kind, _, name in differing]
+        one = first["stages"].get(stage, {})
+        other = second["stages"].get(stage, {})
+        batches = _differing_batches(one.get("content", []), other.get("content", []))
+        if batches and first.get("rank") == second.get("rank"):
+            return [{"stage": stage, "kind": "batch", "name": name} for name in batches]
+        if one.get("tensors") and other.get("tensors"):
+            hashes, _ = _differing(one["tensors"], other["tensors"])
+            if hashes:
+                kinds = [name.partition(":") for name in hashes]
+                return [{"stage": stage, "kind": kind, "name": name} for kind, _, name in kinds]
     return []
+
+
+def _differing_batches(first: list[list[str]], second: list[list[str]]) -> list[str]:
+    """Return the tensors of the batches of a window that differ, each as "batch.tensor"."""
+    found = []
+    for micro, (tensors, others) in enumerate(zip(first, second)):
+        found += [f"{micro}.{index}" for index, (a, b) in enumerate(zip(tensors, others)) if a != b]
+    return found
 
 
 def _describe_tensors(found: list[dict[str, str]]) -> str:
     """Name the tensors that differ first."""
     if not found:
         return "no tensor differs in this step; look at the next one that differs"
-    where = {"batch": "before the step", "backward": "after the backward", "clip": "after the clip",
-             "step": "after the step"}[found[0]["stage"]]  # fmt: skip
-    kinds = {"weight": "weight {}", "gradient": "gradient of {}", "batch": "tensor {} of the batch (batch of the "
-             "window, tensor)"}  # fmt: skip
-    names = [printable(kinds.get(e["kind"], "{kind} of {name}").format(e["name"], **e)) for e in found]
-    rest = f", and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    others = f"; {len(names)} differ there: {', '.join(names[:_MOST])}{rest}" if len(names) > 1 else ""
-    return f"  the first tensor that differs, {where}: {names[0]}{others}"
+    where = {
+        "batch": "before the step",
+        "backward": "after the backward",
+        "clip": "after the clip",
+        "step": "after the step",
+    }[found[0]["stage"]]
+    kinds = {
+        "weight": "weight {}",
+        "gradient": "gradient of {}",
+        "batch": "tensor {} of the batch (batch of the window, tensor)",
+    }
+    names = [printable(kinds.get(each["kind"], "{kind} of {name}").format(each["name"], **each)) for each in found]
+    text = f"  the first tensor that differs, {where}: {names[0]}"
+    if len(names) > 1:
+        text += f"; {len(names)} differ there: {', '.join(names[:_MOST])}"
+    return f"{text}, and {len(names) - _MOST} more" if len(names) > _MOST else text
 
 
 def describe(found: Difference, common: list[int]) -> str:
     """Describe a difference in words."""
     before = [step for step in common if step < found.step]
     same = f"the same up to step {before[-1]}" if before else "the first step that was compared"
-    begun = f", {found.step - before[-1] - 1} steps between were not recorded" if before else ""
-    begun = begun if before and found.step - before[-1] > 1 else ""
-    what = _NAMES.get(found.what) or f"{printable(found.what)} differs"
-    what = _TENSORS.get(found.stage, "a gradient differs") if found.what == "tensors" else what
+    if before and found.step - before[-1] > 1:
+        same += f", {found.step - before[-1] - 1} steps between were not recorded"
+    if found.what == "tensors":
+        what = _TENSORS.get(found.stage, "a gradient differs")
+    else:
+        what = _NAMES.get(found.what) or f"{printable(found.what)} differs"
     return (
         f"the runs differ at step {found.step}, in the stage {found.stage!r}: {what} "
-        f"({same}{begun})\n  runA: {_short(found.first)}\n  runB: {_short(found.second)}"
+        f"({same})\n  runA: {_short(found.first)}\n  runB: {_short(found.second)}"
     )
 
 

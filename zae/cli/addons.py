@@ -35,8 +35,13 @@ class InstalledAddon(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("name", metavar="NAME", nargs="?", help="import this add-on, and show its options, what it "
-                        "overrides and what it saves (default: list all, and import none)")  # fmt: skip
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        nargs="?",
+        help="import this add-on, and show its options, what it "
+        "overrides and what it saves (default: list all, and import none)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -133,8 +138,9 @@ def _find(name: str, found: list[InstalledAddon]) -> InstalledAddon:
 
 def _describe(listed: InstalledAddon) -> dict[str, Any]:
     """Import an add-on, and return its options, layer, overrides and state."""
-    [point] = [each for each in metadata.entry_points(group="zae.addons", name=listed.name)
-               if each.module == listed.module][:1]  # fmt: skip
+    [point] = [
+        each for each in metadata.entry_points(group="zae.addons", name=listed.name) if each.module == listed.module
+    ][:1]
     try:
         cls: Any = point.load()
     except Exception as error:

@@ -14,8 +14,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument("first", metavar="runA", type=Path, help="a ledger, or a folder with a ledger.jsonl")
     parser.add_argument("second", metavar="runB", type=Path, help="the same, of the other run")
-    parser.add_argument("--deep", action="store_true", help="name the tensors that differ first: weights, gradients, "
-                        "optimizer state (the runs need ledger_tensors=True)")  # fmt: skip
+    parser.add_argument(
+        "--deep",
+        action="store_true",
+        help="name the tensors that differ first: weights, gradients, "
+        "optimizer state (the runs need ledger_tensors=True)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> Answer:

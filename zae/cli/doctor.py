@@ -12,10 +12,14 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("path", nargs="?", help="the folder that a run saves to (save_path), its URL in object "
-                        "storage (s3://bucket/run), or one checkpoint: each is verified; without it, packages, "
-                        "devices, disk, limits and variables are examined, for runs in the present "
-                        "folder")  # fmt: skip
+    parser.add_argument(
+        "path",
+        nargs="?",
+        help="the folder that a run saves to (save_path), its URL in object "
+        "storage (s3://bucket/run), or one checkpoint: each is verified; without it, packages, "
+        "devices, disk, limits and variables are examined, for runs in the present "
+        "folder",
+    )
 
 
 def run(arguments: argparse.Namespace) -> Answer:

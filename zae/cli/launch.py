@@ -27,10 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = f"{parser.description}\n{_ABOUT}"
     parser.add_argument("script", metavar="script.py", help="the script to run on each rank")
     parser.add_argument("given", metavar="ARGUMENT", nargs="*", default=[], help="arguments for the script, after --")
-    parser.add_argument("-n", "--ranks", metavar="N", type=int, help="ranks on each machine (default: one for each GPU "
-                        "of this machine)")  # fmt: skip
-    parser.add_argument("--max-restarts", metavar="N", type=int, default=0, help="how often torchrun starts the ranks "
-                        "again after one has failed (default: 0)")  # fmt: skip
+    parser.add_argument(
+        "-n", "--ranks", metavar="N", type=int, help="ranks on each machine (default: one for each GPU of this machine)"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=int,
+        default=0,
+        help="how often torchrun starts the ranks again after one has failed (default: 0)",
+    )
     parser.add_argument("--cpu", action="store_true", help="the ranks need no GPU: with --slurm none is asked for")
     parser.add_argument("--slurm", action="store_true", help="print a job for sbatch instead of starting the ranks")
     slurm = parser.add_argument_group("with --slurm")

@@ -20,10 +20,15 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("names", metavar="RUN or METRIC", nargs="+", help="folders or logs of runs, then metrics: "
-                        "run/ train/loss valid/loss (default: every loss)")  # fmt: skip
-    parser.add_argument("--ascii", action="store_true", help="draw each curve with its own mark, as is done "
-                        "without colours too")  # fmt: skip
+    parser.add_argument(
+        "names",
+        metavar="RUN or METRIC",
+        nargs="+",
+        help="folders or logs of runs, then metrics: run/ train/loss valid/loss (default: every loss)",
+    )
+    parser.add_argument(
+        "--ascii", action="store_true", help="draw each curve with its own mark, as is done without colours too"
+    )
     parser.add_argument("--log", action="store_true", help="draw the values on a logarithmic scale")
     parser.add_argument("--width", type=int, help="columns (default: those of the terminal)")
     parser.add_argument("--height", type=int, default=16, help="lines of the plot (default: 16)")

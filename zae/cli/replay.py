@@ -25,8 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = f"{parser.description}\n\n{_ABOUT}"
     parser.add_argument("--step", type=int, required=True, help="the optimizer step to look at")
     parser.add_argument("--to", type=int, help="look at all steps up to this one")
-    parser.add_argument("--from", dest="checkpoint", metavar="PATH", help="the checkpoint to begin with (default: the "
-                        "nearest one in save_path; without any, the beginning of the run)")  # fmt: skip
+    parser.add_argument(
+        "--from",
+        dest="checkpoint",
+        metavar="PATH",
+        help="the checkpoint to begin with (default: the "
+        "nearest one in save_path; without any, the beginning of the run)",
+    )
     parser.add_argument("--ledger", metavar="FILE", help="the ledger to compare with (default: ledger_path)")
 
 

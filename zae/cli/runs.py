@@ -12,8 +12,13 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="a folder that contains runs, at any "
-                        "depth; only the manifests of their checkpoints are read")  # fmt: skip
+    parser.add_argument(
+        "folders",
+        metavar="FOLDER",
+        nargs="+",
+        type=Path,
+        help="a folder that contains runs, at any depth; only the manifests of their checkpoints are read",
+    )
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -24,8 +24,11 @@ It returns the trainer and the arguments of its `run`."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the script, and its own arguments."""
     parser.description = f"{parser.description}\n\n{_EXECUTED}"
-    parser.add_argument("script", metavar="script.py:FUNCTION", help="a script, and the function in it that makes the "
-                        "trainer (default: make_trainer)")  # fmt: skip
+    parser.add_argument(
+        "script",
+        metavar="script.py:FUNCTION",
+        help="a script, and the function in it that makes the trainer (default: make_trainer)",
+    )
     parser.add_argument(
         "given", metavar="ARGUMENT", nargs="*", default=[], help="arguments for the script's sys.argv, after --"
     )

@@ -52,8 +52,15 @@ _LOADING = str(Path(torch.__file__).parent / "utils" / "data")
 _PR_SET_PDEATHSIG = 1
 
 _WITH_FP32_PRECISION = (
-    "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn",
-)  # fmt: skip
+    "cuda.matmul",
+    "cudnn",
+    "cudnn.conv",
+    "cudnn.rnn",
+    "mkldnn",
+    "mkldnn.matmul",
+    "mkldnn.conv",
+    "mkldnn.rnn",
+)
 
 WHERE: Any = getattr(signal, "SIGUSR2", None)
 """The signal that asks a rank for its stack; None on Windows."""

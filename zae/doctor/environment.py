@@ -127,8 +127,10 @@ def _writing(folder: Path) -> Iterator[Finding]:
                 raise OSError(None, "the file is not as it was written")
             doing = "remove a folder"
     except OSError as error:
-        yield Finding(f"{folder}: a process cannot {doing} ({error.strerror or error})",
-                      "start in another folder, or give a save_path on another disk")  # fmt: skip
+        yield Finding(
+            f"{folder}: a process cannot {doing} ({error.strerror or error})",
+            "start in another folder, or give a save_path on another disk",
+        )
 
 
 def _limits(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
@@ -141,8 +143,11 @@ def _limits(facts: dict[str, str], folder: Path) -> Iterator[Finding]:
     unlimited = resource.RLIM_INFINITY
     facts["open files"] = "unlimited" if files == unlimited else str(files)
     if files != unlimited and files < _LEAST_FILES:
-        yield Finding(f"a process may open {files} files, and {_LEAST_FILES} are advised: workers share "
-                      "batches as files", "ulimit -n 4096")  # fmt: skip
+        yield Finding(
+            f"a process may open {files} files, and {_LEAST_FILES} are advised: workers share batches as files",
+            "ulimit -n 4096",
+        )
     if size != unlimited:
-        yield Finding(f"a file may have {format_size(size)} at most: a larger checkpoint is not saved",
-                      "ulimit -f unlimited")  # fmt: skip
+        yield Finding(
+            f"a file may have {format_size(size)} at most: a larger checkpoint is not saved", "ulimit -f unlimited"
+        )

@@ -173,8 +173,9 @@ def state_after_a_step(optimizer: Optimizer) -> Any:
 def _state_of_a_step(optimizer: Optimizer) -> Any:
     """Return the state of an optimizer after its first step, tried on tensors without data."""
     # What else it holds is copied, large tensors without their data: a step may change it in place.
-    memo: dict[int, Any] = {id(each): torch.empty_like(each, device="meta") for each in tensors_in(vars(optimizer))
-                            if each.dim()}  # fmt: skip
+    memo: dict[int, Any] = {
+        id(each): torch.empty_like(each, device="meta") for each in tensors_in(vars(optimizer)) if each.dim()
+    }
     for parameter in optim.parameters_of(optimizer):
         memo[id(parameter)] = shape = torch.zeros_like(parameter, device="meta").requires_grad_()
         shape.grad = torch.zeros_like(shape)

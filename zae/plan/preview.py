@@ -49,12 +49,15 @@ class Preview:
     """What a call of `Trainer.run` will do, and what of it would fail; neither the run nor its trainer is changed."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.trainer = run, run.trainer
+        self.run = run
+        self.trainer = run.trainer
         self.found = RunPreview(type(self.trainer).__name__, monitor=self.trainer.monitor)
 
     def plan(self) -> RunPreview:
         """Fill the page; another line of it is a method called here, a field of RunPreview, and one of its rows."""
-        found, trainer, run = self.found, self.trainer, self.run
+        found = self.found
+        trainer = self.trainer
+        run = self.run
         found.batch_size = batch_size_of(run.loader) if trainer.mode == "train" else None
         self.facts = trainer.describe()
         self.set_ranks()
@@ -114,17 +117,23 @@ class Preview:
     def describe_evaluation(self) -> None:
         """Describe a run in mode "test"."""
         found = self.found
-        found.batches_per_epoch, found.steps_per_epoch = length_of(self.run.loader), 0
-        found.last_step = step = self.trainer.progress_checker.step
-        found.first_step = step + 1
+        found.batches_per_epoch = length_of(self.run.loader)
+        found.steps_per_epoch = 0
+        found.last_step = self.trainer.progress_checker.step
+        found.first_step = found.last_step + 1
         found.notes.append("the mode is 'test': the loader is evaluated, and nothing is trained")
 
     def count_steps(self) -> None:
         """Count steps and epochs as `Run` and the loop do."""
-        found, run, progress = self.found, self.run, self.trainer.progress_checker
-        (last_epoch, last_step), wrapped = run.extent.end_of_call(), self._wrapped_loader()
-        found.batches_per_epoch, in_loader = length_of(wrapped), self.trainer.steps_per_epoch(wrapped)
-        found.steps_per_epoch = in_epoch = run.extent.steps_per_epoch(wrapped)
+        found = self.found
+        run = self.run
+        progress = self.trainer.progress_checker
+        last_epoch, last_step = run.extent.end_of_call()
+        wrapped = self._wrapped_loader()
+        in_loader = self.trainer.steps_per_epoch(wrapped)
+        in_epoch = run.extent.steps_per_epoch(wrapped)
+        found.batches_per_epoch = length_of(wrapped)
+        found.steps_per_epoch = in_epoch
         found.first_step = progress.step + 1
         if run.limits.max_time is not None:
             found.notes.append(
@@ -139,18 +148,24 @@ class Preview:
             return
         if run.limits.steps_per_epoch is not None and (in_loader is None or in_epoch < in_loader):
             found.batches_per_epoch = None if in_loader is None else found.batches_per_epoch
-        at_epoch, at_step, in_open = progress.epoch, progress.step, progress.epoch_step
+        epoch = progress.epoch
+        step = progress.step
+        done = progress.epoch_step  # Steps of the present epoch that are done.
         if run.cannot_continue_epoch(wrapped):
-            at_epoch, last_epoch, in_open = at_epoch + 1, last_epoch + 1, 0
-        while at_epoch < last_epoch and at_step < last_step:
-            left = in_epoch - in_open
-            if at_step + left > last_step:
-                at_step = last_step  # The run ends in the middle of an epoch.
+            epoch += 1
+            last_epoch += 1
+            done = 0
+        while epoch < last_epoch and step < last_step:
+            if step + in_epoch - done > last_step:
+                step = last_step  # The run ends in the middle of an epoch.
                 break
-            at_epoch, at_step, in_open = at_epoch + 1, at_step + left, 0
-            found.epoch_ends.append((at_epoch, at_step))
-        found.last_step = at_step
-        if len(found.epoch_ends) > 1 and (own := own_batch_sampler(facts_of(run.loader))):
+            epoch += 1
+            step += in_epoch - done
+            done = 0
+            found.epoch_ends.append((epoch, step))
+        found.last_step = step
+        own = own_batch_sampler(facts_of(run.loader))
+        if own and len(found.epoch_ends) > 1:
             found.notes.append(
                 f"each epoch is counted with the {found.batches_per_epoch} batches that {own} has now; it may make "
                 "another number of them later"
@@ -170,7 +185,9 @@ class Preview:
 
     def simulate_schedules(self) -> None:
         """Step copies of the schedulers as the run will."""
-        found, run, optimization = self.found, self.run, self.trainer.optimization
+        found = self.found
+        run = self.run
+        optimization = self.trainer.optimization
         total_steps = run.limits.total_steps(found.steps_per_epoch)
         optimizers, schedulers = optimization.simulate(self.trainer.unwrap(), total_steps)
         on_batch, is_set = optimization.scheduler_step_on_batch, optimization.is_step_explicit
@@ -198,9 +215,11 @@ class Preview:
 
     def measure_memory(self) -> None:
         """Find the memory of a process, which engines divide, and the size of a checkpoint."""
-        trainer, found, module = self.trainer, self.found, self.trainer.unwrap()
-        saves, parameters = "state" in slots_of(type(trainer)), list(module.parameters())
-        if optim.has_lazy(parameters):
+        trainer = self.trainer
+        found = self.found
+        module = trainer.unwrap()
+        saves = "state" in slots_of(type(trainer))
+        if optim.has_lazy(module.parameters()):
             if saves:
                 found.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
             return

@@ -38,7 +38,9 @@ def replay(request: Request) -> Answer:
 def _replay(request: Request, trainer: Any, given: Any, made: dict[str, Any], folder: Path) -> Answer:
     """Run to the last step, and compare."""
     _check(request, trainer, made)
-    plan, failed, log = made["plan"], None, logging.getLogger("zae")
+    plan = made["plan"]
+    failed = None
+    log = logging.getLogger("zae")
     level = log.level
     log.setLevel(logging.ERROR)  # The warnings are about a step that the answer shows, or about temporary files.
     try:
@@ -55,8 +57,14 @@ def _replay(request: Request, trainer: Any, given: Any, made: dict[str, Any], fo
     if not plan.rows and failed is None:
         raise ConfigError(f"the run ends at step {trainer.progress_checker.step}, before step {plan.first}")
     found = _compare(request, made, ledger)
-    data = {"checkpoint": made["checkpoint"], "began_after": plan.began, "steps": plan.rows, **found["data"],
-            "failed": failed, "notes": [*made["notes"], *plan.notes]}  # fmt: skip
+    data = {
+        "checkpoint": made["checkpoint"],
+        "began_after": plan.began,
+        "steps": plan.rows,
+        **found["data"],
+        "failed": failed,
+        "notes": [*made["notes"], *plan.notes],
+    }
     is_wrong = found["data"]["same"] is False or failed is not None or not all(row["is_finite"] for row in plan.rows)
     return Answer(data, _text(data, found["text"]), int(is_wrong))
 
@@ -64,13 +72,17 @@ def _replay(request: Request, trainer: Any, given: Any, made: dict[str, Any], fo
 def _check(request: Request, trainer: Any, made: dict[str, Any]) -> None:
     """Refuse a trainer that cannot be replayed."""
     if "trainer" not in made or made["trainer"] is not trainer:
-        raise ConfigError(f"the trainer that {request.script} returned is not the last one that it made, while the "
-                          "function ran; make it in the function, after any other")  # fmt: skip
+        raise ConfigError(
+            f"the trainer that {request.script} returned is not the last one that it made, while the "
+            "function ran; make it in the function, after any other"
+        )
     if trainer.mode == "test":
         raise ConfigError("the trainer has mode='test': there is nothing to replay")
     if len(trainer.devices) > 1:
-        raise ConfigError(f"the trainer has {len(trainer.devices)} devices, and a replay is one process: the steps of "
-                          "a run of several ranks cannot be replayed")  # fmt: skip
+        raise ConfigError(
+            f"the trainer has {len(trainer.devices)} devices, and a replay is one process: the steps of "
+            "a run of several ranks cannot be replayed"
+        )
 
 
 def _compare(request: Request, made: Mapping[str, Any], replayed: Mapping[int, Any]) -> dict[str, Any]:
@@ -96,9 +108,12 @@ def _compare(request: Request, made: Mapping[str, Any], replayed: Mapping[int, A
 def _text(data: Mapping[str, Any], compared: str) -> str:
     """Return the answer as text."""
     last = max([row["step"] for row in data["steps"]], default=data["began_after"])
-    lines = [f"begins    after step {data['began_after']}: {data['checkpoint'] or 'the beginning of the run'}",
-             f"replayed  {last - data['began_after']} steps, up to step {last}", f"compared  {compared}",
-             *(f"note      {note}" for note in data["notes"])]  # fmt: skip
+    lines = [
+        f"begins    after step {data['began_after']}: {data['checkpoint'] or 'the beginning of the run'}",
+        f"replayed  {last - data['began_after']} steps, up to step {last}",
+        f"compared  {compared}",
+        *(f"note      {note}" for note in data["notes"]),
+    ]
     for row in data["steps"]:
         lines += ["", *_step(row)]
     return "\n".join([*lines, *(["", "the run failed:", data["failed"]] if data["failed"] else [])])
@@ -107,36 +122,41 @@ def _text(data: Mapping[str, Any], compared: str) -> str:
 def _step(row: Mapping[str, Any]) -> list[str]:
     """Return what happens in a step, as lines."""
     lines = [f"step {row['step']} (epoch {row['epoch']}, batch {row['batch']})"]
-    lines += [f"  samples   {str(row['samples'])[:300]}"] if row["samples"] is not None else []
-    lines += [f"  loss      {_join(row['losses'])}"]
-    lines += [f"  norm      {row['norm']:.6g}"] if row["norm"] is not None else []
+    if row["samples"] is not None:
+        lines.append(f"  samples   {str(row['samples'])[:300]}")
+    lines.append(f"  loss      {', '.join(map(str, row['losses']))}")
+    if row["norm"] is not None:
+        lines.append(f"  norm      {row['norm']:.6g}")
     lines += [f"  NOT FINITE: {each}" for each in _births(row)]
     width = max(map(len, [*row["outputs"], *row["gradients"], "(model)"]))
     if row["outputs"]:
-        lines += ["  outputs of the modules, in the order in which they return: least and largest finite value"]
+        lines.append("  outputs of the modules, in the order in which they return: least and largest finite value")
     for name, each in row["outputs"].items():
-        ends = "".join(f"  {each[end]:>12.6g}" if each[end] is not None else f"  {'-':>12}"
-                       for end in ("least", "largest"))  # fmt: skip
+        ends = f"  {_number(each['least'])}  {_number(each['largest'])}"
         bad = f"  {each['not_finite']} of {each['count']} not finite" if each["not_finite"] else ""
-        lines += [f"    {name or '(model)':<{width}}{ends}{bad}"]
-    lines += ["  norms of the gradients"]
-    return lines + [f"    {name:<{width}}  {norm:>12.6g}" for name, norm in row["gradients"].items()]
+        lines.append(f"    {name or '(model)':<{width}}{ends}{bad}")
+    lines.append("  norms of the gradients")
+    return lines + [f"    {name:<{width}}  {_number(norm)}" for name, norm in row["gradients"].items()]
 
 
 def _births(row: Mapping[str, Any]) -> list[str]:
     """Say where the first value that is not finite was made."""
-    lines, module = [], row["module"]
+    lines = []
+    module = row["module"]
     if module is not None:
         inputs = "are finite" if module["finite_inputs"] else "are not"
         weights = "are finite" if module["finite_weights"] else "are not"
-        lines += [f"the first output is that of {module['name'] or '(model)'}, a {module['type']}; "
-                  f"its inputs {inputs}, its weights {weights}"]  # fmt: skip
+        lines.append(
+            f"the first output is that of {module['name'] or '(model)'}, a {module['type']}; "
+            f"its inputs {inputs}, its weights {weights}"
+        )
     elif not row["is_finite"] and row["outputs"]:
-        lines += ["the outputs of all modules are finite; it arises in train_step or in the backward"]
+        lines.append("the outputs of all modules are finite; it arises in train_step or in the backward")
     if row["gradient"] is not None:
-        lines += [f"the first gradient, in the order of the backward, is that of {row['gradient']}"]
+        lines.append(f"the first gradient, in the order of the backward, is that of {row['gradient']}")
     return lines
 
 
-def _join(losses: list[Any]) -> str:
-    return ", ".join(map(str, losses))
+def _number(value: float | None) -> str:
+    """Format a value of a table; "-" where there is none."""
+    return f"{'-':>12}" if value is None else f"{value:>12.6g}"

@@ -71,8 +71,10 @@ def _checkpoint(request: Request, given: Mapping[str, Any]) -> tuple[Path | None
     if request.checkpoint is not None:
         return Path(request.checkpoint), []
     if given.get("checkpointer", FolderCheckpointer) is not FolderCheckpointer:
-        raise ConfigError("the checkpoints of this run are not in a folder; copy the one to begin with into a folder, "
-                          "and give it: --from FOLDER")  # fmt: skip
+        raise ConfigError(
+            "the checkpoints of this run are not in a folder; copy the one to begin with into a folder, "
+            "and give it: --from FOLDER"
+        )
     if given.get("save_path") is None:
         return None, ["the trainer has no save_path, and thus no checkpoint to begin with"]
     saved = list_checkpoints(given["save_path"])
@@ -114,8 +116,13 @@ def _options(cls: Any, variant: Any, given: Mapping[str, Any], made: Mapping[str
     script.redirect(found, lambda option, file: folder / option / file)
     found |= {"ledger_path": folder / "replay.jsonl", "ledger_every": 1}
     if "save_path" in known:
-        found |= {"resume": made["checkpoint"] or False, "save_every": Every(steps=2**62), "keep_weights": None,
-                  "save_weights_every": None, "save_on_signal": False}  # fmt: skip
+        found |= {
+            "resume": made["checkpoint"] or False,
+            "save_every": Every(steps=2**62),
+            "keep_weights": None,
+            "save_weights_every": None,
+            "save_on_signal": False,
+        }
         if made["checkpoint"]:
             found |= {"start_from": None, "start_with": None}
     elif made["checkpoint"]:

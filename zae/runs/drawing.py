@@ -55,9 +55,23 @@ def _in_order(nodes: Sequence[Node]) -> list[tuple[Node, str]]:
 
 def _entry(node: Node) -> dict[str, Any]:
     """Return a run as data."""
-    run, newest, best, above = node.run, node.run.newest, node.run.best, node.parent
-    kept = ("epoch", "composition", "world_size", "zae", "monitor", "options", "code", "versions", "data", "parent",
-            "resumed_at")  # fmt: skip
+    run = node.run
+    newest = run.newest
+    best = run.best
+    above = node.parent
+    kept = (
+        "epoch",
+        "composition",
+        "world_size",
+        "zae",
+        "monitor",
+        "options",
+        "code",
+        "versions",
+        "data",
+        "parent",
+        "resumed_at",
+    )
     return {
         "folder": str(run.folder),
         "run_id": run.run_id,
@@ -68,10 +82,13 @@ def _entry(node: Node) -> dict[str, Any]:
         "steps": [each["step"] for each in run.saved],
         "best": None if best is None else {"step": best["step"], "score": best["score"]},
         "failed": [{"step": each["step"], "error": each["error"]} for each in run.failed],
-        "changes": [{"step": step, "name": name, "before": old, "after": new}
-                    for step, changed in _changes(run) for name, old, new in changed],
+        "changes": [
+            {"step": step, "name": name, "before": old, "after": new}
+            for step, changed in _changes(run)
+            for name, old, new in changed
+        ],
         **{key: newest[key] for key in kept},
-    }  # fmt: skip
+    }
 
 
 def _changes(run: Run) -> list[tuple[int, list[tuple[str, Any, Any]]]]:
@@ -105,11 +122,12 @@ def _headline(run: Run, shows_top: bool) -> list[str]:
 
 def _details(node: Node) -> list[str]:
     """Return the lines below the headline of a run."""
-    run, parent = node.run, node.run.newest["parent"] or {}
-    at, parts = "" if node.step is None else f" at step {node.step}", parent.get("parts")
+    run = node.run
+    parent = run.newest["parent"] or {}
+    at = "" if node.step is None else f" at step {node.step}"
     whose = f"{parent.get('path')}, step {parent.get('step')} of run {str(parent.get('run_id'))[:8]}"
     begun = {
-        "fork": f"started{at} with {parts}",
+        "fork": f"started{at} with {parent.get('parts')}",
         "continued": f"the same run, resumed here{at}" if at else "the same run, in another folder",
         "gone": f"started from a run that is not here: {whose}",
         "weights": f"started from weights: {parent.get('path')}",
