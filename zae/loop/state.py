@@ -1,6 +1,7 @@
 """Read the trainer's own part of a state, and load it entirely or not at all.
 
-Each object reads and checks its own entries; here they are put together, in one order on every rank.
+Each object reads and checks its own entries; here they are put together, in one order on every rank. The second half of
+the file is the entry "module": what a model is beside its tensors.
 """
 
 from __future__ import annotations
@@ -8,16 +9,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zae.common.device import as_current
-from zae.common.model_weights import check_types, extra_names, fit_weights, own_names
+from zae.common.model_weights import (
+    check_types,
+    extra_names,
+    fit_weights,
+    named_parameters,
+    own_names,
+    plain_names,
+    plain_state,
+)
+from zae.common.strides import contiguous_strides, copy_with_strides, is_laid_out, strides_to_save, with_strides
+from zae.common.walk import is_sharded
 from zae.errors import CheckpointMismatch, ZaeError, printable
-from zae.loop import addon_state, module_state
+from zae.loop import addon_state
 from zae.loop.progress import ProgressChecker
 from zae.optim import modes
 from zae.optim.state import device_of, move_to_device, places_on_device
@@ -31,6 +42,7 @@ _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position")
 _OPTIONAL = ("order", "validation", "training_weights", "generators", "module", "extra_state", "devices")
 _LOAD = torch.optim.Optimizer.load_state_dict
+_SHOWN = 5
 
 
 class CoreState:
@@ -50,40 +62,51 @@ class CoreState:
         trainer = self.trainer
         optimization = self.optimization
         progress = trainer.progress_checker
+        module = trainer.unwrap()
+        parameters = named_parameters(module)
         optimization.note_settings()
         trainer.nonfinite.read_pending(progress, trainer)
-        weights: dict[str, Tensor] = {}
-        training_weights: dict[str, Tensor] = {}
-        optimizers: dict[str, Any] = {}
-        if not addon_state.is_in_mode(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
-            weights, training_weights = modes.both_weights(optimization.optimizers, trainer.model_state)
-            alone = addon_state.is_in_mode(trainer, addon_state.ALONE)
-            for name, optimizer in optimization.optimizers.items():
-                optimizers[name] = addon_state.gather_tensors(
-                    trainer, trainer.engine.optimizer_state(optimizer, alone=alone)
-                )
-        devices = {name: places_on_device(each) for name, each in optimizers.items()}
-        devices = {name: places for name, places in devices.items() if places}
+        weights, training_weights, optimizers = self._read_tensors()
+        devices = {}
+        for name, each in optimizers.items():
+            if places := places_on_device(each):
+                devices[name] = places
         # What get_extra_state returns beside tensors; files of weights contain tensors alone.
-        extra = {key: weights[key] for key in extra_names(weights)}
-        weights = {key: each for key, each in weights.items() if key not in extra} if extra else weights
+        extra = {key: weights.pop(key) for key in extra_names(weights)}
         # A pending validation may read a training metric of the epoch that was just closed.
         is_open = bool(progress.epoch_batch or progress.pending_validation)
         with as_current(trainer.device):  # Its random stream is the first of those that are saved.
             position = trainer.loader_position.state_dict()
-        return {
+        state = {
             "model": weights,
             "optimizer": optimizers,
-            **optimization.state_dict(trainer.unwrap()),
+            **optimization.state_dict(module, parameters),
             **progress.entries(),
             "records": {**trainer.history.state_dict(is_open), **optimization.records()},
             "position": position,
-            "module": module_state.read_module(trainer.unwrap(), trainer._in_training),
-            **({"extra_state": extra} if extra else {}),
-            **({"devices": devices} if devices else {}),
-            # Some optimizers train with other weights than they evaluate with.
-            **({"training_weights": training_weights} if training_weights else {}),
+            "module": _read_module(module, parameters, trainer._in_training),
         }
+        if extra:
+            state["extra_state"] = extra
+        if devices:
+            state["devices"] = devices
+        if training_weights:  # Some optimizers train with other weights than they evaluate with.
+            state["training_weights"] = training_weights
+        return state
+
+    def _read_tensors(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+        """Return the weights, the training weights that differ from them, and the states of the optimizers."""
+        trainer = self.trainer
+        if addon_state.is_in_mode(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
+            return {}, {}, {}
+        in_use = self.optimization.optimizers
+        weights, training_weights = modes.both_weights(in_use, trainer.model_state)
+        alone = addon_state.is_in_mode(trainer, addon_state.ALONE)
+        optimizers = {}
+        for name, optimizer in in_use.items():
+            found = trainer.engine.optimizer_state(optimizer, alone=alone)
+            optimizers[name] = addon_state.gather_tensors(trainer, found)
+        return dict(weights), training_weights, optimizers
 
     def load(self, state: Mapping[str, Any], strict: bool) -> None:
         """Check the whole state, and only then load it; on an error nothing is loaded."""
@@ -111,7 +134,7 @@ class CoreState:
 
         entry = state.get("module")
         if entry is not None:
-            module_state.check_entry(entry)
+            _check_module(entry)
         weights, is_strict = self._fitting_weights(state, strict)
         with _explaining_misfits():
             is_same = trainer.history.has_criterion_of(state["records"])
@@ -127,7 +150,7 @@ class CoreState:
             with _explaining_misfits():
                 position.load_state_dict(state["position"])
                 if entry is not None:  # Before the optimizers: their state is in the order of the parameters.
-                    module_state.load_strides(module, entry)
+                    _load_strides(module, entry)
                 load_optimization()
             progress.is_seeded = trainer.progress_checker.is_seeded
             if is_unused:
@@ -138,8 +161,8 @@ class CoreState:
             trainer.history = history
             trainer.load_model_state(weights, is_strict)  # Last: most models are not copied, and cannot be restored.
         if entry is not None:
-            module_state.load_broadcasts(module, entry)
-            trainer._in_training = module_state.load_flags(module, entry, trainer._in_training, trainer.is_main)
+            _load_broadcasts(module, entry)
+            trainer._in_training = _load_flags(module, entry, trainer._in_training, trainer.is_main)
         with torch.no_grad():
             for parameter, value in outside:
                 parameter.copy_(value)
@@ -241,3 +264,112 @@ def _explaining_misfits() -> Iterator[None]:
             f"the state is not one that zae has saved ({type(error).__name__}: {str(error)[:200]!r}); nothing was "
             "loaded. Give what state_dict() returned, or another checkpoint"
         ) from error
+
+
+# ------------------------------------------------------------------------- what a model is beside its tensors
+
+
+def _read_module(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], in_training: Collection[nn.Module] | None
+) -> dict[str, Any]:
+    """Return what is frozen, what stays in evaluation mode, and the order of tensors in memory.
+
+    ``in_training`` has the modules in training mode, where an evaluation has changed it.
+    """
+    evaluating = []
+    for path, each in _named_modules(module).items():
+        trains = each.training if in_training is None else each in in_training
+        if not trains:
+            evaluating.append(path)
+    return {
+        "frozen": [name for name, each in parameters.items() if not each.requires_grad],
+        "evaluating": evaluating,
+        "strides": _read_strides(module),
+    }
+
+
+def _read_strides(module: nn.Module) -> dict[str, list[int]] | None:
+    """Return the strides of tensors that are not contiguous; None where this rank has only parts of the tensors."""
+    found = {}
+    for name, each in plain_state(module, keep_vars=True).items():
+        if not isinstance(each, Tensor):
+            continue
+        if is_sharded(each):
+            return None
+        strides = strides_to_save(each)
+        if strides is not None:
+            found[name] = list(strides)
+    return found
+
+
+def _check_module(entry: Any) -> None:
+    """Refuse an entry that `_read_module` does not return."""
+    names = [entry.get(key) for key in ("frozen", "evaluating")] if isinstance(entry, Mapping) else [None]
+    strides = entry.get("strides") if isinstance(entry, Mapping) else ()
+    if not all(isinstance(each, list) for each in names) or not isinstance(strides, (Mapping, type(None))):
+        raise CheckpointMismatch(
+            f"the entry 'module' of the state is {entry!r:.60}, not what is frozen and evaluating; load another "
+            "checkpoint, or the weights alone: apply_weights(path)"
+        )
+
+
+def _load_strides(module: nn.Module, entry: Mapping[str, Any]) -> None:
+    """Give the tensors of a model the order in memory that they had when they were saved; their values stay."""
+    saved = entry["strides"]
+    for name, tensor in plain_state(module, keep_vars=True).items():
+        if saved is None or not isinstance(tensor, Tensor) or not is_laid_out(tensor):
+            continue
+        strides = tuple(saved.get(name) or contiguous_strides(tensor.shape))
+        if len(strides) == tensor.dim() and tensor.stride() != strides and 0 not in strides:
+            # The model, the optimizers and the engine keep the same tensor.
+            tensor.data = copy_with_strides(tensor.detach(), strides)
+
+
+def _load_broadcasts(module: nn.Module, entry: Mapping[str, Any]) -> None:
+    """Make views again of tensors that repeated some of their elements; it comes after their values are loaded."""
+    state = plain_state(module, keep_vars=True)
+    for name, strides in (entry["strides"] or {}).items():
+        tensor = state.get(name)
+        if 0 not in strides or not isinstance(tensor, Tensor) or not is_laid_out(tensor):
+            continue
+        view = with_strides(tensor.detach(), strides)
+        if torch.equal(view, tensor):
+            tensor.data = view
+
+
+def _load_flags(
+    module: nn.Module, entry: Mapping[str, Any], in_training: list[nn.Module] | None, is_main: bool
+) -> list[nn.Module] | None:
+    """Freeze and thaw parameters, and set the mode of each module; return the modules to put into training mode later.
+
+    That is None where the modules are in training mode now, as for ``in_training``.
+    """
+    frozen, evaluating = set(entry["frozen"]), set(entry["evaluating"])
+    changed = []
+    for name, parameter in named_parameters(module).items():
+        can_train = parameter.is_floating_point() or parameter.is_complex()
+        is_trained = can_train and name not in frozen
+        if parameter.requires_grad != is_trained and parameter.is_leaf:
+            parameter.requires_grad_(is_trained)
+            changed.append(name)
+    if changed and is_main:
+        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        _log.warning(
+            "the checkpoint sets requires_grad of %s, as training had left it; the script has the opposite",
+            ", ".join(changed[:_SHOWN]) + more,
+        )
+    trained = [each for path, each in _named_modules(module).items() if path not in evaluating]
+    if in_training is not None:
+        return trained
+    for each in module.modules():
+        each.training = False
+    for each in trained:
+        each.training = True
+    return None
+
+
+def _named_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by their plain names, without the wrappers of torch; the model itself is ''."""
+    own = {f"{path}." if path else "": each for path, each in module.named_modules()}
+    plain = plain_names(module, own)
+    return {plain[path].rstrip("."): each for path, each in own.items()}

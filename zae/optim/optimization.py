@@ -291,9 +291,12 @@ class Optimization:
         """Note the settings of optimizers and schedulers that are new: as the script has made them."""
         self.settings.note(optimizer=self.optimizers, scheduler=self.schedulers)
 
-    def state_dict(self, module: nn.Module) -> dict[str, dict[str, Any]]:
-        """Return the entries of a state beside "optimizer", which `Trainer.optimizer_state` returns."""
-        names = {id(each): name for name, each in named_parameters(module).items()}
+    def state_dict(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
+        """Return the entries of a state beside "optimizer", which the engine reads.
+
+        ``parameters`` are those of the module, by their plain names.
+        """
+        names = {id(each): name for name, each in parameters.items()}
         return {
             "scheduler": {name: each.state_dict() for name, each in self.schedulers.items()},
             # Parameters that an optimizer trains outside of the model, a learnt loss weight for instance.
