@@ -26,7 +26,7 @@ ELSEWHERE = {"addon_examples": "addons/test_addon_examples.py", "addons": "addon
              "fits": "fits/test_fits_page.py",
              "scale": "addons/test_scale.py", "tuning": "tuning/test_tuning_page.py"}  # fmt: skip
 ELSEWHERE |= {path.stem: "addons/test_scale.py" for path in PAGES if path.parent.name == "engines"}
-OWN_FIRST = ("from_transformers", "packing")  # The blocks of these pages continue the page's first one.
+OWN_FIRST = ("from_transformers", "packing", "guide")  # The blocks of these pages continue the page's first one.
 TEXTS = {path.relative_to(ROOT): path.read_text(encoding="utf-8")
          for path in (*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md")}  # fmt: skip
 
@@ -98,11 +98,12 @@ def test_sentences_that_quote_the_code():
     task = Trainer.add_on(*(getattr(zae.addons, name) for name in imported))
     beside = re.search(r"next to `unscale\(\)` it prints `([^`]+)`", guide)[1]
     assert re.search(rf"^ +unscale\(\) +# {re.escape(beside)}\.$", str(task.explain()), re.M)
-    for name in ("guide", "composing"):
+    for name in ("addons", "composing"):
         assert " < ".join(zae.addon.LAYERS) in " ".join(page(name).split()), name
     drawn = re.findall(r"(\w+)\(", page("loop").partition("```text")[2].partition("```")[0])
     called = re.findall(r"self\.(\w+)\(", inspect.getsource(Trainer.run_batch))
     assert [name for name in drawn if not hasattr(Trainer, name)] == []
+    drawn = drawn[drawn.index("run_batch") : drawn.index("checkpoint")]
     assert [name for name in drawn if name in called] == [name for name in called if name in drawn]
     for name, text in TEXTS.items():
         named = r"`((?:examples|zae|benchmarks|tests)/[\w/]+\.py|\.ci/(?:run|gpu)|constraints\.txt)`"

@@ -20,9 +20,9 @@ This page is generated from the docstrings by `python docs/_generators`; a test 
 
 `from zae.addons import EMAAddon` imports an add-on, `Task.add_on(EMAAddon)` mixes it in, and its options are then
 arguments of the class. The page of each add-on has its options, what it overrides, what it saves and what it costs.
-The [guide](../guide.md#add-ons) explains what a layer and a slot are. "saves" says whether a
-checkpoint contains state of the add-on. Two add-ons with the same slot cannot be combined. An extra is installed with
-`pip install -e ".[wandb]"`.
+[Writing an add-on](../extending/addons.md#what-an-add-on-declares) explains what a layer and a slot are. "saves" says
+whether a checkpoint contains state of the add-on. Two add-ons with the same slot cannot be combined. An extra is
+installed with `pip install -e ".[wandb]"`.
 """
 
 TOCTREE = """:::{toctree}
