@@ -17,7 +17,7 @@ from zae.addons.state_manager.keep import Checkpoints, Retention, WeightFiles
 from zae.addons.state_manager.provenance import describe_code, describe_run
 from zae.addons.state_manager.resume import Resumption, find, newest_whole, read
 from zae.addons.state_manager.save_trial import SaveTrial
-from zae.addons.state_manager.saver import Job, check_moment, format_for
+from zae.addons.state_manager.saver import Job, check_moment, format_for, lies_in_parts
 from zae.addons.state_manager.start_from import Start
 from zae.addons.state_manager.stop_signals import StopSignals
 from zae.checkpoint.folder import Group
@@ -402,16 +402,19 @@ class StateManagerAddon(AddOnBase):
         state = RankStates.read_state(self, in_parts=checkpoints.model_format == "sharded" and not has_failed)
         if not checkpoints.about_run:
             checkpoints.about_run = describe_run(self, redact)
-        job = Job(
-            target=target,
-            state=state,
-            model_format=checkpoints.model_format,
-            about=checkpoints.describe(self.progress_checker, self.world_size, info),
-            replaces=replaces,
+        group = Group(self.rank, self.engine.gather_in_background)
+        plan = partial(
+            Job.plan,
+            target,
+            state,
+            checkpoints.describe(self.progress_checker, self.world_size, info),
+            checkpoints.model_format,
+            replaces,
             trained={name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad},
-            group=Group(self.rank, self.engine.gather_in_background),
+            group=group,
         )
-        checkpoints.write(job, is_writer=self.is_main or has_failed)
+        in_parts = lies_in_parts(state["model"], checkpoints.model_format)
+        checkpoints.write(target, plan, group, in_parts=in_parts, is_writer=self.is_main or has_failed)
 
     def _present_score(self) -> float | None:
         """Return the monitored metric if it was measured on the present weights."""

@@ -364,26 +364,27 @@ class Checkpoints:
                 if path not in self._replaced:
                     self._replaced = [*self._replaced, path]
 
-    def write(self, job: Job, is_writer: bool) -> None:
+    def write(self, target: Path, plan: Callable[[], Job], group: Group, *, in_parts: bool, is_writer: bool) -> None:
         """Write a checkpoint, or begin to, and then remove those that it replaces.
 
-        Every rank calls it, and the one that has the whole state is the writer; all of them write a sharded one. If one
-        fails, all of them raise its error. After an exception the rank that failed calls it alone, as the writer.
+        Every rank calls it, with a function that makes the files. The one that has the whole state is the writer; all
+        of them write where the weights lie in parts. If one fails, all of them raise its error. After an exception the
+        rank that failed calls it alone, as the writer.
         """
 
         def write() -> None:
             if is_writer:
-                self._lock.keep(job.target)  # Before a file is written: somebody may have removed the folder.
-                if not job.is_sharded:
-                    self.saver.save(job, self.checkpointer.commit)
+                self._lock.keep(target)  # Before a file is written: somebody may have removed the folder.
+                if not in_parts:
+                    self.saver.save(plan(), self.checkpointer.commit)
 
         if self.has_failed:
             write()
             self.saver.wait()
             return
-        job.group.together(write, job.target)
-        if job.is_sharded:  # Its ranks share the errors of each part.
-            self.saver.save(job, self.checkpointer.commit)
+        group.together(write, target)
+        if in_parts:  # Its ranks share the errors of each part.
+            self.saver.save(plan(), self.checkpointer.commit)
 
     def save_weights(
         self,

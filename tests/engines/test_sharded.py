@@ -602,7 +602,7 @@ def write_share(share: Share, rank: int, pipes: Any, path: Path, disk: Disk) -> 
         values = [value, own.recv()]
         return values if rank == 0 else values[::-1]
 
-    job = Job(path, {}, "sharded", {}, [path.with_name("step-00000004")], (), Group(rank, gather), share)
+    job = Job(path, share, [path.with_name("step-00000004")], (), in_parts=True, group=Group(rank, gather))
     with installed(disk):
         FolderCheckpointer(path.parent).commit(job)
     return [name for name, _ in disk.log]

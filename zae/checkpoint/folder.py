@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import time
@@ -33,7 +32,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -68,7 +67,7 @@ from zae.checkpoint.filesystem import (
     step_of,
     write_file,
 )
-from zae.checkpoint.manifest import FileEntry, Manifest, draft, is_whole, read_manifest, seal, state_text, verify
+from zae.checkpoint.manifest import FileEntry, Manifest, draft, is_whole, json_text, read_manifest, seal, verify
 from zae.checkpoint.shards import OF_MODEL, OF_STATE, divide, read_parts
 from zae.checkpoint.tensor_bytes import byte_count, separate
 from zae.checkpoint.tensor_files import (
@@ -157,40 +156,69 @@ def plan_share(
     model_format: str,
     group: Group = Group(),  # noqa: B008  (it is a tuple)
 ) -> Share:
-    """Return what this rank writes of a checkpoint, without writing it; all ranks of the group call it."""
-    files: dict[str, dict[str, Tensor] | bytes] = {}
+    """Return what this rank writes of a checkpoint, without writing it.
+
+    Tensors stay where they are until they are copied or written. With "sharded" all ranks of the group call it.
+    """
+    if model_format == "sharded":
+        return _plan_shards(directory, model_state, state, manifest_info, group)
+    structure, tensors = encode(dict(state), in_place=True)
+    return _whole_share(directory, model_format, model_state, tensors, structure, manifest_info)
+
+
+def _whole_share(
+    directory: Path,
+    model_format: str,
+    model_state: Mapping[str, Tensor],
+    tensors: dict[str, Tensor],
+    structure: Any,
+    manifest_info: Mapping[str, Any],
+) -> Share:
+    """Return the share of one rank that writes everything."""
+    _, tied = separate(model_state)
+    files: dict[str, dict[str, Tensor] | bytes] = {
+        MODEL_FILES[model_format]: dict(model_state),
+        STATE_TENSORS: tensors,
+        STATE: json_text(directory, structure),
+    }
+    return Share(files, draft(model_format, tied, manifest_info))
+
+
+def _plan_shards(
+    directory: Path,
+    model_state: Mapping[str, Tensor],
+    state: Mapping[Any, Any],
+    manifest_info: Mapping[str, Any],
+    group: Group,
+) -> Share:
+    """Return the parts that this rank writes of tensors that lie in parts; of rank 0 also what is not divided."""
+    share = Share({}, None)
     named: dict[str, Tensor] = {}  # All tensors of this rank, by their names in shards.json.
 
-    def prepare() -> tuple[Manifest | None, list[str]]:
-        structure, tensors = encode(dict(state), with_parts=model_format == "sharded")
-        if model_format == "sharded":
-            for kind, held in ((OF_MODEL, model_state), (OF_STATE, tensors)):
-                for name, tensor in held.items():
-                    named[kind + name] = tensor
-        in_parts = [name for name, tensor in named.items() if is_sharded(tensor) or tensor.is_meta]
-        if group.rank > 0:  # Rank 0 writes what is not divided, and the manifest.
-            return None, in_parts
-        files[MODEL_FILES[model_format]] = dict(model_state)
-        files[STATE_TENSORS] = tensors
-        files[STATE] = state_text(directory, structure)
-        _, tied = separate(model_state)
-        return draft(model_format, tied, manifest_info), in_parts
+    def prepare() -> list[str]:
+        nonlocal share
+        structure, tensors = encode(dict(state), with_parts=True, in_place=True)
+        for name, tensor in model_state.items():
+            named[OF_MODEL + name] = tensor
+        for name, tensor in tensors.items():
+            named[OF_STATE + name] = tensor
+        if group.rank == 0:
+            share = _whole_share(directory, "sharded", model_state, tensors, structure, manifest_info)
+        return [name for name, tensor in named.items() if is_sharded(tensor) or tensor.is_meta]
 
-    prepared = group.together(prepare, directory)
-    manifest = prepared[group.rank][0]
-    if model_format == "sharded":
-        # What some rank has a part of, or nothing at all: the others must not write it as a whole tensor.
-        in_parts = set(itertools.chain(*(names for _, names in prepared)))
-        if group.rank == 0:
-            for file, kind in ((MODEL_FILES[model_format], OF_MODEL), (STATE_TENSORS, OF_STATE)):
-                held = cast("dict[str, Tensor]", files[file])
-                files[file] = {name: tensor for name, tensor in held.items() if kind + name not in in_parts}
-        parts = {name: tensor for name, tensor in named.items() if name in in_parts and not tensor.is_meta}
-        chunks, described = divide(parts, group, directory)
-        files = {shard_name(group.rank): chunks, **files}
-        if group.rank == 0:
-            files[SHARDS] = json.dumps(described, separators=(",", ":")).encode()
-    return Share(files, manifest)
+    # What some rank has a part of, or nothing at all: the others must not write it as a whole tensor.
+    in_parts = set(itertools.chain(*group.together(prepare, directory)))
+    parts = {name: tensor for name, tensor in named.items() if name in in_parts and not tensor.is_meta}
+    chunks, described = divide(parts, group, directory)
+    files: dict[str, dict[str, Tensor] | bytes] = {shard_name(group.rank): chunks}
+    for file, content in share.files.items():
+        if isinstance(content, dict):
+            kind = OF_STATE if file == STATE_TENSORS else OF_MODEL
+            content = {name: tensor for name, tensor in content.items() if kind + name not in in_parts}
+        files[file] = content
+    if group.rank == 0:
+        files[SHARDS] = json_text(directory, described)
+    return Share(files, share.manifest)
 
 
 # --------------------------------------------------------------------------------------------------------- writing

@@ -47,10 +47,10 @@ __all__ = [
     "check_progress",
     "draft",
     "is_whole",
+    "json_text",
     "parse",
     "read_manifest",
     "seal",
-    "state_text",
     "verify",
 ]
 
@@ -110,8 +110,8 @@ def draft(model_format: str, tied: Mapping[str, str], about: Mapping[str, Any]) 
     return cast(Manifest, {key: content[key] for key in Manifest.__annotations__})
 
 
-def state_text(directory: Path, structure: Any) -> bytes:
-    """Return the text of state.json for an encoded state."""
+def json_text(directory: Path, structure: Any) -> bytes:
+    """Return the text of state.json for an encoded state, or that of shards.json."""
     text = json.dumps(structure, allow_nan=False, separators=(",", ":")).encode()
     if len(text) > STATE_LIMIT:
         raise CheckpointError(
