@@ -214,30 +214,24 @@ def section(found: dict[str, Any]) -> str:
     """Return the section of the page."""
     counts = ", ".join(f"{TITLES[kind]} {found['rounds'][kind]['count']}" for kind in TITLES)
     ahead = verdicts(found)
-    stall, copy = (
-        found["saves"][key][1] / found["saves"]["torch.save"][1] for key in ("zae, safetensors, async", COPY)
-    )
     parts = [
         "## Models of ten million parameters",
-        f"`python benchmarks/models.py` measures this section and writes it. Measured on {found['machine']}; one "
-        f"thread. {__doc__.split(chr(10) * 2)[1].replace(chr(10), ' ')}",
-        "- ViT: 10.7 million parameters, 4 images of 32 x 32 in a step, patches of 4 x 4. GPT: 13.8 million, 256 "
-        "tokens in a step, in rows without padding. Both have 6 blocks of width 384, and `AdamW(fused=True)`.\n"
-        "- The time of a step is that from the start of one forward to the start of the next, from the third step of a "
-        "run on. What a run costs beside its steps is in the tables above.\n"
-        "- The batches are a list, but for the loader with a worker process, which the CPU time leaves out.\n"
-        "- torchtitan 0.3 needs a nightly build of torch and could not be imported. Its row is a loop written after "
-        "its `train_step`, which always clips and steps a schedule. An asterisk marks weights that are not bitwise "
-        "those of the bare loop.",
-        f"Rounds: {counts}. The first row compares the bare loop with itself. Less is faster.",
+        f"`python benchmarks/models.py`, on {found['machine']}; one thread. In one process the bare loop and the "
+        "libraries take turns. A ratio is that of the time of a step to the mean of the bare loops before and after; "
+        f"the figure is the median of all rounds ({counts}) with its 95 % interval. The first row compares the bare "
+        "loop with itself.",
+        "- ViT: 10.7 million parameters, 4 images of 32 x 32 in a step. GPT: 13.8 million, 256 tokens in a step. Both "
+        "have 6 blocks of width 384, and `AdamW(fused=True)`. The batches are a list, but for the loader with a "
+        "worker.\n"
+        "- A step is measured from the start of one forward to the next, from the third step of a run on.\n"
+        "- torchtitan 0.3 could not be imported. Its row is a loop written after its `train_step`, which always clips "
+        "and steps a schedule. An asterisk marks weights that are not bitwise those of the bare loop.",
         "\n".join(training(found)),
-        "Evaluation over batches that are there; and, in a fresh process each, the time from its start to the end of "
-        f"the first step of the GPT (import of torch and of the library included; {found['repeats']} repetitions), and "
-        "its peak memory (`ru_maxrss` after six steps).",
+        "Evaluation; and, in a fresh process each, the time from its start to the end of the first step of the GPT, "
+        f"imports included ({found['repeats']} repetitions), and its peak memory (`ru_maxrss` after six steps).",
         "\n".join(evaluation(found)),
         f"How long training waits for a save of the GPT with the state of its optimizer, 166 MB ({found['turns']} "
-        f"turns, on the disk of the working folder). The stall of an asynchronous save is {stall:.2f} of `torch.save`: "
-        f"it copies weights and state in memory, which alone takes {copy:.2f}, and training continues.",
+        "turns, on the disk of the working folder):",
         "\n".join(saving(found)),
         "zae is not first in these columns, beyond the intervals of both. Columns in which the interval of zae "
         "overlaps that of the bare loop are left out.\n\n" + "\n".join(ahead) if ahead else

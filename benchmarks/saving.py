@@ -8,7 +8,7 @@ Two questions, each asked in turns in one process, so that a disk which is slow 
 
 The files are written in the working folder, on whatever disk that is, and removed.
 
-    python benchmarks/saving.py            # writes its table into docs/explanation/reliability.md
+    python benchmarks/saving.py            # writes its section of docs/explanation/performance.md
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def page(count: int) -> str:
     finally:
         shutil.rmtree(folder)
     text = [
-        f"Measured by `{' '.join(['python', 'benchmarks/saving.py', *sys.argv[1:]])}`: Python "
+        "## Saves", "",
+        f"`{' '.join(['python', 'benchmarks/saving.py', *sys.argv[1:]])}`, with Python "
         f"{platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, {count} turns, on the disk "
         f"of the working folder (not in memory), beside a load of {load:.1f}.", "",
         "A save of 200 MB. zae writes a model, a state and a manifest, hashes every byte, and waits for the disk; "
@@ -162,7 +163,7 @@ def main() -> None:
     """Measure, and put the tables into the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=HERE.parent / "docs" / "explanation" / "reliability.md")
+    parser.add_argument("--output", type=Path, default=HERE.parent / "docs" / "explanation" / "performance.md")
     arguments = parser.parse_args()
     found = page(arguments.turns)
     sys.stdout.write(found)

@@ -50,8 +50,8 @@ def test_the_numbers_that_the_readme_says(blocks):
     """The accuracy that the first block prints, the runs that were killed, and the errors that are tested."""
     trainer, test = (blocks.first[name] for name in ("trainer", "test"))
     assert f"It prints {trainer.evaluate(test)['accuracy']:.3f}."[:-2] in README  # The last digit may differ.
-    measured = (ROOT / "docs" / "explanation" / "reliability.md").read_text(encoding="utf-8")
-    row = re.search(r"^\| zae .*", measured, re.M)[0]
+    measured = (ROOT / "docs" / "explanation" / "performance.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| zae \d.*", measured, re.M)[0]
     killed, noticed = (re.search(rf"[Aa]ll (\d+) {words}", README)[1] for words in ("ended", "were noticed"))
     assert f"| {killed} of {killed} | {noticed} of {noticed} |" in row
     assert "more than a hundred errors" in README
