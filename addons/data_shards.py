@@ -42,7 +42,6 @@ class DataShardsAddon(AddOnPart):
     @property
     def _is_parallel(self) -> bool:
         """Whether this process has joined others."""
-        # In this order: one that has not joined looks for a launcher each time that it is asked how many there are.
         return not isinstance(self.engine, NotJoined) and self.world_size > 1
 
     def _from_main(self, value: Any) -> Any:

@@ -145,7 +145,6 @@ class DDPEngine(Engine):
         self._outside: list[Tensor] = []  # Those of them that it does not hold.
         self._owners: list[dict[str, Tensor | None]] = []  # The dicts of buffers: a forward may replace one.
         self._marks_used = False  # Whether the wrapper takes parameters for used that the next step may leave out.
-        self._has_unsent = False  # Whether a forward may have changed buffers since they were sent.
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which has wrapped no model."""
@@ -179,7 +178,6 @@ class DDPEngine(Engine):
         self._known = _trained(parameters)
         held = {} if self.replica is None else self.replica._held
         self._outside = [each for each in parameters if each.requires_grad and id(each) not in held]
-        self._has_unsent = False
 
     # ------------------------------------------------------------------------------------------------------ a step
 
@@ -190,7 +188,7 @@ class DDPEngine(Engine):
             self.begin(module, parameters)
         elif self._marks_used:
             self._make_replica()
-        self._has_unsent, self.is_short = True, False
+        self.is_short = False
         if self.replica is not None:
             vars(self.replica)["_used"] = False
         return self.replica or cast(nn.Module, self.module)
@@ -213,10 +211,7 @@ class DDPEngine(Engine):
         average(rest, self.world_size, self.reduce, self._sparse)
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Send the buffers of rank 0, once after the forwards of a step."""
-        if not self._has_unsent:
-            return
-        self._has_unsent = False
+        """Send the buffers of rank 0, as DistributedDataParallel does before a forward."""
         found = {id(each): each for owner in self._owners if owner for each in owner.values() if each is not None}
         if found:
             broadcast(each for each in found.values() if each.numel())
@@ -343,13 +338,6 @@ class ReplicatedAddon(AddOnPart):
             self._ddp.is_short = True
             self.model = self._ddp.module
         return found
-
-    def optimizer_step(self) -> bool:
-        """Send the buffers of rank 0 after a step, as DistributedDataParallel does before the next."""
-        stepped = super().optimizer_step()
-        if self._is_parallel:
-            self.engine.sync_buffers(self.unwrap())
-        return stepped
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:

@@ -211,11 +211,16 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         return RanksEngine(self._mesh(), self.timeout)
 
     def normalize(self, num_targets: list[Any]) -> None:
-        """Average the gradients over the shares of the data, and then divide them by the targets of all ranks."""
+        """Average the gradients over the shares of the data, and then divide them by the targets of all ranks.
+
+        Every rank gets the buffers of rank 0 as well: all forwards of the step are over, and what follows, an average
+        of weights for instance, finds equal ones.
+        """
         if self._is_parallel:
             if self._leaves_out and not self.engine.needs_lockstep_forward:
                 num_targets = self._complete_short_step(num_targets)
             self.engine.average_gradients(self.parameters)
+            self.engine.sync_buffers(self.unwrap())
         super().normalize(num_targets)
 
     def _complete_short_step(self, num_targets: list[Any]) -> list[Any]:
@@ -229,12 +234,6 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         # A rank without samples cannot know whether the steps count targets: the others tell.
         is_counted = any(self.gather(any(count is not None for count in num_targets)))
         return [0.0] if is_counted and not has_samples else num_targets
-
-    def zero_grad(self) -> None:
-        """Give every rank the buffers of rank 0, after a step that was left out too."""
-        super().zero_grad()
-        if self._is_parallel:
-            self.engine.sync_buffers(self.unwrap())
 
     def _dimensions(self) -> list[str]:
         """List the dimensions along which the add-ons of this trainer divide the work."""

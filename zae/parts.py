@@ -189,7 +189,7 @@ class Engine:
         self.inner.average_gradients(parameters)
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Give every rank the buffers of rank 0, which the forwards of a step may have changed."""
+        """Give every rank the buffers of rank 0, when the forwards of a step, which may change them, are over."""
         self.inner.sync_buffers(module)
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:

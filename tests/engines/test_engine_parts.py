@@ -102,8 +102,10 @@ def test_a_process_of_a_launcher_knows_its_number_before_it_joins(monkeypatch: p
     assert (engine.rank, engine.world_size) == (0, 1)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert (engine.rank, engine.world_size, engine.dp_rank, engine.dp_world_size) == (3, 4, 1, 2)
-    assert engine.gather("a") == ["a"]
+    assert engine.rank == 0, "it has looked, and no launcher starts a process that runs already"
+    twin = copy.copy(engine)
+    assert (twin.rank, twin.world_size, twin.dp_rank, twin.dp_world_size) == (3, 4, 1, 2)
+    assert twin.gather("a") == ["a"]
 
 
 # ---------------------------------------------------------------------------------------------------------- two ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ __all__ = ["NotJoined", "RanksEngine"]
 class NotJoined(SingleProcess):
     """The engine of a process before it joins the others: under a launcher it knows its number, and works alone.
 
+    It looks for a launcher when it is first asked. A copy looks again: it may be one for a process that was started.
+
     Parameters
     ----------
     sizes : mapping of str to int
@@ -41,26 +44,35 @@ class NotJoined(SingleProcess):
         self._sizes = dict(sizes)
         self._dimensions = list(dimensions)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy, without what was found in the environment of this process."""
+        found_here = ("_launched", "_mesh")
+        return {name: value for name, value in vars(self).items() if name not in found_here}
+
+    @cached_property
+    def _launched(self) -> tuple[int, int]:
+        """The number of this process, and how many there are."""
+        return launched_world() or (0, 1)
+
+    @cached_property
+    def _mesh(self) -> Mesh:
+        return Mesh(self._sizes, self._dimensions, self.world_size)
+
     @property
     def rank(self) -> int:
-        launched = launched_world()
-        return 0 if launched is None else launched[0]
+        return self._launched[0]
 
     @property
     def world_size(self) -> int:
-        launched = launched_world()
-        return 1 if launched is None else launched[1]
+        return self._launched[1]
 
     @property
     def dp_rank(self) -> int:
-        return self._mesh().dp_rank(self.rank)
+        return self._mesh.dp_rank(self.rank)
 
     @property
     def dp_world_size(self) -> int:
-        return self._mesh().dp_world_size
-
-    def _mesh(self) -> Mesh:
-        return Mesh(self._sizes, self._dimensions, self.world_size)
+        return self._mesh.dp_world_size
 
 
 class RanksEngine(SingleProcess):
