@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import numbers
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from zae import optim
 from zae.addon import AddOnBase, Fact, replaces
 from zae.common.argument_checks import check_flags
 from zae.common.device import cpu_computes_in_bf16
-from zae.common.null_context import NULL_CONTEXT
+from zae.common.null_context import NULL_CONTEXT, both
 from zae.common.torch_private import found_overflow, overflow_flags
 from zae.compose.introspect import with_trait
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
@@ -319,10 +319,7 @@ class AMPAddon(AddOnBase):
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Autocast the forward, with the loss that is computed in it."""
-        inner, own = super().forward_context(), self.precision_part.forward_context()
-        if inner is NULL_CONTEXT or own is NULL_CONTEXT:
-            return own if inner is NULL_CONTEXT else inner
-        return _both(inner, own)
+        return both(super().forward_context(), self.precision_part.forward_context())
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Scale the loss, so that small float16 gradients do not underflow."""
@@ -399,13 +396,6 @@ def _is_scale(given: Any) -> bool:
     if not (isinstance(given, (tuple, list)) and len(given) == 2):
         return False
     return all(map(_is_number, given)) and 0 < given[1] <= given[0] < math.inf
-
-
-@contextmanager
-def _both(inner: AbstractContextManager[None], own: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enclose a forward in both contexts."""
-    with inner, own:
-        yield
 
 
 @cache  # One warning for each process.

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zae.addon import Fact
 from zae.common.model_weights import named_parameters
+from zae.common.null_context import NULL_CONTEXT, both
 from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check_reducer
 from zae.distributed.blocks import check_shapes, check_tables
 from zae.distributed.collectives import average, broadcast
@@ -33,9 +34,13 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS els
 
 
 class Replica(DistributedDataParallel):
-    """DistributedDataParallel that records whether it was called, and forwards attributes to its model."""
+    """DistributedDataParallel that records whether it was called, and forwards attributes to its model.
+
+    While it is idle it only calls the model: nothing is exchanged, and the backward averages no gradients.
+    """
 
     _used = False
+    _is_idle = False  # Whether calls go to the model itself.
     _made = False
     _step = -1
 
@@ -60,8 +65,20 @@ class Replica(DistributedDataParallel):
         return parameters[:: self._step], expect_sparse[:: self._step]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_idle:
+            return self.module(*args, **kwargs)
         vars(self)["_used"] = True  # Not through __setattr__, which takes longer.
         return super().forward(*args, **kwargs)
+
+    @contextmanager
+    def _idling(self) -> Iterator[None]:
+        """Call the model itself within the block."""
+        before = self._is_idle
+        vars(self)["_is_idle"] = True
+        try:
+            yield
+        finally:
+            vars(self)["_is_idle"] = before
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -153,13 +170,13 @@ class DDPEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------- the wrapper
 
-    def wrap(self, module: nn.Module, has_training: bool) -> nn.Module:
-        """Return what a step calls: the wrapper, unless there is nothing to train."""
+    def wrap(self, module: nn.Module, trains: bool) -> Any:
+        """Return the wrapper, unless there is nothing to train."""
         self.release()
-        self.module = module
-        if has_training:
+        self.module = super().wrap(module, trains)
+        if trains:
             self._make_replica()
-        return self.replica or module
+        return self.replica or self.module
 
     def _make_replica(self) -> None:
         check_shapes(self.module)
@@ -188,14 +205,22 @@ class DDPEngine(Engine):
             self.begin(module, parameters)
         elif self._marks_used:
             self._make_replica()
-        self.is_short = False
         if self.replica is not None:
             vars(self.replica)["_used"] = False
         return self.replica or cast(nn.Module, self.module)
 
-    def averages_in(self, last: bool) -> bool:
-        """Return whether the wrapper averages the gradients in the backward of a micro-batch."""
-        return self.replica is not None and last and not self.takes_turns and not self.reduces_after_backward
+    def sync_context(self, last: bool) -> AbstractContextManager[None]:
+        """Let the wrapper average gradients in the backward of the last micro-batch, where all ranks have it."""
+        inner = super().sync_context(last)
+        averages_late = self.is_short or self.takes_turns or self.reduces_after_backward
+        return both(inner, self._without_wrapper()) if averages_late or not last else inner
+
+    def evaluation_context(self) -> AbstractContextManager[None]:
+        """Evaluate without the wrapper, as ranks have different numbers of batches."""
+        return both(super().evaluation_context(), self._without_wrapper())
+
+    def _without_wrapper(self) -> AbstractContextManager[None]:
+        return NULL_CONTEXT if self.replica is None else self.replica._idling()
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average the gradients that the wrapper has not averaged: all ranks add them up."""
@@ -280,11 +305,9 @@ class ReplicatedAddon(AddOnPart):
 
     def wrap_model(self, model: nn.Module) -> Any:
         """Wrap the model, unless there is nothing to train."""
-        inner = super().wrap_model(model)
-        if self._ddp is None or not self._is_parallel:
-            return inner
-        self._ddp.find_unused_parameters = self.find_unused_parameters
-        return self._ddp.wrap(inner, self.mode == "train")
+        if self._ddp is not None:
+            self._ddp.find_unused_parameters = self.find_unused_parameters
+        return super().wrap_model(model)
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse tables whose forward changes weights."""
@@ -297,23 +320,6 @@ class ReplicatedAddon(AddOnPart):
 
     def _bytes_of_buckets(self, plan: Any) -> int | None:
         return plan.memory.gradients if plan.world_size > 1 else None
-
-    def sync_context(self, last: bool) -> AbstractContextManager[None]:
-        """Accumulate gradients on this rank until the last micro-batch."""
-        inner, ddp = super().sync_context(last), self._ddp
-        if ddp is None or ddp.replica is None or ddp.averages_in(last):
-            return inner
-        return self._without_wrapper(inner)
-
-    @contextmanager
-    def _without_wrapper(self, inner: AbstractContextManager[None]) -> Iterator[None]:
-        """Call the model itself."""
-        before, self.model = self.model, self._ddp.module if self._ddp is not None else self.model
-        try:
-            with inner:
-                yield
-        finally:
-            self.model = before
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Average the gradients over the ranks."""
@@ -328,25 +334,13 @@ class ReplicatedAddon(AddOnPart):
             if "find_unused_parameters" in str(error) and not isinstance(error, DistributedError):
                 raise ddp.left_out([]) from error
             raise
-        finally:
-            self.model = ddp.replica or ddp.module
 
     def micro_batches(self, batch: Any) -> Any:
         """Do not use the wrapper in a step in which a rank has no samples: it would wait for that rank."""
         found = super().micro_batches(batch)
-        if self._leaves_out and self._ddp is not None:
-            self._ddp.is_short = True
-            self.model = self._ddp.module
+        if self._ddp is not None:
+            self._ddp.is_short = self._leaves_out
         return found
-
-    @contextmanager
-    def evaluation_context(self) -> Iterator[None]:
-        """Evaluate without the wrapper, as ranks have different numbers of batches."""
-        inner = super().evaluation_context()
-        if self._ddp is not None and self._ddp.replica is not None:
-            inner = self._without_wrapper(inner)
-        with inner:
-            yield
 
 
 def _trained(parameters: Sequence[Tensor]) -> list[int]:

@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -24,6 +24,7 @@ from zae.common.argument_checks import check_number
 from zae.common.device import exchange_current
 from zae.common.fingerprint import fingerprints
 from zae.common.model_weights import named_parameters
+from zae.common.null_context import both
 from zae.common.torch_private import count_devices
 from zae.common.walk import is_sharded
 from zae.compose.introspect import add_ons_of
@@ -89,7 +90,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
     layer = "parallel"
     slot = "parallel"
     mesh_dimensions: ClassVar[tuple[str, ...]] = ("replicate",)
-    process_attributes = {"_outer_error": None, "_placed": False, "device_mesh": None, "_replaced": {}}
+    process_attributes = {"_outer_error": None, "_placed": False, "_replaced": {}}
 
     def __init__(
         self,
@@ -110,7 +111,6 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         self.mesh = check_mesh(mesh, self._dimensions(), type(self).__name__)
         self._replaced: dict[int, tuple[Tensor, Tensor]] = {}  # Old and new parameters, until the optimizers know them.
         self.engine = NotJoined(self.mesh, self._dimensions())
-        self.device_mesh: Any = None  # The DeviceMesh of torch, once it is asked for.
         self._rank_states = RankStates()  # What each rank saved, until this one has loaded its own.
         self._placed = False
         self._between_runs = StreamsBetweenRuns()
@@ -210,6 +210,26 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         """
         return RanksEngine(self._mesh(), self.timeout)
 
+    def wrap_model(self, model: nn.Module) -> Any:
+        """Let the engine wrap or divide the model."""
+        inner = super().wrap_model(model)
+        if not self._is_parallel:
+            return inner
+        before = dict(self.unwrap().named_parameters(remove_duplicate=False))
+        wrapped = self.engine.wrap(inner, self.mode == "train")
+        self._note_replaced(before, dict(self.unwrap().named_parameters(remove_duplicate=False)))
+        return wrapped
+
+    def sync_context(self, last: bool) -> AbstractContextManager[None]:
+        """Average gradients in the backward of the last micro-batch at the earliest."""
+        return both(super().sync_context(last), self.engine.sync_context(last))
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Evaluate as the engine does: without a wrapper that waits for other ranks, for instance."""
+        with self.engine.evaluation_context(), super().evaluation_context():
+            yield
+
     def normalize(self, num_targets: list[Any]) -> None:
         """Average the gradients over the shares of the data, and then divide them by the targets of all ranks.
 
@@ -245,15 +265,15 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         return Mesh(self.mesh, self._dimensions(), self._planned_world())
 
     def _note_replaced(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Note the parameters that stand in for others of the same names; another engine may have replaced these.
+        """Note the parameters that stand in for others of the same names.
 
         They get the attributes by which an optimizer's factory may choose its groups.
         """
-        first = {id(new): old for old, new in self._replaced.values()}
-        for name, each in before.items():
-            old = first.get(id(each), each)
-            vars(after[name]).update({key: value for key, value in vars(each).items() if key not in vars(after[name])})
-            self._replaced[id(old)] = (old, after[name])
+        for name, old in before.items():
+            new = after[name]
+            if new is not old:
+                vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
+                self._replaced[id(old)] = (old, new)
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Let the optimizers hold the parameters that sharding has put in place of those they were made with."""
@@ -290,14 +310,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         return size
 
     def _check_model(self, model: nn.Module) -> None:
-        """Refuse a model that the ranks cannot train: before they begin, and where one wraps it."""
+        """Refuse a model that the ranks cannot train, before they begin; the engine refuses it too as it wraps it."""
         check_shapes(model)
-
-    def build_mesh(self) -> Any:
-        """Return the DeviceMesh of this run; all ranks call it, once they have joined."""
-        if self.device_mesh is None:
-            self.device_mesh = self._mesh().build(self.device, self.timeout)
-        return self.device_mesh
 
     def _place(self) -> None:
         """Load the part of this rank from a state that was loaded before its number was known."""

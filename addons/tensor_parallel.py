@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +15,108 @@ from torch.optim import Optimizer
 from zae.addon import Fact
 from zae.addons.distributed import DistributedAddon
 from zae.common.fingerprint import fingerprint
-from zae.common.null_context import NULL_CONTEXT
+from zae.common.null_context import NULL_CONTEXT, both
 from zae.common.torch_private import is_compiled
 from zae.common.walk import is_sharded, tensors_in
 from zae.distributed import shards
-from zae.distributed.blocks import check_divisible, check_even, divided_dimensions
+from zae.distributed.blocks import check_divisible, check_even, check_shapes, divided_dimensions
 from zae.distributed.collectives import broadcast, gather_objects
+from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError, DistributedError
 from zae.parts import Engine
 
-__all__ = ["TensorParallelAddon"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = ["TensorParallelAddon", "TensorParallelEngine"]
 
 
 class TensorParallelEngine(Engine):
-    """The engine of ranks that each hold a part of the divided layers."""
+    """The engine of ranks that each hold a part of the divided layers.
+
+    Parameters
+    ----------
+    inner : Engine
+        The engine of the ranks.
+    mesh : callable
+        Returns the DeviceMesh of the ranks that divide layers among them; all ranks call it.
+    styles : mapping of str to ParallelStyle
+        How each module of the plan is divided, by its path.
+    compiled : callable
+        Returns the paths of the modules that are compiled.
+    """
+
+    def __init__(
+        self,
+        inner: Engine,
+        mesh: Callable[[], DeviceMesh],
+        styles: Mapping[str, ParallelStyle],
+        compiled: Collection[str] = (),
+    ) -> None:
+        super().__init__(inner)
+        self._mesh = mesh
+        self._styles = styles
+        self._compiled = compiled
+
+    def wrap(self, module: nn.Module, trains: bool) -> Any:
+        """Divide the layers of the plan in place, with the weights of rank 0."""
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        model = super().wrap(module, trains)
+        if any(map(is_sharded, model.parameters())):  # In an earlier run.
+            return model
+        modules = dict(model.named_modules())
+        check_shapes(model)
+        mesh = self._mesh()
+        check_layers(modules, self._styles, mesh.size())
+        # Rank 0 sends its weights and buffers, of which each rank keeps its part. Those of a model on the meta device
+        # come when it is sharded.
+        broadcast(each for each in (*model.parameters(), *model.buffers()) if each.numel() and not each.is_meta)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        for name, style in self._styles.items():
+            try:
+                parallelize_module(modules[name], mesh, style, src_data_rank=None)
+            except (NotImplementedError, RuntimeError) as error:
+                raise ConfigError(f"tensor_plan: {name} ({type(modules[name]).__name__}): {error}") from error
+        self._finish_outside_of_compiled(modules)
+        if not any(map(is_sharded, model.parameters())):
+            raise ConfigError(
+                "tensor_plan divides no parameter; give some layer ColwiseParallel() or RowwiseParallel()"
+            )
+        _check_ties(before, dict(model.named_parameters(remove_duplicate=False)))
+        return model
+
+    def is_same_on_ranks(self, values: Any) -> bool:
+        """Return whether the ranks that divide layers have the same tensors: each sends a hash of its own."""
+        own = fingerprint(tensors_in(values))
+        return len(set(gather_objects(own, self._mesh().get_group()))) == 1
+
+    def _finish_outside_of_compiled(self, modules: Mapping[str, nn.Module]) -> None:
+        """Let compiled code, where there is any, take no tensor that is still under way between the ranks."""
+        compiled = [*self._compiled, *(name for name, each in modules.items() if is_compiled(each))]
+        for name in self._styles if compiled else ():
+            if not any(f"{name}.".startswith(f"{block}.") for block in compiled):
+                modules[name].register_forward_hook(_finish)
+
+    def evaluation_context(self) -> AbstractContextManager[None]:
+        """Compute losses of logits that the plan leaves in parts without gathering them."""
+        return both(super().evaluation_context(), self.divided_loss())
+
+    def divided_loss(self) -> AbstractContextManager[None]:
+        """Return a context in which losses of logits that the plan leaves in parts are computed in parts."""
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel() if self._leaves_logits else NULL_CONTEXT
+
+    @cached_property
+    def _leaves_logits(self) -> bool:
+        """Whether the plan leaves outputs in parts, along their last dimension."""
+        from torch.distributed.tensor import Shard
+
+        left_in_parts = [each for each in self._styles.values() if not getattr(each, "use_local_output", True)]
+        layouts = [getattr(each, "output_layouts", ()) for each in left_in_parts]  # SequenceParallel has none.
+        return any(Shard(-1) in places for places in layouts)
 
     @property
     def can_save_alone(self) -> bool:
@@ -102,7 +191,7 @@ class TensorParallelAddon(DistributedAddon):
     mesh_dimensions = ("tensor",)
     traits = ("divides_weights",)
     inside = ("parallel.data",)
-    process_attributes = {"_is_checked": False, "_leaves_logits": None}
+    process_attributes = {"_is_checked": False}
     excludes = {
         "replicates_weights": "whole gradients are averaged there, and here they are parts; use FSDPAddon with "
         "TensorParallelAddon and mesh={'shard': 2, 'tensor': 2}",
@@ -113,7 +202,6 @@ class TensorParallelAddon(DistributedAddon):
         super().__init__(*args, **kwargs)
         self.tensor_plan = {} if tensor_plan is None else tensor_plan
         self._is_checked = False  # Whether a first step has shown that nothing is drawn for a part of an activation.
-        self._leaves_logits: bool | None = None  # Whether the plan leaves outputs in parts, once that was looked up.
         if not isinstance(self.tensor_plan, Mapping) or not all(isinstance(name, str) for name in self.tensor_plan):
             raise ConfigError(
                 f"tensor_plan={tensor_plan!r}; give a dict of styles by the path of a module, as in "
@@ -125,8 +213,18 @@ class TensorParallelAddon(DistributedAddon):
     # ------------------------------------------------------------------------------------------------ the model
 
     def build_engine(self) -> Engine:
-        """Return the engine that knows how the model is divided."""
-        return TensorParallelEngine(super().build_engine())
+        """Return the engine that divides the layers, and knows how they are divided."""
+        self._tensor_ranks()
+        engine = super().build_engine()
+        ranks = engine.find(RanksEngine)
+        assert ranks is not None
+        compiled = tuple(self.changed_modules("compiled"))
+        return TensorParallelEngine(engine, partial(_mesh_of, ranks, self.device), self.styles(), compiled)
+
+    @property
+    def _tensor_engine(self) -> TensorParallelEngine | None:
+        """The engine that has divided the layers, once the ranks have joined."""
+        return self.engine.find(TensorParallelEngine)
 
     def styles(self) -> dict[str, Any]:
         """Return the style of each module that ``tensor_plan`` names, by the path of the module.
@@ -158,66 +256,20 @@ class TensorParallelAddon(DistributedAddon):
         found = super().changed_modules(how)
         return {**found, **self.styles()} if how == "divided" else found
 
-    def wrap_model(self, model: nn.Module) -> Any:
-        """Divide the layers of the plan in place, once, with the weights of rank 0."""
-        model = super().wrap_model(model)
-        if not self._is_parallel or any(map(is_sharded, model.parameters())):  # Of an earlier run.
-            return model
-        self._check_model(model)
-        # FSDPAddon sends the weights of a model on the meta device.
-        broadcast(each for each in (*model.parameters(), *model.buffers()) if each.numel() and not each.is_meta)
-        before = dict(model.named_parameters(remove_duplicate=False))
-        self._divide(model)
-        after = dict(model.named_parameters(remove_duplicate=False))
-        self._check_ties(before, after)
-        self._note_replaced(before, after)
-        return model
-
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model and a mesh that cannot be divided."""
         super()._check_model(model)
+        check_layers(dict(model.named_modules()), self.styles(), self._tensor_ranks())
+
+    def _tensor_ranks(self) -> int:
+        """Return how many ranks divide a layer among them."""
         size = self._mesh().sizes.get("tensor", 1)
         if size == 1:
             raise ConfigError(
                 f"mesh={self.mesh!r} leaves {size} rank for each layer; write mesh={{'tensor': 2}}, or leave "
                 "TensorParallelAddon out"
             )
-        modules = dict(model.named_modules())
-        check_divisible({name: modules[name] for name in self.styles()})
-        for name, style in self.styles().items():
-            check_even(name, modules[name], style, size)
-
-    def _divide(self, model: nn.Module) -> None:
-        from torch.distributed.tensor.parallel import parallelize_module
-
-        mesh = self.build_mesh()
-        mesh = mesh["tensor"] if len(mesh.mesh_dim_names) > 1 else mesh
-        modules = dict(model.named_modules())
-        for name, style in self.styles().items():
-            try:
-                parallelize_module(modules[name], mesh, style, src_data_rank=None)
-            except (NotImplementedError, RuntimeError) as error:
-                raise ConfigError(f"tensor_plan: {name} ({type(modules[name]).__name__}): {error}") from error
-        compiled = [name for name, each in modules.items() if is_compiled(each)]
-        compiled += self.changed_modules("compiled")
-        for name in self.styles() if compiled else ():
-            if not any(f"{name}.".startswith(f"{block}.") for block in compiled):
-                modules[name].register_forward_hook(_finish)
-        if not any(map(is_sharded, model.parameters())):
-            raise ConfigError(
-                "tensor_plan divides no parameter; give some layer ColwiseParallel() or RowwiseParallel()"
-            )
-
-    def _check_ties(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Refuse to divide one of several names of a parameter, which would become two."""
-        first: dict[int, str] = {}
-        for name, each in before.items():
-            other = first.setdefault(id(each), name)
-            if after[name] is not after[other]:
-                raise ConfigError(
-                    f"tensor_plan: {other} and {name} are one parameter, and would become two; leave both modules out "
-                    "of the plan, or give each its own parameter"
-                )
+        return size
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Refuse kernels of an optimizer that take divided parameters and others at once."""
@@ -294,7 +346,8 @@ class TensorParallelAddon(DistributedAddon):
             yield batch
 
     def _compare_batches(self, batch: Any) -> None:
-        if self._is_parallel and not self._same_on_ranks(batch):
+        engine = self._tensor_engine
+        if engine is not None and not engine.is_same_on_ranks(batch):
             raise DistributedError(
                 f"rank {self.rank} of {self.world_size} has another batch than the ranks that compute the same layers "
                 "with it. Let the loader depend on engine.dp_rank and engine.dp_world_size, not on the rank, and draw "
@@ -305,7 +358,8 @@ class TensorParallelAddon(DistributedAddon):
         """Compare the losses of the first batch of an epoch: each rank may have taken its part for the whole."""
         values, weight = super().micro_step(batch, count)
         is_first = not self.progress_checker.epoch_batch and not self.current_run.micro_index
-        if self._is_parallel and is_first and not self._same_on_ranks(values["loss"]):
+        engine = self._tensor_engine
+        if engine is not None and is_first and not engine.is_same_on_ranks(values["loss"]):
             raise ConfigError(
                 f"rank {self.rank} of {self.world_size} has another loss than the ranks that compute the same layers "
                 "with it: a layer of tensor_plan leaves each rank its part, as ColwiseParallel without a "
@@ -314,52 +368,48 @@ class TensorParallelAddon(DistributedAddon):
             )
         return values, weight
 
-    def _same_on_ranks(self, values: Any) -> bool:
-        """Return whether the ranks that divide layers among them have the same tensors."""
-        own = fingerprint(tensors_in(values))
-        found = gather_objects(own, self.build_mesh().get_group("tensor"))
-        return len(set(found)) == 1
-
-    @contextmanager
-    def batch_context(self) -> Iterator[None]:
+    def batch_context(self) -> AbstractContextManager[None]:
         """Compute losses of logits that the plan leaves in parts without gathering them."""
-        with super().batch_context(), self._divided_loss():
-            yield
-
-    @contextmanager
-    def evaluation_context(self) -> Iterator[None]:
-        """Compute losses of logits that the plan leaves in parts without gathering them."""
-        with super().evaluation_context(), self._divided_loss():
-            yield
-
-    def _divided_loss(self) -> AbstractContextManager[None]:
-        if not self._is_parallel or self._leaves_logits is False:
-            return NULL_CONTEXT
-        from torch.distributed.tensor import Shard
-        from torch.distributed.tensor.parallel import loss_parallel
-
-        if self._leaves_logits is None:
-            left = [each for each in self.styles().values() if not getattr(each, "use_local_output", True)]
-            layouts = [getattr(each, "output_layouts", ()) for each in left]  # SequenceParallel has none.
-            self._leaves_logits = any(Shard(-1) in places for places in layouts)
-        return loss_parallel() if self._leaves_logits else NULL_CONTEXT
+        engine, inner = self._tensor_engine, super().batch_context()
+        return inner if engine is None else both(inner, engine.divided_loss())
 
     def forward_context(self) -> AbstractContextManager[None]:
         """In the first forward of training, look for random numbers that are drawn for a part of an activation."""
-        inner = super().forward_context()
-        if not self._is_parallel or self._is_checked or not torch.is_grad_enabled():
+        inner, engine = super().forward_context(), self._tensor_engine
+        if engine is None or self._is_checked or not torch.is_grad_enabled():
             return inner
         self._is_checked = True
-        return self._watched(inner)
-
-    @contextmanager
-    def _watched(self, inner: AbstractContextManager[None]) -> Iterator[None]:
-        with (
-            inner,
+        # Compiled code would not be watched.
+        watch = both(
             torch.compiler.set_stance("force_eager"),
-            shards.DrawsWatch(self.unwrap(), self.device, self._same_on_ranks),
-        ):  # Compiled code would not be watched.
-            yield
+            shards.DrawsWatch(self.unwrap(), self.device, engine.is_same_on_ranks),
+        )
+        return both(inner, watch)
+
+
+def check_layers(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], ranks: int) -> None:
+    """Refuse layers, by name, that so many ranks cannot divide."""
+    check_divisible({name: modules[name] for name in styles})
+    for name, style in styles.items():
+        check_even(name, modules[name], style, ranks)
+
+
+def _mesh_of(ranks: RanksEngine, device: torch.device) -> DeviceMesh:
+    """Return the mesh of the ranks that divide layers among them."""
+    mesh = ranks.device_mesh(device)
+    return mesh if len(ranks.mesh.sizes) == 1 else mesh["tensor"]
+
+
+def _check_ties(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Refuse to divide one of several names of a parameter, which would become two."""
+    first: dict[int, str] = {}
+    for name, each in before.items():
+        other = first.setdefault(id(each), name)
+        if after[name] is not after[other]:
+            raise ConfigError(
+                f"tensor_plan: {other} and {name} are one parameter, and would become two; leave both modules out "
+                "of the plan, or give each its own parameter"
+            )
 
 
 def _finish(module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -162,6 +162,21 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------- a run
 
+    def wrap(self, module: nn.Module, trains: bool) -> Any:
+        """Return what a step calls as the model: the module itself, changed in place or not, or what is around it.
+
+        A module that is changed in place is changed once: a later run finds it as it is. Where parameters are replaced,
+        the new ones have the names of the old ones. Every rank calls it, with the same module.
+
+        Parameters
+        ----------
+        module : Module
+            The model, on the device of this rank.
+        trains : bool
+            Whether it is to be trained, and not only evaluated.
+        """
+        return self.inner.wrap(module, trains)
+
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Give every rank the values of rank 0, before the first step of a run.
 
@@ -173,6 +188,17 @@ class Engine:
             What the optimizers train: of the model, and others.
         """
         self.inner.begin(module, parameters)
+
+    def sync_context(self, last: bool) -> AbstractContextManager[None]:
+        """Enclose the forward and the backward of a micro-batch.
+
+        Gradients may be averaged in the backward of the last one of a step; until then, each rank adds up its own.
+        """
+        return self.inner.sync_context(last)
+
+    def evaluation_context(self) -> AbstractContextManager[None]:
+        """Enclose an evaluation, in which ranks may have different numbers of batches, and other weights."""
+        return self.inner.evaluation_context()
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Leave in each ``.grad``, or in this rank's part of it, the mean over the shares of the data.
@@ -295,8 +321,17 @@ class SingleProcess(Engine):
     def redistribute_like(self, full: Tensor, reference: Tensor) -> Tensor:
         return full
 
+    def wrap(self, module: nn.Module, trains: bool) -> Any:
+        return module
+
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         pass
+
+    def sync_context(self, last: bool) -> AbstractContextManager[None]:
+        return NULL_CONTEXT
+
+    def evaluation_context(self) -> AbstractContextManager[None]:
+        return NULL_CONTEXT
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         pass

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +20,25 @@ from zae.common.model_weights import without_wrappers
 from zae.common.walk import is_sharded
 from zae.distributed import shards
 from zae.distributed.blocks import (
+    check_shapes,
     check_shardable,
     choose_blocks,
     describe_blocks,
     parse_blocks,
     parse_methods,
+    repeated_modules,
 )
 from zae.distributed.collectives import broadcast
+from zae.distributed.mesh import DATA
+from zae.distributed.ranks import RanksEngine
 from zae.distributed.spawn import launched_world
 from zae.errors import ConfigError
 from zae.parts import Engine, Precision
 
-__all__ = ["FSDPAddon"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["FSDPAddon", "FSDPEngine"]
 
 _log = logging.getLogger("zae")
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -45,8 +53,65 @@ def free_gathered_blocks(model: nn.Module) -> None:
             module.reshard()
 
 
+def check_model(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Refuse a model that cannot be sharded in these blocks."""
+    if without_wrappers(model) is not model:
+        raise ConfigError(
+            "torch.compile or DataParallel is around the whole model, whose blocks could then not be "
+            "gathered one at a time; leave it out, and write compile_blocks=True"
+        )
+    check_shardable(model, blocks)
+
+
 class FSDPEngine(Engine):
-    """The engine of ranks that each hold a shard of every parameter."""
+    """The engine of ranks that each hold a shard of every parameter.
+
+    Parameters
+    ----------
+    inner : Engine
+        The engine of the ranks.
+    mesh : callable
+        Returns the dimensions of the DeviceMesh along which parameters are sharded, and replicated; all ranks call it.
+    blocks : callable
+        Returns the modules of a model that are gathered one at a time, by name.
+    compile_block : callable, optional
+        Compiles a block in place, before it is sharded.
+    methods : sequence of str
+        Methods of the model, beside its forward, that compute with its parameters.
+    fill : callable, optional
+        Gives a sharded model that was made on the meta device its weights.
+    **options
+        Arguments of ``fully_shard``.
+
+    Attributes
+    ----------
+    held : dict of str to Tensor
+        The parameters that were sharded, by name.
+    """
+
+    def __init__(
+        self,
+        inner: Engine,
+        mesh: Callable[[], DeviceMesh],
+        blocks: Callable[[nn.Module], Mapping[str, nn.Module]] = repeated_modules,
+        compile_block: Callable[[nn.Module], None] | None = None,
+        methods: Sequence[str] = (),
+        fill: Callable[[nn.Module], None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(inner)
+        self._mesh = mesh
+        self._blocks = blocks
+        self._compile_block = compile_block
+        self._methods = methods
+        self._fill = fill
+        self._options = options
+        self._sharded: Any = None  # The FSDPModule; later runs find it as it is.
+        self.held: dict[str, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy, which has sharded no model."""
+        return {**vars(self), "_sharded": None, "held": {}}
 
     @property
     def can_save_alone(self) -> bool:
@@ -57,6 +122,61 @@ class FSDPEngine(Engine):
     def needs_lockstep_forward(self) -> bool:
         """True: each forward gathers blocks."""
         return True
+
+    def wrap(self, module: nn.Module, trains: bool) -> Any:
+        """Shard the module in place, with the weights of rank 0."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+        model = super().wrap(module, trains)
+        is_of_earlier_run = isinstance(model, FSDPModule)
+        if is_of_earlier_run:
+            self._sharded = model
+            self.held = self.held or dict(model.named_parameters())
+            return model
+        blocks = self._blocks(without_wrappers(model))
+        check_shapes(model)
+        check_model(model, blocks)
+        has_weights = not is_meta(model)
+        if has_weights:
+            # Rank 0 sends what it has: each rank then keeps its own part of the same weights. What tensor parallelism
+            # has divided was sent before.
+            plain = [each for each in model.parameters() if not is_sharded(each)]
+            broadcast([*plain, *(each for each in model.buffers() if each.numel())])
+        mesh = self._mesh()
+        # The innermost blocks first; what is in no block is sharded with the model itself.
+        for _, block in sorted(blocks.items(), key=lambda item: -item[0].count(".")):
+            if self._compile_block is not None:
+                self._compile_block(block)
+            fully_shard(block, mesh=mesh, **self._options)
+        fully_shard(model, mesh=mesh, **self._options)
+        for name in self._methods:
+            register_fsdp_forward_method(model, name)
+        if not has_weights and self._fill is not None:
+            self._fill(model)
+        self._sharded = model
+        self.held = dict(model.named_parameters())
+        return model
+
+    def sync_context(self, last: bool) -> AbstractContextManager[None]:
+        """Accumulate whole gradients on this rank; in the last micro-batch the backward averages shards of them."""
+        assert self._sharded is not None
+        self._sharded.set_requires_gradient_sync(last)
+        return super().sync_context(last)
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Free the gathered blocks before and after, when other weights may be in the model."""
+        self.free_gathered_blocks()
+        try:
+            with super().evaluation_context():
+                yield
+        finally:
+            self.free_gathered_blocks()
+
+    def free_gathered_blocks(self) -> None:
+        """Free the blocks that a forward without a backward has left gathered."""
+        if self._sharded is not None:
+            free_gathered_blocks(self._sharded)
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Send the parameters outside of the model; those of the model, and its buffers, were sent to be sharded."""
@@ -134,7 +254,7 @@ class FSDPAddon(DistributedAddon):
     traits = ("divides_weights",)
     mesh_dimensions = ("replicate", "shard")
     lockstep_forward = True
-    process_attributes = {"_sharded": None, "_is_prepared": False, "_held": {}}
+    process_attributes = {"_is_prepared": False}
     excludes = {
         "compiles_model": "blocks are compiled one at a time, before they are sharded; leave CompileAddon out, and "
         "write compile_blocks=True"
@@ -156,8 +276,6 @@ class FSDPAddon(DistributedAddon):
             reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload, meta_init=meta_init
         )
         self._meta: Any = None  # What makes the model, with meta_init.
-        self._sharded: Any = None  # The FSDPModule, which later runs find as it is.
-        self._held: dict[str, Tensor] = {}  # The parameters that were sharded.
         self._is_prepared = False  # Whether one process has prepared the blocks.
         if self.meta_init:
             self._meta, args, kwargs = MetaInit.in_place_of_model(args, kwargs)
@@ -173,8 +291,35 @@ class FSDPAddon(DistributedAddon):
                               "leave it out")  # fmt: skip
 
     def build_engine(self) -> Engine:
-        """Return the engine that knows how the model is divided."""
-        return FSDPEngine(super().build_engine())
+        """Return the engine that shards the model, and knows how it is divided."""
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
+        if self.mp_policy is not None:
+            options["mp_policy"] = self.mp_policy
+            if type(self.precision_part) is Precision:
+                self.precision_part = Precision(_NAMES.get(self.mp_policy.param_dtype, "fp32"))
+        if self.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+        engine = super().build_engine()
+        ranks = engine.find(RanksEngine)
+        assert ranks is not None
+        return FSDPEngine(
+            engine,
+            mesh=partial(_data_mesh, ranks, self.device),
+            blocks=partial(choose_blocks, wanted=self.fsdp_blocks),
+            compile_block=partial(_compile, how=self.compile_blocks) if self.compile_blocks else None,
+            methods=self.fsdp_methods,
+            fill=partial(self._meta.send, seed=self.seed, device=self.device, is_main=self.is_main)
+            if self.meta_init
+            else None,
+            **options,
+        )
+
+    @property
+    def _fsdp(self) -> FSDPEngine | None:
+        """The engine that has sharded the model, once the ranks have joined."""
+        return self.engine.find(FSDPEngine)
 
     # ------------------------------------------------------------------------------------------------ the model
 
@@ -187,80 +332,27 @@ class FSDPAddon(DistributedAddon):
         super().materialize(module)
 
     def wrap_model(self, model: nn.Module) -> Any:
-        """Shard the model in place, once, with the weights of rank 0."""
-        model = super().wrap_model(model)
-        if not self._is_parallel:
+        """Shard the model in place, once; in one process, compile the blocks as ranks do."""
+        wrapped = super().wrap_model(model)
+        if not self._is_parallel and not self._is_prepared and len(self.devices) == 1:
+            self._is_prepared = True
             self._prepare_alone()
-            return model
-        from torch.distributed.fsdp import FSDPModule
-
-        if isinstance(model, FSDPModule):  # Of an earlier run.
-            self._sharded, self._held = model, self._held or dict(model.named_parameters())
-            return model
-        self._check_model(model)
-        before, on_meta = dict(model.named_parameters()), is_meta(model)
-        if not on_meta:
-            plain = [each for each in model.parameters() if not is_sharded(each)]
-            broadcast([*plain, *(each for each in model.buffers() if each.numel())])
-        self._shard(model)
-        self._sharded = model
-        self._note_replaced(before, dict(model.named_parameters()))
-        if on_meta:
-            self._meta.send(model, self.seed, self.device, self.rank == 0)
-        self._held = dict(model.named_parameters())
-        return model
+        return wrapped
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that cannot be sharded."""
         super()._check_model(model)
-        if without_wrappers(model) is not model:
-            raise ConfigError(
-                "torch.compile or DataParallel is around the whole model, whose blocks could then not be "
-                "gathered one at a time; leave it out, and write compile_blocks=True"
-            )
-        check_shardable(model, self.blocks())
-
-    def _shard(self, model: nn.Module) -> None:
-        """Compile and shard each block, the innermost first, and then the rest."""
-        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
-
-        options: dict[str, Any] = {"mesh": self._data_mesh(), "reshard_after_forward": self.reshard_after_forward}
-        if self.mp_policy is not None:
-            options["mp_policy"] = self.mp_policy
-            if type(self.precision_part) is Precision:
-                self.precision_part = Precision(_NAMES.get(self.mp_policy.param_dtype, "fp32"))
-        if self.cpu_offload:
-            options["offload_policy"] = CPUOffloadPolicy()
-        for block in sorted(self.blocks().items(), key=lambda item: -item[0].count(".")):
-            self._compile(block[1])
-            fully_shard(block[1], **options)
-        fully_shard(model, **options)
-        for name in self.fsdp_methods:
-            register_fsdp_forward_method(model, name)
-
-    def _compile(self, block: nn.Module) -> None:
-        """Compile a block if it is wanted, before it is sharded."""
-        if self.compile_blocks:
-            block.compile(backend="inductor" if self.compile_blocks is True else self.compile_blocks)
+        check_model(model, self.blocks())
 
     def _prepare_alone(self) -> None:
-        """In one process, compile the blocks as ranks do, and tell what only ranks do."""
-        if self._is_prepared or len(self.devices) > 1:
-            return
-        self._is_prepared = True
-        for block in self.blocks().values():
-            self._compile(block)
+        """In one process, compile the blocks, and tell what only ranks do."""
+        for block in self.blocks().values() if self.compile_blocks else ():
+            _compile(block, self.compile_blocks)
         if self.mp_policy is not None:
             _log.warning(
                 "mp_policy is that of sharded parameters, and one process shards none: it computes in the types of the "
                 "parameters. To try the precision here, add AMPAddon with precision='bf16'"
             )
-
-    def _data_mesh(self) -> Any:
-        """Return the dimensions of the mesh that shard and replicate the model."""
-        names = tuple(name for name in self._mesh().sizes if name in ("replicate", "shard"))
-        mesh = self.build_mesh()
-        return mesh[names] if set(names) < set(mesh.mesh_dim_names) else mesh
 
     def changed_modules(self, how: str) -> Mapping[str, Any]:
         """Add the blocks, where they are compiled."""
@@ -303,32 +395,28 @@ class FSDPAddon(DistributedAddon):
 
     # ------------------------------------------------------------------------------------------------ a step
 
-    def sync_context(self, last: bool) -> AbstractContextManager[None]:
-        """Accumulate whole gradients on this rank, and average shards of them in the last micro-batch."""
-        if self._is_parallel:
-            self._sharded.set_requires_gradient_sync(last)
-        return super().sync_context(last)
-
     def forward_context(self) -> AbstractContextManager[None]:
         """In the first step of an epoch, look for parameters that were replaced and forwards that change weights."""
-        inner = super().forward_context()
+        inner, fsdp = super().forward_context(), self._fsdp
         is_first = torch.is_grad_enabled() and not self.progress_checker.epoch_batch
-        if not self._is_parallel or self.compile_blocks or not is_first:
+        if fsdp is None or self.compile_blocks or not is_first:
             return inner
-        free_gathered_blocks(self.unwrap())
-        return shards.forward_keeps_weights(self.unwrap(), self._held, inner)
+        fsdp.free_gathered_blocks()
+        return shards.forward_keeps_weights(self.unwrap(), fsdp.held, inner)
 
     def replicas(self) -> dict[str, Tensor]:
         """Refuse parameters that were replaced, and return those that ranks compare."""
-        if self._is_parallel:
-            free_gathered_blocks(self.unwrap())
-            shards.check_held(self.unwrap(), self._held)
+        fsdp = self._fsdp
+        if fsdp is not None:
+            fsdp.free_gathered_blocks()
+            shards.check_held(self.unwrap(), fsdp.held)
         return super().replicas()
 
     def normalize(self, num_targets: list[Any]) -> None:
         """Refuse gradients of other parameters on one rank than on another."""
-        if self._is_parallel:
-            shards.check_used(self._held, self.progress_checker.step, self.engine.gather_dp)
+        fsdp = self._fsdp
+        if fsdp is not None:
+            shards.check_used(fsdp.held, self.progress_checker.step, fsdp.gather_dp)
         super().normalize(num_targets)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
@@ -352,23 +440,19 @@ class FSDPAddon(DistributedAddon):
         if self._is_parallel:
             self.precision_part.combine_found_inf(self.optimizers.values(), self.reduce)
 
-    # ------------------------------------------------------------------------------ evaluation and state
-
-    def _free_gathered_blocks(self) -> None:
-        if self._is_parallel:
-            free_gathered_blocks(self.unwrap())
-
-    @contextmanager
-    def evaluation_context(self) -> Iterator[None]:
-        """Free the gathered blocks before and after, when other weights may be in the model."""
-        self._free_gathered_blocks()
-        try:
-            with super().evaluation_context():
-                yield
-        finally:
-            self._free_gathered_blocks()
-
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
         if is_meta(self.unwrap()):
             self._meta.fill(self.unwrap(), self.seed)
         super()._take_back(state, rest, loader)
+
+
+def _data_mesh(ranks: RanksEngine, device: torch.device) -> DeviceMesh:
+    """Return the dimensions of the mesh that shard and replicate the model."""
+    names = tuple(name for name in ranks.mesh.sizes if name in DATA)
+    mesh = ranks.device_mesh(device)
+    return mesh if len(names) == len(ranks.mesh.sizes) else mesh[names]
+
+
+def _compile(block: nn.Module, how: bool | str) -> None:
+    """Compile a block in place, with inductor or the backend of this name."""
+    block.compile(backend="inductor" if how is True else how)

@@ -20,14 +20,15 @@ from zae.addons.pipeline.schedules import Schedule
 from zae.common.argument_checks import check_count
 from zae.data.rows import Found
 from zae.display.text import format_size
-from zae.distributed.blocks import check_tables
+from zae.distributed.blocks import check_shapes, check_tables
 from zae.distributed.collectives import all_reduce, average, broadcast
+from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError
 from zae.loop.step_output import explain_failure, read_output
 from zae.optim import as_dict
 from zae.parts import Engine
 
-__all__ = ["PipelineAddon"]
+__all__ = ["PipelineAddon", "PipelineEngine"]
 
 
 class PipelineEngine(Engine):
@@ -39,18 +40,54 @@ class PipelineEngine(Engine):
         The engine of the ranks.
     device : torch.device
         That of this rank, from which tensors are sent.
+    arrangement : Arrangement
+        How many stages there are, and on which ranks.
+
+    Attributes
+    ----------
+    chain : Chain or None
+        The stages of the model, once this rank has dropped those of others.
+    place : Place or None
+        Where this rank stands in its pipeline, in this process.
     """
 
-    def __init__(self, inner: Engine, device: torch.device) -> None:
+    def __init__(self, inner: Engine, device: torch.device, arrangement: Arrangement) -> None:
         super().__init__(inner)
         self._device = device
-        # The process groups of the ranks of one pipeline, and of those with the same stages, once they have them.
-        self.stage_group: dist.ProcessGroup | None = None
-        self.replicate_group: dist.ProcessGroup | None = None
+        self._arrangement = arrangement
+        self.chain: Chain | None = None
+        self.place: Place | None = None
+        self._replicate_group: dist.ProcessGroup | None = None  # Of the ranks with the same stages.
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which has divided no model."""
-        return {**vars(self), "stage_group": None, "replicate_group": None}
+        return {**vars(self), "chain": None, "place": None, "_replicate_group": None}
+
+    def wrap(self, module: nn.Module, trains: bool) -> Any:
+        """Keep the stages of this rank, once, with the weights of rank 0; steps call what stands for all of them."""
+        model = super().wrap(module, trains)
+        if self.place is None:
+            self.place = self._find_place()
+        if self.chain is None:
+            chain = check_stages(model, self._arrangement, trains, self.dp_world_size)
+            # Rank 0 sends all that it has, and each rank keeps what its stages need.
+            broadcast(each for each in (*model.parameters(), *model.buffers()) if each.numel())
+            stages = self.place.stages
+            parts.keep_own(model, {id(each) for stage in stages for each in chain.names[stage].values()})
+            chain.keep(stages)
+            self.chain = chain
+        return StagedModel(model)
+
+    def _find_place(self) -> Place:
+        """Return where this rank stands; all ranks call it, since it makes the groups that exchange tensors."""
+        ranks = self.find(RanksEngine)
+        assert ranks is not None
+        mesh = ranks.device_mesh(self._device)
+        if self.dp_world_size > 1:
+            self._replicate_group = mesh.get_group("replicate")
+        group = mesh.get_group("pipeline") if len(ranks.mesh.sizes) > 1 else mesh.get_group()
+        owners = tuple(dist.get_global_rank(group, rank) for rank in self._arrangement.owners)
+        return Place(self._arrangement.stages_of(ranks.mesh.place(self.rank)["pipeline"]), owners, group)
 
     @property
     def can_save_alone(self) -> bool:
@@ -72,7 +109,7 @@ class PipelineEngine(Engine):
             average(own, self.dp_world_size, self._sum_over_pipelines)
 
     def _sum_over_pipelines(self, tensor: Tensor) -> Tensor:
-        all_reduce(tensor, self.replicate_group)
+        all_reduce(tensor, self._replicate_group)
         return tensor
 
     def sync_buffers(self, module: nn.Module) -> None:
@@ -89,7 +126,8 @@ class PipelineEngine(Engine):
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the norm over the gradients of all stages: the ranks of a pipeline add up their squares."""
         gradients = [each.grad for each in parameters if each.grad is not None]
-        return parts.gradient_norm(gradients, parameters, self.stage_group, self._device)
+        group = None if self.place is None else self.place.group
+        return parts.gradient_norm(gradients, parameters, group, self._device)
 
     def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load the weights of the stages of this rank; of the others there are none to miss."""
@@ -109,6 +147,14 @@ class PipelineEngine(Engine):
         away = {place for place, each in zip(places, held) if each.is_meta}
         kept = {key: each for key, each in state["state"].items() if key not in away}
         super().load_optimizer_state(optimizer, {**state, "state": kept})
+
+
+def check_stages(model: nn.Module, arrangement: Arrangement, trains: bool, pipelines: int) -> Chain:
+    """Return the stages of a model; refuse one that has no such stages, or that several pipelines cannot train."""
+    check_shapes(model)
+    if pipelines > 1:
+        check_tables(model)
+    return arrangement.chain(model, trains)
 
 
 class PipelineAddon(DistributedAddon):
@@ -179,7 +225,7 @@ class PipelineAddon(DistributedAddon):
     traits = ("divides_weights", "divides_batches", "traces_model")
     mesh_dimensions = ("replicate", "pipeline")
     lockstep_forward = True
-    process_attributes = {"_runner": None, "_chain": None}
+    process_attributes = {"_runner": None}
     excludes = {
         "parallel.data": "the stages of a pipeline are not sharded, and several pipelines average their gradients "
         "themselves; take one of the two add-ons, or write mesh={'replicate': 2, 'pipeline': 2} for several pipelines",
@@ -210,7 +256,6 @@ class PipelineAddon(DistributedAddon):
         )
         self._schedule = Schedule(pipeline_schedule)
         self._runner: Runner | None = None
-        self._chain: Chain | None = None  # Once this rank has dropped the stages of others.
         self._check_options()
 
     def _check_options(self) -> None:
@@ -240,14 +285,12 @@ class PipelineAddon(DistributedAddon):
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that has no such stages."""
+        super()._check_model(model)
         if self._chain is None:
             self._divide(model)
 
     def _divide(self, model: nn.Module) -> Chain:
-        super()._check_model(model)
-        if self.engine.dp_world_size > 1:
-            check_tables(model)
-        return self._arrangement().chain(model, self.mode == "train")
+        return check_stages(model, self._arrangement(), self.mode == "train", self.engine.dp_world_size)
 
     def materialize(self, module: nn.Module) -> None:
         """Move the model to the device once: later, a rank has its stages alone."""
@@ -255,40 +298,36 @@ class PipelineAddon(DistributedAddon):
             super().materialize(module)
 
     def wrap_model(self, model: nn.Module) -> Any:
-        """Keep the stages of this rank, once, with the weights of rank 0."""
-        model = super().wrap_model(model)
-        if not self._is_parallel:
-            return model
-        arrangement, mesh = self._arrangement(), self.build_mesh()
-        stages = arrangement.stages_of(self._mesh().place(self.rank)["pipeline"])
-        group = mesh.get_group("pipeline") if len(self._mesh().sizes) > 1 else mesh.get_group()
-        place = Place(stages, tuple(dist.get_global_rank(group, rank) for rank in arrangement.owners), group)
-        if self._chain is None:
-            chain = self._divide(model)
-            broadcast(each for each in (*model.parameters(), *model.buffers()) if each.numel())
-            before = dict(model.named_parameters(remove_duplicate=False))
-            parts.keep_own(model, {id(each) for stage in stages for each in chain.names[stage].values()})
-            chain.keep(stages)
-            self._note_replaced(before, dict(model.named_parameters(remove_duplicate=False)))
-            self._chain = chain
-        engine = self._stages
-        assert engine is not None
-        engine.stage_group = group
-        if engine.dp_world_size > 1:
-            engine.replicate_group = mesh.get_group("replicate")
-        staged = StagedModel(model)
-        how = self._schedule, arrangement.micro_batches, self.device
-        self._runner = Runner(self._chain, staged, place, *how, lambda: self.forward_context())
-        return staged
+        """Keep the stages of this rank, and prepare what computes them."""
+        wrapped, engine = super().wrap_model(model), self._stages
+        if engine is not None:
+            assert engine.chain is not None
+            assert engine.place is not None
+            micro_batches = self._arrangement().micro_batches
+            self._runner = Runner(
+                engine.chain,
+                wrapped,
+                engine.place,
+                self._schedule,
+                micro_batches,
+                self.device,
+                lambda: self.forward_context(),
+            )
+        return wrapped
 
     @property
     def _stages(self) -> PipelineEngine | None:
         """The engine, once the ranks have joined."""
         return self.engine.find(PipelineEngine)
 
+    @property
+    def _chain(self) -> Chain | None:
+        """The stages, once this rank has dropped those of others."""
+        return None if self._stages is None else self._stages.chain
+
     def build_engine(self) -> Engine:
-        """Return the engine that knows how the model is divided."""
-        return PipelineEngine(super().build_engine(), self.device)
+        """Return the engine that divides the model, and knows how it is divided."""
+        return PipelineEngine(super().build_engine(), self.device, self._arrangement())
 
     def setup(self) -> None:
         """Refuse parameters that no stage computes with."""

@@ -13,17 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from kit.ranks import on_ranks
 from zae import Trainer
 from zae.addons import MultiGPUAddon, StateManagerAddon, TensorParallelAddon
 from zae.addons.ddp import DDPEngine
 from zae.addons.fsdp.addon import FSDPEngine
+from zae.addons.pipeline.addon import PipelineEngine
+from zae.addons.pipeline.arrangement import Arrangement
+from zae.addons.pipeline.schedules import Schedule
 from zae.addons.tensor_parallel import TensorParallelEngine
 from zae.distributed.mesh import Mesh
 from zae.distributed.ranks import NotJoined, RanksEngine
-from zae.errors import AddOnConflict, DistributedError
+from zae.errors import AddOnConflict, ConfigError, DistributedError
 from zae.parts import Engine, SingleProcess
 
 CPU = torch.device("cpu")
@@ -166,7 +169,7 @@ def test_a_rank_without_samples_counts_as_zeros(world: int) -> None:
 def test_ddp_averages_in_the_backward(world: int) -> None:
     engine, model = DDPEngine(ranks_engine(), CPU), network()
     parameters = [*model.parameters()]
-    engine.wrap(model, has_training=True)
+    engine.wrap(model, trains=True)
     engine.begin(model, parameters)
     for _ in range(2):
         model.zero_grad()
@@ -185,7 +188,7 @@ def test_ddp_averages_afterwards_what_the_wrapper_did_not_see(world: int) -> Non
     engine, model = DDPEngine(ranks_engine(), CPU), network()
     outside = nn.Parameter(torch.ones(2))
     parameters = [*model.parameters(), outside]
-    engine.wrap(model, has_training=True)
+    engine.wrap(model, trains=True)
     engine.begin(model, parameters)
     engine.begin_step(model, parameters)
     (model[2](model[1](model[0](samples(engine.rank)))).square().mean() + (outside * engine.rank).sum()).backward()
@@ -197,9 +200,14 @@ def test_ddp_averages_afterwards_what_the_wrapper_did_not_see(world: int) -> Non
 
 @on_ranks(2)
 def test_shards_are_whole_when_they_are_asked_for(world: int) -> None:
-    engine, model = FSDPEngine(ranks_engine()), network()
+    engine, model = FSDPEngine(ranks_engine(), lambda: init_device_mesh("cpu", (world,))), network()
     whole = {name: each.detach().clone() for name, each in model.named_parameters()}
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    with torch.no_grad():
+        model[0].weight.add_(engine.rank)  # The weights are those of rank 0.
+    assert engine.wrap(model, trains=True) is model
+    held = dict(model.named_parameters())
+    assert engine.wrap(model, trains=True) is model
+    assert all(each is held[name] for name, each in model.named_parameters()), "it is divided once"
     assert engine.needs_lockstep_forward
     assert not engine.can_save_alone
     assert {engine.layout(each) for each in model.parameters()} == {"sharded"}
@@ -212,7 +220,10 @@ def test_shards_are_whole_when_they_are_asked_for(world: int) -> None:
     engine.load_model_state(model, {name: value + 1 for name, value in whole.items()}, strict=True)
     assert torch.equal(engine.full_tensor(model[2].bias), whole["2.bias"] + 1)
     engine.load_model_state(model, whole, strict=True)
-    model(samples(engine.rank)).square().mean().backward()
+    with engine.sync_context(last=False):  # A first micro-batch, whose gradients stay on their rank, is taken back.
+        (model(samples(engine.rank)).square().mean() * 0).backward()
+    with engine.sync_context(last=True):
+        model(samples(engine.rank)).square().mean().backward()
     engine.average_gradients([*model.parameters()])
     expected = expected_gradients(world)
     for found, value in zip(gradients_of(engine, model), expected, strict=True):
@@ -222,9 +233,78 @@ def test_shards_are_whole_when_they_are_asked_for(world: int) -> None:
 
 
 @on_ranks(2)
+def test_ddp_leaves_gradients_on_their_rank_until_the_last_micro_batch(world: int) -> None:
+    engine, model = DDPEngine(ranks_engine(), CPU), network()
+    parameters = [*model.parameters()]
+    wrapper = engine.wrap(model, trains=True)
+    engine.begin(model, parameters)
+    assert engine.begin_step(model, parameters) is wrapper
+    batch = samples(engine.rank)
+    with engine.sync_context(last=False):
+        (wrapper(batch).square().mean() / 2).backward()
+    assert len({float(each) for each in engine.gather(model[0].weight.grad.sum())}) == world, "not averaged yet"
+    with engine.evaluation_context(), torch.no_grad():
+        for _ in range(engine.rank):  # Ranks have different numbers of batches.
+            wrapper(batch)
+    with engine.sync_context(last=True):
+        (wrapper(batch).square().mean() / 2).backward()
+    engine.average_gradients(parameters)
+    for found, expected in zip(gradients_of(engine, model), expected_gradients(world), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@on_ranks(2)
+def test_layers_are_divided_and_whole_when_they_are_asked_for(world: int) -> None:
+    ranks = RanksEngine(Mesh({"tensor": 2}, ["tensor"], world), 30.0)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    engine, model = TensorParallelEngine(ranks, lambda: ranks.device_mesh(CPU), plan), network()
+    whole = {name: each.detach().clone() for name, each in model.named_parameters()}
+    batch = samples(0)
+    expected = network()(batch)
+    with torch.no_grad():
+        model[2].bias.add_(engine.rank)
+    assert engine.wrap(model, trains=True) is model
+    assert engine.layout(model[0].weight) == "sharded"
+    torch.testing.assert_close(model(batch), expected)
+    full = engine.full_tensors(engine.model_state(model))
+    assert all(torch.equal(full[name], value) for name, value in whole.items())
+    assert engine.is_same_on_ranks(batch)
+    assert not engine.is_same_on_ranks(samples(engine.rank))
+    tied = network()
+    tied[2] = nn.Linear(6, 4)
+    tied.add_module("3", nn.Linear(4, 6))
+    tied[3].weight = tied[0].weight
+    with pytest.raises(ConfigError, match=r"0\.weight and 3\.weight are one parameter"):
+        TensorParallelEngine(ranks, lambda: ranks.device_mesh(CPU), {"0": ColwiseParallel()}).wrap(tied, True)
+
+
+@on_ranks(2)
+def test_a_rank_keeps_the_stages_of_its_own(world: int) -> None:
+    arrangement = Arrangement(["2"], Schedule("1F1B"), None, None, world)
+    engine = PipelineEngine(RanksEngine(Mesh({"pipeline": 2}, ["pipeline"], world), 30.0), CPU, arrangement)
+    model = network()
+    whole = {name: each.detach().clone() for name, each in model.named_parameters()}
+    with torch.no_grad():
+        model[0].weight.add_(engine.rank)
+    for _ in range(2):  # It is divided once.
+        assert engine.wrap(model, trains=True).module is model
+        held = {name for name, each in model.named_parameters() if not each.is_meta}
+        assert held == ({"0.weight", "0.bias"} if engine.rank == 0 else {"2.weight", "2.bias"})
+    full = engine.full_tensors(engine.model_state(model))
+    assert all(torch.equal(full[name], value) for name, value in whole.items())
+    for name, each in model.named_parameters():
+        each.grad = None if each.is_meta else torch.full_like(each, float(len(name)))
+    every = [torch.full_like(each, float(len(name))) for name, each in whole.items()]
+    torch.testing.assert_close(engine.gradient_norm([*model.parameters()]), torch.nn.utils.get_total_norm(every))
+    twin = copy.copy(engine)
+    assert twin.chain is None, "a copy has divided no model"
+
+
+@on_ranks(2)
 def test_engines_of_two_dimensions_stack(world: int) -> None:
     """Shards outside, divided layers inside: each answers what it changes, and the ranks the rest."""
-    engine = FSDPEngine(TensorParallelEngine(RanksEngine(Mesh({"shard": 2}, ["shard", "tensor"], world), 30.0)))
+    ranks = RanksEngine(Mesh({"shard": 2}, ["shard", "tensor"], world), 30.0)
+    engine = FSDPEngine(TensorParallelEngine(ranks, lambda: None, {}), lambda: None)
     assert (engine.needs_lockstep_forward, engine.can_save_alone, engine.dp_world_size) == (True, False, 2)
     assert engine.gather(engine.rank) == [0, 1]
     optimizer = torch.optim.AdamW(network().parameters())

@@ -23,6 +23,7 @@ from kit.ranks import each_rank, on_ranks
 from zae import AddOnConflict, ConfigError, DistributedError, Trainer
 from zae.addons import CompileAddon, EMAAddon, FSDPAddon, GradientAccumulationAddon, GradientCheckpointingAddon
 from zae.distributed.collectives import BUCKET, broadcast
+from zae.distributed.ranks import RanksEngine
 from zae.loop.rank_states import RankStates
 
 
@@ -53,7 +54,8 @@ def test_out_of_memory_while_gathering_is_said_so(world):
     trainer = trainer_of(net())
     trainer.run(1, data(16))
     row = torch.ones(1, dtype=F64).expand(2**46)  # 512 TiB, of one number.
-    huge = DTensor.from_local(row, trainer.build_mesh(), [Shard(0)], run_check=False)
+    mesh = trainer.engine.find(RanksEngine).device_mesh(trainer.device)
+    huge = DTensor.from_local(row, mesh, [Shard(0)], run_check=False)
     with pytest.raises(RuntimeError, match="memory") as caught:
         trainer.engine.full_tensor(huge)
     assert type(caught.value) is not DistributedError

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from zae.distributed.mesh import Mesh
 from zae.distributed.rank_process import has_lost_peer
 from zae.errors import DistributedError
 from zae.parts import SingleProcess
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["NotJoined", "RanksEngine"]
 
@@ -93,10 +96,17 @@ class RanksEngine(SingleProcess):
         self._rank = dist.get_rank()
         self._dp_rank = mesh.dp_rank(self._rank)
         self._background: dist.ProcessGroup | None = None  # The process group of `gather_in_background`.
+        self._device_mesh: DeviceMesh | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy, which makes a process group of its own."""
-        return {**vars(self), "_background": None}
+        """Return the attributes of a copy, which makes process groups of its own."""
+        return {**vars(self), "_background": None, "_device_mesh": None}
+
+    def device_mesh(self, device: torch.device) -> DeviceMesh:
+        """Return the mesh for torch, on this kind of device; all ranks call it, since the first call makes groups."""
+        if self._device_mesh is None:
+            self._device_mesh = self.mesh.build(device, self.timeout)
+        return self._device_mesh
 
     @property
     def rank(self) -> int:
