@@ -61,9 +61,9 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
     ``"parallel.pipeline"``, and names in ``mesh_dimensions`` the dimensions of ``mesh`` along which its engine divides
     the work. What it changes of the loop itself keeps these promises; tests/engines holds them for each:
 
-    - ``materialize(module)``, ``wrap_model(module)`` and ``wrap_optimizers(optimizers)`` come in this order. After them
-      each parameter of each optimizer is one of the present model. A module that is changed in place is changed once:
-      a later run finds it as it is. Nothing copies it.
+    - ``materialize(module)``, ``engine.wrap(module)`` and ``wrap_optimizers(optimizers)`` come in this order. After
+      them each parameter of each optimizer is one of the present model. Nothing copies a module that is changed in
+      place.
     - What ``should_step`` and ``optimizer_step`` return is equal on all ranks.
     - ``test_step`` and ``optimizer_step`` are those of the trainer. An engine with a schedule or a step of its own
       overrides ``gradients``, ``clip``, ``optimizer_step`` and ``zero_grad``.
