@@ -253,7 +253,7 @@ class StateManagerAddon(AddOnBase):
         self.checkpoints.about_run = {}
         open_folder = partial(self.checkpoints.open, self.progress_checker.step, self.overwrite)
         Group(self.rank, self.gather).together(open_folder if self.is_main else lambda: None, self.save_path)
-        self._resumption.untracked.begin(self, self.unwrap(), self.optimization, self.is_main)
+        self._resumption.untracked.begin(self)
         if self.is_main and self._resumption.mid_epoch != "restart":
             self.loader_position.warn_of_order(self.current_run.current_loader)
         if (path := self._resumption.must_reload(self.progress_checker.run_calls)) is not None:
@@ -528,7 +528,7 @@ class StateManagerAddon(AddOnBase):
     def state_dict(self) -> dict[str, Any]:
         """Add the name of the run, and the scores of the checkpoints that are kept."""
         state = super().state_dict()
-        untracked = self._resumption.untracked.state_dict(self, self.unwrap(), self.optimization)
+        untracked = self._resumption.untracked.state_dict(self)
         return {**state, "StateManagerAddon": self.checkpoints.state_dict() | untracked}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:

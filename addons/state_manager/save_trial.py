@@ -25,7 +25,7 @@ from zae.checkpoint.folder import Group
 from zae.checkpoint.tensor_bytes import byte_count, dense, separate, shared_memory
 from zae.common import random_state
 from zae.common.torch_private import has_own_shapes, unsaved_buffers
-from zae.common.walk import is_sharded, leaves_of
+from zae.common.walk import is_of_zae, is_sharded, leaves_of
 from zae.errors import CheckpointError
 from zae.loop.addon_state import PARTS, state_mode
 from zae.optim.state import (
@@ -253,7 +253,7 @@ def _check_extra_state(model: nn.Module) -> None:
 
 def _has_own_loading(cls: type) -> bool:
     """Return whether a user's class of trainers loads its state with code of its own, which may prepare the model."""
-    return any("load_state_dict" in vars(each) for each in cls.__mro__ if each.__module__.partition(".")[0] != "zae")
+    return any("load_state_dict" in vars(each) for each in cls.__mro__ if not is_of_zae(each))
 
 
 def _forms_of(model: nn.Module) -> dict[str, Any]:

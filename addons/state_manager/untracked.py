@@ -1,4 +1,9 @@
-"""Find what a run changes and checkpoints lack: in the task, model, optimizers and data, and what functions read."""
+"""Find what a run changes and checkpoints lack: in the task, model, optimizers and data, and what functions read.
+
+As a run begins, each value that training could change is given a fingerprint; when a state is read, again. What differs
+is named in the state, and the run that resumes from it warns of it. So the order of this file: the comparison
+(`UntrackedState`), which values there are (`_values_of` and the sources below it), and the fingerprint of a value.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,9 @@ import contextlib
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from zae import optim
 from zae.common import random_state
 from zae.common.torch_private import forward_pre_hooks, unsaved_buffers, version_of
-from zae.common.walk import is_of_library, names_in, names_read_by, sample
+from zae.common.walk import is_of_library, is_of_zae, names_in, names_read_by, sample
 from zae.compose.introspect import recipe_of
 from zae.compose.options import options_of
 from zae.data.loader_state import STREAMS, functions_of, parts_of, read_stream, streams_of
@@ -28,21 +33,21 @@ from zae.data.loaders import is_stateful
 from zae.optim.state import with_inner
 
 if TYPE_CHECKING:
-    from zae.optim.optimization import Optimization
+    from zae.trainer import Trainer
 
 __all__ = ["UntrackedState"]
 
 _log = logging.getLogger("zae")
-_DEPTH = 4  # Objects in objects: an environment in a replay, and its random stream.
+_DEEP = 4  # Objects in objects: an environment in a replay, and its random stream.
+_SHALLOW = 2
 _LOOKS = 1000  # Objects that are examined in all.
 _MANY = 64  # Elements of a tensor, or entries of a list, that are compared.
 _MOST = 1 << 16  # Numbers of an array, or of a list, that are compared.
 _SHOWN = 10
-_PLAIN = (bool, int, float, complex, np.generic, type(None))
+_NUMBERS = (bool, int, float, complex, np.generic, type(None))
 _CONTAINERS = (list, tuple, dict, set, deque)
 _KINDS = (bool, int, float, Tensor, np.ndarray, *STREAMS, *_CONTAINERS)
 _CLOSED = (type, ModuleType, FunctionType, MethodType, Iterator, DataLoader, Dataset, Sampler, logging.Logger)
-
 
 _OF_STEP = (  # Methods that compute a step, and do not only look at it.
     *("train_step", "gradients", "micro_step", "to_device", "scale_loss", "backward", "normalize", "clip"),
@@ -53,6 +58,9 @@ _OF_LOADER = "loader."
 _OF_MODULES = frozenset(vars(nn.Module()))  # What each module has.
 _SAMPLERS = ("sampler", "batch_sampler")
 _GONE = "absent"  # In place of the class of a module that was removed.
+
+_Named: TypeAlias = "Iterator[tuple[str, Any]]"
+_Fingerprints: TypeAlias = "dict[str, object]"
 
 
 class UntrackedState:
@@ -65,94 +73,130 @@ class UntrackedState:
     classes there. Private attributes are those of the task that its methods name, and those of the user's own samplers
     and modules. Of large values it compares a sample.
 
-    The methods get the trainer as ``owner`` of attributes, its plain model, and its `Optimization`. An add-on that
-    saves attributes of modules names them in a property ``saved_attributes``: ``model.metric.count``, for instance.
+    An add-on that saves attributes of modules names them in a property ``saved_attributes``: ``model.metric.count``,
+    for instance.
+
+    Attributes
+    ----------
+    names : list of str
+        What the state that was loaded lacks.
+    modules : dict
+        The class of each module that training had replaced, added or removed when that state was saved.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self._begun: dict[str, Any] | None = None
-        self._begun_loader: tuple[int, int] | None = None  # Of the present call of run.
-        self.modules: dict[str, str] = {}  # The class of each module that training has replaced, added or removed.
+        self.modules: dict[str, str] = {}
+        self._begun: _Fingerprints | None = None
         self._begun_modules: dict[str, str] = {}
+        self._begun_data: tuple[int, int] | None = None  # Of the present call of run.
         self._watched: _Watched | None = None
 
-    def begin(self, owner: object, model: nn.Module, optimization: Optimization, is_main: bool) -> None:
+    def begin(self, trainer: Trainer) -> None:
         """Record all values as a run begins; the first time after a resume, warn of what the checkpoint lacks."""
-        if self.names and self._begun is None and is_main:
-            more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
-            _log.warning(
-                "the state that this run resumes from lacks %s, which had changed when it was saved: where training "
-                "reads it, this run may differ from an uninterrupted one, unless it is computed again, as a cache is. "
-                "Save it in state_dict() and load_state_dict() of your class, or as a buffer of the model; "
-                "docs/howto/resume.md says what is saved", ", ".join(map(repr, self.names[:_SHOWN])) + more,
-            )  # fmt: skip
+        model = trainer.unwrap()
         present = _classes_in(model)
-        if self._begun is None and is_main:
+        is_first = self._begun is None
+        if is_first and trainer.is_main:
+            _warn_of_lacking(self.names)
             _warn_of_replaced(self.modules, present)
-        self._take_loader(owner, model, optimization)
+        self._begin_data(trainer, model)
         is_lazy = any(isinstance(each, LazyModuleMixin) for each in model.modules())
         # A lazy module becomes one of another class, with other attributes, in its first forward.
-        if self._begun is None and not is_lazy and not optim.has_lazy(model.parameters()):
-            self._begun, self._begun_modules = self._fingerprints(owner, model, optimization), present
+        if is_first and not is_lazy and not optim.has_lazy(model.parameters()):
+            self._begun = self._fingerprints(trainer, model)
+            self._begun_modules = present
 
-    def _take_loader(self, owner: object, model: nn.Module, optimization: Optimization) -> None:
+    def _begin_data(self, trainer: Trainer, model: nn.Module) -> None:
         """Compare the data with those of this call of ``run``, where the script gives it another loader."""
-        run = getattr(owner, "current_run", None)
-        loader = None if run is None else run.user_loader
+        loader = trainer.current_run.user_loader
         # By id: the trainer holds the loader of the call before.
         present = (id(loader), id(getattr(loader, "dataset", None)))
-        if self._begun is not None and present != self._begun_loader:
-            now = self._fingerprints(owner, model, optimization)
-            kept = {name: each for name, each in self._begun.items() if not name.startswith(_OF_LOADER)}
-            self._begun = kept | {name: each for name, each in now.items() if name.startswith(_OF_LOADER)}
-        self._begun_loader = present
+        if self._begun is not None and present != self._begun_data:
+            for name in [name for name in self._begun if name.startswith(_OF_LOADER)]:
+                del self._begun[name]
+            for name, fingerprint in self._fingerprints(trainer, model).items():
+                if name.startswith(_OF_LOADER):
+                    self._begun[name] = fingerprint
+        self._begun_data = present
 
-    def state_dict(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
+    def state_dict(self, trainer: Trainer) -> dict[str, Any]:
         """Name what has changed since this run began, or the one that it resumed."""
         names, modules = self.names, self.modules
         if self._begun is not None:
-            now, begun = self._fingerprints(owner, model, optimization), self._begun
-            changed = {name for name in now if name not in begun or begun[name] != now[name]}
-            names = sorted(changed | (now.keys() & set(names)))
-            classes, before = _classes_in(model), self._begun_modules
-            modules = {path: kind for path, kind in modules.items() if classes.get(path, _GONE) == kind}
-            for path in classes.keys() | before.keys():
-                if classes.get(path) != before.get(path):
-                    modules[path] = classes.get(path, _GONE)
-        found: dict[str, Any] = {"unsaved": list(names)} if names else {}
-        return found | ({"replaced": dict(sorted(modules.items()))} if modules else {})
+            model = trainer.unwrap()
+            names = self._changed(self._begun, self._fingerprints(trainer, model))
+            modules = self._replaced(_classes_in(model))
+        found: dict[str, Any] = {}
+        if names:
+            found["unsaved"] = list(names)
+        if modules:
+            found["replaced"] = dict(sorted(modules.items()))
+        return found
+
+    def _changed(self, begun: _Fingerprints, now: _Fingerprints) -> list[str]:
+        """Return the names of values that are others than when the run began, or had changed before it."""
+        changed = {name for name in now if name not in begun or begun[name] != now[name]}
+        return sorted(changed | (now.keys() & set(self.names)))
+
+    def _replaced(self, now: Mapping[str, str]) -> dict[str, str]:
+        """Return the class of each module that is of another one than when the run began, or that was before it."""
+        found = {path: kind for path, kind in self.modules.items() if now.get(path, _GONE) == kind}
+        for path in now.keys() | self._begun_modules.keys():
+            if now.get(path) != self._begun_modules.get(path):
+                found[path] = now.get(path, _GONE)
+        return found
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take what the state that was loaded names."""
-        self.names, self.modules = list(saved.get("unsaved", ())), dict(saved.get("replaced", {}))
+        self.names = list(saved.get("unsaved", ()))
+        self.modules = dict(saved.get("replaced", {}))
 
-    def _fingerprints(self, owner: object, model: nn.Module, optimization: Optimization) -> dict[str, Any]:
+    def _fingerprints(self, trainer: Trainer, model: nn.Module) -> _Fingerprints:
         """Map the name of each value to a fingerprint that is equal while the value has not changed."""
-        if self._watched is None or self._watched.cls is not type(owner):
-            self._watched = _Watched.of(type(owner))
-        watched, held = self._watched, vars(owner)
-        kept = getattr(owner, "saved_attributes") if watched.saves_attributes else ()  # noqa: B009  (not all have it)
-        optimizers = {f"optimizer[{name!r}]": each for name, each in optimization.optimizers.items()}
-        every_optimizer = [inner for each in optimizers.values() for inner in with_inner(each)]
-        run = getattr(owner, "current_run", None)
-        loader = None if run is None else run.user_loader
-        # What is saved elsewhere, or is not read again.
-        saved = (owner, held["model"], *every_optimizer, *optimization.schedulers.values(), loader)
-        streams = (*streams_of(loader), *random_state.generators_of(loader))
-        inside = {id(each) for each in (*saved, *streams, *model.modules())}
-        fingerprint_of = _Fingerprint(inside, _memory_of(model))
-        found: dict[str, Any] = {}
-        own = [(*each, _DEPTH) for each in watched.values_of(owner)]
-        of_model = [(*each, 2) for each in _of_model(model) if each[0] not in kept]
-        of_optimizers = [(*each, _DEPTH) for place, one in optimizers.items() for each in _of_optimizer(place, one)]
-        of_data = [(*each, 2) for each in _of_data(loader)]
-        of_functions = [(*each, 2) for each in _of_functions(owner, loader, optimization)]
-        for name, value, depth in (*own, *of_model, *of_optimizers, *of_data, *of_functions):
+        if self._watched is None or self._watched.cls is not type(trainer):
+            self._watched = _Watched.of(type(trainer))
+        loader = trainer.current_run.user_loader
+        fingerprint_of = _Fingerprint(_saved_elsewhere(trainer, model, loader), _memory_of(model))
+        found: _Fingerprints = {}
+        for name, value, depth in _values_of(trainer, model, loader, self._watched):
             # For instance a thread fills it: the state is saved without its fingerprint.
             with contextlib.suppress(Exception):
                 found[name] = fingerprint_of(value, depth)
         return found
+
+
+def _warn_of_lacking(names: list[str]) -> None:
+    """Warn of what had changed when the state was saved, and is not in it."""
+    if names:
+        _log.warning(
+            "the state that this run resumes from lacks %s, which had changed when it was saved: where training "
+            "reads it, this run may differ from an uninterrupted one, unless it is computed again, as a cache is. "
+            "Save it in state_dict() and load_state_dict() of your class, or as a buffer of the model; "
+            "docs/howto/resume.md says what is saved",
+            ", ".join(map(repr, names[:_SHOWN])) + _more_than_shown(names),
+        )
+
+
+def _warn_of_replaced(saved: Mapping[str, str], present: Mapping[str, str]) -> None:
+    """Warn of modules that training had replaced when the state was saved, and that the script has not replaced."""
+    differ = []
+    for path, kind in saved.items():
+        now = present.get(path, _GONE)
+        if now != kind:
+            differ.append(f"{path} was {kind} and is {now}")
+    if differ:
+        _log.warning(
+            "training had replaced modules of the model when the state that this run resumes from was saved, and a "
+            "checkpoint has no modules: %s%s. This run differs from an uninterrupted one; build the model as it was, "
+            "before run()",
+            "; ".join(differ[:_SHOWN]),
+            _more_than_shown(differ),
+        )
+
+
+def _more_than_shown(found: Collection[object]) -> str:
+    return f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
 
 
 def _classes_in(model: nn.Module) -> dict[str, str]:
@@ -166,20 +210,40 @@ def _class_of(module: nn.Module) -> type:
     return becomes or type(module)
 
 
-def _warn_of_replaced(saved: Mapping[str, str], present: Mapping[str, str]) -> None:
-    """Warn of modules that training had replaced when the state was saved, and that the script has not replaced."""
-    differ = {
-        path: (kind, present.get(path, _GONE)) for path, kind in saved.items() if present.get(path, _GONE) != kind
-    }
-    if not differ:
-        return
-    shown = [f"{path} was {kind} and is {now}" for path, (kind, now) in [*differ.items()][:_SHOWN]]
-    more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-    _log.warning(
-        "training had replaced modules of the model when the state that this run resumes from was saved, and a "
-        "checkpoint has no modules: %s%s. This run differs from an uninterrupted one; build the model as it was, "
-        "before run()", "; ".join(shown), more,
-    )  # fmt: skip
+# ------------------------------------------------------------------------------------------- which values there are
+
+
+def _values_of(trainer: Trainer, model: nn.Module, loader: Any, watched: _Watched) -> Iterator[tuple[str, Any, int]]:
+    """Yield the name of each value that is compared, the value, and how deep to look into it."""
+    parts = parts_of(loader)
+    optimization = trainer.optimization
+    for name, value in watched.values_of(trainer):
+        yield name, value, _DEEP
+    saved = () if watched.saved_attributes is None else watched.saved_attributes.__get__(trainer)
+    for name, value in _of_model(model):
+        if name not in saved:
+            yield name, value, _SHALLOW
+    for key, optimizer in optimization.optimizers.items():
+        for name, value in _of_optimizer(f"optimizer[{key!r}]", optimizer):
+            yield name, value, _DEEP
+    for name, value in _of_data(parts):
+        yield name, value, _SHALLOW
+    functions = [*watched.methods, *functions_of(loader, parts)]
+    for key, scheduler in optimization.schedulers.items():
+        functions += [(f"scheduler[{key!r}]", each) for each in _lambdas_of(scheduler)]
+    for name, value in _read_by(functions):
+        yield name, value, _SHALLOW
+
+
+def _saved_elsewhere(trainer: Trainer, model: nn.Module, loader: Any) -> set[int]:
+    """Return the ids of the objects that the state has otherwise, or that are not read again."""
+    saved: list[object] = [trainer, vars(trainer)["model"], *model.modules(), loader]
+    for optimizer in trainer.optimization.optimizers.values():
+        saved += with_inner(optimizer)
+    saved += trainer.optimization.schedulers.values()
+    saved += streams_of(loader)
+    saved += random_state.generators_of(loader)
+    return set(map(id, saved))
 
 
 class _Watched(NamedTuple):
@@ -188,34 +252,44 @@ class _Watched(NamedTuple):
     cls: type
     place: str  # The name of the task.
     users: list[type]  # The classes that are not zae's, the task first.
+    methods: list[tuple[str, Callable[..., Any]]]  # Of these classes, by their places.
     named: set[str]  # What their methods name.
     in_step: set[str]  # What those name that compute a step, and the methods that they call.
     declared: set[str]  # What zae knows: an option, an annotation, what an add-on declares.
     has_own_state: bool  # A class of the user saves a state of its own.
-    saves_attributes: bool  # An add-on saves attributes of modules.
+    saved_attributes: property | None  # Of an add-on that saves attributes of modules.
 
     @classmethod
     def of(cls, task: type) -> _Watched:
         """Examine a class."""
-        users = [each for each in task.__mro__ if each is not object and not _is_of_zae(each)]
-        declared = {name for name, (_, taker) in options_of(task).items() if _is_of_zae(taker)}
+        users = [each for each in task.__mro__ if each is not object and not is_of_zae(each)]
+        methods: list[tuple[str, Callable[..., Any]]] = []
+        named: set[str] = set()
+        for user in users:
+            for name, value in vars(user).items():
+                named |= names_in(value)
+                if isinstance(value, FunctionType):
+                    methods.append((f"{user.__name__}.{name}", value))
+        declared = {name for name, (_, taker) in options_of(task).items() if is_of_zae(taker)}
         for each in task.__mro__:
             for kind in ("state_attributes", "rank_state_attributes", "process_attributes"):
                 declared.update(vars(each).get(kind, ()))
-            if _is_of_zae(each):
+            if is_of_zae(each):
                 declared.update(vars(each).get("__annotations__", ()))
+        saving = [vars(each)["saved_attributes"] for each in task.__mro__ if "saved_attributes" in vars(each)]
         return cls(
             cls=task,
             place=recipe_of(task)[0].__name__,
             users=users,
-            named={name for each in users for value in vars(each).values() for name in names_in(value)},
+            methods=methods,
+            named=named,
             in_step=_named_in_step(users),
             declared=declared,
             has_own_state=any("state_dict" in vars(each) and "layer" not in vars(each) for each in users),
-            saves_attributes=any("saved_attributes" in vars(each) for each in task.__mro__),
+            saved_attributes=saving[0] if saving else None,
         )
 
-    def values_of(self, owner: object) -> Iterator[tuple[str, Any]]:
+    def values_of(self, trainer: Trainer) -> _Named:
         """Yield the attributes of a task and of its class, the private ones that a method of the user names."""
         if self.has_own_state:
             return
@@ -224,31 +298,29 @@ class _Watched(NamedTuple):
             for name, value in vars(each).items():
                 if name in self.named and isinstance(value, _KINDS):
                     found[name] = value
-        for name, value in sorted((found | vars(owner)).items()):
+        for name, value in sorted((found | vars(trainer)).items()):
             if name.startswith("_") and (name not in self.named or name.startswith("__")):
                 continue
             if name.startswith("_") and isinstance(value, float) and name not in self.in_step:
                 continue  # A time, or another number of the user's own that is shown.
-            if name not in self.declared and not _is_of_zae(type(value)):
+            if name not in self.declared and not is_of_zae(type(value)):
                 yield f"{self.place}.{name}", value
 
 
 def _named_in_step(users: list[type]) -> set[str]:
     """Return what the methods of a user name that compute a step, with the methods of the user that they call."""
-    found, left = set[str](), list(_OF_STEP)
+    found = set[str]()
+    left = list(_OF_STEP)
     while left:
-        name = left.pop()
-        read = {each for user in users for each in names_in(vars(user).get(name))} - found
-        found |= read
-        left += read
+        method = left.pop()
+        for user in users:
+            new = names_in(vars(user).get(method)) - found
+            found |= new
+            left += new
     return found
 
 
-def _is_of_zae(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "zae"
-
-
-def _of_model(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _of_model(model: nn.Module) -> _Named:
     """Yield what modules contain beside parameters, persistent buffers and the state that they save themselves."""
     for place, module in model.named_modules(prefix="model"):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -269,9 +341,9 @@ def _computed_in_forward(module: nn.Module) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def _of_data(loader: Any) -> Iterator[tuple[str, Any]]:
+def _of_data(parts: Mapping[str, Any]) -> _Named:
     """Yield the attributes of samplers and datasets that have no state of their own: private ones of samplers alone."""
-    for place, part in parts_of(loader).items():
+    for place, part in parts.items():
         if is_stateful(part) or not hasattr(part, "__dict__"):
             continue
         setter = getattr(part, "set_epoch", None)  # What it sets, a resume sets again.
@@ -283,25 +355,15 @@ def _of_data(loader: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{_OF_LOADER}{place}.{name}", value
 
 
-def _of_functions(owner: object, loader: Any, optimization: Optimization) -> Iterator[tuple[str, Any]]:
+def _read_by(functions: list[tuple[str, Callable[..., Any]]]) -> _Named:
     """Yield what functions of the user read from a closure, or from the globals of the script."""
-    users = [each for each in type(owner).__mro__ if each.__module__.partition(".")[0] != "zae"]
-    functions = [
-        (f"{each.__name__}.{name}", value)
-        for each in users
-        for name, value in vars(each).items()
-        if isinstance(value, FunctionType)
-    ]
-    functions += functions_of(loader)
-    for key, scheduler in optimization.schedulers.items():
-        functions += [(f"scheduler[{key!r}]", each) for each in _lambdas_of(scheduler)]
     for place, function in functions:
         for name, value in names_read_by(function).items():
             if isinstance(value, nn.Module) or not (isinstance(value, (*_CLOSED, str)) or callable(value)):
                 yield f"{name} (read by {place})", value
 
 
-def _lambdas_of(scheduler: Any) -> list[Any]:
+def _lambdas_of(scheduler: object) -> list[Callable[..., Any]]:
     """Return the functions of a schedule, and of the schedules in it, as SequentialLR has them."""
     found = list(getattr(scheduler, "lr_lambdas", None) or ())
     for inner in getattr(scheduler, "_schedulers", ()):
@@ -309,7 +371,7 @@ def _lambdas_of(scheduler: Any) -> list[Any]:
     return found
 
 
-def _of_optimizer(place: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+def _of_optimizer(place: str, optimizer: Optimizer) -> _Named:
     """Yield what an optimizer keeps beside the state that torch saves, unless it has a way of its own to save."""
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return
@@ -320,22 +382,27 @@ def _of_optimizer(place: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]
             yield f"{place}.{name}", value
 
 
+# ------------------------------------------------------------------------------------------ the fingerprint of a value
+
+
 class _Fingerprint:
     """Turns a value into a fingerprint that can be kept and compared; None for a value that cannot be examined."""
 
     def __init__(self, inside: set[int], memory: set[int]) -> None:
-        self._inside, self._memory, self._left = inside, memory, _LOOKS
+        self._inside = inside  # The ids of what is saved elsewhere.
+        self._memory = memory  # Where the weights lie: a view of them is saved.
+        self._left = _LOOKS
 
-    def __call__(self, value: Any, depth: int) -> Any:
+    def __call__(self, value: Any, depth: int) -> object:
         self._left -= 1
-        if isinstance(value, _PLAIN):
+        if isinstance(value, _NUMBERS):
             return repr(value)
         if isinstance(value, (str, bytes)):
             return (len(value), value[:_LOOKS])
         if id(value) in self._inside:
             return None
         if isinstance(value, (Tensor, np.ndarray)):
-            is_view = isinstance(value, Tensor) and _address(value) in self._memory  # Of what is saved.
+            is_view = isinstance(value, Tensor) and _address(value) in self._memory
             return None if is_view else _part_of(value)
         if isinstance(value, STREAMS):
             return _rng_state(value)
@@ -343,17 +410,17 @@ class _Fingerprint:
             return None
         if isinstance(value, _CONTAINERS):
             return self._entries(value, depth - 1)
-        if _is_of_zae(type(value)) or not hasattr(value, "__dict__"):
+        if is_of_zae(type(value)) or not hasattr(value, "__dict__"):
             return None
         own = {name: each for name, each in vars(value).items() if not name.startswith("_")}
         weights = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
         return [[_part_of(each) for each in weights], self._entries(own, depth - 1)]
 
-    def _entries(self, value: Any, depth: int) -> Any:
+    def _entries(self, value: Any, depth: int) -> list[object]:
         entries = value.values() if isinstance(value, Mapping) else value
         if len(value) <= _MANY:
             return [self(each, depth) for each in list(entries)]
-        if not isinstance(value, (list, tuple)) or not isinstance(value[0], (*_PLAIN, str)):
+        if not isinstance(value, (list, tuple)) or not isinstance(value[0], (*_NUMBERS, str)):
             return [len(value), self(value[-1], depth) if isinstance(value, (list, tuple, deque)) else None]
         return [len(value), hash(tuple(value[:: max(1, len(value) // _MOST)]))]
 
@@ -371,7 +438,7 @@ def _address(value: Tensor) -> int:
         return 0
 
 
-def _part_of(value: Any) -> Any:
+def _part_of(value: Any) -> object:
     """Return the fingerprint of a tensor or an array: its elements, or some of a large one, and its version."""
     try:
         if isinstance(value, np.ndarray):
@@ -386,7 +453,7 @@ def _part_of(value: Any) -> Any:
         return None  # Sparse, nested, on the device "meta".
 
 
-def _rng_state(stream: Any) -> Any:
+def _rng_state(stream: Any) -> object:
     """Return the state of a random stream in a comparable form."""
     state = read_stream(stream)
     return state.numpy().tobytes() if isinstance(state, Tensor) else repr(state)

@@ -28,6 +28,7 @@ __all__ = [
     "has_same_bits",
     "is_dataclass",
     "is_of_library",
+    "is_of_zae",
     "is_sharded",
     "json_safe",
     "leading_dimension",
@@ -238,6 +239,11 @@ def is_of_library(holder: ModuleType | type) -> bool:
         return root != "__main__"
     file = getattr(sys.modules.get(root), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
+
+
+def is_of_zae(cls: type) -> bool:
+    """Return whether a class is of zae, and not of the user or of another package."""
+    return cls.__module__.partition(".")[0] == "zae"
 
 
 def names_in(function: Any) -> set[str]:

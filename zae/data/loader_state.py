@@ -190,7 +190,7 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     parts["collate_fn"] = getattr(collate, "__self__", collate)
     if hasattr(loader, "__dict__") and type(loader) is not DataLoader and not is_stateful(loader):
         parts["loader"] = loader  # A class of the user.
-    for place, function in functions_of(loader):
+    for place, function in functions_of(loader, parts_of(loader)):
         for variable, value in names_read_by(function).items():
             if isinstance(value, STREAMS) and id(value) not in seen:
                 seen.add(id(value))
@@ -219,11 +219,11 @@ def parts_of(loader: Any) -> dict[str, Any]:
     return {place: each for place, each in parts.items() if each is not None}
 
 
-def functions_of(loader: Any) -> list[tuple[str, Any]]:
-    """List the functions of the user that a loader calls for its samples, by their places."""
+def functions_of(loader: Any, parts: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """List the functions of the user that a loader with these parts calls for its samples, by their places."""
     collate = getattr(loader, "collate_fn", None)
     found = [("collate_fn", collate)] if isinstance(collate, (*_FUNCTIONS, functools.partial)) else []
-    for place, part in parts_of(loader).items():
+    for place, part in parts.items():
         if is_stateful(part):  # Its state is what it says.
             continue
         for klass in type(part).__mro__:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from zae.common import random_state
+from zae.common.walk import is_of_zae
 from zae.compose.introspect import is_add_on, slots_of
 from zae.errors import CheckpointMismatch
 from zae.loop.addon_state import (
@@ -290,9 +291,7 @@ def _varying_entries(cls: type) -> dict[str, tuple[str, ...] | None]:
             continue
         if names := tuple(each.__dict__.get("rank_state_attributes", ())):
             found[each.__name__] = tuple(map(key_of, names))
-        elif (
-            each.__module__.partition(".")[0] != "zae" and "state_dict" in each.__dict__ and each not in declaring(cls)
-        ):
+        elif not is_of_zae(each) and "state_dict" in each.__dict__ and each not in declaring(cls):
             found[each.__name__] = None
     return found
 
