@@ -256,14 +256,14 @@ class DDPEngine(Engine):
         """Return the error of a step that has left these parameters without gradients."""
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         which = f"{len(names)} parameters ({shown})" if names else "parameters in the last batch of a step"
-        cure = (
+        remedy = (
             "Let the loss depend on all that the model returns, or detach the rest"
             if self.find_unused_parameters
             else "Write find_unused_parameters=True if that is meant, or freeze them: parameter.requires_grad_(False)"
         )
         return DistributedError(
             f"train_step did not use {which} on rank {self.rank}, so they have no gradient to average over the ranks. "
-            f"{cure}"
+            f"{remedy}"
         )
 
 

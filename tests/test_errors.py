@@ -1,4 +1,4 @@
-"""Every mistake of the catalogue is refused with its cause and its cure."""
+"""Every mistake of the catalogue is refused with its cause and its remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_catalogue_is_large_and_whole():
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_mistake(name):
-    """The type, the cause and the cure."""
+    """The type, the cause and the remedy."""
     error = meet(name)
     assert type(error) is CATALOGUE[name].error
     assert isinstance(error, (zae.ZaeError, UserWarning)) != (name in WITH_TORCHS_MESSAGE)
@@ -76,10 +76,10 @@ def test_the_tree_in_the_docstring_is_the_tree():
 @pytest.mark.parametrize("name", list(errors.__all__))
 def test_errors_pickle(name):
     """An error of a rank travels to the caller as it is."""
-    error = getattr(errors, name)("what, where, found, cure")
+    error = getattr(errors, name)("what, where, found, remedy")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
-    assert str(again) == str(error) == "what, where, found, cure"
+    assert str(again) == str(error) == "what, where, found, remedy"
 
 
 def test_an_absent_name_is_explained():
@@ -122,6 +122,6 @@ def test_names_that_need_an_add_on():
         assert name in dir(getattr(zae.addons, owner))
         with pytest.raises(zae.MissingError) as caught:
             getattr(trainer_of(), name)
-        cure = f"it belongs to {owner}; add it with .add_on({owner})"
-        assert str(caught.value) == f"Task has no attribute {name!r}: {cure}"
+        remedy = f"it belongs to {owner}; add it with .add_on({owner})"
+        assert str(caught.value) == f"Task has no attribute {name!r}: {remedy}"
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)

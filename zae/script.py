@@ -157,8 +157,8 @@ def _maker(module: ModuleType, name: str, path: Path) -> Any:
         own = [key for key, value in vars(module).items() if inspect.isfunction(value)
                and value.__module__ == module.__name__]  # fmt: skip
         has = f" (it has {', '.join(own)})" if own else ""
-        cure = did_you_mean(name, own) or f"; write one that ends with: {_RETURN}"
-        raise ConfigError(f"{path} has no function {name!r}{has}{cure}")
+        remedy = did_you_mean(name, own) or f"; write one that ends with: {_RETURN}"
+        raise ConfigError(f"{path} has no function {name!r}{has}{remedy}")
     needed = [p.name for p in inspect.signature(maker).parameters.values()
               if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
     if needed:

@@ -195,12 +195,12 @@ def _unknown(name: str, fields: tuple[str, ...]) -> str:
     """Return the text about a name that is not an argument."""
     foreign = foreign_option(name)
     near = did_you_mean(name, [*fields, *OLD_NAMES, *HERE])
-    cure = (f"; {foreign}; leave it out of the arguments" if foreign else near) or (
+    remedy = (f"; {foreign}; leave it out of the arguments" if foreign else near) or (
         "; arguments of your own classes are read by "
         "transformers.HfArgumentParser((MyArguments, TrainingArguments)).parse_dict(...), which returns the "
         "TrainingArguments to give"
     )
-    return f"{name!r}, which is not an argument of TrainingArguments{cure}"
+    return f"{name!r}, which is not an argument of TrainingArguments{remedy}"
 
 
 def _as_type(name: str, value: Any, kinds: set[str]) -> Any:

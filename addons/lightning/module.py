@@ -109,9 +109,9 @@ def check_class(cls: Any) -> None:
             f"task_of() takes a LightningModule, its class or an instance, and got {kind_of(cls)}; of another module "
             "write a task: class Task(Trainer) with train_step and test_step"
         )
-    for name, cure in _REFUSED.items():
+    for name, remedy in _REFUSED.items():
         if is_overridden(cls, name):
-            raise TaskError(f"{cls.__name__}.{name} cannot be carried over: {cure}")
+            raise TaskError(f"{cls.__name__}.{name} cannot be carried over: {remedy}")
     if getattr(cls, "automatic_optimization", True) is False:
         raise TaskError(f"{cls.__name__} {_MANUAL}")
 

@@ -232,8 +232,8 @@ class StateManagerAddon(AddOnBase):
 
     def setup(self) -> None:
         """Resume, the first time."""
-        resumption, calls = self._resumption, self.progress_checker.run_calls
-        is_due = resumption.is_due(calls, self.progress_checker.is_seeded)
+        resumption = self._resumption
+        is_due = resumption.is_due(self.progress_checker.run_calls, self.progress_checker.is_seeded)
         super().setup()
         if is_due:
             found = find(self.checkpoints, resumption.resume, resumption.allow_partial, self.local_shards())
@@ -256,18 +256,26 @@ class StateManagerAddon(AddOnBase):
         self._resumption.untracked.begin(self)
         if self.is_main and self._resumption.mid_epoch != "restart":
             self.loader_position.warn_of_order(self.current_run.current_loader)
-        if (path := self._resumption.must_reload(self.progress_checker.run_calls)) is not None:
-            progress, position = self.progress_checker, dict(vars(self.loader_position))
-            self._resume_from(path, read(self.checkpointer, path, self._resumption.allow_partial, self.local_shards()))
-            # The position in the run and in the data stays as the beginning of this call has checked it.
-            progress.pending_validation = self.progress_checker.pending_validation
-            self.progress_checker = progress
-            vars(self.loader_position).update(position)
+        self._reload()
         self._trial.begin(self, self._resumption.path is not None)
         if self.save_on_signal:
             self.current_run.signals = self._stop_signals.install()
-        if news := self._resumption.take_news(self.current_run, self.checkpointer.shown):
+        news = self._resumption.take_news(self.current_run, self.checkpointer.shown)
+        if news:
             self.current_run.say(news)
+
+    def _reload(self) -> None:
+        """Load the checkpoint of a resume again where the script may have changed its state between calls of run."""
+        path = self._resumption.must_reload(self.progress_checker.run_calls)
+        if path is None:
+            return
+        progress = self.progress_checker
+        position = dict(vars(self.loader_position))
+        self._resume_from(path, read(self.checkpointer, path, self._resumption.allow_partial, self.local_shards()))
+        # The position in the run and in the data stays as the beginning of this call has checked it.
+        progress.pending_validation = self.progress_checker.pending_validation
+        self.progress_checker = progress
+        vars(self.loader_position).update(position)
 
     def checkpoint(self) -> None:
         """Save if it is due, or if the validation of this moment was the best; stop after a signal."""
@@ -276,20 +284,23 @@ class StateManagerAddon(AddOnBase):
         super().checkpoint()
         if self._trial.is_due and self.progress_checker.step > self.progress_checker.skipped_steps:
             self._trial.try_state(self)
-        progress, retention = self.progress_checker, self.checkpoints.retention
+        progress = self.progress_checker
+        checkpoints = self.checkpoints
         self._crash.rest(progress)
-        if self.checkpoints.saver.is_pending:  # Asked here: a step without a save makes no call.
-            self.checkpoints.sync(self.gather)
-        is_best, in_epoch = self.best.get("step") == progress.step, progress.epoch_batch > 0
-        is_due, requests = self.save_every.is_due(progress), self.current_run.requests
+        if checkpoints.saver.is_pending:  # Asked here: a step without a save makes no call.
+            checkpoints.sync(self.gather)
+        is_best = self.best.get("step") == progress.step
+        in_epoch = progress.epoch_batch > 0
+        is_due = self.save_every.is_due(progress)
         if not is_due and (is_best or not in_epoch):  # After a step, most often nothing is due.
             is_scored = not in_epoch and self._present_score() is not None
-            is_due = retention.wants(self.checkpoints.path_at(progress.step).name, is_scored, is_best)
+            is_due = checkpoints.retention.wants(checkpoints.path_at(progress.step).name, is_scored, is_best)
         # Before the checkpoint: killed in between, the run resumes before this step and comes here again.
-        if (weights := self.checkpoints.weights).is_used:
-            score, group = self._present_score() if weights.rule.best else None, Group(self.rank, self.gather)
-            self.checkpoints.save_weights(progress, self.save_model, group, score, is_best)
+        if checkpoints.weights.is_used:
+            score = self._present_score() if checkpoints.weights.rule.best else None
+            checkpoints.save_weights(progress, self.save_model, Group(self.rank, self.gather), score, is_best)
         is_due = self.current_run.decide("should_checkpoint", is_due)
+        requests = self.current_run.requests
         if is_due or "save" in requests:
             requests.discard("save")
             self.save_state()
@@ -307,8 +318,8 @@ class StateManagerAddon(AddOnBase):
 
     def _say_saved(self, signal: int) -> None:
         """Say what was saved because of a signal, and where."""
-        path, is_resumed = self.last_path, self._resumption.resume is not False
-        where = "nowhere" if path is None else self.checkpointer.shown(path)
+        where = "nowhere" if self.last_path is None else self.checkpointer.shown(self.last_path)
+        is_resumed = self._resumption.resume is not False
         then = "started again, the run continues from there" if is_resumed else "resume='auto' continues from there"
         self.current_run.say(f"signal {signal}: saved at {self.current_run.place}, in {where}; {then}", logging.WARNING)
 
@@ -316,13 +327,14 @@ class StateManagerAddon(AddOnBase):
         """Save the state apart; nothing that fails here hides the error."""
         super().on_exception(error)
         self.checkpoints.has_failed = True
-        run, progress = self.current_run, self.progress_checker
-        in_step = self._crash.was_in_step(progress, run.batch is not None)  # None before the first step.
+        progress = self.progress_checker
+        in_step = self._crash.was_in_step(progress, self.current_run.batch is not None)  # None before the first step.
         if progress.pending_validation and in_step is not None:
             in_step = False  # The state is that before the validation, which a resumed run repeats.
         if not isinstance(error, Exception) or isinstance(error, CheckpointError) or in_step is None:
             return
-        if (signal := self._stop_signals.first) is not None and not in_step and self.world_size == 1:
+        signal = self._stop_signals.first
+        if signal is not None and not in_step and self.world_size == 1:
             self.save_state()  # The signal has hit a worker of the loader too: the state is that of the last step.
             self._say_saved(signal)
             self._stop_signals.end(signal)
@@ -335,9 +347,8 @@ class StateManagerAddon(AddOnBase):
                 info["score"] = self._present_score()
             self._write_state(target, older, info)
 
-        self._crash.save(
-            progress.step, self.rank, self.world_size, write if self.engine.can_save_alone else None, error
-        )
+        may_write = write if self.engine.can_save_alone else None
+        self._crash.save(progress.step, self.rank, self.world_size, may_write, error)
 
     def teardown(self) -> None:
         """Wait for the last save, and give back the folder and the signals."""
@@ -377,7 +388,8 @@ class StateManagerAddon(AddOnBase):
         CheckpointError
             The disk refuses; what was there is unchanged.
         """
-        checkpoints, progress = self.checkpoints, self.progress_checker
+        checkpoints = self.checkpoints
+        progress = self.progress_checker
         checkpoints.settle()  # One save at a time: the one before may still be written.
         if path is None and self._resumption.is_ahead(progress.run_calls):
             return self._resumption.skip_save()
@@ -443,8 +455,10 @@ class StateManagerAddon(AddOnBase):
         """
         self.current_run.check_load()
         self.checkpoints.settle()
-        place, files = self.save_path if path is None else Path(path).expanduser(), check_partial(allow_partial)
-        self._load_content(*newest_whole(self.checkpointer, place, files, self.local_shards()), strict, files)
+        files = check_partial(allow_partial)
+        place = self.save_path if path is None else Path(path).expanduser()
+        found, content = newest_whole(self.checkpointer, place, files, self.local_shards())
+        self._load_content(found, content, strict, files)
 
     def continue_from(self, state: Mapping[str, Any] | str | Path) -> None:
         """Continue the call of ``run`` that is under way from another state, when the present step is done.
@@ -476,8 +490,10 @@ class StateManagerAddon(AddOnBase):
             self._load_content(found, content, True, self._resumption.allow_partial)
         except CheckpointMismatch as error:
             if "strict=False" in str(error):  # A resume is always strict.
-                error.add_note("zae: with resume=False, call trainer.load_state(strict=False) before run(), which then "
-                               "trains all of its epochs")  # fmt: skip
+                error.add_note(
+                    "zae: with resume=False, call trainer.load_state(strict=False) before run(), which then trains all "
+                    "of its epochs"
+                )
             raise
         self.progress_checker.run_calls.index = index
 

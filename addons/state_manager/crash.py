@@ -40,28 +40,37 @@ class CrashSaver:
     """
 
     def __init__(self, folder: Path, list_saved: Callable[[Path, str], list[Path]]) -> None:
-        self.folder, self._list_saved = folder, list_saved
+        self.folder = folder
+        self._list_saved = list_saved
         self._token = ""  # The same on every rank, and another in every run.
-        self._began_at = self._rested_at = -1  # Batches used when the run began, and when it was last between steps.
+        self._began_at = -1  # Batches that were used when the run began; -1 outside of a run.
+        self._rested_at = -1  # Batches that were used when it was last between two steps.
         self._rested_moment: tuple[int, int, str] | None = None
 
     def begin(self, progress: ProgressChecker, token: str) -> None:
         """Note that a run begins."""
-        self._began_at, self._rested_at, self._token = progress.batch, -1, token
+        self._began_at = progress.batch
+        self._rested_at = -1
+        self._token = token
 
     def rest(self, progress: ProgressChecker) -> None:
         """Note that the run is between two steps."""
-        self._rested_at, self._rested_moment = progress.batch, progress.moment
+        self._rested_at = progress.batch
+        self._rested_moment = progress.moment
 
     def end(self) -> None:
         """Note that the run has ended."""
-        self._began_at = self._rested_at = -1
+        self._began_at = -1
+        self._rested_at = -1
 
     def was_in_step(self, progress: ProgressChecker, has_batch: bool) -> bool | None:
         """Return whether the run failed between a step's forward and its checkpoint; None before the first step."""
-        last = self._began_at if self._rested_at < 0 else self._rested_at
+        has_rested = self._rested_at >= 0
+        last = self._rested_at if has_rested else self._began_at
+        if last < 0:  # No run has begun.
+            return None
         in_step = progress.batch != last or has_batch
-        return None if last < 0 or (self._rested_at < 0 and not in_step) else in_step
+        return in_step if in_step or has_rested else None
 
     def is_exact(self, progress: ProgressChecker, has_drawn: bool) -> bool:
         """Return whether a run that resumes from this state ends bitwise as if nothing had failed.
@@ -82,17 +91,22 @@ class CrashSaver:
         ``write`` is called with the folder, the older ones that it replaces, and entries for the manifest. None
         is that of a rank which has only a part of the state, or whose state is that of no step.
         """
-        if step and write is None:
-            self._decline(error, _IN_PARTS if world_size > 1 else _HALF_STEPPED)
-        if not step or write is None:
+        if not step:
             return
-        target, name, regular = self.folder / f"crash-{step:08d}", type(error).__name__, ""
+        if write is None:
+            self._decline(error, _IN_PARTS if world_size > 1 else _HALF_STEPPED)
+            return
+        target = self.folder / f"crash-{step:08d}"
+        name = type(error).__name__
+        info: dict[str, Any] = {"error": name}
+        regular = ""
         try:
             regular = self._regular()
-            if world_size > 1:
+            if world_size > 1:  # A directory can be made once: the first rank to fail makes it.
                 filesystem.disk.mkdir(self.folder / f"{_CLAIM}{step:08d}-{self._token}")
+                info["rank"] = rank
             older = [path for path in self._list_saved(self.folder, "crash") if path != target]
-            write(target, older, {"error": name, **({"rank": rank} if world_size > 1 else {})})
+            write(target, older, info)
         except FileExistsError:  # Another rank was here first.
             return
         except Exception as second:
@@ -122,10 +136,14 @@ def forget_claims(folder: Path) -> None:
 
 def warn_of_lost_ranks(path: Path, manifest: Mapping[str, Any]) -> None:
     """Warn that a state which one of several ranks has saved alone cannot be resumed exactly."""
-    rank, world = manifest["info"].get("rank"), manifest["world_size"]
+    rank = manifest["info"].get("rank")
+    world = manifest["world_size"]
     if rank is not None and world > 1:
         _log.warning(
             "%s was saved by rank %d of %d alone, as it failed: weights, optimizer and counters are those of that "
             "step, but the random streams and the records of the other ranks are lost, and the rest of the epoch may "
-            "have another order; the end is not exactly that of an uninterrupted run", path, rank, world,
-        )  # fmt: skip
+            "have another order; the end is not exactly that of an uninterrupted run",
+            path,
+            rank,
+            world,
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zae.addons.state_manager.checkpointer import Checkpointer, step_of_weights
-from zae.checkpoint.filesystem import CURE, MANIFEST, is_known, put_file
+from zae.checkpoint.filesystem import MANIFEST, REMEDY, is_known, put_file
 from zae.checkpoint.manifest import MANIFEST_LIMIT, Manifest, parse, read_manifest
 from zae.common.argument_checks import check_url
 from zae.errors import CheckpointDamaged, CheckpointError
@@ -262,7 +262,7 @@ class FsspecCheckpointer(Checkpointer):
                 while piece := file.read(_PIECE):
                     found.update(piece)
             if found.hexdigest() != sha256:
-                raise CheckpointDamaged(f"{place}/{name}: changed while it was uploaded. {CURE}")
+                raise CheckpointDamaged(f"{place}/{name}: changed while it was uploaded. {REMEDY}")
 
     # ---------------------------------------------------------------------------------- files of weights alone
 

@@ -60,7 +60,9 @@ def find(
         return folder, read(checkpointer, folder, allow_partial, held)
     found = newest_valid(folder, partial(read, checkpointer, held=held), checkpointer.list_saved)
     refuse_links(folder, found[0] if found else None)
-    if (failed := _exact_crash(checkpointer, folder, None if found is None else found[1][0], held)) is not None:
+    newest = None if found is None else found[1][0]
+    failed = _exact_crash(checkpointer, folder, newest, held)
+    if failed is not None:
         _log.info("resuming from %s: a failed run has saved it between two steps", failed[0])
         return failed
     if found is None:
@@ -138,21 +140,25 @@ class Resumption:
         if not isinstance(resume, (bool, str, Path)) or resume == "":
             raise ConfigError(f"resume={resume!r}; it must be False, True, 'auto' or the path of a checkpoint")
         name = resume if isinstance(resume, str) else ""
-        hint = did_you_mean(name, ("auto", "True", "False")) if name != "auto" else ""
+        hint = "" if name == "auto" else did_you_mean(name, ("auto", "True", "False"))
         if hint and not Path(name).expanduser().exists():
             hint = hint.replace("'True'", "True").replace("'False'", "False")
             raise ConfigError(f"resume={resume!r} is not the path of a checkpoint{hint}")
         if mid_epoch not in ("skip", "restart"):
             raise ConfigError(f"mid_epoch={mid_epoch!r}; it must be 'skip' or 'restart'")
-        if check_partial(allow_partial) and resume in (False, True, "auto"):
+        self.allow_partial = check_partial(allow_partial)
+        if self.allow_partial and resume in (False, True, "auto"):
             raise ConfigError("allow_partial is for one checkpoint that is known to be damaged; give resume=<its path>")
         (self.reshard,) = check_flags(reshard=reshard)
-        self.resume, self.mid_epoch, self.allow_partial = resume, mid_epoch, check_partial(allow_partial)
-        self.start, self.untracked = start, UntrackedState()
-        self.path: Path | None = None
-        self.news = ""
+        self.resume = resume
+        self.mid_epoch = mid_epoch
+        self.start = start
+        self.untracked = UntrackedState()
+        self.path: Path | None = None  # The checkpoint that was resumed from.
+        self.news = ""  # What is still to be said as a run begins.
         self._calls = 0  # Calls of run in the state that was resumed from.
-        self._is_done = self._is_left = False
+        self._is_done = False  # Whether a checkpoint was looked for.
+        self._is_left = False  # Whether the script may have changed the trainer since it was resumed.
 
     def begin_from(self, resume: bool | str | Path) -> None:
         """Resume from a checkpoint when the trainer is set up, as with the option ``resume``."""
@@ -172,25 +178,27 @@ class Resumption:
 
     def note_resumed(self, path: Path, calls: RunCalls) -> None:
         """Note the checkpoint that was resumed from, with the calls of ``run`` in its state."""
-        self.path, self._calls = path, len(calls.starts)
+        self.path = path
+        self._calls = len(calls.starts)
 
     def take_news(self, run: Run, shown: Callable[[Path], str]) -> str:
         """Return what to say as a call of ``run`` begins: where it continues, or that it is finished already.
 
         Each sentence is returned once; ``shown`` returns a path as it is shown.
         """
-        news, self.news = self.news, ""
-        calls = run.trainer.progress_checker.run_calls
+        news = self.news
+        self.news = ""
+        progress = run.trainer.progress_checker
+        calls = progress.run_calls
         if self.path is None or calls.index > self._calls:  # A new call.
             return news
         if calls.must_replay:
             return f"call {calls.index} of run() was finished before; nothing to train"
         is_regular = self.path.name.startswith("step-")
         where = shown(self.path.parent if is_regular else self.path)
-        if run.trainer.progress_checker.pending_validation or run.has_more_epochs():
+        if progress.pending_validation or run.has_more_epochs():
             return f"resumed from {run.place} of {where}"
-        reason = run.trainer.progress_checker.stop_reason
-        because = f", stopped: {reason}" if reason else ""
+        because = f", stopped: {progress.stop_reason}" if progress.stop_reason else ""
         return f"already finished; nothing to train: {where} is at {run.place}{because}"
 
     def is_ahead(self, calls: RunCalls) -> bool:
@@ -220,20 +228,27 @@ class Resumption:
             return
         _log.warning(
             "epoch %d begins again at its first batch (mid_epoch='restart'): the %d batches that were used come a "
-            "second time", progress.epoch + 1, progress.epoch_batch,
-        )  # fmt: skip
+            "second time",
+            progress.epoch + 1,
+            progress.epoch_batch,
+        )
         position.restart(progress.batch)
-        progress.epoch_step = progress.epoch_batch = 0
+        progress.epoch_step = 0
+        progress.epoch_batch = 0
 
     def check_ranks(self, found: Path, content: Content, processes: int, shares: int) -> None:
         """Refuse a checkpoint of another number of shares of the data, unless ``reshard`` is set."""
-        saved, divided = content[0]["world_size"], RankStates.any_in(content[2]).world_size
-        if divided == shares or self.reshard or not content[2]:
+        manifest, _, state = content
+        saved = manifest["world_size"]
+        divided = RankStates.any_in(state).world_size
+        if divided == shares or self.reshard or not state:
             return
-        one, other = f"by {saved} processes", f"{processes}"
-        if saved != divided or processes != shares:
-            one, other = f"{one} with {divided} shares of the data", f"{other} with {shares}"
+        before = f"by {saved} processes"
+        now = f"{processes}"
+        if saved != divided or processes != shares:  # Some ranks get the same data.
+            before += f" with {divided} shares of the data"
+            now += f" with {shares}"
         raise CheckpointMismatch(
-            f"checkpoint {found} was saved {one}; this run has {other}; use as many processes, write reshard=True to "
+            f"checkpoint {found} was saved {before}; this run has {now}; use as many processes, write reshard=True to "
             "reshard the rest of the epoch, or load only the weights: apply_weights(path)"
         )

@@ -157,12 +157,14 @@ def format_for(model: nn.Module, save_format: str) -> str:
         kind = "sharded" if save_format == "sharded" else parse_format(save_format)
     except ConfigError as error:
         raise ConfigError(f"save_format={save_format!r}: {error}") from None
-    for name, tensor in model.state_dict().items() if kind != "ckpt" else ():
+    if kind == "ckpt":
+        return kind
+    for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor) and tensor.dtype not in DTYPES.values():
+            other = "" if tensor.is_quantized else "write save_format='ckpt', or "
             raise ConfigError(
-                f"save_format={save_format!r} cannot hold {tensor.dtype}, the dtype of {name!r}; "
-                + ("" if tensor.is_quantized else "write save_format='ckpt', or ")
-                + "convert the model"
+                f"save_format={save_format!r} cannot hold {tensor.dtype}, the dtype of {name!r}; {other}convert the "
+                "model"
             )
     return kind
 
@@ -177,8 +179,9 @@ def check_moment(target: Path, is_evaluating: bool, in_step: bool) -> None:
     if in_step:
         _log.warning(
             "%s is saved in the middle of a step, so that what resumes from it is not exact; call save_state() in "
-            "checkpoint() or in on_epoch_end()", target,
-        )  # fmt: skip
+            "checkpoint() or in on_epoch_end()",
+            target,
+        )
 
 
 class Saver:

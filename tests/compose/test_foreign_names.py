@@ -152,10 +152,10 @@ def test_all_unknown_options_are_answered_at_once():
     assert [re.split("[:;]", line)[0] for line in lines[1:]] == [
         "  'accumulate_grad_batches'", "  'gradient_clp'", "  'save_path'",
     ]  # fmt: skip
-    for line, cure in zip(
+    for line, remedy in zip(
         lines[1:], ("gradient_accumulation_steps", "'gradient_clip'", "StateManagerAddon"), strict=True
     ):
-        assert cure in line
+        assert remedy in line
 
 
 def test_what_is_absent_stays_absent():

@@ -37,9 +37,9 @@ def check(stage: Callable[[], object], found: str, remedy: str) -> None:
     after = findings()
     new = {text: after[text] for text in after.keys() - before.keys()}
     assert len(new) == 1, new
-    [(text, cure)] = new.items()
+    [(text, remedy)] = new.items()
     assert found in text
-    assert remedy in cure
+    assert remedy in remedy
 
 
 def test_limits_of_a_process() -> None:

@@ -370,4 +370,4 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (LeavesThreadAddon, "exception", "leaves a thread running after an exception in train_step", "end it in teardown"),
     (LeavesGradientHooksAddon, "exception", "leaves hooks behind after an exception", r"remove them in teardown\(\)"),
 ]
-"""Each with the check that finds it, and what the message says of the fault and of its cure."""
+"""Each with the check that finds it, and what the message says of the fault and of its remedy."""

@@ -214,4 +214,4 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (SeedsAddon, "random", "draws from the global random stream 'torch'", "draw from self.generator"),
     (ForgetsScheduleAddon, "scheduler", "steps the scheduler 0 times in", "leave it to scheduler_step"),
 ]
-"""Each with the check that finds it, and what the message says of the fault and of its cure."""
+"""Each with the check that finds it, and what the message says of the fault and of its remedy."""

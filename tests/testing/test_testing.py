@@ -1,4 +1,4 @@
-"""`check_addon` passes what keeps the contract, and names what does not, with the cure."""
+"""`check_addon` passes what keeps the contract, and names what does not, with the remedy."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ FAULTS = faulty_addons.FAULTS + faulty_holders.FAULTS
 
 
 @pytest.mark.sample(covering=1, of="check")
-@pytest.mark.parametrize(("add_on", "check", "told", "cure"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
-def test_check_addon_names_a_seeded_fault(add_on: Any, check: str, told: str, cure: str) -> None:
+@pytest.mark.parametrize(
+    ("add_on", "check", "told", "remedy"), FAULTS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_check_addon_names_a_seeded_fault(add_on: Any, check: str, told: str, remedy: str) -> None:
     """The message says what is wrong, in which check, and what to do."""
-    with pytest.raises(AddOnFault, match=rf"{told}.*{cure}.*\[{check}\]") as caught:
+    with pytest.raises(AddOnFault, match=rf"{told}.*{remedy}.*\[{check}\]") as caught:
         check_addon(add_on, allow=CHECKS.keys() - {check})
     assert add_on.__name__ in str(caught.value)
 

@@ -356,19 +356,19 @@ def _refusal(value: object, path: _Path) -> CheckpointError:
             f"{_show(path)} is a numpy array of dtype {value.dtype}; "
             "a checkpoint holds arrays of numbers, text and dates only"
         )
-    cure = "leave it out of state_dict() and create it again on load"
+    remedy = "leave it out of state_dict() and create it again on load"
     if callable(getattr(value, "state_dict", None)):
-        cure = "return its state_dict() instead, and load that with its load_state_dict()"
+        remedy = "return its state_dict() instead, and load that with its load_state_dict()"
     if isinstance(value, io.BytesIO):
-        cure = "store its getvalue(), and create it again on load"
+        remedy = "store its getvalue(), and create it again on load"
     if isinstance(value, enum.Enum):
-        cure = "store its name, and create it again on load"
+        remedy = "store its name, and create it again on load"
     for kind in (dict, list, tuple, set, int, float, str):
         if isinstance(value, kind):
-            cure = f"store {kind.__name__}(...) of it, and create it again on load"
+            remedy = f"store {kind.__name__}(...) of it, and create it again on load"
     return CheckpointError(
         f"{_show(path)} is a {_type_name(value)}; a checkpoint holds only numbers, text and tensors "
-        f"in dicts, lists, tuples and sets: {cure}"
+        f"in dicts, lists, tuples and sets: {remedy}"
     )
 
 

@@ -178,7 +178,7 @@ def is_running(pid: int) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------- hashes
 
-CURE = "Restore the file from a copy, or delete this checkpoint and resume from an older one."
+REMEDY = "Restore the file from a copy, or delete this checkpoint and resume from an older one."
 """What to do about a damaged file."""
 
 CHUNK = 8 << 20
@@ -282,7 +282,7 @@ class Input:
         while len(buffer):
             count = self._file.readinto(buffer[:CHUNK])
             if not count:
-                raise CheckpointDamaged(f"{self.path}: ends before its {self.size} bytes. {CURE}")
+                raise CheckpointDamaged(f"{self.path}: ends before its {self.size} bytes. {REMEDY}")
             self._digest.update(buffer[:count])
             buffer = buffer[count:]
 
@@ -299,7 +299,7 @@ class Input:
         if found != expected:
             raise CheckpointDamaged(
                 f"{self.path}: changed since it was written, or of another checkpoint: "
-                f"expected sha256 {expected[:12]}, got {found[:12]}. {CURE}"
+                f"expected sha256 {expected[:12]}, got {found[:12]}. {REMEDY}"
             )
 
 
@@ -313,23 +313,23 @@ def open_input(path: Path, *, size: int | None = None, limit: int | None = None)
         with FileIO(path, "rb", opener=_open_no_link) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise CheckpointDamaged(f"{path}: is not a regular file. {CURE}")
+                raise CheckpointDamaged(f"{path}: is not a regular file. {REMEDY}")
             if size is not None and status.st_size != size:
                 raise CheckpointDamaged(
-                    f"{path}: cut short or overwritten: expected {size} bytes, got {status.st_size}. {CURE}"
+                    f"{path}: cut short or overwritten: expected {size} bytes, got {status.st_size}. {REMEDY}"
                 )
             if limit is not None and status.st_size > limit:
-                raise CheckpointDamaged(f"{path}: has {status.st_size} bytes; the limit is {limit}. {CURE}")
+                raise CheckpointDamaged(f"{path}: has {status.st_size} bytes; the limit is {limit}. {REMEDY}")
             yield Input(file, path, status.st_size)
     except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{path}: is missing. {CURE}") from error
+        raise CheckpointDamaged(f"{path}: is missing. {REMEDY}") from error
     except OSError as error:
         kind = (
             "is a symbolic link, which checkpoints do not contain"
             if path.is_symlink()
             else f"cannot be read: {reason(error)}"
         )
-        raise CheckpointDamaged(f"{path}: {kind}. {CURE}") from error
+        raise CheckpointDamaged(f"{path}: {kind}. {REMEDY}") from error
 
 
 def read_whole(path: Path, *, size: int | None = None, limit: int | None = None, sha256: str | None = None) -> bytes:
@@ -598,11 +598,11 @@ def not_saved(path: Path, error: OSError, needed: int, free: int | None = None) 
     """Return the error for what the disk refused to write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = _free_bytes(path.parent) if free is None else free
-        cure = f"{needed} bytes are needed and {free} are free there. Free some space, or give another path"
+        remedy = f"{needed} bytes are needed and {free} are free there. Free some space, or give another path"
     else:
         is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        cure = "give another path" + ", or change its permissions" * is_refused
-    made = CheckpointError(f"{path} was not saved: {reason(error)}; {cure}. What was saved before is unchanged.")
+        remedy = "give another path" + ", or change its permissions" * is_refused
+    made = CheckpointError(f"{path} was not saved: {reason(error)}; {remedy}. What was saved before is unchanged.")
     made.errno = error.errno or errno.EIO
     return made
 

@@ -40,10 +40,10 @@ from zae import errors
 from zae.checkpoint import filesystem
 from zae.checkpoint.encoding import decode, encode, strict_json
 from zae.checkpoint.filesystem import (
-    CURE,
     KNOWN,
     MANIFEST,
     MODEL_FILES,
+    REMEDY,
     SHARDS,
     STATE,
     STATE_TENSORS,
@@ -384,7 +384,7 @@ def load_state(
         if reading not in allow_partial:
             raise
     if not isinstance(state, dict):
-        raise CheckpointDamaged(f"{directory / STATE}: contains a {type(state).__name__}, not a dict. {CURE}")
+        raise CheckpointDamaged(f"{directory / STATE}: contains a {type(state).__name__}, not a dict. {REMEDY}")
     return state
 
 

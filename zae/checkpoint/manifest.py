@@ -17,9 +17,9 @@ from typing import Any, TypedDict, cast
 
 from zae.checkpoint.encoding import decode, encode, strict_json
 from zae.checkpoint.filesystem import (
-    CURE,
     MANIFEST,
     MODEL_FILES,
+    REMEDY,
     SHARDS,
     STATE,
     STATE_TENSORS,
@@ -145,7 +145,7 @@ def parse(data: bytes, where: str) -> Manifest:
     """
     content = strict_json(data, where)
     if not isinstance(content, dict) or type(content.get("format")) is not int or content["format"] < 1:
-        raise CheckpointDamaged(f"{where}: names no format of a checkpoint. {CURE}")
+        raise CheckpointDamaged(f"{where}: names no format of a checkpoint. {REMEDY}")
     newer = (
         f"written by zae {str(content.get('zae'))[:40]!r}, format {content['format']}; "
         f"this version reads up to {SHARDED_FORMAT}; upgrade zae"
@@ -155,12 +155,12 @@ def parse(data: bytes, where: str) -> Manifest:
         shown = ascii(found[:12])[1:-1] if isinstance(found, str) else "none"
         either = f" (or it was {newer})" if content["format"] > SHARDED_FORMAT else ""
         raise CheckpointDamaged(
-            f"{where}: changed since it was written: expected sha256 {shown}, got {got[:12]}{either}. {CURE}"
+            f"{where}: changed since it was written: expected sha256 {shown}, got {got[:12]}{either}. {REMEDY}"
         )
     if content["format"] > SHARDED_FORMAT:
         raise CheckpointMismatch(f"{where}: {newer}")
     if fault := _fault(content) or _files_fault(content):
-        raise CheckpointDamaged(f"{where}: {fault}. {CURE}")
+        raise CheckpointDamaged(f"{where}: {fault}. {REMEDY}")
     content["info"] = decode(content["info"], {}, where=where)
     return cast(Manifest, content)
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from zae.checkpoint.encoding import strict_json
-from zae.checkpoint.filesystem import CURE, SHARDS, read_whole, shard_name
-from zae.checkpoint.manifest import Manifest
+from zae.checkpoint.filesystem import REMEDY, SHARDS, read_whole, shard_name
+from zae.checkpoint.manifest import FileEntry, Manifest
 from zae.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES
 from zae.checkpoint.tensor_files import iterate_safetensors
 from zae.common.walk import is_sharded
@@ -47,21 +47,31 @@ def divide(parts: dict[str, Tensor], group: Group, directory: Path) -> tuple[dic
 
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(cast("dict[str, Any]", parts), None, group.rank == 0)
-    # Every rank makes the same global plan.
+    # Each rank gets the plans of all, and makes the same global plan of them.
     plans, _ = planner.create_global_plan(group.together(planner.create_local_plan, directory))
-    chunks, described = dict[str, Tensor](), dict[str, Any]()
+    chunks: dict[str, Tensor] = {}
+    described: dict[str, Any] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            name, written = item.index.fqn, cast("TensorWriteData", item.tensor_data)
-            kind = {"shape": list(written.size), "dtype": DTYPE_NAMES[written.properties.dtype], "parts": []}
-            described.setdefault(name, kind)["parts"].append([rank, list(written.chunk.offsets)])
+            name = item.index.fqn
+            written = cast("TensorWriteData", item.tensor_data)
+            offsets = list(written.chunk.offsets)
+            if name not in described:
+                dtype = DTYPE_NAMES[written.properties.dtype]
+                described[name] = {"shape": list(written.size), "dtype": dtype, "parts": []}
+            described[name]["parts"].append([rank, offsets])
             if rank == group.rank:
-                chunks[chunk_name(name, written.chunk.offsets)] = cast("Tensor", planner.resolve_data(item))
-    places = dict[int, str]()
-    for name, each in chunks.items():  # A file has one entry for tied tensors, and the plan has both.
-        if each.numel() and places.setdefault(each.data_ptr(), name) != name:
-            chunks[name] = each.clone()
+                chunks[chunk_name(name, offsets)] = cast("Tensor", planner.resolve_data(item))
+    _untie(chunks)
     return chunks, described
+
+
+def _untie(chunks: dict[str, Tensor]) -> None:
+    """Give each tensor memory of its own: a file has one entry for tied tensors, and the plan has both."""
+    names: dict[int, str] = {}
+    for name, each in chunks.items():
+        if each.numel() and names.setdefault(each.data_ptr(), name) != name:
+            chunks[name] = each.clone()
 
 
 def read_parts(
@@ -74,33 +84,47 @@ def read_parts(
     """
     if manifest["model_format"] != "sharded":
         return {}, {}
-    entry, where = manifest["files"][SHARDS], str(directory / SHARDS)
+    entry = manifest["files"][SHARDS]
+    where = str(directory / SHARDS)
     text = read_whole(directory / SHARDS, size=entry["size"], sha256=entry["sha256"])
     files = {name: manifest["files"][name] for name in map(shard_name, range(manifest["world_size"]))}
     try:
         plan = strict_json(text, where)
         made = _allocate(plan, sum(each["size"] for each in files.values()), held)
-        missing = {name: each.whole.numel() for name, each in made.items()}
-        for rank, (file, each) in enumerate(files.items()):
-            found = [(name, at) for name, about in plan.items() for holder, at in about["parts"] if holder == rank]
-            expected = {chunk_name(name, at): (name, at) for name, at in found}
-            for chunk, part in iterate_safetensors(directory / file, each):
-                if chunk in expected:
-                    name, at = expected.pop(chunk)
-                    made[name].fill(part, at)
-                    missing[name] -= part.numel()
-            if expected or len({chunk_name(*each) for each in found}) < len(found):
-                raise ValueError(f"the parts in {file} are others")
-        if lacking := [name for name, count in missing.items() if count]:
-            raise ValueError(f"the parts of {lacking[0]!r:.80} are not all of it")
+        _fill(made, plan, directory, files)
     # Hostile text may have any type anywhere.
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointDamaged(f"{where}: does not describe the shards ({str(error)[:160]!r}). {CURE}") from error
+        raise CheckpointDamaged(f"{where}: does not describe the shards ({str(error)[:160]!r}). {REMEDY}") from error
     model = {name.removeprefix(OF_MODEL): each.tensor() for name, each in made.items() if name.startswith(OF_MODEL)}
     rest = {name.removeprefix(OF_STATE): each.tensor() for name, each in made.items() if name.startswith(OF_STATE)}
     return model, rest
+
+
+def _fill(made: Mapping[str, _Target], plan: Any, directory: Path, files: Mapping[str, FileEntry]) -> None:
+    """Read the shards, and refuse parts that are not those of the plan, or that leave a tensor incomplete."""
+    missing = {name: each.whole.numel() for name, each in made.items()}
+    for rank, (file, entry) in enumerate(files.items()):
+        expected: dict[str, tuple[str, list[int]]] = {}
+        for name, about in plan.items():
+            for holder, offsets in about["parts"]:
+                if holder != rank:
+                    continue
+                chunk = chunk_name(name, offsets)
+                if chunk in expected:
+                    raise ValueError(f"{chunk!r:.80} is described twice")
+                expected[chunk] = (name, offsets)
+        for chunk, part in iterate_safetensors(directory / file, entry):
+            if chunk in expected:
+                name, offsets = expected.pop(chunk)
+                made[name].fill(part, offsets)
+                missing[name] -= part.numel()
+        if expected:
+            raise ValueError(f"the parts in {file} are others")
+    lacking = [name for name, count in missing.items() if count]
+    if lacking:
+        raise ValueError(f"the parts of {lacking[0]!r:.80} are not all of it")
 
 
 def _allocate(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _Target]:
@@ -122,28 +146,35 @@ class _Target:
     """A tensor that is read: whole, or the part of it that this rank has of a tensor in the same layout."""
 
     def __init__(self, whole: Tensor, reference: Any) -> None:
-        self.whole, self._reference, self._first = whole, reference, (0,) * whole.dim()
-        shape = whole.shape
+        self.whole = whole  # Its shape and type, on the meta device.
+        self._reference: Any = None
+        first: Sequence[int] = (0,) * whole.dim()
+        shape: Sequence[int] = whole.shape
         chunks = [] if reference is None else reference.__create_chunk_list__()
-        if len(chunks) == 1:
-            self._first, shape = tuple(chunks[0].offsets), chunks[0].sizes
-        else:
-            self._reference = None
+        if len(chunks) == 1:  # Else this rank has several parts, or none: it is read whole.
+            self._reference = reference
+            first = chunks[0].offsets
+            shape = chunks[0].sizes
+        self._first = tuple(first)  # Where in the whole tensor its own part begins.
         self._held = torch.zeros(shape, dtype=whole.dtype, device="cpu")
 
     def fill(self, part: Tensor, offsets: Sequence[int]) -> None:
         """Copy what overlaps with a part that was read."""
-        whole, ends = self.whole, [first + size for first, size in zip(offsets, part.shape, strict=True)]
+        whole = self.whole
+        ends = [first + size for first, size in zip(offsets, part.shape, strict=True)]
         if part.dtype != whole.dtype or len(ends) != whole.dim() or any(first < 0 for first in offsets):
             raise ValueError(f"a part of {part.dtype} at {list(offsets)} does not fit {whole.dtype}")
         if any(end > size for end, size in zip(ends, whole.shape)):
             raise ValueError(f"a part ends at {ends}, in a tensor of {list(whole.shape)}")
-        own = list(zip(self._first, [first + size for first, size in zip(self._first, self._held.shape)]))
-        both = [(max(first, at), min(last, end)) for (first, last), at, end in zip(own, offsets, ends)]
-        if all(first < last for first, last in both):
-            target = tuple(slice(first - at, last - at) for (first, last), at in zip(both, self._first))
-            source = tuple(slice(first - at, last - at) for (first, last), at in zip(both, offsets))
-            self._held[target] = part[source]
+        target, source = [], []
+        for own_first, size, first, end in zip(self._first, self._held.shape, offsets, ends):
+            begin = max(own_first, first)
+            stop = min(own_first + size, end)
+            if begin >= stop:  # They do not overlap.
+                return
+            target.append(slice(begin - own_first, stop - own_first))
+            source.append(slice(begin - first, stop - first))
+        self._held[tuple(target)] = part[tuple(source)]
 
     def tensor(self) -> Tensor:
         """Return it, in the layout of the reference if there is one."""
@@ -152,5 +183,6 @@ class _Target:
             return self._held
         from torch.distributed.tensor import DTensor
 
+        local = self._held.to(like.device)
         layout = {"shape": like.shape, "stride": self.whole.stride(), "run_check": False}
-        return DTensor.from_local(self._held.to(like.device), like.device_mesh, like.placements, **layout)
+        return DTensor.from_local(local, like.device_mesh, like.placements, **layout)

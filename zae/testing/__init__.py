@@ -1,4 +1,4 @@
-"""The kit that checks an add-on: `check_addon` trains with it and names each fault and its cure."""
+"""The kit that checks an add-on: `check_addon` trains with it and names each fault and its remedy."""
 
 from __future__ import annotations
 

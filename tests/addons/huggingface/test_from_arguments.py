@@ -492,8 +492,8 @@ def test_the_arguments_of_forgather(samples, tmp_path):
         "split_spec": r"here it is split \(PipelineAddon\)",
         "checkpoint_sequential": "here it is GradientCheckpointingAddon",
     }
-    for name, cure in own.items():
-        said = f"args has '{name}', which is not an argument of TrainingArguments; {cure}"
+    for name, remedy in own.items():
+        said = f"args has '{name}', which is not an argument of TrainingArguments; {remedy}"
         with pytest.raises(ConfigError, match=said):
             from_arguments({**given, name: True})
     with pytest.raises(ConfigError) as caught:
