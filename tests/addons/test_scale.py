@@ -54,9 +54,8 @@ def test_the_scripts_of_the_pages_run_on_two_ranks(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", ENGINES, ids=lambda path: path.stem)
 def test_the_script_of_an_engine_needs_no_other_page(path):
-    """Each continues the first block of scale.md, and nothing else."""
-    first = read_blocks(PAGE, "python")[0].partition('if __name__ == "__main__":')[0]
-    assert run_blocks([first, *read_blocks(path, "python")]) == "".join(read_blocks(path, "text"))
+    """Its blocks are whole: the class, the imports and the calls."""
+    assert run_blocks(read_blocks(path, "python")) == "".join(read_blocks(path, "text"))
 
 
 def test_every_engine_is_on_the_page():
