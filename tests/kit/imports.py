@@ -75,7 +75,7 @@ BUILT_ON: dict[str, frozenset[str]] = {
     "certify": frozenset({"script", "testing"}),
     "replay": frozenset({"addons.state_manager", "diff", "script"}),
     "tuning.batch_size": frozenset({"addons.accumulation"}),
-    "cli.certify": frozenset({"certify", "cli.script"}),
+    "cli.certify": frozenset({"certify"}),
     "cli.consolidate": frozenset({"doctor"}),
     "cli.diff": frozenset({"diff"}),
     "cli.doctor": frozenset({"doctor"}),

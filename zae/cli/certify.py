@@ -1,39 +1,57 @@
-"""`python -m zae certify script.py:make_trainer`: prove the promises of zae for the trainer of a script."""
+"""`python -m zae certify train.py`: does a training script resume to the same run, whatever its trainer?"""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 
-from zae.cli import Answer, script
+from zae.cli import Answer
 
 __all__ = ["add_arguments", "run"]
 
 _ABOUT = """\
-Short runs of the script's trainer, each in a process and a folder of its own,
-prove for this composition and this model what zae promises: two runs are equal;
-the weights are those of a loop by hand in plain PyTorch; loggers and
-checkpoints change nothing; two ranks are one process; a run that is killed and
-resumed has the same end.
-The exit status is 1 if a promise fails."""
+The script is run as it is, in copies of the working folder: twice without a
+kill, then with kills at steps and in the middle of saves, each time started
+again until it ends. What the runs do is compared to the bit, and where they
+part, the cause is named. The script needs no import of zae: any trainer whose
+optimizers are torch's.
+
+  python -m zae certify train.py --epochs 3
+  python -m zae certify --kills 2 -- torchrun --nproc-per-node 2 train.py
+  python -m zae certify --resume-with "--resume_from_checkpoint True" train.py
+
+Options of certify stand before the script; all that follows is the script's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    script.add_arguments(parser)
     parser.description = f"{parser.description}\n\n{_ABOUT}"
-    parser.add_argument("-o", "--out", metavar="FILE", default="certificate.md",
-                        help="the page to write, in Markdown (default: certificate.md)")  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=5.0, help="how long it may take (default: 5)")
-    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of a run at most (default: 24)")
-    parser.add_argument("--kills", type=int, default=4, help="how often a run is killed (default: 4)")
-    parser.add_argument("--seed", type=int, default=0, help="of the instants of the kills (default: 0)")
+    parser.add_argument("command_line", metavar="script.py ...", nargs=argparse.REMAINDER,
+                        help="the script and its arguments, or -- and a launcher with both")  # fmt: skip
+    parser.add_argument("--kills", type=int, default=4, help="how many runs are killed (default: 4)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long it may take (default: 60)")
+    parser.add_argument("--resume-with", metavar='"ARGUMENTS"', default="",
+                        help="what is appended to the command when a checkpoint is to be resumed from")  # fmt: skip
+    parser.add_argument(
+        "--signal",
+        metavar="NAME",
+        default="SIGTERM",
+        help="the signal by which a script is asked to end, such as SIGUSR1 (default: SIGTERM)",
+    )
+    parser.add_argument("--checkpoints", metavar="FOLDER",
+                        help="where the script saves, if that is outside of the working folder, or if it holds the "
+                        "checkpoints of other runs")  # fmt: skip
     parser.add_argument("--only", metavar="PROMISE", action="append", default=[],
                         help="try only this promise, by a part of its name; may be repeated")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the instants of the kills (default: 0)")
+    parser.add_argument("-o", "--out", metavar="FILE", help="a page to write, in Markdown, or HTML by its ending")
 
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Try each promise, and write the page."""
     from zae.certify.certificate import certify
 
-    names = ("out", "minutes", "steps", "kills", "seed", "only")
-    return certify(arguments.script, arguments.given, **{name: getattr(arguments, name) for name in names})
+    words = arguments.command_line[1:] if arguments.command_line[:1] == ["--"] else arguments.command_line
+    names = ("kills", "minutes", "checkpoints", "only", "seed", "signal", "out")
+    options = {name: getattr(arguments, name) for name in names}
+    return certify(words, resume_with=shlex.split(arguments.resume_with), **options)

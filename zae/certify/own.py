@@ -1,0 +1,3 @@
+"""What zae promises of its own trainers beyond a resume."""
+
+PROMISES: dict = {}

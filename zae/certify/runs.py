@@ -1,0 +1,262 @@
+"""Start a training script as its user does, each time in a fresh copy of the working folder, watch it, and kill it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zae.certify import watcher
+from zae.errors import ConfigError, ZaeError
+
+__all__ = ["Attempt", "OutOfTime", "Run", "Script"]
+
+_POLL = 0.02  # Seconds between two looks at a process.
+_GRACE = 60.0  # Seconds that a script has to end after a signal.
+_LARGE = 64 << 20  # Bytes of a file from which on a copy of the folder has a link to it.
+_MOST = 4 << 30  # Bytes that are copied for a run at most.
+_SAVED = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npz", ".pkl", ".tar", ".h5")
+_LEFT_OUT = {".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+
+
+class OutOfTime(ZaeError):
+    """The time of the command is over."""
+
+
+@dataclass
+class Attempt:
+    """One start of the script, until it ended or was killed."""
+
+    events: dict[int, list[dict[str, Any]]]
+    """What each rank has written down."""
+    status: int
+    """The exit status; negative for a signal."""
+    words: str
+    """The last lines that it printed."""
+    seconds: float
+    is_late: bool = False
+    """Whether it was still running long after a signal to end."""
+
+    def rows(self, rank: int = 0) -> list[dict[str, Any]]:
+        """Return the rows of the optimizer steps of a rank."""
+        return [each for each in self.events.get(rank, []) if each["e"] == "step"]
+
+    def first(self, kind: str, rank: int = 0) -> dict[str, Any] | None:
+        """Return the first event of a kind."""
+        return next((each for each in self.events.get(rank, []) if each["e"] == kind), None)
+
+    def all(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+        """Return all events of a kind."""
+        return [each for each in self.events.get(rank, []) if each["e"] == kind]
+
+
+@dataclass
+class Run:
+    """A run of the script from its beginning: one attempt, or several where it was killed and started again."""
+
+    name: str
+    kill: dict[str, Any] = field(default_factory=dict)
+    attempts: list[Attempt] = field(default_factory=list)
+    has_saved: bool = False
+    """Whether a checkpoint was there when it was killed."""
+
+
+class Script:
+    """The command of a script, and where its runs lie."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        *,
+        resume_with: Sequence[str] = (),
+        checkpoints: str | None = None,
+        deadline: float = float("inf"),
+    ) -> None:
+        self.origin, self.folder, self.deadline = Path.cwd().resolve(), folder, deadline
+        self.command, self.resume_with = _executable(command), list(resume_with)
+        self.count = 0
+        self.checkpoints = None if checkpoints is None else Path(checkpoints)
+        if self.checkpoints is not None and self.is_shared and any(self.checkpoints.glob("*")):
+            raise ConfigError(
+                f"--checkpoints {checkpoints} is outside of the working folder and not empty: its files would be "
+                "resumed from, and lost. Move them, or give another folder"
+            )
+        watch = folder / "watch"
+        watch.mkdir()
+        shutil.copyfile(watcher.__file__, watch / "sitecustomize.py")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the checkpoints lie where a copy of the working folder does not have them."""
+        return self.checkpoints is not None and not self.checkpoints.resolve().is_relative_to(self.origin)
+
+    def run(self, name: str, kill: Mapping[str, Any] | None = None, job: Mapping[str, Any] | None = None) -> Run:
+        """Run the script in a new copy of the folder; where it is killed, start it again until it ends."""
+        self.count += 1
+        found, home = Run(name, dict(kill or {})), self.folder / f"{self.count:02d}"
+        self._copy(home / "work")
+        try:
+            found.attempts.append(self._start(home, found.kill, [], job))
+            if found.kill and found.attempts[0].first("kill", found.kill.get("rank", 0)):
+                found.has_saved = self._has_saved(home, found.attempts[0])
+                found.attempts.append(self._start(home, {}, self.resume_with if found.has_saved else [], job))
+        finally:
+            shutil.rmtree(home / "work", ignore_errors=True)
+            if self.is_shared and self.checkpoints is not None:
+                shutil.rmtree(self.checkpoints, ignore_errors=True)
+        return found
+
+    def ranks(self, name: str, world: int, job: Mapping[str, Any]) -> Run:
+        """Run the script as so many ranks of one job."""
+        return self.run(name, job={**job, "world": world})
+
+    # --- the folder
+
+    def _copy(self, target: Path) -> None:
+        """Copy the working folder without checkpoints; link large files that are none."""
+        skipped = None if self.checkpoints is None else self.checkpoints.resolve()
+        left = _MOST
+        for here, folders, names in os.walk(self.origin):
+            base = Path(here)
+            kept = [each for each in folders if each not in _LEFT_OUT and (base / each).resolve() != skipped]
+            folders[:] = [each for each in kept if not (base / each / "pyvenv.cfg").exists()]
+            place = target / base.relative_to(self.origin)
+            place.mkdir(parents=True, exist_ok=True)
+            for each in folders:
+                if (base / each).is_symlink():
+                    (place / each).symlink_to((base / each).resolve())
+            for each in names:
+                file = base / each
+                size = file.stat().st_size if file.is_file() else 0
+                if file.is_symlink() or (size > _LARGE and file.suffix not in _SAVED):
+                    (place / each).symlink_to(file.resolve())
+                    continue
+                left -= size
+                if left < 0:
+                    raise ConfigError(
+                        f"the files of {self.origin} are more than {_MOST >> 30} GB, and each run gets a copy; start "
+                        "certify in a folder with the script alone, or name the checkpoints: --checkpoints FOLDER"
+                    )
+                if file.is_file():
+                    shutil.copy2(file, place / each)
+
+    def _has_saved(self, home: Path, attempt: Attempt) -> bool:
+        """Whether a checkpoint lies in the folder of a run that was killed."""
+        start = attempt.first("start")
+        least = start["bytes"] // 4 if start else 1
+        root = self.checkpoints if self.is_shared and self.checkpoints is not None else home / "work"
+        written = {each["path"] for each in attempt.all("file")}
+        for file in root.rglob("*"):
+            if file.is_file() and not file.is_symlink() and file.stat().st_size >= least:
+                origin = self.origin / file.relative_to(root)
+                if str(file.resolve()) in written or self.is_shared or not origin.exists():
+                    return True
+        return False
+
+    # --- processes
+
+    def _start(self, home: Path, kill: dict[str, Any], more: Sequence[str], job: Any) -> Attempt:
+        """Start the script once, and wait for its end."""
+        if time.monotonic() > self.deadline:
+            raise OutOfTime("the time was over")
+        log = home / f"log-{len(list(home.glob('log-*')))}"
+        log.mkdir()
+        roots = [str(home / "work"), *([str(self.checkpoints)] if self.is_shared else [])]
+        plan = {"folder": str(log), "roots": roots, "kill": kill, "parent": os.getpid()}
+        plan["origin"] = os.path.join(self.origin, "")
+        if job is not None:
+            plan["job"] = dict(job)
+        own = str(self.folder / "watch")
+        path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH", "")]))
+        environment = {**os.environ, watcher.PLAN: json.dumps(plan), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        began, late = time.monotonic(), False
+        with open(log / "output.txt", "wb") as output:
+            process = subprocess.Popen(
+                [*self.command, *more],
+                cwd=home / "work",
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                late = self._wait(process, log, kill)
+            finally:
+                _kill_all(process)
+        events: dict[int, list[dict[str, Any]]] = {}
+        for file in sorted(log.glob("log-*.jsonl")):
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            if lines:
+                events.setdefault(lines[0]["rank"], []).extend(lines)
+        words = (log / "output.txt").read_bytes()[-8000:].decode(errors="replace")
+        return Attempt(events, process.returncode, words, time.monotonic() - began, late)
+
+    def _wait(self, process: subprocess.Popen[bytes], log: Path, kill: Mapping[str, Any]) -> bool:
+        """Wait for the end; return whether a signal did not end it."""
+        told = None
+        while process.poll() is None:
+            if (log / "mark-step").exists() or (log / "mark-save").exists():
+                return False
+            if (log / "mark-term").exists() and told is None:
+                process.send_signal(signal.Signals[kill["signal"]])
+                told = time.monotonic()
+            if told is not None and time.monotonic() - told > _GRACE:
+                return True
+            if time.monotonic() > self.deadline:
+                raise OutOfTime("the time was over")
+            time.sleep(_POLL)
+        return False
+
+
+def _executable(command: Sequence[str]) -> list[str]:
+    """Return the command that starts the script: a Python file is started by this interpreter."""
+    words = list(command)
+    if not words:
+        raise ConfigError("there is no script to certify; write: python -m zae certify train.py")
+    first = Path(words[0])
+    if first.suffix == ".py":
+        if not first.is_file():
+            raise ConfigError(f"{first} is not a file; give the script as you start it: certify train.py --epochs 3")
+        outside = not first.resolve().is_relative_to(Path.cwd().resolve())
+        return [sys.executable, str(first.resolve()) if outside else words[0], *words[1:]]
+    found = shutil.which(words[0])
+    if found is None:
+        raise ConfigError(
+            f"{words[0]} is neither a Python file nor a program; write: certify train.py, or "
+            "certify -- torchrun --nproc-per-node 2 train.py"
+        )
+    return [found, *words[1:]]
+
+
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that it has started, by SIGKILL."""
+    for pid in _descendants(process.pid) if process.poll() is None else []:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _descendants(root: int) -> list[int]:
+    """Return a process and what it has started, parents first, as they are now."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
+    children: dict[int, list[int]] = {}
+    for line in listed.splitlines():
+        pid, parent = map(int, line.split())
+        children.setdefault(parent, []).append(pid)
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found
