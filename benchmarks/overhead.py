@@ -255,7 +255,7 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
               for n, by in results.items() for w, rows in by.items()
               if any(not row.get("same", True) for row in rows)]  # fmt: skip
     parts = [
-        "# Benchmarks",
+        "# Performance",
         "Everything that was measured, with the command that measures it and writes its section. Less is faster.",
         "## The cost of a step",
         "The CPU time of training loops, divided by that of a manual loop in plain PyTorch that does the same work. "

@@ -248,7 +248,7 @@ def main() -> None:
         results[name] = {"version": version, **result}
         sys.stdout.write(json.dumps({name: results[name]}) + "\n")
     arguments.output.parent.mkdir(exist_ok=True)
-    parts = arguments.output.read_text().split(MARK) if arguments.output.exists() else ["# Benchmarks\n\n", "", "\n"]
+    parts = arguments.output.read_text().split(MARK) if arguments.output.exists() else ["# Performance\n\n", "", "\n"]
     arguments.output.write_text(f"{parts[0]}{MARK}\n\n{page(results)}\n{MARK}{parts[-1]}")
 
 

@@ -26,7 +26,22 @@ ELSEWHERE = {"addon_examples": "addons/test_addon_examples.py", "addons": "addon
              "fits": "fits/test_fits_page.py",
              "scale": "addons/test_scale.py", "tuning": "tuning/test_tuning_page.py"}  # fmt: skip
 ELSEWHERE |= {path.stem: "addons/test_scale.py" for path in PAGES if path.parent.name == "engines"}
-OWN_FIRST = ("from_transformers", "packing", "guide")  # The blocks of these pages continue the page's first one.
+OWN_FIRST = (
+    "from_transformers",
+    "packing",
+    "guide",
+    "report",
+    "peft",
+    "search",
+    "callbacks",
+    "notebooks",
+    "compile",
+    "exactness",
+    "checkpoints",
+    "loop",
+    "composing",
+    "reliability",
+)  # The blocks of these pages continue the page's first one.
 TEXTS = {path.relative_to(ROOT): path.read_text(encoding="utf-8")
          for path in (*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md")}  # fmt: skip
 
