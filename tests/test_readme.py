@@ -31,6 +31,7 @@ def blocks(tmp_path_factory):
         began = time.process_time()
         blocks.run()
     blocks.seconds = time.process_time() - began  # Of work: other processes on the machine do not count.
+    blocks.with_add_ons = [float(number) for number in re.findall(r"0\.\d+", blocks.printed)]
     blocks.files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     return blocks
 
@@ -49,7 +50,11 @@ def test_every_block_of_the_readme_runs(blocks):
 def test_the_numbers_that_the_readme_says(blocks):
     """The accuracy that the first block prints, the runs that were killed, and the errors that are tested."""
     trainer, test = (blocks.first[name] for name in ("trainer", "test"))
-    assert f"It prints {trainer.evaluate(test)['accuracy']:.3f}."[:-2] in README  # The last digit may differ.
+    accuracy = trainer.evaluate(test)["accuracy"]
+    assert f"It prints {accuracy:.3f}"[:-1] in README  # The last digit may differ.
+    best = blocks.first["metrics"]["best_valid"]["loss"]
+    said = re.search(r"a validation loss of ([\d.]+), where the first block has ([\d.]+)", README)
+    assert [float(number) for number in said.groups()] == pytest.approx([blocks.with_add_ons[0], best], abs=0.02)
     measured = (ROOT / "docs" / "explanation" / "performance.md").read_text(encoding="utf-8")
     row = re.search(r"^\| zae \d.*", measured, re.M)[0]
     killed, noticed = (re.search(rf"[Aa]ll (\d+) {words}", README)[1] for words in ("ended", "were noticed"))
@@ -61,6 +66,20 @@ def test_the_numbers_that_the_readme_says(blocks):
     assert f"zae[{','.join(sorted(extras[:-1]))}]" in read_setup()["options.extras_require"][extras[-1]]
     sentence = re.search(r"zae itself needs (.*?)\.\s", README, re.S)[1]
     assert [name for name in required if name not in sentence] == []
+
+
+def test_add_ons_end_no_lower_than_the_run_without_them(blocks):
+    """The best epoch of AMP and EMA, chosen on `valid`, and the first block's, both on `test`."""
+    loss, accuracy = blocks.with_add_ons
+    trainer, test = (blocks.first[name] for name in ("trainer", "test"))
+    assert loss < blocks.first["metrics"]["best_valid"]["loss"]
+    assert accuracy >= round(trainer.evaluate(test)["accuracy"], 3)
+
+
+def test_no_run_validates_on_the_test_set():
+    """A best epoch that is chosen on the test set makes its accuracy meaningless."""
+    assert re.findall(r"(?:run|plan)\(\d+, train, test\)", README) == []
+    assert re.findall(r"evaluate\((?!test\))", README) == []
 
 
 def test_the_pictures_show_a_run_that_was_killed():
@@ -75,7 +94,7 @@ def test_the_pictures_show_a_run_that_was_killed():
 
 
 def test_first_block_trains_real_data_in_eleven_lines():
-    """At most 11 non-blank lines beyond the data, and at most 4 names that are ours."""
+    """At most 11 non-blank lines beyond the data, and 5 names that are ours."""
     data, training = FIRST.split("# The data is ready. Now train on it:\n")
     assert "zae" not in data
     assert "optim" not in data
@@ -86,7 +105,7 @@ def test_first_block_trains_real_data_in_eleven_lines():
     words |= {node.name for node in ast.walk(ast.parse(training)) if isinstance(node, (ast.FunctionDef, ast.alias))}
     # Two variables of the script and a method of its model are called so.
     ours = words & ({*dir(Trainer), *zae.__all__} - {"model", "metrics", "parameters"})
-    assert ours == {"Trainer", "train_step", "test_step", "run"}
+    assert ours == {"Trainer", "train_step", "test_step", "run", "evaluate"}
 
 
 def test_first_block_copied_into_a_file(tmp_path):
