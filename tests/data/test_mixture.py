@@ -233,7 +233,7 @@ def train(folder: Path, loader: Any, at: int, **more: Any) -> Any:
     made = faults.build(
         faults.Task, StateManagerAddon, KillAddon, save_path=folder, save_every=at, resume="auto", **more
     )
-    made.run(3, loader)
+    made.run(4, loader)  # One epoch more than the last kill: what is left of a loader is that of a whole epoch.
     return everything(made)
 
 
