@@ -256,7 +256,7 @@ def page(results: dict[str, Any], others: dict[str, Any], workloads: list[str], 
               if any(not row.get("same", True) for row in rows)]  # fmt: skip
     parts = [
         "# Performance",
-        "Everything that was measured, with the command that measures it and writes its section. Less is faster.",
+        "What was measured, with the command that measures it. Less is faster.",
         "## The cost of a step",
         "The CPU time of training loops, divided by that of a manual loop in plain PyTorch that does the same work. "
         f"`{command}` on {machine()}. Each figure is the median (minimum-maximum) of "

@@ -1,4 +1,7 @@
-"""The table of engines and features in docs/features/scale.md, and the reason for each pair that is refused."""
+"""The table of engines and features in docs/features/scale.md, and why an engine refuses an option.
+
+The page on compatibility has the reason for each pair of add-ons that is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ END = "<!-- end of engines -->"
 
 
 def table() -> str:
-    """Return the table and the reasons of what is refused."""
+    """Return the table and the reasons of what another page does not list."""
     lines = ["| | " + " | ".join(FEATURES) + " |", "|---|" + "---|" * len(FEATURES)]
     refusals: list[str] = []
     for row in TABLE.values():
@@ -21,13 +24,20 @@ def table() -> str:
         for name in FEATURES:
             cell = row.cells[name]
             if cell.is_refused:
-                why = refusal(row, cell)
-                refusals += [] if why in refusals else [why]
-                texts.append(f"no ({refusals.index(why) + 1})")
+                texts.append(_refused(refusal(row, cell), refusals))
             else:
                 texts.append(cell.text)
         lines.append(f"| {row.title} | " + " | ".join(texts) + " |")
     return "\n".join([*lines, "", *(f"{index}. {why}" for index, why in enumerate(refusals, start=1))])
+
+
+def _refused(why: str, refusals: list[str]) -> str:
+    """Return a cell: no, with the number of its reason where the page on compatibility does not have it."""
+    if " do not go together: " in why:
+        return "no"
+    if why not in refusals:
+        refusals.append(why)
+    return f"no ({refusals.index(why) + 1})"
 
 
 def files() -> dict[Path, str]:
