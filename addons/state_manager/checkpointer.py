@@ -192,7 +192,7 @@ class Checkpointer:
         list of Path
             Paths in the folder, at which nothing needs to exist.
         """
-        if os.path.abspath(folder) != os.path.abspath(self.folder):
+        if not self._is_here(folder / kind):
             return list_checkpoints(folder) if kind == "step" else crashes_in(folder)
         make_directory(self.folder)
         with self.reaching("its checkpoints were not listed"):
@@ -446,12 +446,8 @@ class FolderCheckpointer(Checkpointer):
 
     formats = ("safetensors", "ckpt", "sharded")  # With the last one, every rank calls `store`.
 
-    def list_saved(self, folder: Path, kind: str = "step") -> list[Path]:
-        """List the folders of checkpoints, also those that a killed save has moved aside."""
-        return list_checkpoints(folder) if kind == "step" else crashes_in(folder)
-
     def _is_here(self, path: Path) -> bool:
-        return False  # All are folders on the local disk.
+        return False  # All are folders on the local disk, also those that a killed save has moved aside.
 
 
 def make_checkpointer(checkpointer: Any, folder: Path) -> Checkpointer:

@@ -121,13 +121,15 @@ class FsspecCheckpointer(Checkpointer):
 
     def unfinished(self) -> list[str]:
         """List the uploads without a manifest, which the next run removes."""
-        uploads = self._uploads().items()
-        return sorted(f"{name}.{number}" for name, found in uploads for number, files in found.items()
-                      if not self._is_complete(files))  # fmt: skip
+        found = []
+        for name, uploads in self._uploads().items():
+            found += [f"{name}.{number}" for number, files in uploads.items() if not self._is_complete(files)]
+        return sorted(found)
 
     def _newest(self, name: str) -> tuple[str, Manifest, bytes]:
         """Return the place and manifest of the newest upload of a checkpoint, leaving out cut manifests."""
-        uploads, damage = self._uploads(name).get(name, {}), None
+        uploads = self._uploads(name).get(name, {})
+        damage = None
         for number in sorted(uploads, reverse=True):
             place = f"{self.root}/{name}.{number}"
             try:
@@ -186,7 +188,8 @@ class FsspecCheckpointer(Checkpointer):
         """Upload a checkpoint, the manifest last, read it back, and remove earlier uploads of it."""
         earlier = self._uploads(name).get(name, {})
         number = self._free_number(name, earlier)
-        place, manifest = f"{self.root}/{name}.{number}", read_manifest(folder)
+        place = f"{self.root}/{name}.{number}"
+        manifest = read_manifest(folder)
         try:
             with self.reaching(f"{name} was not saved"):
                 self.files.makedirs(place, exist_ok=True)

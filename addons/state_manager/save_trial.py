@@ -130,8 +130,10 @@ class SaveTrial:
 
     def _try_optimizer(self, name: str, optimizer: Optimizer, state: Any, found: Any) -> None:
         """Load the state of an optimizer into a copy of it, and compare."""
-        where, kind = f"optimizer[{name!r}]", type(optimizer).__name__
-        if views := shared_memory([*leaves_of(state, where)]):
+        where = f"optimizer[{name!r}]"
+        kind = type(optimizer).__name__
+        views = shared_memory([*leaves_of(state, where)])
+        if views:
             raise CheckpointError(
                 f"{views[0]} and {views[1]} of {kind} are views of the same memory, and would be two tensors after a "
                 "resume; keep one of them in the state, and make the other one a view of it in each step"
@@ -159,7 +161,8 @@ class SaveTrial:
             if is_compared or type(inner).state_dict is not Optimizer.state_dict or not has_hooks(inner):
                 continue
             inside = f"the state of the {type(inner).__name__} in it"
-            saved, restored = flatten_states(inner.state_dict()), flatten_states(loaded.state_dict())
+            saved = flatten_states(inner.state_dict())
+            restored = flatten_states(loaded.state_dict())
             if problem := difference(saved, restored, inside, compares):
                 raise CheckpointError(
                     f"optimizer {name} ({kind}) does not save all of its state: {problem}. A run could not be resumed "
@@ -169,7 +172,8 @@ class SaveTrial:
 
     def _try_scheduler(self, name: str, scheduler: Any, state: Any, found: Any) -> None:
         """Load the state of a scheduler into a copy of it, and compare."""
-        twin, kind = self._schedulers.get(name), type(scheduler).__name__
+        twin = self._schedulers.get(name)
+        kind = type(scheduler).__name__
         if twin is None:
             return
 
@@ -280,7 +284,8 @@ def _check_forms(model: nn.Module, before: Mapping[str, Any]) -> None:
     """Refuse tensors that the first step has made, removed, or given another shape or type."""
     now = _forms_of(model)
     for name in [*now, *(name for name in before if name not in now)]:
-        one, other = before.get(name, "absent"), now.get(name, "absent")
+        one = before.get(name, "absent")
+        other = now.get(name, "absent")
         if one is None or other is None or one == other:
             continue
         if "absent" in (one, other):

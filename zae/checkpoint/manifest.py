@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -225,32 +225,42 @@ def _version() -> str:
     return str(getattr(sys.modules.get("zae"), "__version__", "unknown"))
 
 
+_ENTRIES: dict[str, tuple[type, str]] = {  # The type of each entry, and how an error names what it must be.
+    "format": (int, "a whole number"),
+    "zae": (str, "text"),
+    "run_id": (str, "text"),
+    "step": (int, "a whole number from 0"),
+    "epoch": (int, "a whole number from 0"),
+    "composition": (list, "a list of names"),
+    "world_size": (int, "a whole number from 1"),
+    "model_format": (str, f"one of {list(MODEL_FILES)}"),
+    "tied": (dict, "a dict of names"),
+    "files": (dict, "a dict"),
+    "info": (dict, "a dict"),
+    "sha256": (str, "text"),
+}
+_LEAST = {"step": 0, "epoch": 0, "world_size": 1}
+
+
 def _fault(content: Mapping[str, Any]) -> str | None:
     """Return which entry of a manifest is missing, unknown or invalid; None if all are valid."""
-
-    def texts(value: Any) -> bool:
-        return all(type(text) is str for text in value)
-
-    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        "format": ("a whole number", lambda value: type(value) is int),
-        "zae": ("text", lambda value: type(value) is str),
-        "run_id": ("text", lambda value: type(value) is str),
-        "step": ("a whole number from 0", lambda value: type(value) is int and value >= 0),
-        "epoch": ("a whole number from 0", lambda value: type(value) is int and value >= 0),
-        "composition": ("a list of names", lambda value: type(value) is list and texts(value)),
-        "world_size": ("a whole number from 1", lambda value: type(value) is int and value >= 1),
-        "model_format": (f"one of {list(MODEL_FILES)}", lambda value: type(value) is str and value in MODEL_FILES),
-        "tied": ("a dict of names", lambda value: type(value) is dict and texts(value.values())),
-        "files": ("a dict", lambda value: type(value) is dict),
-        "info": ("a dict", lambda value: type(value) is dict),
-        "sha256": ("text", lambda value: type(value) is str),
-    }
-    for key in sorted(rules.keys() ^ content.keys()):
-        return f"the entry {key!r:.80} is {'missing' if key in rules else 'unknown'}"
-    for key, (kind, fits) in rules.items():
-        if not fits(content[key]):
-            return f"the entry {key!r} is {content[key]!r:.80}, which is not {kind}"
+    for key in sorted(_ENTRIES.keys() ^ content.keys()):
+        return f"the entry {key!r:.80} is {'missing' if key in _ENTRIES else 'unknown'}"
+    for key, (kind, name) in _ENTRIES.items():
+        if type(content[key]) is not kind or not _is_allowed(key, content[key]):
+            return f"the entry {key!r} is {content[key]!r:.80}, which is not {name}"
     return None
+
+
+def _is_allowed(key: str, value: Any) -> bool:
+    """Return whether an entry of the right type has a value that a manifest may have."""
+    if key in _LEAST:
+        return bool(value >= _LEAST[key])
+    if key == "model_format":
+        return value in MODEL_FILES
+    if key in ("composition", "tied"):
+        return {str}.issuperset(map(type, value.values() if key == "tied" else value))
+    return True
 
 
 def _files_fault(content: Mapping[str, Any]) -> str | None:

@@ -66,9 +66,9 @@ def facts_of(loader: Any) -> dict[str, Any]:
         facts[name] = getattr(batch_sampler, name, None) if value is None or batch_sampler is not None else value
     facts[FINGERPRINT] = _fingerprint(dataset)
     facts["seed of the SeededDataset"] = _seed_of_samples(dataset)
-    samplers = {"sampler": _sampler_of(loader), "batch sampler": unwrap_sampler(batch_sampler)}
+    samplers = {name.replace("_", " "): sampler for name, sampler in _samplers_of(loader).items()}
     for name, sampler in samplers.items():
-        facts[name] = _kind(sampler)
+        facts[name] = None if sampler is None else type(sampler).__name__
     for name, sampler in samplers.items():
         facts[f"order of the {name}"] = getattr(sampler, "signature", None)
     return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
@@ -149,7 +149,7 @@ def is_exhausted(loader: Any) -> bool | None:
     dataset = getattr(loader, "dataset", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
     iterable: Any = getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
-    parts = [_sampler_of(loader), unwrap_sampler(batch_sampler)]
+    parts = [*_samplers_of(loader).values()]
     if isinstance(dataset, IterableDataset):
         iterable = dataset
         parts = [] if getattr(loader, "num_workers", 0) else [dataset]  # Workers have copies, which cannot be read.
@@ -177,8 +177,7 @@ def preserve_streams(loader: Any) -> Iterator[None]:
 def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     """Yield every part with a ``state_dict``, and every random stream in other parts, with its place."""
     dataset = getattr(loader, "dataset", None)
-    batch_sampler = unwrap_sampler(getattr(loader, "batch_sampler", None))
-    parts = {"sampler": _sampler_of(loader), "batch_sampler": batch_sampler}
+    parts = _samplers_of(loader)
     for depth in range(_DEPTH):
         if dataset is None:
             break
@@ -208,8 +207,7 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
 
 def parts_of(loader: Any) -> dict[str, Any]:
     """Return the samplers and datasets of a loader, and the datasets within these, by their places."""
-    batch_sampler = unwrap_sampler(getattr(loader, "batch_sampler", None))
-    parts = {"sampler": _sampler_of(loader), "batch_sampler": batch_sampler}
+    parts = _samplers_of(loader)
     left = [("dataset", getattr(loader, "dataset", None), _DEPTH)]
     while left:
         place, dataset, depth = left.pop()
@@ -263,9 +261,11 @@ def _warn_of_absent(place: str) -> None:
     )
 
 
-def _sampler_of(loader: Any) -> Any:
+def _samplers_of(loader: Any) -> dict[str, Any]:
+    """Return the sampler and the batch sampler of a loader, None where it has none."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    return unwrap_sampler(getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None))
+    sampler = getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)
+    return {"sampler": unwrap_sampler(sampler), "batch_sampler": unwrap_sampler(batch_sampler)}
 
 
 def read_stream(stream: Any) -> Any:
@@ -289,7 +289,3 @@ def write_stream(stream: Any, state: Any) -> None:
         stream.setstate(state)
     else:
         stream.load_state_dict(state)
-
-
-def _kind(value: Any) -> str | None:
-    return None if value is None else type(value).__name__

@@ -143,7 +143,7 @@ class LoaderPosition:
         # Any of these may fail: nothing is changed before all are read.
         resume = dict(state)
         absent = list(state["absent"])
-        pad = int(state.get("pad", 0))
+        pad = int(state["pad"])
         absent_before = int(state["absent_before"])
         self._resume = resume
         self._absent = absent

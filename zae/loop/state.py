@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["CoreState"]
 
 _log = logging.getLogger("zae")
-_KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position")
-_OPTIONAL = ("order", "validation", "training_weights", "generators", "module", "extra_state", "devices")
+_KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position", "order", "module")
+_OPTIONAL = ("validation", "training_weights", "generators", "extra_state", "devices")
 _LOAD = torch.optim.Optimizer.load_state_dict
 _SHOWN = 5
 
@@ -132,9 +132,8 @@ class CoreState:
                 values = move_to_device(values, places, device_of(self.optimization.optimizers[name]))
             trainer.engine.load_optimizer_state(self.optimization.optimizers[name], values)
 
-        entry = state.get("module")
-        if entry is not None:
-            _check_module(entry)
+        entry = state["module"]
+        _check_module(entry)
         weights, is_strict = self._fitting_weights(state, strict)
         with _explaining_misfits():
             is_same = trainer.history.has_criterion_of(state["records"])
@@ -149,8 +148,7 @@ class CoreState:
         with _restoring_on_error([trainer, position, optimization, optimization.settings], several):
             with _explaining_misfits():
                 position.load_state_dict(state["position"])
-                if entry is not None:  # Before the optimizers: their state is in the order of the parameters.
-                    _load_strides(module, entry)
+                _load_strides(module, entry)  # Before the optimizers: their state is in the order of the parameters.
                 load_optimization()
             progress.is_seeded = trainer.progress_checker.is_seeded
             if is_unused:
@@ -160,9 +158,8 @@ class CoreState:
             trainer.progress_checker = progress
             trainer.history = history
             trainer.load_model_state(weights, is_strict)  # Last: most models are not copied, and cannot be restored.
-        if entry is not None:
-            _load_broadcasts(module, entry)
-            trainer._in_training = _load_flags(module, entry, trainer._in_training, trainer.is_main)
+        _load_broadcasts(module, entry)
+        trainer._in_training = _load_flags(module, entry, trainer._in_training, trainer.is_main)
         with torch.no_grad():
             for parameter, value in outside:
                 parameter.copy_(value)

@@ -340,7 +340,7 @@ class Optimization:
         records = state["records"]
         is_begun = bool(state["progress"]["step"])
         # Then the parameters have the order in memory that they had, and so has each tensor of the state.
-        is_ordered = (state.get("module") or {}).get("strides") is not None
+        is_ordered = state["module"]["strides"] is not None
         grad_norm = records["grad_norm"]
         grad_norms = dict(records.get("grad_norms", {}))
 
