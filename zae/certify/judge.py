@@ -230,10 +230,7 @@ def _judge_rank(whole: Attempt, killed: Attempt, again: Attempt, rank: int, run:
     if start is None:
         return _judge_weights(whole, expected, made[0], rank, where + told)
     if start == 0 and run.has_saved and done:
-        return Judgement(
-            "failed", "does not resume", ["does not resume"], 1,
-            f"{where}; started again it begins with the first step, although a checkpoint was there{told}", 0,
-        )  # fmt: skip
+        return _judge_first_weights(expected, made, where + told)
     parted, causes, seen = _part(expected[start:], made, _states_before(expected)[start:])
     total, count = start + len(made), len(expected)
     if total != count:
@@ -252,8 +249,22 @@ def _judge_rank(whole: Attempt, killed: Attempt, again: Attempt, rank: int, run:
         )  # fmt: skip
     step = start + parted + 1
     also = f"; what differs as well: {', '.join(causes[1:])}" if len(causes) > 1 else ""
-    words = _words(causes[0], expected, made, start, parted, total, count)
+    words = _words(causes, expected, made, start, parted, total, count)
     return Judgement("failed", causes[0], causes, step, f"{begun}, parted at step {step}: {words}{also}", start)
+
+
+def _judge_first_weights(expected: Sequence[Row], made: Sequence[Row], where: str) -> Judgement:
+    """Judge a run that had a checkpoint, and began with the weights of the first step."""
+    if len(made) < len(expected):  # It knows what was done: all but the weights is resumed.
+        return Judgement(
+            "failed", "weights", ["weights"], None,
+            f"{where}; started again its weights are those before the first step, and it makes the last {len(made)} "
+            "steps with them",
+        )  # fmt: skip
+    return Judgement(
+        "failed", "does not resume", ["does not resume"], 1,
+        f"{where}; started again it begins with the first step, although a checkpoint was there", 0,
+    )  # fmt: skip
 
 
 def _align(whole: Attempt, expected: Sequence[Row], row: Row, rank: int, done: int) -> int | None:
@@ -316,10 +327,12 @@ def _rank(keys: Sequence[str], row: Row, following: Row | None) -> list[str]:
 
 
 def _words(
-    cause: str, expected: Sequence[Row], made: Sequence[Row], start: int, parted: int, total: int, count: int
+    causes: Sequence[str], expected: Sequence[Row], made: Sequence[Row], start: int, parted: int, total: int, count: int
 ) -> str:
     """Say in words why two runs part."""
-    index = start + parted
+    index, cause = start + parted, causes[0]
+    if cause == "random state" and "samples" in causes:
+        return "the random states are not resumed, and the order of the samples is drawn from them"
     if cause == "repeated work":
         return f"{total} steps are made in all, and {count} without a kill: work that was saved is done again"
     if cause == "skipped work":
