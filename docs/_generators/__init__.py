@@ -15,6 +15,11 @@ GENERATORS = ("addons", "architecture", "composition", "fits", "gallery", "optio
 """The modules beside this one."""
 
 
+def title_of(page: Path) -> str:
+    """Return the title of a page, by which every list names it."""
+    return next(line.removeprefix("# ").strip() for line in page.open(encoding="utf-8") if line.startswith("# "))
+
+
 def replace_between(text: str, begin: str, end: str, new: str) -> str:
     """Return the text of a page with another part between two marks."""
     before, _, rest = text.partition(begin)

@@ -11,7 +11,7 @@ from pathlib import Path
 from _generators import DOCS, ROOT
 
 TESTS = ROOT / "tests" / "fits"
-INTRODUCTION = """# Other libraries
+INTRODUCTION = """# Tested libraries
 
 This page is generated from the tests in `tests/fits` by `python docs/_generators`; a test fails if it is out of date.
 Each block is a part of the test that is named above it, and each test runs the real library, with a tiny configuration

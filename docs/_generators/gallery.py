@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from _generators import DOCS, ROOT
+from _generators import DOCS, ROOT, title_of
 from kit.gallery import CPU_SECONDS, Example, Outcome, Plot, check, run
 from kit.gallery_list import GALLERY
 
@@ -203,9 +203,14 @@ def page(example: Example, result: dict[str, Any]) -> str:
         f"[{script}](../../{script}):",
         f"<!-- not run: tests/test_gallery.py runs the file -->\n```python\n{source}\n```",
         "## Read on",
-        "\n".join(f"- [{text}](../{target})" for text, target in example.links) + "\n- [All examples](index.md)",
+        "\n".join(f"- {link(each)}" for each in example.links) + "\n- [Gallery](index.md)",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def link(target: str) -> str:
+    """Return a link to a page, or to a part of it, that has the title of the page."""
+    return f"[{title_of(DOCS / target.partition('#')[0])}](../{target})"
 
 
 INTRODUCTION = """# Gallery
@@ -235,7 +240,9 @@ def index(results: dict[str, dict[str, Any]]) -> str:
         )
         rows.append("| " + " | ".join(cells) + " |")
     total = sum(result["seconds"] for result in results.values())
-    return "\n".join([INTRODUCTION, *rows, "", f"All of them together take {total} s of processor time.", ""])
+    pages = "\n".join(each.name for each in GALLERY)
+    contents = f":::{{toctree}}\n:hidden:\n{pages}\n:::\n"
+    return "\n".join([INTRODUCTION, *rows, "", f"All of them together take {total} s of processor time.", "", contents])
 
 
 def files() -> dict[Path, str]:

@@ -72,7 +72,7 @@ class Example:
     passes: Callable[[dict[str, float]], bool]
     files: tuple[str, ...]
     plots: tuple[Plot, ...]
-    links: tuple[tuple[str, str], ...]
+    links: tuple[str, ...]
     pictures: tuple[tuple[str, str], ...] = ()
     folder: str = "gallery"
     extras: str = "examples"

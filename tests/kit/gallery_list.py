@@ -22,7 +22,7 @@ def both(log: str, metric: str) -> tuple[Series, ...]:
     return curves(log, training=f"train/{metric}", validation=f"valid/{metric}")
 
 
-RESUME = ("Resume", "howto/resume.md")
+RESUME = "howto/resume.md"
 EMA = "reference/addons/EMAAddon.md"
 GALLERY = (
     Example(
@@ -39,7 +39,7 @@ GALLERY = (
             Plot("loss", both("runs/digits/log.jsonl", "loss"), "log"),
             Plot("accuracy", both("runs/digits/log.jsonl", "accuracy")),
         ),
-        (RESUME, ("End a run early", "howto/early_stopping.md"), ("Reliability", "explanation/reliability.md")),
+        (RESUME, "howto/early_stopping.md", "explanation/reliability.md"),
         folder=".",
     ),
     Example(
@@ -56,7 +56,7 @@ GALLERY = (
                 tuple(Series(f"fold {n}", f"runs/fold-{n}-0.1.jsonl", "train/loss") for n in range(4)),
             ),
         ),
-        (("EMAAddon", EMA), ("Predict", "howto/predictions.md")),
+        (EMA, "howto/predictions.md"),
     ),
     Example(
         "char_lm",
@@ -72,8 +72,8 @@ GALLERY = (
             Plot("learning rate", curves("runs/char_lm.jsonl", lr="lr")),
         ),
         (
-            ("Make one step of several batches", "howto/accumulation.md"),
-            ("Schedule the learning rate", "howto/learning_rate.md"),
+            "howto/accumulation.md",
+            "howto/learning_rate.md",
         ),
     ),
     Example(
@@ -94,7 +94,7 @@ GALLERY = (
                 ("components", "components"),
             ),
         ),
-        (("Run report", "features/report.md"), ("Predict", "howto/predictions.md")),
+        ("features/report.md", "howto/predictions.md"),
         (("runs/autoencoder.png", "Sixteen test digits, what the autoencoder and what the components make of them"),),
     ),
     Example(
@@ -115,14 +115,14 @@ GALLERY = (
             ),
         ),
         (
-            ("Train with several optimizers", "howto/several_optimizers.md"),
-            ("EMAAddon", EMA),
+            "howto/several_optimizers.md",
+            EMA,
         ),
         (("runs/gan.png", "A hundred digits that the generator drew, ten of each"),),
     ),
     Example(
         "multitask",
-        "Several tasks: digit and ink",
+        "Multi-task learning: digit and ink",
         rf"digit: test accuracy {number('accuracy')}; logistic regression {number('logistic')}\n"
         rf"ink: test R2 {number('r2')}; ridge regression {number('ridge')}\n",
         "digit: accuracy {accuracy}; ink: R2 {r2}",
@@ -133,7 +133,7 @@ GALLERY = (
             Plot("loss of the digit", both("runs/multitask.jsonl", "digit_loss"), "log"),
             Plot("loss of the ink", both("runs/multitask.jsonl", "ink_loss"), "log"),
         ),
-        (("Train on several tasks", "howto/several_losses.md"),),
+        ("howto/several_losses.md",),
     ),
     Example(
         "contrastive",
@@ -148,7 +148,7 @@ GALLERY = (
             Plot("loss", both("runs/contrastive.jsonl", "loss")),
             Plot("share of views that are found", both("runs/contrastive.jsonl", "found")),
         ),
-        (("Predict", "howto/predictions.md"), ("Schedule the learning rate", "howto/learning_rate.md")),
+        ("howto/predictions.md", "howto/learning_rate.md"),
     ),
     Example(
         "reinforce",
@@ -160,7 +160,7 @@ GALLERY = (
         lambda found: found["mean"] >= 150,
         ("runs/reinforce.jsonl",),
         (Plot("return of a game", curves("runs/reinforce.jsonl", sampled="train/return", greedy="valid/return")),),
-        (("Train on a stream", "howto/streams.md"), ("End a run early", "howto/early_stopping.md")),
+        ("howto/streams.md", "howto/early_stopping.md"),
     ),
     Example(
         "gpt2",
@@ -184,12 +184,12 @@ GALLERY = (
                 ),
             ),
         ),
-        (("Coming from Transformers", "moving/from_transformers.md"), ("Fine-tune", "howto/fine_tune.md")),
+        ("moving/from_transformers.md", "howto/fine_tune.md"),
         extras="examples,hf",
     ),
     Example(
         "ddp",
-        "Two processes, and the result of one",
+        "DDP: two processes, one result",
         rf"world size 2\ntest accuracy {number('accuracy')}\n"
         rf"one process: accuracy {number('one')}, and no weight is further away than (?P<furthest>\de-\d\d)\n",
         "test accuracy {accuracy}; the weights of one process, up to {furthest}",
@@ -206,7 +206,7 @@ GALLERY = (
                 "log",
             ),
         ),
-        (("Several devices", "features/scale.md"), ("Train on several devices", "howto/several_processes.md")),
+        ("features/scale.md", "howto/several_processes.md"),
     ),
     Example(
         "sunspots",
@@ -231,11 +231,11 @@ GALLERY = (
                 ),
             ),
         ),
-        (RESUME, ("Reliability", "explanation/reliability.md")),
+        (RESUME, "explanation/reliability.md"),
     ),
     Example(
         "imbalance",
-        "Rare classes: malignant tumours",
+        "Class imbalance: malignant tumours",
         rf"weight 1: balanced accuracy {number('unweighted')}, recall {NUMBER}\n"
         rf"weight 14: balanced accuracy {number('weighted')}, recall {NUMBER}\n"
         rf"logistic regression: balanced accuracy {number('logistic')}\n",
@@ -260,14 +260,14 @@ GALLERY = (
             ),
         ),
         (
-            ("Compute your own metrics", "howto/metrics.md"),
-            ("Other libraries", "reference/fits.md#torchmetrics"),
-            ("End a run early", "howto/early_stopping.md"),
+            "howto/metrics.md",
+            "reference/fits.md#torchmetrics",
+            "howto/early_stopping.md",
         ),
     ),
     Example(
         "search",
-        "Search for options: 200 digits to learn from",
+        "Hyperparameter search: 200 digits to learn from",
         rf"(?:.*\n)+test accuracy with the best options: {number('best')}; logistic regression: {number('logistic')}\n",
         "test accuracy {best}",
         "above the {logistic} of logistic regression",
@@ -281,7 +281,7 @@ GALLERY = (
             ),
             Plot("its accuracy", curves("runs/best/log.jsonl", training="train/accuracy")),
         ),
-        (("Search for the best options", "features/search.md"), ("EMAAddon", EMA)),
+        ("features/search.md", EMA),
         extras="examples,search",
     ),
 )
