@@ -12,7 +12,7 @@ from functools import reduce
 
 import zae.addons
 import zae.search
-from _generators import addons
+from _generators import addons, title_of
 from kit.blocks import DOCS, FIRST, README
 from zae import schedulers, testing
 from zae.addons import lightning
@@ -70,3 +70,21 @@ def test_the_landing_page_has_the_first_block_of_the_readme():
     shown = reduce(str.__add__, (README.partition(start)[2].partition(end)[0] for start, end in parts))
     assert FIRST in shown
     assert FIRST not in text
+
+
+LISTED = re.compile(r"^(?:\| |- )\[([^\]`]+)\]\(([^)#]+\.md)(?:#[^)]*)?\)(?= \||$)", re.M)
+"""A link that is a whole first cell of a table, or a whole item of a list."""
+
+
+def test_a_page_has_one_title_which_every_list_shows():
+    """The sidebar shows the title, so a reader finds under the same words what a table or a list has named."""
+    pages = [page for page in DOCS.rglob("*.md") if page != DOCS / "contributing.md" and "_build" not in page.parts]
+    titles = [title_of(page) for page in pages]
+    assert sorted(titles) == sorted(set(titles))
+    listed = [
+        (str(page.relative_to(DOCS)), text, title_of((page.parent / target).resolve()))
+        for page in pages
+        for text, target in LISTED.findall(page.read_text(encoding="utf-8"))
+    ]
+    assert len(listed) > 50
+    assert [found for found in listed if found[1] != found[2]] == []
