@@ -31,7 +31,9 @@ class Retention:
     """The scores of checkpoints by name, and the rule that keeps some of them."""
 
     def __init__(self, last: int | None, best: int, sign: int) -> None:
-        self.last, self.best, self.sign = last, best, sign
+        self.last = last
+        self.best = best
+        self.sign = sign
         self.scores: dict[str, float | None] = {}
 
     @classmethod
@@ -139,7 +141,9 @@ class WeightFiles:
         if step != self._step:
             self.checkpointer.store_weights(path, save_model, is_main)
         self.rule.scores[path.name] = score
-        self._step, replaced, self._replaced = step, self._replaced, []
+        self._step = step
+        replaced = self._replaced
+        self._replaced = []
         if not is_main:
             return
         there = self.checkpointer.list_weights()
@@ -153,9 +157,10 @@ class WeightFiles:
 
     def plan_lines(self) -> list[str]:
         """Say when they are saved."""
-        last, best = self.rule.last, self.rule.best
         if not self.is_used:
             return []
+        last = self.rule.last
+        best = self.rule.best
         if self.every is None:
             return [f"the weights alone are saved after each best validation, and the best {best} are kept"]
         kept = "all are kept" if last is None else f"the newest {last}{f' and the best {best}' * (best > 0)} are kept"

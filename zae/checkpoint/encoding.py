@@ -144,7 +144,8 @@ def _array(data: Any, text: Any, shape: Any) -> np.ndarray[Any, Any]:
     """Return an array in the memory of a tensor of bytes; the dtype is checked as text before numpy sees it."""
     if not _NUMPY_TEXT.fullmatch(_check_type(text, str)):
         raise _Malformed(f"names the numpy dtype {text!r:.80}")
-    dtype, sizes = np.dtype(text), _shape(shape)
+    dtype = np.dtype(text)
+    sizes = _shape(shape)
     if _check_type(data, Tensor).dtype is not torch.uint8 or dtype.itemsize * math.prod(sizes) != data.numel():
         raise _Malformed(f"contains {data.numel()} values for a numpy array of shape {sizes!s:.80} and dtype {text}")
     return np.ndarray(sizes, dtype, data.numpy() if data.numel() else b"")
@@ -267,7 +268,9 @@ class _Encoder:
         key = None if self._with_parts else view_key(value)
         if key in self._seen:
             return {"$tensor": self._seen[key]}
-        strides, axes, dtype = strides_to_save(value), None, None
+        dtype: str | None = None
+        axes: list[int] | None = None
+        strides = strides_to_save(value)
         if strides is not None:
             axes = axes_in_memory(value) or [*range(value.dim())]
             value = value.permute(axes)
@@ -281,7 +284,9 @@ class _Encoder:
         name = self._keep(host, path)
         if key is not None:
             self._seen[key] = name
-        return {"$tensor": name if dtype is None is strides else [name, dtype, axes, strides and [*strides]]}
+        if dtype is None and strides is None:
+            return {"$tensor": name}
+        return {"$tensor": [name, dtype, axes, None if strides is None else [*strides]]}
 
     def _keep(self, tensor: Tensor, path: _Path) -> str:
         """Store a tensor under a unique ASCII name made of its path."""
@@ -301,7 +306,9 @@ def _are_in_json(values: Collection[Any]) -> bool:
         return False
     if kinds == {int}:  # The states of random streams, in every checkpoint, are lists of 600 integers.
         return bool(min(values) >= _LEAST and max(values) <= _MOST)
-    for value in values if kinds - _ALWAYS else ():
+    if kinds <= _ALWAYS:
+        return True
+    for value in values:
         kind = type(value)
         if kind is int and not _LEAST <= value <= _MOST:
             return False
@@ -401,16 +408,16 @@ class _Decoder:
         tag = next(key for key in node if key[:1] == "$")
         if len(node) > 1 or tag not in _KINDS.keys() | {"$tensor"}:
             raise _Malformed(f"contains the unknown tag {tag!r:.80}; a newer zae may have written it")
-        return self._tensor(node[tag]) if tag == "$tensor" else _KINDS[tag].make(self.value(node[tag], depth + 1))
+        if tag == "$tensor":
+            return self._tensor(node[tag])
+        return _KINDS[tag].make(self.value(node[tag], depth + 1))
 
     def _tensor(self, given: Any) -> Tensor:
         """Return a tensor by its name, in the form that the first reference to it describes."""
-        name, dtype, axes, strides = (given, None, None, None) if type(given) is str else _list(given)
-        if _check_type(name, str) not in self._tensors:
-            raise _Malformed(f"names the tensor {name!r:.80}, which is missing")
-        tensor = self._tensors[name]
         if type(given) is str:
-            return tensor
+            return self._named(given)
+        name, dtype, axes, strides = _list(given)
+        tensor = self._named(name)
         if name in self._formed:  # A small file could fill the memory with its copies.
             raise _Malformed(f"describes the tensor {name!r:.80} twice")
         self._formed.add(name)
@@ -419,13 +426,19 @@ class _Decoder:
                 raise _Malformed(f"takes a tensor of {tensor.dtype} for bytes")
             tensor = tensor.view(_dtype(dtype)).squeeze(-1)
         if strides is not None:
-            order, places = _shape(axes), _shape(strides)
+            order = _shape(axes)
             if sorted(order) != [*range(tensor.dim())]:
                 raise _Malformed(f"contains the axes {axes!s:.80} of a tensor of shape {tuple(tensor.shape)!s:.80}")
             back = sorted(range(tensor.dim()), key=order.__getitem__)
-            tensor = with_strides(tensor.permute(back), places)
+            tensor = with_strides(tensor.permute(back), _shape(strides))
         self._tensors[name] = tensor
         return tensor
+
+    def _named(self, name: Any) -> Tensor:
+        """Return the tensor of a name."""
+        if _check_type(name, str) not in self._tensors:
+            raise _Malformed(f"names the tensor {name!r:.80}, which is missing")
+        return self._tensors[name]
 
 
 # ------------------------------------------------------------------------------------------------------------ JSON

@@ -232,7 +232,8 @@ class Output:
 
     def flush(self) -> None:
         """Write what was collected."""
-        pending, self._pending = self._pending, bytearray()
+        pending = self._pending
+        self._pending = bytearray()
         if pending:
             self._emit(memoryview(pending))
 

@@ -371,13 +371,15 @@ def load_state(
 
     ``parts`` is what `read_parts` returned, where it has been called.
     """
-    manifest, state = manifest or read_manifest(directory), dict[Any, Any]()
+    manifest = manifest or read_manifest(directory)
+    state: dict[Any, Any] = {}
     parts = read_parts(directory, manifest)[1] if parts is None else parts
     reading = STATE_TENSORS
     try:
         tensors = load_safetensors(directory / STATE_TENSORS, manifest["files"][STATE_TENSORS])
         reading = STATE
-        entry, where = manifest["files"][STATE], str(directory / STATE)
+        entry = manifest["files"][STATE]
+        where = str(directory / STATE)
         text = read_whole(directory / STATE, size=entry["size"], sha256=entry["sha256"])
         state = decode(strict_json(text, where), {**tensors, **parts}, where=where)
     except CheckpointDamaged:

@@ -68,7 +68,8 @@ class FolderLock:
             return
         if _is_at(self._handle, self.folder / _NAME):
             return
-        gone, self._handle = self._handle, None
+        gone = self._handle
+        self._handle = None
         try:
             self.acquire()
         except BaseException:
@@ -88,7 +89,8 @@ class FolderLock:
 
     def forget(self) -> None:
         """Close the file, which stays locked where another process has it open."""
-        handle, self._handle = self._handle, None
+        handle = self._handle
+        self._handle = None
         if handle is not None:
             os.close(handle)
 
@@ -97,11 +99,13 @@ class FolderLock:
         while True:
             if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
                 filesystem.disk.remove_file(path)
+            is_new = True
             try:
-                handle, is_new = filesystem.disk.create(path), True
+                handle = filesystem.disk.create(path)
             except FileExistsError:
+                is_new = False
                 try:
-                    handle, is_new = self._open(path), False
+                    handle = self._open(path)
                 except FileNotFoundError:  # Its holder has just removed it.
                     continue
             try:
