@@ -12,9 +12,16 @@ import pytest
 
 import zae
 import zae.addons
+from _generators.prelude import SUMMARY
 from kit.blocks import DOCS, FIRST, ROOT, Blocks, find_page, list_pages, read_setup, table_rows
+from kit.paste import Files, paste
 from zae import Trainer
 from zae.cli import COMMANDS
+
+
+def name_of(path):
+    """The name of a page: the path in docs/ without its suffix."""
+    return path.relative_to(DOCS).with_suffix("").as_posix()
 
 
 def page(name):
@@ -26,42 +33,55 @@ ELSEWHERE = {"addon_examples": "addons/test_addon_examples.py", "addons": "addon
              "fits": "fits/test_fits_page.py",
              "scale": "addons/test_scale.py", "tuning": "tuning/test_tuning_page.py"}  # fmt: skip
 ELSEWHERE |= {path.stem: "addons/test_scale.py" for path in PAGES if path.parent.name == "engines"}
-OWN_FIRST = (
-    "from_transformers",
-    "packing",
-    "guide",
-    "report",
-    "peft",
-    "search",
-    "callbacks",
-    "notebooks",
-    "compile",
-    "exactness",
-    "checkpoints",
-    "loop",
-    "composing",
-    "reliability",
-)  # The blocks of these pages continue the page's first one.
+CONTINUE_README = ["moving/from_a_loop", "moving/from_accelerate", "moving/from_fairseq2", "moving/from_lightning",
+                   "reference/commands"]  # fmt: skip
+"""Pages whose blocks still need the README's first one before them. All others stand alone."""
+CONTINUE_README += [name_of(path) for path in PAGES
+                    if path.parent.name == "addons" and SUMMARY not in path.read_text(encoding="utf-8")]  # fmt: skip
 TEXTS = {path.relative_to(ROOT): path.read_text(encoding="utf-8")
          for path in (*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md")}  # fmt: skip
 
 
+RUN_HERE = [path for path in PAGES if path.stem not in ELSEWHERE]
+
+
 @pytest.mark.sample(count=45)
-@pytest.mark.parametrize(
-    "path",
-    [path for path in PAGES if path.stem not in ELSEWHERE],
-    ids=lambda path: path.relative_to(DOCS).with_suffix("").as_posix(),
-)
+@pytest.mark.parametrize("path", RUN_HERE, ids=name_of)
 def test_every_block_of_a_page_runs(path, tmp_path, monkeypatch):
-    """Every block runs after the README's first one, or a comment says why not; no language is unknown."""
+    """Every block runs after the first one of its page, or a comment says why not; no language is unknown."""
     monkeypatch.chdir(tmp_path)
-    blocks = Blocks(path, "" if path.stem in OWN_FIRST else FIRST.split("metrics = ")[0])
+    blocks = Blocks(path, FIRST.split("metrics = ")[0] if name_of(path) in CONTINUE_README else "")
     fences = re.findall(r"^ *```(\w+)$", blocks.text, re.M)
     assert blocks.text.count("```") == 2 * len(fences)
     blocks.run()
     assert blocks.evaluated == [language for language in fences if language != "mermaid"]
     assert len(blocks.not_run) == blocks.text.count("<!-- not run: ")
     assert {path.name for path in tmp_path.iterdir()} <= {"runs", "report.html", "my-digits", "zae-my-noise"}
+
+
+@pytest.fixture(scope="module")
+def files():
+    made = Files()
+    yield made
+    made.close()
+
+
+PASTED = [path for path in RUN_HERE if paste(path.read_text(encoding="utf-8")) and name_of(path) not in CONTINUE_README]
+
+
+@pytest.mark.parametrize("path", PASTED, ids=name_of)
+def test_a_page_pasted_into_an_empty_file_runs(path, tmp_path, files):
+    """All blocks below each other are a script: it needs no other page, and no block disturbs a later one."""
+    status, printed = files.run(paste(path.read_text(encoding="utf-8")), tmp_path)
+    assert status == 0, printed
+
+
+def test_the_pages_that_still_continue_the_readme():
+    """The list has no page that stands alone already, and each page that speaks of that block is in it."""
+    pages = {name_of(path): path.read_text(encoding="utf-8") for path in RUN_HERE}
+    assert [name for name in CONTINUE_README if SUMMARY in pages.get(name, SUMMARY)] == []
+    speaks = re.compile(r"(?:continues?|After)\s\[the\sREADME's\sfirst\s")
+    assert [name for name, text in pages.items() if speaks.search(text) and name not in CONTINUE_README] == []
 
 
 def test_a_page_that_runs_elsewhere_does():

@@ -11,7 +11,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
 
-GENERATORS = ("addons", "architecture", "composition", "fits", "gallery", "options", "pictures", "scale")
+GENERATORS = ("addons", "architecture", "composition", "fits", "gallery", "options", "pictures", "prelude", "scale")
 """The modules beside this one."""
 
 
