@@ -24,4 +24,5 @@ class Digits(Trainer):
 
 
 def make_model():
-    return torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+    hidden, classes = torch.nn.Linear(64, 512), torch.nn.Linear(512, 10)
+    return torch.nn.Sequential(hidden, torch.nn.ReLU(), classes)
