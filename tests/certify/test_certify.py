@@ -85,7 +85,7 @@ MISTAKES = {
     "repeated work": ("if step <= first:", "if False:"),
     "does not resume": ('if os.path.exists("last.pt")', "if False"),
 }  # fmt: skip
-ALWAYS = ("optimizer state", "random state")
+ALWAYS = ("random state",)
 
 
 @pytest.mark.parametrize(

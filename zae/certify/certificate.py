@@ -21,6 +21,7 @@ from zae.errors import ConfigError
 __all__ = ["PROMISES", "certify"]
 
 PASSED, FAILED, NOT_TRIED = "passed", "failed", "not tried"
+_UNSTEADY = "two runs without a kill are not the same: nothing can be compared"
 _KINDS = ("step", "save", "term", "worker", "step", "save")
 """The kind of each kill, in turn; the third and fourth come again after the others."""
 _PROMISE_OF = {
@@ -39,9 +40,9 @@ class Promise:
 
     name: str
     verdict: str
+    message: str = ""
     cause: str | None = None
     step: int | None = None
-    message: str = ""
     causes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -123,8 +124,6 @@ class Certificate:
 
     def make(self) -> None:
         """Run the script as it is, twice; then kill it; then try what zae promises of its own trainers."""
-        from zae.certify import own
-
         self.runs.append((self.script.run("reference"), None))
         _check(self.base, self.script)
         self.attempt("repeatable", self._repeat)
@@ -132,19 +131,28 @@ class Certificate:
             self._kill_all()
         else:
             for name in _PROMISE_OF.values():
-                self._note(Promise(name, NOT_TRIED, None, None, "two runs without a kill are not the same"))
+                self._note(Promise(name, NOT_TRIED, _UNSTEADY))
         start = self.base.first("start")
         if start and "zae" in start["versions"]:
-            for name, function in own.PROMISES.items():
-                if self.is_chosen(name):
-                    self.attempt(name, lambda function=function: self._note(function(self)))  # type: ignore[misc]
+            self._try_own()
+
+    def _try_own(self) -> None:
+        """Try what zae promises of its own trainers."""
+        from zae.certify import own
+
+        shop = own.Own(self.script)
+        for name in filter(self.is_chosen, own.PROMISES):
+            if self.found["repeatable"].verdict == PASSED:
+                self.attempt(name, lambda name=name: self._note(Promise(name, *own.find(shop, name))))  # type: ignore[misc]
+            else:
+                self._note(Promise(name, NOT_TRIED, _UNSTEADY))
 
     def attempt(self, name: str, function: Callable[[], None]) -> None:
         """Try a promise; where the time is over, say so."""
         try:
             function()
         except OutOfTime:
-            self._note(Promise(name, NOT_TRIED, None, None, "the time was over; give more --minutes, or fewer --kills"))
+            self._note(Promise(name, NOT_TRIED, "the time was over; give more --minutes, or fewer --kills"))
 
     def _note(self, promise: Promise) -> None:
         if self.is_chosen(promise.name) or promise.name == "repeatable":
@@ -195,7 +203,7 @@ class Certificate:
             if name in judged:
                 self._note(_summary(name, judged[name]))
             else:
-                self._note(Promise(name, NOT_TRIED, None, None, "give more --kills"))
+                self._note(Promise(name, NOT_TRIED, "give more --kills"))
 
 
 class Kills:
@@ -286,7 +294,7 @@ def _summary(name: str, judged: Sequence[Judgement]) -> Promise:
 
 
 def _promise(name: str, judged: Judgement) -> Promise:
-    return Promise(name, judged.verdict, judged.cause, judged.step, judged.message, judged.causes)
+    return Promise(name, judged.verdict, judged.message, judged.cause, judged.step, judged.causes)
 
 
 def _check(base: Attempt, script: Script) -> None:

@@ -1,12 +1,15 @@
-"""The process of one run: make the trainer of the script as the job says, train, and write down what happened."""
+"""In the process of a script that trains with zae: do a job with its trainer, in place of the run that it begins."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import inspect
 import os
-import time
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,84 +20,87 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zae import script
 from zae.addon import AddOnBase
 from zae.certify import loop, recipe
-from zae.certify.jobs import Job
+from zae.certify.compare import as_plain
 from zae.common.fingerprint import fingerprint
+from zae.common.random_state import seed_everything
 from zae.common.walk import map_tensors
 from zae.compose.composition import load_installed
 from zae.compose.introspect import add_ons_of, is_engine_slot
-from zae.compose.options import options_of
 from zae.data.loaders import copy_with, length_of
-from zae.errors import ConfigError, ZaeError
+from zae.errors import ZaeError
 from zae.loop.addon_state import GENERATORS
 from zae.loop.step_output import StepOutput, loss_numbers
 from zae.optim import parameters_of
 
-__all__ = ["work"]
+__all__ = ["ANSWER", "Job", "install"]
 
+ANSWER = "answer.pt"
+"""The file that a job leaves in the folder of its plan."""
 _VALID = 4  # Batches of a validation of a shortened run.
 _notes: dict[str, Any] = {}
+_installed = contextlib.ExitStack()  # Until the process ends.
 
 
-def work(job: Job) -> None:
-    """Do a job, and write the answer."""
-    with contextlib.suppress(AttributeError, PermissionError):
-        os.setsid()
-    folder = Path(job.folder)
-    output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    _enter(job)
+@dataclass(frozen=True)
+class Job:
+    """One run of the script's trainer, and how it differs from that of the script."""
+
+    kind: str = "train"
+    """Whether to train, or to make the loop by hand ("plain")."""
+    leave_out: Sequence[str] = ("parallel",)
+    """The layers, or names, of add-ons that the trainer lacks."""
+    add: Sequence[str] = ()
+    """Names of add-ons of ``zae.addons`` that it has as well."""
+    steps: int = 24
+    """The most optimizer steps."""
+    is_shortened: bool = True
+    """Whether an epoch takes at most a third of the steps, so that what follows an epoch is part of the run."""
+    precision: str = "fp32"
+    """What "plain" computes in: as the trainer has chosen it in a run."""
+    is_exact: bool = False
+    """Whether the run is in float64, without what each rank draws or normalizes for its own samples."""
+    batches: int = 1
+    """How many batches of the loader are one."""
+
+
+def install(plan: Mapping[str, Any]) -> None:
+    """Let the script make its trainers as the job wants them; the first one that trains does the job instead."""
+    job = Job(**plan["job"])
+    seed_everything(0)  # Also what the script does not seed: all jobs are to draw the same.
+    if job.is_exact:
+        torch.set_num_threads(1)
+
+    def make(original: Any, cls: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        made = _variant(cls, job, has_witness=job.kind == "train")
+        trainer = original(made, *args, **_options(cls, made, given, job))
+        if trainer.mode != "test":
+            vars(trainer)["run"] = functools.partial(_work, trainer, cls, job, Path(plan["folder"], ANSWER))
+        return trainer
+
+    _installed.enter_context(script.making(make))
+
+
+def _work(trainer: Any, cls: Any, job: Job, path: Path, *args: Any, **kwargs: Any) -> None:
+    """Do the job, write its answer, and end the process: what the script does after its run is not asked for."""
+    del vars(trainer)["run"]
+    bound = inspect.signature(trainer.run).bind(*args, **kwargs)
+    _notes["class"] = cls
     try:
-        answer = {"train": _train, "plain": _plain}[job.kind](job)
+        arguments = _limit(dict(bound.arguments), trainer.step_window.batches, job)
+        answer = (_train if job.kind == "train" else _plain)(trainer, arguments, job)
     except ZaeError as error:
         answer = {"failed": str(error)}
     except Exception as error:
         answer = {"failed": script.explain_failure(error)}
-    torch.save(answer, folder / "answer.part")
-    os.replace(folder / "answer.part", folder / "answer")
-
-
-def _enter(job: Job) -> None:
-    """Work in a new folder with links to what is in that of the command; seed, and join the other ranks."""
-    from zae.common.random_state import seed_everything
-
-    here = Path(job.folder, "work")
-    if not here.exists():
-        here.mkdir()
-        for each in Path(job.origin).iterdir():
-            (here / each.name).symlink_to(each)
-    os.chdir(here)
-    if job.world > 1:
-        ranks = {"RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": job.world}
-        os.environ.update({key: str(value) for key, value in ranks.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
-        torch.set_num_threads(1)
-    elif "WORLD_SIZE" in os.environ:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)
-    seed_everything(0)
+    if int(os.environ.get("RANK") or 0) == 0 or "failed" in answer:
+        torch.save(answer, path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 # ----------------------------------------------------------------------------------------- the trainer of the script
-
-
-@contextlib.contextmanager
-def _made(job: Job, has_witness: bool = True) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield the script's trainer as the job wants it, and the arguments of its run."""
-    classes: dict[int, Any] = {}
-
-    def make(original: Any, cls: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        made = _variant(cls, job, has_witness)
-        trainer = original(made, *args, **_options(cls, made, given, job))
-        classes[id(trainer)] = cls
-        return trainer
-
-    with script.making(make), script.trainer_of(job.script, job.given) as found:
-        trainer, arguments = found.trainer, script.require_arguments(found, job.script)
-        if trainer.mode == "test":
-            raise ConfigError("the trainer has mode='test': there is no training to certify")
-        _notes["class"] = classes.get(id(trainer), type(trainer))
-        yield trainer, _limit(arguments, trainer.step_window.batches, job)
 
 
 def _variant(cls: Any, job: Job, has_witness: bool) -> Any:
@@ -109,19 +115,13 @@ def _variant(cls: Any, job: Job, has_witness: bool) -> Any:
 
 
 def _options(cls: Any, variant: Any, given: dict[str, Any], job: Job) -> dict[str, Any]:
-    """Return the options of a variant of a class: what it writes lies in the folder of the job."""
-    known, found = options_of(variant), script.options_for(variant, cls, given)
-    found |= {name: value for name, value in job.options.items() if name in known}
-    script.redirect(found, lambda option, file: Path(job.folder, "out", file))
+    """Return the options of a variant of a class, on one device."""
+    found = script.options_for(variant, cls, given)
     devices = found.get("device")
     if job.is_exact:
         found["device"] = "cpu"
     elif isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
         found["device"] = devices[0]
-    if "resume" in known:
-        found["resume"] = "auto"
-    if "save_path" in known:
-        found.setdefault("save_path", str(Path(job.folder, "out", "checkpoints")))
     return {**found, "log_bar": False}
 
 
@@ -164,10 +164,7 @@ class WitnessAddon(AddOnBase):
     def on_run_begin(self) -> None:
         """Note where the run begins."""
         super().on_run_begin()
-        _notes["began"], _notes["steps"] = time.monotonic(), []
-        _notes["random"] = False
-        with open(Path(self.job.folder, "begun"), "a") as file:
-            file.write(f"{self.progress_checker.step}\n")
+        _notes["steps"], _notes["random"] = [], False
 
     def to_device(self, batch: Any) -> Any:
         """Return floating-point numbers in float64, where the job wants that."""
@@ -189,14 +186,9 @@ class WitnessAddon(AddOnBase):
         row |= {"step": self.progress_checker.step, "skipped": self.progress_checker.skipped_steps}
         row |= {"loss": repr([loss_numbers(each.loss) for each in outputs]), "random streams": _streams()}
         _notes["steps"].append(row)
-        if self.job.seconds and time.monotonic() - _notes["began"] > self.job.seconds:
-            self.stop("certify has no more time for this run")
-        if self.job.pause:
-            time.sleep(self.job.pause)
 
     def on_run_end(self) -> None:
         """Note all that the run has left."""
-        _notes["seconds"] = time.monotonic() - _notes["began"]
         state, progress = self.state_dict(), self.progress_checker
         _notes["random"] |= GENERATORS in state  # An add-on draws for the samples of its rank.
         layers = {each.__name__: each.layer for each in add_ons_of(type(self))}
@@ -212,19 +204,18 @@ class WitnessAddon(AddOnBase):
         super().on_run_end()
 
 
-def _train(job: Job) -> dict[str, Any]:
+def _train(trainer: Any, arguments: dict[str, Any], job: Job) -> dict[str, Any]:
     """Train, and return the notes."""
     WitnessAddon.job = job
-    with _made(job) as (trainer, arguments), _counting_updates():
+    with _counting_updates():
         if job.is_exact:
             _make_exact(trainer.unwrap())
         trainer.run(**arguments)
-        found = _describe(trainer.unwrap(), trainer.device, arguments)  # It asks the dataset, which may draw.
-        weights = as_plain(dict(trainer.unwrap().state_dict())) if job.world == 1 else {}
-        found["precision"] = trainer.precision_part.name
-    answer: dict[str, Any] = as_plain(
-        {**found, **{k: v for k, v in _notes.items() if k != "class"}, "weights": weights}
-    )
+    found = _describe(trainer.unwrap(), trainer.device, arguments)  # It asks the dataset, which may draw.
+    weights = as_plain(dict(trainer.unwrap().state_dict())) if trainer.world_size == 1 else {}
+    found["precision"] = trainer.precision_part.name
+    notes = {key: value for key, value in _notes.items() if key != "class"}
+    answer: dict[str, Any] = as_plain({**found, **notes, "weights": weights})
     return answer
 
 
@@ -300,21 +291,20 @@ def _counting_updates() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------- the loop by hand
 
 
-def _plain(job: Job) -> dict[str, Any]:
+def _plain(trainer: Any, arguments: dict[str, Any], job: Job) -> dict[str, Any]:
     """Train by the loop in plain PyTorch; return its weights, or what that loop does not do."""
-    with _made(job, has_witness=False) as (trainer, arguments), _counting_updates():
-        if without := recipe.uncovered_add_ons(trainer):
-            return {"without": without}
-        if missing := recipe.uncovered(trainer, arguments):
-            return {"uncovered": missing}
+    if without := recipe.uncovered_add_ons(trainer):
+        return {"without": without}
+    if missing := recipe.uncovered(trainer, arguments):
+        return {"uncovered": missing}
+    with _counting_updates():
         try:
             given, more = recipe.make_loop(trainer, arguments, job.precision)
             loop.train(*given, **more)
         except loop.Uncovered as found:
             return {"uncovered": [str(found)]}
-        answer: dict[str, Any] = as_plain(
-            {"weights": dict(trainer.unwrap().state_dict()), "updates": _notes["updates"]}
-        )
+    weights = dict(trainer.unwrap().state_dict())
+    answer: dict[str, Any] = as_plain({"weights": weights, "updates": _notes["updates"]})
     return answer
 
 
@@ -331,14 +321,3 @@ def _streams() -> str:
 def _double(tensor: Tensor) -> Tensor:
     """Return a floating-point tensor in float64."""
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def as_plain(value: Any) -> Any:
-    """Return a nested value of tensors, numbers, text, lists and dicts; anything else as text."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, Mapping):
-        return {key if isinstance(key, (str, int)) else str(key): as_plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_plain(each) for each in value]
-    return value if type(value) in (bool, int, float, str, type(None)) else repr(value)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from zae.compose.options import join
 from zae.testing.watch import difference, shared_entries
 
-__all__ = ["first_difference", "largest", "update_difference"]
+__all__ = ["as_plain", "first_difference", "largest", "update_difference"]
 
 _SEEN = ("loss", "weights", "random streams")  # Of each step.
 
@@ -61,3 +63,14 @@ def largest(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, st
             share = float((a - b).abs().max() / max(float(a.abs().max()), 1e-30))
             found = max(found, (share if share == share else float("inf"), name))
     return found
+
+
+def as_plain(value: Any) -> Any:
+    """Return a nested value of tensors, numbers, text, lists and dicts; anything else as text."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, (str, int)) else str(key): as_plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(each) for each in value]
+    return value if type(value) in (bool, int, float, str, type(None)) else repr(value)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -100,25 +101,30 @@ class Script:
         """Whether the checkpoints lie where a copy of the working folder does not have them."""
         return self.checkpoints is not None and not self.checkpoints.resolve().is_relative_to(self.origin)
 
-    def run(self, name: str, kill: Mapping[str, Any] | None = None, job: Mapping[str, Any] | None = None) -> Run:
+    def run(self, name: str, kill: Mapping[str, Any] | None = None) -> Run:
         """Run the script in a new copy of the folder; where it is killed, start it again until it ends."""
         self.count += 1
         found, home = Run(name, dict(kill or {})), self.folder / f"{self.count:02d}"
         self._copy(home / "work")
         try:
-            found.attempts.append(self._start(home, found.kill, [], job))
+            found.attempts.append(self._start(home, found.kill, []))
             if found.kill and found.attempts[0].first("kill", found.kill.get("rank", 0)):
                 found.has_saved = self._has_saved(home, found.attempts[0])
-                found.attempts.append(self._start(home, {}, self.resume_with if found.has_saved else [], job))
+                found.attempts.append(self._start(home, {}, self.resume_with if found.has_saved else []))
         finally:
-            shutil.rmtree(home / "work", ignore_errors=True)
-            if self.is_shared and self.checkpoints is not None:
-                shutil.rmtree(self.checkpoints, ignore_errors=True)
+            self._clean(home)
         return found
 
-    def ranks(self, name: str, world: int, job: Mapping[str, Any]) -> Run:
-        """Run the script as so many ranks of one job."""
-        return self.run(name, job={**job, "world": world})
+    def do(self, job: Mapping[str, Any], world: int = 1) -> tuple[Attempt, Path]:
+        """Do a job in the processes of so many ranks, without the launcher of the script; return its folder as well."""
+        self.count += 1
+        home = self.folder / f"{self.count:02d}"
+        self._copy(home / "work")
+        try:
+            attempt = self._start(home, {}, [], job, world)
+        finally:
+            self._clean(home)
+        return attempt, home / "log-0"
 
     # --- the folder
 
@@ -150,6 +156,12 @@ class Script:
                 if file.is_file():
                     shutil.copy2(file, place / each)
 
+    def _clean(self, home: Path) -> None:
+        """Remove what a run has written."""
+        shutil.rmtree(home / "work", ignore_errors=True)
+        if self.is_shared and self.checkpoints is not None:
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+
     def _has_saved(self, home: Path, attempt: Attempt) -> bool:
         """Whether a checkpoint lies in the folder of a run that was killed."""
         start = attempt.first("start")
@@ -165,7 +177,14 @@ class Script:
 
     # --- processes
 
-    def _start(self, home: Path, kill: dict[str, Any], more: Sequence[str], job: Any) -> Attempt:
+    def _start(
+        self,
+        home: Path,
+        kill: dict[str, Any],
+        more: Sequence[str],
+        job: Mapping[str, Any] | None = None,
+        world: int = 1,
+    ) -> Attempt:
         """Start the script once, and wait for its end."""
         if time.monotonic() > self.deadline:
             raise OutOfTime("the time was over")
@@ -174,33 +193,49 @@ class Script:
         roots = [str(home / "work"), *([str(self.checkpoints)] if self.is_shared else [])]
         plan = {"folder": str(log), "roots": roots, "kill": kill, "parent": os.getpid()}
         plan["origin"] = os.path.join(self.origin, "")
-        if job is not None:
-            plan["job"] = dict(job)
         own = str(self.folder / "watch")
         path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH", "")]))
         environment = {**os.environ, watcher.PLAN: json.dumps(plan), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        command, starts = [*self.command, *more], [environment]
+        if job is not None:
+            command = self._without_launcher()
+            environment[watcher.PLAN] = json.dumps({**plan, "job": dict(job)})
+            starts = [environment | ranks for ranks in _ranks(world)]
         began, late = time.monotonic(), False
-        with open(log / "output.txt", "wb") as output:
-            process = subprocess.Popen(
-                [*self.command, *more],
-                cwd=home / "work",
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        processes: list[subprocess.Popen[bytes]] = []
+        with open(log / "output.txt", "ab") as output:
             try:
-                late = self._wait(process, log, kill)
+                for each in starts:
+                    processes.append(
+                        subprocess.Popen(
+                            command,
+                            cwd=home / "work",
+                            env=each,
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,
+                        )
+                    )
+                for process in processes:
+                    late |= self._wait(process, log, kill)
             finally:
-                _kill_all(process)
+                for process in processes:
+                    _kill_all(process)
         events: dict[int, list[dict[str, Any]]] = {}
         for file in sorted(log.glob("log-*.jsonl")):
             lines = [json.loads(line) for line in file.read_text().splitlines()]
             if lines:
                 events.setdefault(lines[0]["rank"], []).extend(lines)
         words = (log / "output.txt").read_bytes()[-8000:].decode(errors="replace")
-        return Attempt(events, process.returncode, words, time.monotonic() - began, late)
+        return Attempt(events, processes[0].returncode, words, time.monotonic() - began, late)
+
+    def _without_launcher(self) -> list[str]:
+        """Return the command of one process of the script."""
+        for index, word in enumerate(self.command):
+            if word.endswith(".py"):
+                return [sys.executable, *self.command[index:]]
+        return self.command
 
     def _wait(self, process: subprocess.Popen[bytes], log: Path, kill: Mapping[str, Any]) -> bool:
         """Wait for the end; return whether a signal did not end it."""
@@ -237,6 +272,17 @@ def _executable(command: Sequence[str]) -> list[str]:
             "certify -- torchrun --nproc-per-node 2 train.py"
         )
     return [found, *words[1:]]
+
+
+def _ranks(world: int) -> list[dict[str, str]]:
+    """Return the variables by which each of several ranks finds the others; one process needs none."""
+    if world == 1:
+        return [{}]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
+    return [common | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(world)]
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:

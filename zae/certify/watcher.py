@@ -3,8 +3,9 @@
 It imports nothing of zae and of no trainer, and torch only after the script has. Each process that makes an optimizer
 step appends JSON lines to a file of its own: a row for each step, and one for each change of a file of the script.
 
-A hash is a sum of 64-bit words: any flipped bit changes it. Of weights, gradients and optimizer states each tensor has
-a sum of its own; the words of inputs are multiplied by their place, so that their order counts as well. Sums are made
+A hash is a sum of 64-bit words: any flipped bit changes it. Each weight has a sum of its own after each step, and so
+has what a process begins with. The words of inputs are multiplied by their places, so that their order counts too. Of
+gradients and optimizer states, which only tell a cause, some thousand words of each tensor are summed. Sums are made
 on the device of the tensor, and read when they are there: no step waits for a GPU.
 """
 
@@ -29,6 +30,7 @@ PLAN = "ZAE_CERTIFY"
 """The environment variable that holds what to do, as JSON."""
 
 _WORDS = 1 << 16  # 64-bit words of an input that are multiplied by their places at once.
+_SAMPLE = 4096  # Words of a tensor that is hashed in part.
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CHANGES = {"os.rename": "rename", "os.remove": "remove", "os.rmdir": "remove", "os.mkdir": "mkdir"}
 _NOT_USED = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
@@ -85,6 +87,8 @@ class Watcher:
         self.names: dict[int, str] = {}
         self.models: dict[int, Any] = {}
         self.trained: dict[str, list[Any]] = {}
+        self.looks: dict[str, Any] = {}
+        self.last: dict[str, str] = {}
 
     # --- what a script does
 
@@ -95,10 +99,12 @@ class Watcher:
         name = self._name(optimizer)
         is_new = name not in self.trained
         parameters = _parameters(optimizer)
-        start: dict[str, Any] = {"before": self._sums(parameters)}
+        start: dict[str, Any] = {}
         if is_new:
             self.trained[name] = [weakref.ref(each) for each in parameters]
             start["state before"] = self._state(optimizer, parameters)
+        if is_new or self._look(parameters) != self.looks[name]:  # Else they are those after the step before.
+            start["before"] = self._sums(parameters)
         self.starts.append(start)
 
     def after_step(self, optimizer: Any, args: Any = (), kwargs: Any = None, skipped: bool = False) -> None:
@@ -123,7 +129,7 @@ class Watcher:
             **start,
             "after": self._sums(parameters),
             "state": self._state(optimizer, parameters),
-            "gradients": self._sums(gradients),
+            "gradients": self._sums(gradients, _SAMPLE),
             "buffers": self._sums(buffers),
             "inputs": self.inputs,
             "loss": self.losses,
@@ -131,8 +137,12 @@ class Watcher:
         }
         self.inputs, self.shapes, self.losses, self.random, self.scale = [], [], [], None, None
 
+        self.looks[name] = self._look(parameters)
+
         def finish(found: dict[str, Any], row: dict[str, Any] = row) -> None:
             row |= {key: _digest(found[key]) for key in sums}
+            row.setdefault("before", self.last.get(name, ""))
+            self.last[name] = row["after"]
             row["parts"] = _parts(found["after"])
             if is_new:
                 row["parts before"] = _parts(found["before"])
@@ -200,7 +210,7 @@ class Watcher:
                                       "that zae certify runs in has a link; it is not changed")  # fmt: skip
             operation = "open"
         elif event in _CHANGES:
-            path, operation = args[0], _CHANGES[event]
+            path, operation = args[1 if event == "os.rename" else 0], _CHANGES[event]
         else:
             return
         if self.file >= 0 and not self.is_busy and self.pid == os.getpid():
@@ -323,11 +333,18 @@ class Watcher:
 
     # --- hashes
 
-    def _sums(self, tensors: Iterable[Any]) -> list[Any]:
-        return [self._sum(each) for each in tensors]
+    def _look(self, parameters: list[Any]) -> Any:
+        """Return what changes when somebody changes weights between two steps; on a GPU that would be a wait."""
+        if any(each.device.type != "cpu" for each in parameters):
+            return object()
+        sums = self.torch.stack([self.torch.as_tensor(each) for each in self._sums(parameters, _SAMPLE // 8)])
+        return [each._version for each in parameters], sums.tolist()
 
-    def _sum(self, tensor: Any) -> Any:
-        """Sum the 64-bit words of a tensor, on its device."""
+    def _sums(self, tensors: Iterable[Any], sample: int = 0) -> list[Any]:
+        return [self._sum(each, sample) for each in tensors]
+
+    def _sum(self, tensor: Any, sample: int = 0) -> Any:
+        """Sum the 64-bit words of a tensor, or about so many of them, on its device."""
         torch = self.torch
         data = _plain(torch, tensor)
         size, count = data.element_size(), data.numel()
@@ -340,7 +357,9 @@ class Watcher:
             flat = flat.clone()
         total: Any = 0
         if whole:
-            total = flat[:whole].view(torch.int64).sum()
+            words = flat[:whole].view(torch.int64)
+            stride = words.numel() // sample if sample else 1
+            total = (words[:: stride | 1] if stride > 1 else words).sum()
         if whole < count:
             total = total + flat[whole:].view(_integer(torch, size)).sum(dtype=torch.int64)
         return total
@@ -377,7 +396,7 @@ class Watcher:
             for key in sorted(state, key=str):
                 value = state[key]
                 if isinstance(value, self.torch.Tensor):
-                    found.append(self._sum(value))
+                    found.append(self._sum(value, _SAMPLE))
                 elif value is not None and not callable(value):
                     found.append(f"{key}={value!r:.200}")
         return found
@@ -567,8 +586,21 @@ def _start() -> None:
     plan = json.loads(os.environ[PLAN])
     actions: dict[str, Callable[[], None]] = {"torch": lambda: _watch(plan)}
     if "job" in plan:
-        actions["zae.trainer"] = lambda: importlib.import_module("zae.certify.own").install(plan)
+        actions = {"zae.compose.metaclass": lambda: _wait_for_a_trainer(plan)}
     sys.meta_path.insert(0, _Finder(actions))
+
+
+def _wait_for_a_trainer(plan: dict[str, Any]) -> None:
+    """Let what does the job make the first trainer of zae: before, zae is not imported as a whole."""
+    meta: Any = sys.modules["zae.compose.metaclass"].TrainerMeta
+    original = meta.__call__
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        meta.__call__ = original
+        importlib.import_module("zae.certify.child").install(plan)
+        return cls(*args, **kwargs)
+
+    meta.__call__ = call
 
 
 def _watch(plan: dict[str, Any]) -> None:
