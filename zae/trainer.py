@@ -26,7 +26,7 @@ from zae.common.model_weights import without_wrappers
 from zae.common.null_context import NULL_CONTEXT
 from zae.compose.calls import explained_call, of_class_or_instance, run_call
 from zae.compose.composition import compose
-from zae.compose.introspect import hook, slots_of
+from zae.compose.introspect import hook, slots_of, with_trait
 from zae.compose.metaclass import TrainerMeta
 from zae.data.gather import batches_of
 from zae.data.loaders import length_of, set_epoch
@@ -167,7 +167,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
     ) -> None:
         name = type(self).__name__
         slots = slots_of(type(self))
-        argument_checks.check_launch_precision(name, slots, self.has_own_precision)
+        takes_precision = with_trait(type(self), "takes_launch_precision", "precision") is not None
+        argument_checks.check_launch_precision(name, takes_precision)
         self.devices = argument_checks.check_devices(parse_device(device), name, slots)
         self.device = self.devices[0]
         self.mode = argument_checks.check_mode(mode)

@@ -81,7 +81,7 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
     """
 
     slot = "parallel"
-    has_own_precision = True
+    traits = ("takes_launch_precision",)
     process_attributes = {"accelerator": None, "_prepared_parts": None}
 
     def __init__(

@@ -143,8 +143,7 @@ class DeepSpeedAddon(DistributedAddon):
     """
 
     lockstep_forward = True
-    has_own_precision = True
-    traits = ("keeps_gradients", "hooks_forwards")
+    traits = ("keeps_gradients", "hooks_forwards", "takes_launch_precision")
     excludes = {
         "precision": "DeepSpeed computes in the types of its configuration; leave AMPAddon out, and write "
         "deepspeed_bf16=True",

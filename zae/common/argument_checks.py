@@ -93,10 +93,10 @@ def check_alone(name: str, slots: Mapping[str, Any]) -> None:
         )
 
 
-def check_launch_precision(name: str, slots: Mapping[str, Any], is_taken: bool) -> None:
+def check_launch_precision(name: str, is_taken: bool) -> None:
     """Refuse a precision that `accelerate launch` was asked for and that nothing here would train in."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked != "no" and not is_taken and "precision" not in slots:
+    if asked != "no" and not is_taken:
         raise ConfigError(
             f"accelerate launch was asked for mixed_precision={asked} (ACCELERATE_MIXED_PRECISION is set), and {name} "
             f"would train in the types of the model: write .add_on(AMPAddon) and precision={asked!r}, or "

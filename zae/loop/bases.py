@@ -30,12 +30,9 @@ class Processes:
     ----------
     engine : Engine
         The processes that train together, and how data and parameters lie on them: here one process.
-    has_own_precision : bool
-        Whether an engine decides about the precision, that of `accelerate launch` included.
     """
 
     engine: Engine
-    has_own_precision = False
 
     if TYPE_CHECKING:
         device: torch.device
