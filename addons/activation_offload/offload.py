@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zae.addons.gradient_checkpointing.recompute import replace_forwards
 from zae.common.device import can_copy_async
+from zae.common.module_forwards import replace_forwards
 
 __all__ = ["HostStorage", "Offloaded", "offload"]
 
@@ -89,7 +89,9 @@ class Offloaded:
     """
 
     def __init__(self, module: nn.Module, storage: HostStorage) -> None:
-        self.module, self.forward, self.storage = module, module.forward, storage
+        self.module = module
+        self.forward = module.forward
+        self.storage = storage
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Of a graph, the compiler decides what is kept.

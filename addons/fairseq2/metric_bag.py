@@ -6,9 +6,9 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zae.addons.torch_metrics.torchmetrics import numbers_of
 from zae.errors import CheckpointMismatch
 from zae.loop.epoch_log import to_host
+from zae.metrics.torchmetrics_values import numbers_of
 
 __all__ = ["check_names", "compute_over_ranks", "metrics_of", "reset", "states_of"]
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from zae.addon import AddOnBase, Fact
-from zae.addons.gradient_checkpointing.recompute import MATMULS, find_own_checkpointing, operation_of, recompute
+from zae.addons.gradient_checkpointing.recompute import MATMULS, operation_of, recompute
+from zae.common.module_forwards import find_own_checkpointing
 from zae.distributed.blocks import choose_outermost, describe_blocks, parse_blocks
 from zae.errors import ConfigError
 

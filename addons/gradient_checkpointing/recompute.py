@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from zae.common.module_forwards import replace_forwards
 from zae.common.walk import has_same_bits, tensors_in
 from zae.errors import StepError
 
 __all__ = [
     "MATMULS",
     "Recomputed",
-    "find_own_checkpointing",
     "norms_in",
     "operation_of",
     "recompute",
-    "replace_forwards",
 ]
 
 _WITH_STATISTICS = (
@@ -137,7 +136,8 @@ class _Call:
     @contextmanager
     def _noting_changes(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
         """Keep what the forward changes as it is before it; statistics of norms do not enter what is computed."""
-        owner, is_first = self.owner, self.owner.in_place is None
+        owner = self.owner
+        is_first = self.owner.in_place is None
         present = [(index, *each) for index, holder in enumerate(owner.others) for each in _buffers_of([holder])]
         versions = [_version_of(each) for *_, each in present], [_version_of(each) for each in self.tensors.values()]
         values = {
@@ -197,7 +197,8 @@ class _Again(AbstractContextManager[None]):
             _set_host_streams(call.streams)
 
     def __exit__(self, *error: Any) -> bool | None:
-        (buffers, streams), self.call.is_again = self._held, False
+        buffers, streams = self._held
+        self.call.is_again = False
         for holder, name, value in buffers:
             setattr(holder, name, value)
         if streams is not None:
@@ -230,18 +231,6 @@ def norms_in(module: nn.Module) -> list[nn.Module]:
     return [each for each in module.modules() if isinstance(each, _WITH_STATISTICS)]
 
 
-def find_own_checkpointing(model: nn.Module) -> str:
-    """Return the name and class of a model of Transformers that checkpoints its layers itself, if one does."""
-    for name, each in model.named_modules():
-        kind = type(each)
-        for flag in ("is_activation_checkpointing", "is_gradient_checkpointing"):  # The second until Transformers 5.
-            if hasattr(kind, flag) or flag in vars(each):
-                if getattr(each, flag) is True:
-                    return f"{name} ({kind.__name__})" if name else kind.__name__
-                break
-    return ""
-
-
 def operation_of(name: str) -> Any:
     """Return an operation by its name, "aten.mm.default"; AttributeError where torch does not have it."""
     found: Any = torch.ops
@@ -254,20 +243,3 @@ def recompute(blocks: Mapping[str, nn.Module], keep: Any = ()) -> Callable[[], N
     """Let blocks compute their forward again in the backward; return a function that undoes it."""
     changed = {name: each for name, each in blocks.items() if not isinstance(each.forward, Recomputed)}
     return replace_forwards(changed, lambda block: Recomputed(block, keep))
-
-
-def replace_forwards(
-    blocks: Mapping[str, nn.Module], make: Callable[[nn.Module], Callable[..., Any]]
-) -> Callable[[], None]:
-    """Set the forwards of blocks; return a function that restores them, those of single modules included."""
-    before = [(block, vars(block).get("forward")) for block in blocks.values()]
-    for block in blocks.values():
-        block.forward = make(block)
-
-    def undo() -> None:
-        for block, own in before:
-            vars(block).pop("forward", None)
-            if own is not None:
-                block.forward = own
-
-    return undo

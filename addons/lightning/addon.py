@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from zae.addon import replaces
 from zae.addons.lightning import module as lit
 from zae.addons.lightning.attached import AttachedModule
-from zae.addons.torch_metrics.torchmetrics import metrics_in
 from zae.common import random_state
 from zae.errors import StepError, TaskError
+from zae.metrics.torchmetrics_values import metrics_in
 from zae.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -44,7 +44,9 @@ class AttachedModule(AddOnBase):
         lit.check_module(self.unwrap())
         if datamodule is not None and lit.base_of(type(datamodule), "LightningDataModule") is None:
             raise ConfigError(f"datamodule is {kind_of(datamodule)}; give a LightningDataModule")
-        self.datamodule, self._view, self._module_log = datamodule, views.TrainerView(self), lit.Records(self)
+        self.datamodule = datamodule
+        self._view = views.TrainerView(self)
+        self._module_log = lit.Records(self)
         if placeholder is not None:
             placeholder.module = self.unwrap()
             placeholder.trainer = self

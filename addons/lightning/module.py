@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.addons.lightning.view import PlanView, warn_once
-from zae.addons.torch_metrics.torchmetrics import metrics_in
 from zae.common.copying import deep_copy
 from zae.common.torch_private import last_metric_value
 from zae.common.walk import copy_of
 from zae.errors import ConfigError, LoaderError, StepError, TaskError, kind_of
 from zae.loop.epoch_log import EpochLog
 from zae.loop.history import split_prefix
+from zae.metrics.torchmetrics_values import metrics_in
 
 __all__ = [
     "Configured",
@@ -131,7 +131,8 @@ class Schedule:
     """A scheduler of ``configure_optimizers``, stepped as its ``LRSchedulerConfig`` of Lightning says."""
 
     def __init__(self, config: Any) -> None:
-        self.config, self.scheduler = config, config.scheduler
+        self.config = config
+        self.scheduler = config.scheduler
 
     @property
     def optimizer(self) -> Any:
@@ -214,7 +215,8 @@ class Records:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.callback_metrics: dict[str, Tensor] = {}
-        self.train, self.test = EpochLog("log_train", keeps=False), EpochLog("log_test", keeps=False)
+        self.train = EpochLog("log_train", keeps=False)
+        self.test = EpochLog("log_test", keeps=False)
         self.hook = ""
         self.suffix = ""
         self.weight = 1.0
@@ -361,7 +363,9 @@ class Records:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         self.train.load_state_dict(state["train"])
-        self.callback_metrics, self._reductions = dict(state["last"]), dict(state["reductions"])
+        reductions = dict(state["reductions"])
+        self.callback_metrics = dict(state["last"])
+        self._reductions = reductions
 
 
 def _scalar(name: str, value: Any) -> Tensor:

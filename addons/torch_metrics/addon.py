@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from zae.addon import AddOnBase, Fact
 from zae.addons.torch_metrics.torchmetrics import (
     combine_ranks,
-    is_metric,
     load_states,
     merge_states,
-    numbers_of,
     read_states,
     was_updated,
 )
 from zae.compose.introspect import owners_of
 from zae.errors import CheckpointMismatch, ConfigError, StepError, did_you_mean
+from zae.metrics.torchmetrics_values import is_metric, numbers_of
 
 __all__ = ["TorchMetricsAddon"]
 

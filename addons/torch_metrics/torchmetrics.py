@@ -6,36 +6,20 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
 from zae.common.walk import copy_of, has_same_bits
-from zae.errors import CheckpointMismatch, StepError
+from zae.errors import CheckpointMismatch
 from zae.loop.epoch_log import to_host
+from zae.metrics.torchmetrics_values import metrics_in
 
 __all__ = [
     "combine_ranks",
-    "is_metric",
     "load_states",
     "merge_states",
-    "metrics_in",
-    "numbers_of",
     "read_states",
     "was_updated",
 ]
-
-
-def is_metric(value: Any) -> bool:
-    """Return whether a value is a metric of torchmetrics, which need not be imported."""
-    return any(c.__name__ == "Metric" and c.__module__.startswith("torchmetrics.") for c in type(value).__mro__)
-
-
-def metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the metrics of torchmetrics in a module, by name; a metric itself has the name ""."""
-    for name, each in module.named_modules():
-        if is_metric(each):
-            yield name, each
 
 
 def _counting(metric: Any) -> Iterator[tuple[str, Any]]:
@@ -122,22 +106,3 @@ def merge_states(metric: Any, ranks: Sequence[Mapping[str, Any]]) -> dict[str, A
 
 def _updates(metric: Any) -> int:
     return int(metric.update_count)
-
-
-def numbers_of(name: str, value: Any) -> dict[str, float]:
-    """Return what a metric computed as numbers by name: ``name``, or ``name/<class>`` of a vector or a dict."""
-    if isinstance(value, Mapping):
-        found: dict[str, float] = {}
-        for inner, each in value.items():
-            found |= numbers_of(f"{name}/{inner}", each)
-        return found
-    if isinstance(value, Tensor) and value.ndim == 1 and value.numel() != 1:
-        return {f"{name}/{index}": float(each) for index, each in enumerate(value)}
-    is_real = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-    if is_real or isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
-        return {name: float(value)}
-    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise StepError(
-        f"the metric {name!r} computed {kind}, and a record holds numbers; give a metric with average='macro' or the "
-        "like, or compute it in metric_on_epoch_end"
-    )

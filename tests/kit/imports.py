@@ -59,13 +59,10 @@ LAST = TOOLS | {"addons"}
 BUILT_ON: dict[str, frozenset[str]] = {
     "trainer": frozenset({"explain", "plan"}),
     "addons.accelerate": frozenset({"addons.ddp", "addons.distributed"}),
-    "addons.activation_offload": frozenset({"addons.gradient_checkpointing"}),
     "addons.deepspeed": frozenset({"addons.distributed"}),
     "addons.distributed": frozenset({"addons.data_shards"}),
-    "addons.fairseq2": frozenset({"addons.torch_metrics"}),
     "addons.fsdp": frozenset({"addons.distributed"}),
     "addons.huggingface": frozenset({"search"}),
-    "addons.lightning": frozenset({"addons.torch_metrics"}),
     "addons.mpu": frozenset({"addons.ddp", "addons.distributed"}),
     "addons.pipeline": frozenset({"addons.distributed"}),
     "addons.report": frozenset({"doctor", "report"}),
