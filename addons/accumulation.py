@@ -31,7 +31,8 @@ class AccumulationWindow(StepWindow):
     """
 
     def __init__(self, batches: int = 1, samples: int | None = None) -> None:
-        self.batches, self.samples = batches, samples
+        self.batches = batches
+        self.samples = samples
 
     def batches_of(self, batch_size: int | None, ranks: int) -> int | None:
         """Return how many batches make a step of a loader; refuse samples that are not a multiple."""
@@ -150,11 +151,13 @@ class GradientAccumulationAddon(AddOnBase):
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Group the loader's batches into windows."""
-        batches, window = super().batches(loader), self.step_window
+        batches = super().batches(loader)
+        window = self.step_window
         if window.batches == 1 and window.samples is None:
             yield from batches  # Each batch is a step.
             return
-        length, count = length_of(loader), self._batches_per_step(loader)
+        length = length_of(loader)
+        count = self._batches_per_step(loader)
         left = None if length is None else length - self.progress_checker.epoch_batch
         yield from window.group(batches, count, left, self._may_repeat())
         for _ in batches:  # A loader may count its batches only when it is asked for one more.
@@ -162,7 +165,8 @@ class GradientAccumulationAddon(AddOnBase):
 
     def _batches_per_step(self, loader: Any) -> int:
         """Return how many batches of a rank's loader make a step."""
-        window, samples = self.step_window, self.step_window.samples
+        window = self.step_window
+        samples = self.step_window.samples
         if samples is None:
             return window.batches
         shares = shares_of(loader)
@@ -245,7 +249,10 @@ class _Window(Sequence[Any]):
     """The next ``count`` batches, fetched one by one, and kept only where they may be needed again."""
 
     def __init__(self, batches: Iterator[Any], count: int, holds: bool, part: StepWindow) -> None:
-        self._batches, self._count, self._holds, self._part = batches, count, holds, part
+        self._batches = batches
+        self._count = count
+        self._holds = holds
+        self._part = part
         self._held: list[Any] = []
         self._given = 0
 

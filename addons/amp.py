@@ -58,9 +58,11 @@ class MixedPrecision(Precision):
         weights: torch.dtype | None = None,
     ) -> None:
         super().__init__(name, weights)
-        self.loss_scale, self.scaler = loss_scale, cast("torch.amp.GradScaler | None", None)
+        self.loss_scale = loss_scale
+        self.scaler = cast("torch.amp.GradScaler | None", None)
         self.is_unscaled = False  # Whether gradients were divided by the scale that have not been stepped yet.
-        self._device, self._stepped = "cpu", False
+        self._device = "cpu"
+        self._stepped = False
         self._state: dict[str, Any] = {}  # Of the scaler, between two runs.
         self._handles: list[Any] = []
 
@@ -72,7 +74,8 @@ class MixedPrecision(Precision):
         scaler = torch.amp.GradScaler(device, init_scale=self.loss_scale[0])
         if self._state:
             scaler.load_state_dict(self._state)
-        self.scaler, self.is_scaled = scaler, True
+        self.scaler = scaler
+        self.is_scaled = True
         self._handles = [each.register_step_post_hook(self._note_step) for each in optimizers]
 
     def end(self) -> None:
@@ -80,8 +83,10 @@ class MixedPrecision(Precision):
         self._state = self.state_dict()
         for handle in self._handles:
             handle.remove()
-        self._handles, self.scaler = [], None
-        self.is_scaled = self.is_unscaled = False
+        self._handles = []
+        self.scaler = None
+        self.is_scaled = False
+        self.is_unscaled = False
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast the forward; in float32, leave it."""
@@ -254,8 +259,9 @@ class AMPAddon(AddOnBase):
     def _convert(self) -> None:
         """Convert the model, when nothing is left to refuse."""
         low_precision.check_plain(self.unwrap())
-        for each in optim.as_dict(self.optimizer).values() if self.master_weights else ():
-            low_precision.check_optimizer(each)
+        if self.master_weights:
+            for each in optim.as_dict(self.optimizer).values():
+                low_precision.check_optimizer(each)
         low_precision.to_bfloat16(self.unwrap())
         self.optimizer = self._with_masters(self.optimizer)
         self.optimization.index_by_name()
@@ -290,7 +296,8 @@ class AMPAddon(AddOnBase):
     def setup(self) -> None:
         """Choose the precision for the device, and prepare the loss scale."""
         super().setup()
-        self.precision_part.name = name = self._choose()
+        name = self._choose()
+        self.precision_part.name = name
         if name == "bf16" and not _is_native("bf16", self.device) and self.is_main:
             _warn_of_slow_bf16(self.device.type, "precision" if self.dtype is None else "dtype")
         if name == "fp16":
@@ -403,8 +410,9 @@ def _warn_of_slow_bf16(device: str, option: str) -> None:
     _log.warning(
         "%s='bf16': this %s has no instructions for bfloat16 and emulates them, much slower than fp32; "
         "precision='auto' without dtype uses bf16 only with native support",
-        option, device,
-    )  # fmt: skip
+        option,
+        device,
+    )
 
 
 def _is_native(precision: str, device: torch.device) -> bool:

@@ -37,7 +37,8 @@ class DataShardsAddon(AddOnPart):
         self._shared: list[tuple[Any, bool, Any]] = []
         self._shares: sharding.Shares | None = None
         self._absent = 0
-        self._leaves_out = self._is_padded = False
+        self._leaves_out = False
+        self._is_padded = False
 
     @property
     def _is_parallel(self) -> bool:
@@ -184,7 +185,8 @@ class DataShardsAddon(AddOnPart):
         shares = sharding.shares_of(loader)
         counts = self.gather(None if shares is None else len(shares))
         longest = None if None in counts else max(counts)
-        spare, all_have_one = None, False
+        spare = None
+        all_have_one = False
         for index in itertools.count():
             batch = next(batches, sharding.EMPTY)
             has_samples = batch is not None and not sharding.is_empty(batch)
@@ -214,7 +216,8 @@ class _Given(Sequence[Any]):
     """The batches of a window in which some rank has no samples."""
 
     def __init__(self, batches: Sequence[Any], note_absent: Callable[[], None]) -> None:
-        self._batches, self._note_absent = batches, note_absent
+        self._batches = batches
+        self._note_absent = note_absent
 
     def __len__(self) -> int:
         return len(self._batches)

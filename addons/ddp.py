@@ -150,7 +150,9 @@ class DDPEngine(Engine):
     def __init__(self, inner: Engine, device: torch.device) -> None:
         super().__init__(inner)
         self._device = device
-        self.find_unused_parameters = self.takes_turns = self.is_short = False
+        self.find_unused_parameters = False
+        self.takes_turns = False
+        self.is_short = False
         self.release()
 
     def release(self) -> None:
@@ -182,7 +184,8 @@ class DDPEngine(Engine):
         check_shapes(self.module)
         check_tables(self.module)
         self._sparse = _sparse_in(self.module)
-        self.replica, self._marks_used = None, False
+        self.replica = None
+        self._marks_used = False
         if any(parameter.requires_grad for parameter in self.module.parameters()):
             device_ids = None if self._device.type == "cpu" else [self._device]
             unused = self.find_unused_parameters
@@ -237,16 +240,20 @@ class DDPEngine(Engine):
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Send the buffers of rank 0, as DistributedDataParallel does before a forward."""
-        found = {id(each): each for owner in self._owners if owner for each in owner.values() if each is not None}
-        if found:
-            broadcast(each for each in found.values() if each.numel())
+        distinct: dict[int, Tensor] = {}
+        for owner in self._owners:
+            for each in owner.values():
+                if each is not None and each.numel():
+                    distinct[id(each)] = each
+        broadcast(distinct.values())
 
     def _check_used(self, replica: Replica) -> None:
         """Refuse a step that left parameters without gradients: the wrapper has then not averaged any."""
         try:
             check_reducer(replica)
         except RuntimeError as error:
-            held, named = replica._held, named_parameters(self.module).items()
+            held = replica._held
+            named = named_parameters(self.module).items()
             names = [name for name, each in named if each.grad is None and id(each) in held]
             if names and not self.find_unused_parameters:
                 raise self.left_out(names) from error

@@ -106,7 +106,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
             launching.parse_address(init_method)
         if not isinstance(backend, str) or not _is_known(backend):
             raise ConfigError(f"backend={backend!r}; it must be 'auto', 'gloo' or 'nccl', or another that torch knows")
-        self.init_method, self.backend = init_method, backend
+        self.init_method = init_method
+        self.backend = backend
         self.timeout = min(check_number("timeout", timeout, 0.001), 1e9)  # The largest that torch takes.
         self.mesh = check_mesh(mesh, self._dimensions(), type(self).__name__)
         self._replaced: dict[int, tuple[Tensor, Tensor]] = {}  # Old and new parameters, until the optimizers know them.
@@ -114,7 +115,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         self._rank_states = RankStates()  # What each rank saved, until this one has loaded its own.
         self._placed = False
         self._between_runs = StreamsBetweenRuns()
-        self._stop_flag, self._drift = StopFlag(), DriftCheck()
+        self._stop_flag = StopFlag()
+        self._drift = DriftCheck()
         self._outer_error: BaseException | None = None  # One that was being handled as the run began.
 
     # ------------------------------------------------------------------------------------------- beginning and end
@@ -279,19 +281,25 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         """Let the optimizers hold the parameters that sharding has put in place of those they were made with."""
         super().wrap_optimizers(optimizers)
         self.optimization.tensors_to_clip = shards.local_gradients if self._is_parallel else list
-        replaced, self._replaced = self._replaced, {}
-        for optimizer in optimizers.values() if replaced else ():
-            shards.replace_parameters(optimizer, replaced)
+        replaced = self._replaced
+        self._replaced = {}
+        if replaced:
+            for optimizer in optimizers.values():
+                shards.replace_parameters(optimizer, replaced)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle parts of tensors, which torch cannot do."""
-        if self._is_parallel and any(map(is_sharded, self.unwrap().parameters())):
+        """Refuse to copy or pickle a model of which this rank has a part."""
+        if divided := self._divided_model() if self._is_parallel else "":
             raise ConfigError(
-                f"the parameters of {type(self.unwrap()).__name__} lie in parts on {self.world_size} ranks: the "
-                "trainer cannot be copied or pickled. Call save_state (StateManagerAddon) or save_model(path) on every "
-                "rank, and load the file into a new trainer"
+                f"{divided} on {self.world_size} ranks: the trainer cannot be copied or pickled. Call save_state "
+                "(StateManagerAddon) or save_model(path) on every rank, and load the file into a new trainer"
             )
         return super().__getstate__()
+
+    def _divided_model(self) -> str:
+        """Return what of the model lies in parts, in words; "" where each rank has all of it."""
+        in_parts = any(map(is_sharded, self.unwrap().parameters()))
+        return f"the parameters of {type(self.unwrap()).__name__} lie in parts" if in_parts else ""
 
     def describe(self) -> list[Fact]:
         """Tell which ranks there are, or will be, and how they divide the work."""
@@ -317,7 +325,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         """Load the part of this rank from a state that was loaded before its number was known."""
         self._placed = True
         if self._rank_states.ranks:
-            own, self._rank_states = self._rank_states.ranks[self.engine.dp_rank], RankStates()
+            own = self._rank_states.ranks[self.engine.dp_rank]
+            self._rank_states = RankStates()
             self.loader_position.load_state_dict(own["position"])
             self.log_train.load_state_dict(own["log_train"])
             load_entries(self, own.get("add_ons"))
@@ -326,7 +335,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
 
     def _own_device(self, world: int) -> torch.device:
         """Return the device of this rank."""
-        local, first = launching.local_rank(), self.devices[0]
+        local = launching.local_rank()
+        first = self.devices[0]
         here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         if len(self.devices) not in (1, here, world):
             raise ConfigError(
@@ -354,7 +364,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
             return
         if is_spawned():  # They were derived as the process began.
             return
-        before, self._between_runs = self._between_runs, StreamsBetweenRuns()
+        before = self._between_runs
+        self._between_runs = StreamsBetweenRuns()
         if all(self.gather(before.own is not None and before.are_continued(self.progress_checker))):
             assert before.own is not None
             random_state.restore(before.own)
@@ -423,7 +434,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
 
     def on_run_begin(self) -> None:
         """Reset the request to stop, and check that all ranks begin at the same place."""
-        self._stop_flag.reason, progress = None, self.progress_checker
+        self._stop_flag.reason = None
+        progress = self.progress_checker
         self._stop_flag.requests.clear()
         _check_places(self.gather((progress.epoch, progress.step, progress.epoch_batch)))
         self._drift.begin(progress.step)
@@ -506,7 +518,9 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         own, rest = self.take(state, name, strict=False)
         if is_in_mode(self, ENTRIES):
             return super().load_state_dict(rest, strict)
-        saved, world, is_known = RankStates.parse(name, own), self._mesh().dp_world_size, self._is_parallel
+        saved = RankStates.parse(name, own)
+        world = self._mesh().dp_world_size
+        is_known = self._is_parallel
         super().load_state_dict(saved.state_for(self, rest, self._own_share, world, is_known=is_known), strict)
         saved.warn_of_others(type(self), self.rank, world)
         is_waiting = not is_known and self.loader_position.is_restored

@@ -91,7 +91,8 @@ class EMAAddon(AddOnBase):
         super().__init__(*args, **kwargs)
         if averaging not in _AVERAGES:
             raise ConfigError(f"averaging={averaging!r}; write averaging='exponential' or averaging='uniform'")
-        self.averaging, self.average_start = averaging, check_count("average_start", average_start, least=0)
+        self.averaging = averaging
+        self.average_start = check_count("average_start", average_start, least=0)
         self.averaged = 0  # The epochs in a uniform average.
         if not isinstance(decay, (int, float, np.floating)) or isinstance(decay, bool) or not 0 <= decay < 1:
             raise ConfigError(f"decay={decay!r}; it must be a number in [0, 1), for instance 0.999")

@@ -95,9 +95,10 @@ class TensorParallelEngine(Engine):
     def _finish_outside_of_compiled(self, modules: Mapping[str, nn.Module]) -> None:
         """Let compiled code, where there is any, take no tensor that is still under way between the ranks."""
         compiled = [*self._compiled, *(name for name, each in modules.items() if is_compiled(each))]
-        for name in self._styles if compiled else ():
-            if not any(f"{name}.".startswith(f"{block}.") for block in compiled):
-                modules[name].register_forward_hook(_finish)
+        if compiled:
+            for name in self._styles:
+                if not any(f"{name}.".startswith(f"{block}.") for block in compiled):
+                    modules[name].register_forward_hook(_finish)
 
     def evaluation_context(self) -> AbstractContextManager[None]:
         """Compute losses of logits that the plan leaves in parts without gathering them."""
@@ -314,7 +315,8 @@ class TensorParallelAddon(DistributedAddon):
         """Divide the parameters of these layers in a plan."""
         if plan.world_size == 1:
             return
-        ranks, modules = plan.mesh.get("tensor", 1), dict(self.unwrap().named_modules())
+        ranks = plan.mesh.get("tensor", 1)
+        modules = dict(self.unwrap().named_modules())
         for name, style in self.styles().items():
             for key, dimension in divided_dimensions(style, modules[name]).items():
                 if part := plan.memory.parts.get(f"{name}.{key}" if name else key):  # One of two tied names.
@@ -370,12 +372,14 @@ class TensorParallelAddon(DistributedAddon):
 
     def batch_context(self) -> AbstractContextManager[None]:
         """Compute losses of logits that the plan leaves in parts without gathering them."""
-        engine, inner = self._tensor_engine, super().batch_context()
+        engine = self._tensor_engine
+        inner = super().batch_context()
         return inner if engine is None else both(inner, engine.divided_loss())
 
     def forward_context(self) -> AbstractContextManager[None]:
         """In the first forward of training, look for random numbers that are drawn for a part of an activation."""
-        inner, engine = super().forward_context(), self._tensor_engine
+        inner = super().forward_context()
+        engine = self._tensor_engine
         if engine is None or self._is_checked or not torch.is_grad_enabled():
             return inner
         self._is_checked = True

@@ -207,7 +207,8 @@ class ThroughputAddon(AddOnBase):
         elif began is not None:
             self._meter.seconds.append(self._meter.ended - began + self._meter.wait)
             self._meter.waited += self._meter.wait
-            samples, before = self._meter.new_samples, self._meter.samples
+            samples = self._meter.new_samples
+            before = self._meter.samples
             self._meter.samples = None if samples is None or before is None else before + samples
             self._meter.batches += self._meter.new_batches
             if self.throughput_tokens is None:

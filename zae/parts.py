@@ -381,7 +381,8 @@ class Precision:
     is_scaled = False
 
     def __init__(self, name: str = "fp32", weights: torch.dtype | None = None) -> None:
-        self.name, self.weights = name, weights
+        self.name = name
+        self.weights = weights
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

@@ -17,21 +17,30 @@ from torch import nn
 from zae.errors import ConfigError, did_you_mean
 
 __all__ = [
-    "Prepared", "check_arguments", "check_given", "check_loader", "check_made", "check_plain", "load_library", "make",
-]  # fmt: skip
+    "Prepared",
+    "check_arguments",
+    "check_given",
+    "check_loader",
+    "check_made",
+    "check_plain",
+    "load_library",
+    "make",
+]
 
 _INSTEAD = {
     **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), "train with DeepSpeedAddon: deepspeed_config={{...}}"),
     "fsdp_plugin": "train with FSDPAddon",
-    **dict.fromkeys(("megatron_lm_plugin", "parallelism_config"), "train with FSDPAddon, TensorParallelAddon or both: "
-                    "mesh={{'shard': 2, 'tensor': 2}}"),
+    **dict.fromkeys(
+        ("megatron_lm_plugin", "parallelism_config"),
+        "train with FSDPAddon, TensorParallelAddon or both: mesh={{'shard': 2, 'tensor': 2}}",
+    ),
     "torch_tp_plugin": "train with TensorParallelAddon: tensor_plan={{...}}",
     "gradient_accumulation_steps": "write Task.add_on(AccelerateAddon, GradientAccumulationAddon), "
     "gradient_accumulation_steps={value}",
     "dynamo_backend": "write Task.add_on(AccelerateAddon, CompileAddon)",
     "split_batches": "divide the batch_size of the loader by the number of ranks, each of which has its own batches",
     "dispatch_batches": "let each rank read its own share",
-}  # fmt: skip
+}
 """What zae does itself, or another engine does, and what to write instead."""
 
 _SWITCHES = {
@@ -98,7 +107,8 @@ def check_arguments(given: Any, slots: Collection[str]) -> dict[str, Any]:
     """Return a copy of the arguments of an Accelerator; refuse what zae does in another way."""
     if not isinstance(given, Mapping | None):
         raise ConfigError(f"accelerator_args is {given!r:.80}; give a dict of arguments of Accelerator by name")
-    found, known = dict(given or {}), list(inspect.signature(load_library().Accelerator).parameters)
+    found = dict(given or {})
+    known = list(inspect.signature(load_library().Accelerator).parameters)
     _check(found, slots)
     if unknown := [name for name in found if name not in known]:
         raise ConfigError(
@@ -121,8 +131,9 @@ def check_given(accelerator: Any, slots: Collection[str], devices: int, launched
         )
     _check(_settings_of(accelerator) | _launched_plugins(), slots)
     if (kind := accelerator.distributed_type.name) not in _KINDS:
-        raise ConfigError(f"the Accelerator has the distributed type {kind}; AccelerateAddon trains with "
-                          f"{', '.join(_KINDS)}")  # fmt: skip
+        raise ConfigError(
+            f"the Accelerator has the distributed type {kind}; AccelerateAddon trains with {', '.join(_KINDS)}"
+        )
 
 
 def check_made(accelerator: Any, device: torch.device, rank: int, world: int) -> None:
@@ -154,8 +165,10 @@ def check_plain(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> None:
     """Refuse optimizers and schedulers that an Accelerator has wrapped: they would be stepped in its way."""
     for each in (*optimizers, *schedulers):
         if type(each).__module__.partition(".")[0] == "accelerate":
-            raise ConfigError(f"a {type(each).__name__} was prepared by an Accelerator already; give the trainer the "
-                              "one inside, which it prepares")  # fmt: skip
+            raise ConfigError(
+                f"a {type(each).__name__} was prepared by an Accelerator already; give the trainer the "
+                "one inside, which it prepares"
+            )
 
 
 def make(arguments: Mapping[str, Any], device: torch.device, world: int) -> Any:
@@ -211,10 +224,13 @@ class Prepared:
     """
 
     def __init__(self, accelerator: Any, model: nn.Module) -> None:
-        self.accelerator, self._model = accelerator, model
+        self.accelerator = accelerator
+        self._model = model
         if getattr(model, _MARK, False):
-            raise ConfigError(f"the {type(model).__name__} was prepared by an Accelerator already; give the trainer "
-                              "the model itself, which it prepares")  # fmt: skip
+            raise ConfigError(
+                f"the {type(model).__name__} was prepared by an Accelerator already; give the trainer "
+                "the model itself, which it prepares"
+            )
         self._own_forward = {key: value for key, value in vars(model).items() if key == "forward"}
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
@@ -234,11 +250,11 @@ class Prepared:
     def places(self) -> dict[str, list[int]]:
         """Return the numbers of the model, the optimizers and the schedulers in a folder of the Accelerator."""
         own = {"model": [self._model], "optimizer": self._optimizers, "scheduler": self._schedulers}
-        lists = {name: getattr(self.accelerator, f"_{name}s") for name in own}
-        return {
-            name: [next(i for i, held in enumerate(lists[name]) if held is each) for each in several]
-            for name, several in own.items()
-        }
+        found: dict[str, list[int]] = {}
+        for name, several in own.items():
+            ids = [id(each) for each in getattr(self.accelerator, f"_{name}s")]
+            found[name] = [ids.index(id(each)) for each in several]
+        return found
 
     def custom_objects(self) -> list[Any]:
         """Return what the user has registered with ``register_for_checkpointing``."""

@@ -111,8 +111,10 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         """Use the options of DistributedDataParallel that the Accelerator has; refuse the rest."""
         for handler in handlers:
             if type(handler).__name__ == "InitProcessGroupKwargs":
-                raise ConfigError("accelerator_args has InitProcessGroupKwargs, and zae makes the process group; write "
-                                  "timeout=... and backend=... as options of the trainer")  # fmt: skip
+                raise ConfigError(
+                    "accelerator_args has InitProcessGroupKwargs, and zae makes the process group; write "
+                    "timeout=... and backend=... as options of the trainer"
+                )
             if type(handler).__name__ != "DistributedDataParallelKwargs":
                 continue
             defaults = vars(type(handler)())
@@ -120,8 +122,10 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
             self.find_unused_parameters = self.find_unused_parameters or given.pop("find_unused_parameters", False)
             if given:
                 name, value = next(iter(given.items()))
-                raise ConfigError(f"DistributedDataParallelKwargs has {name}={value!r}, which AccelerateAddon does not "
-                                  "use; leave it out")  # fmt: skip
+                raise ConfigError(
+                    f"DistributedDataParallelKwargs has {name}={value!r}, which AccelerateAddon does not "
+                    "use; leave it out"
+                )
 
     # ----------------------------------------------------------------------------------------- model and optimizers
 
@@ -153,7 +157,8 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
 
     def teardown(self) -> None:
         """Take the objects from the Accelerator, which stays."""
-        prepared, self._prepared_parts = self._prepared_parts, None
+        prepared = self._prepared_parts
+        self._prepared_parts = None
         if prepared is not None:
             prepared.release()
         super().teardown()
@@ -215,8 +220,10 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
             The folder, or a file of it, is missing, is damaged or contains other objects, or does not fit the trainer.
         """
         if unknown := [name for name in parts if name not in folders.PARTS]:
-            raise ConfigError(f"parts has {unknown[0]!r}{did_you_mean(unknown[0], folders.PARTS)}; available: "
-                              f"{', '.join(folders.PARTS)}")  # fmt: skip
+            raise ConfigError(
+                f"parts has {unknown[0]!r}{did_you_mean(unknown[0], folders.PARTS)}; available: "
+                f"{', '.join(folders.PARTS)}"
+            )
         self.engine.rendezvous("load_accelerate_state")
         with self.ready():
             assert self._prepared_parts is not None
@@ -234,7 +241,8 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
             found.check_counts(state["optimizer"], state["scheduler"])
         custom = found.custom_states() if "optimizer" in parts else []
         several: list[Any] = self.gather(found.streams(self.rank)) if "random" in parts else [None]
-        progress, position = self.progress_checker, dict(vars(self.loader_position))
+        progress = self.progress_checker
+        position = dict(vars(self.loader_position))
         self.load_state_dict(state)
         self.progress_checker = progress
         vars(self.loader_position).update(position)

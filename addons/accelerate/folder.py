@@ -38,7 +38,8 @@ def save(accelerator: Any, folder: str | Path, group: Group) -> Path:
     path = Path(folder).expanduser().absolute()
     staging: Path = group.gather(path.with_name(staging_name(path.name)))[0]
     settings = accelerator.project_configuration
-    is_automatic, settings.automatic_checkpoint_naming = settings.automatic_checkpoint_naming, False
+    is_automatic = settings.automatic_checkpoint_naming
+    settings.automatic_checkpoint_naming = False
 
     def begin() -> None:
         if group.rank == 0:
@@ -101,7 +102,9 @@ class Folder:
     """
 
     def __init__(self, path: str | Path, prepared: Prepared) -> None:
-        self.path, self._prepared, self._places = Path(path).expanduser(), prepared, prepared.places()
+        self.path = Path(path).expanduser()
+        self._prepared = prepared
+        self._places = prepared.places()
         if not self.path.is_dir():
             raise CheckpointNotFound(
                 f"there is no folder {self.path}; give one that Accelerator.save_state has written"
@@ -119,12 +122,17 @@ class Folder:
                 f"{self.path} has no {path.name}; give a folder of Accelerator.save_state, of safetensors, "
                 "in which each process had the whole model, without DeepSpeed and FSDP"
             )
-        found = _read_weights(path)
-        found = {name.removeprefix("module.") if name not in (own := module.state_dict()) else name: each
-                 for name, each in found.items()}  # fmt: skip
-        places = {(each.data_ptr(), each.shape): name for name, each in own.items() if name in found and each.numel()}
-        tied = {name: places.get((each.data_ptr(), each.shape)) for name, each in own.items() if name not in found}
-        return found | {name: found[other] for name, other in tied.items() if other is not None}
+        own = module.state_dict()
+        found = {}
+        for name, each in _read_weights(path).items():
+            found[name if name in own else name.removeprefix("module.")] = each
+        # safetensors has one of several names of a tensor: the others get what that one has.
+        name_at = {(each.data_ptr(), each.shape): name for name, each in own.items() if name in found and each.numel()}
+        for name, each in own.items():
+            other = name_at.get((each.data_ptr(), each.shape))
+            if name not in found and other is not None:
+                found[name] = found[other]
+        return found
 
     def states(self, kind: str, names: Sequence[str]) -> dict[str, Any]:
         """Read the states of the optimizers, or of the schedulers, by their names in the trainer."""
@@ -142,8 +150,10 @@ class Folder:
 
     def check_counts(self, optimizers: Mapping[str, Any], schedulers: Mapping[str, Any]) -> None:
         """Refuse schedulers that were stepped once for each process: in zae a step counts once."""
-        slots = [slots for state in optimizers.values() for slots in state.get("state", {}).values()]
-        steps = max((float(each["step"]) for each in slots if "step" in each), default=0.0)
+        steps = 0.0
+        for optimizer_state in optimizers.values():
+            for slots in optimizer_state.get("state", {}).values():
+                steps = max(steps, float(slots.get("step", 0.0)))
         for state in schedulers.values():
             count = state.get("last_epoch", 0)
             if steps and count > steps:
@@ -196,5 +206,6 @@ def _load(path: Path) -> Any:
             f"written it: {str(error).splitlines()[0]:.200}. It was not read; give another folder"
         ) from error
     except (OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointDamaged(f"{path} cannot be read ({type(error).__name__}: {error!s:.200}); give another "
-                                "folder") from error  # fmt: skip
+        raise CheckpointDamaged(
+            f"{path} cannot be read ({type(error).__name__}: {error!s:.200}); give another folder"
+        ) from error

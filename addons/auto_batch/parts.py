@@ -54,7 +54,8 @@ class StepStart:
     def __init__(self, trainer: Any, generators: Any) -> None:
         self._trainer = trainer
         self._generators = generators
-        self._rewind, self._drawn = random_state.rewind(), generators.state_dict()
+        self._rewind = random_state.rewind()
+        self._drawn = generators.state_dict()
         kept = {id(each): each for each in (*trainer.unwrap().parameters(), *trainer.parameters)}
         self._gradients = [(each, None if each.grad is None else each.grad.clone()) for each in kept.values()]
         self._versions: list[tuple[Tensor, int]] = []

@@ -95,7 +95,8 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[Any] = ()) -> None:
         self.items: list[Any] = []
-        self.state, self.control = TrainerState(), TrainerControl()
+        self.state = TrainerState()
+        self.control = TrainerControl()
         self._methods: dict[tuple[str, bool], list[_Method]] = {}
         self.args: Any = None  # Of Transformers' events, in this run.
         self.was_set_up = False

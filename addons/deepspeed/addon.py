@@ -72,7 +72,8 @@ class DeepSpeedEngine(Engine):
 
     def model_state(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the weights in float32, whole on this rank: it gets the parts of the others."""
-        state, zero = super().model_state(module), self.zero
+        state = super().model_state(module)
+        zero = self.zero
         if zero is None or (zero.stage < 3 and not zero.is_bf16):
             return state
         named = dict(module.named_parameters(remove_duplicate=False))
@@ -186,8 +187,10 @@ class DeepSpeedAddon(DistributedAddon):
     def _check_options(self) -> None:
         """Refuse what DeepSpeed cannot train."""
         if len(as_dict(self.optimization.optimizer)) > 1:
-            raise ConfigError("DeepSpeed steps one optimizer, and the trainer has several; give one with several "
-                              "groups, or train with MultiGPUAddon")  # fmt: skip
+            raise ConfigError(
+                "DeepSpeed steps one optimizer, and the trainer has several; give one with several "
+                "groups, or train with MultiGPUAddon"
+            )
         if self.deepspeed_bf16 and not self.zero_stage:
             raise ConfigError("zero_stage=0 has no float32 weights beside those in bfloat16; write zero_stage=1")
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -234,7 +237,8 @@ class DeepSpeedAddon(DistributedAddon):
         """Show the engine as the model."""
         super().setup()
         if self._zero is not None:
-            self.model = self.current_run.wrapped_model = self._zero.engine
+            self.model = self._zero.engine
+            self.current_run.wrapped_model = self.model
 
     def describe(self) -> list[Fact]:
         """Tell the stage, and what it divides."""
@@ -262,15 +266,19 @@ class DeepSpeedAddon(DistributedAddon):
 
     def _divide_by_stage(self, plan: Any) -> None:
         """Divide what the stage divides; the buckets of DeepSpeed are not counted."""
-        memory, ranks = plan.memory, plan.world_size
+        memory = plan.memory
+        ranks = plan.world_size
         if ranks == 1 or self.zero_stage == 0:
             return
         part = -(-sum(each.count for each in memory.parts.values() if each.is_trained) // ranks)
-        gradients, optimizer = memory.gradients, memory.optimizer
+        gradients = memory.gradients
+        optimizer = memory.optimizer
         memory.held["float32 weights and optimizer"] = 4 * part + optimizer // ranks
         memory.held["gradients"] = 4 * part if self.zero_stage > 1 else gradients
         for each in memory.parts.values():
-            each.itemsize, each.is_trained, each.slots = 2 if self.deepspeed_bf16 else 4, False, 0.0
+            each.itemsize = 2 if self.deepspeed_bf16 else 4
+            each.is_trained = False
+            each.slots = 0.0
             if self.zero_stage == 3:
                 each.divide(0, ranks)
 
@@ -278,9 +286,11 @@ class DeepSpeedAddon(DistributedAddon):
         """Refuse a model whose weights DeepSpeed would keep in another precision, or not divide rightly."""
         super()._check_model(model)
         named = dict(model.named_parameters())
-        if any(hasattr(each, mark) for each in named.values() for mark in ("ds_id", "_hp_mapping")):
-            raise ConfigError("DeepSpeed has divided this model for another trainer; make a new model, and load the "
-                              "weights of the other one: trainer.save_model(path), apply_weights(path)")  # fmt: skip
+        if any(hasattr(each, "ds_id") or hasattr(each, "_hp_mapping") for each in named.values()):
+            raise ConfigError(
+                "DeepSpeed has divided this model for another trainer; make a new model, and load the "
+                "weights of the other one: trainer.save_model(path), apply_weights(path)"
+            )
         check_divisible({"": model})
         if names := [name for name, each in named.items() if each.dtype != torch.float32]:
             kind = str(named[names[0]].dtype).removeprefix("torch.")
@@ -290,8 +300,10 @@ class DeepSpeedAddon(DistributedAddon):
             )
         frozen = [name for name, each in named.items() if not each.requires_grad]
         if frozen and self.deepspeed_bf16:
-            raise ConfigError(f"{', '.join(frozen[:_SHOWN])} is frozen, and deepspeed_bf16=True would round it for "
-                              "good; leave deepspeed_bf16 out")  # fmt: skip
+            raise ConfigError(
+                f"{', '.join(frozen[:_SHOWN])} is frozen, and deepspeed_bf16=True would round it for "
+                "good; leave deepspeed_bf16 out"
+            )
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Start the engine once, with the model and its optimizer."""
@@ -302,8 +314,10 @@ class DeepSpeedAddon(DistributedAddon):
         if self._zero is None:
             self._start(optimizer)
         elif self._zero.optimizer is not optimizer:
-            raise ConfigError("the optimizer was replaced after DeepSpeed has divided it; change its param_groups, or "
-                              "make a new trainer with a new model")  # fmt: skip
+            raise ConfigError(
+                "the optimizer was replaced after DeepSpeed has divided it; change its param_groups, or "
+                "make a new trainer with a new model"
+            )
 
     def _start(self, optimizer: Optimizer) -> None:
         model = self.unwrap()
@@ -312,6 +326,7 @@ class DeepSpeedAddon(DistributedAddon):
         if self.zero_stage:
             allowed = self._config.get("zero_allow_untested_optimizer", False) is True
             settings.check_kind(optimizer, allowed)
+        # Rank 0 sends its buffers; DeepSpeed sends the weights.
         broadcast(each for each in model.buffers() if each.numel())
         filled = self._fill(self.world_size)
         engine = self.engine.find(DeepSpeedEngine)
@@ -319,7 +334,8 @@ class DeepSpeedAddon(DistributedAddon):
         engine.zero = Zero(load_library(self.device), model, optimizer, filled)
 
     def _fill(self, world: int, batch: int | None = None) -> Any:
-        windows, clip = self.step_window.batches_of(batch, world), self.optimization.gradient_clip
+        windows = self.step_window.batches_of(batch, world)
+        clip = self.optimization.gradient_clip
         option = f"gradient_accumulation_steps={windows}"
         if self.step_window.samples is not None:
             option = f"global_batch_size={self.step_window.samples}"
@@ -364,7 +380,8 @@ class DeepSpeedAddon(DistributedAddon):
         if self._zero is None:
             super().normalize(num_targets)
             return
-        optimization, before = self.optimization, self.optimization.parameters
+        optimization = self.optimization
+        before = self.optimization.parameters
         optimization.parameters = self._zero.gradients()
         try:
             super().normalize(num_targets)
@@ -402,12 +419,6 @@ class DeepSpeedAddon(DistributedAddon):
 
     # ------------------------------------------------------------------------------------------------- the state
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle a model that an engine has divided."""
-        if self._zero is not None:
-            raise ConfigError(
-                f"DeepSpeed has divided the model on {self.world_size} ranks: the trainer cannot be copied or pickled. "
-                "Call save_state (StateManagerAddon) or save_model(path) on every rank, and load the file into a new "
-                "trainer"
-            )
-        return super().__getstate__()
+    def _divided_model(self) -> str:
+        """Return what of the model lies in parts, in words."""
+        return super()._divided_model() if self._zero is None else "DeepSpeed has divided the model"

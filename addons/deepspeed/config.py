@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zae.errors import ConfigError, did_you_mean
+from zae.optim import parameters_of
 
 __all__ = ["ELEMENTWISE", "check_kind", "check_parameters", "fill", "read"]
 
@@ -144,7 +145,7 @@ def fill(config: Mapping[str, Any], truths: Mapping[str, tuple[Any, str]], batch
 def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer of other parameters than those of the model that are trained."""
     own = {id(each): each.requires_grad for each in model.parameters()}
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    held = set(map(id, parameters_of(optimizer)))
     if not own.keys() >= held or not held.issuperset(key for key, is_trained in own.items() if is_trained):
         raise ConfigError(
             "DeepSpeed trains the parameters of the model, all of them in the optimizer; put others into the model, "

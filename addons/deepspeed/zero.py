@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from zae.common.walk import map_tensors
 from zae.distributed.collectives import all_reduce
 from zae.errors import CheckpointMismatch, ConfigError, DistributedError
+from zae.optim import parameters_of
 from zae.optim.state import copy_optimizer
 
 __all__ = ["Zero", "load_library"]
@@ -77,17 +78,20 @@ class Zero:
     """
 
     def __init__(self, library: Any, model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any]) -> None:
-        self._library, self.model, self.optimizer = library, model, optimizer
+        self._library = library
+        self.model = model
+        self.optimizer = optimizer
         self.stage: int = config["zero_optimization"]["stage"]
         self.is_bf16: bool = config["bf16"]["enabled"]
         self.trained = [each for each in model.parameters() if each.requires_grad]
         self.names = {id(each): name for name, each in model.named_parameters()}
         self._shapes = {id(each): each.shape for each in model.parameters()}
         self._used: set[int] = set()
-        self._forwards, self._is_open = 0, False
+        self._forwards = 0
+        self._is_open = False
         self._looks = _LOOKS
         self._stepped = optimizer if self.stage == 0 else _twin(optimizer)
-        self._groups = [each for each in optimizer.param_groups if any(p.requires_grad for p in each["params"])]
+        self._groups = [group for group in optimizer.param_groups if _is_trained(group)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Of what it imports from torch.
             self.engine, self._zero, *_ = library.initialize(
@@ -131,10 +135,13 @@ class Zero:
         if self.stage in (0, 3) or self._looks == 0:
             return
         self._looks -= 1
-        rank, zero = dist.get_rank(), self._zero
+        rank = dist.get_rank()
+        zero = self._zero
         pairs = zip(zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups)
         is_changed = any(not torch.equal(own[rank], flat.detach().to(own[rank].dtype)) for own, flat in pairs)
-        all_reduce(found := torch.tensor(float(is_changed), device=zero.device))
+        # Each rank has looked at its part: where one has found a change, all of them refuse.
+        found = torch.tensor(float(is_changed), device=zero.device)
+        all_reduce(found)
         if found:
             raise ConfigError(
                 "weights were changed in place between two steps, and DeepSpeed keeps them in the optimizer: the "
@@ -150,11 +157,15 @@ class Zero:
         """Add the gradient of a loss of the whole model."""
         if isinstance(loss, Mapping) or kwargs.keys() - {"retain_graph"}:
             what = "one loss for each optimizer" if isinstance(loss, Mapping) else ", ".join(kwargs)
-            raise ConfigError(f"DeepSpeed differentiates one loss by all parameters, and not with {what}; return one "
-                              "loss, or train with MultiGPUAddon")  # fmt: skip
+            raise ConfigError(
+                f"DeepSpeed differentiates one loss by all parameters, and not with {what}; return one "
+                "loss, or train with MultiGPUAddon"
+            )
         if not self._forwards:
-            raise ConfigError("train_step did not call the model that DeepSpeed has wrapped; call all of it, "
-                              "self.model(...), not its parts, or train with MultiGPUAddon")  # fmt: skip
+            raise ConfigError(
+                "train_step did not call the model that DeepSpeed has wrapped; call all of it, "
+                "self.model(...), not its parts, or train with MultiGPUAddon"
+            )
         self.engine.backward(loss, **kwargs)
 
     def check_used(self) -> None:
@@ -173,14 +184,16 @@ class Zero:
         """Return objects whose ``grad`` is this rank's part of the averaged gradients; change it in place."""
         if self.stage == 0:
             return [each for each in self.trained if each.grad is not None]
-        groups = self._zero.averaged_gradients.values()
-        return [SimpleNamespace(grad=part) for group in groups for part in group or ()]
+        parts: list[Tensor] = []
+        for group in self._zero.averaged_gradients.values():
+            parts += group or ()
+        return [SimpleNamespace(grad=part) for part in parts]
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the whole gradients, equal on all ranks."""
         parts = [torch.linalg.vector_norm(each.grad).double().square() for each in self.gradients()]
         square = torch.stack(parts).sum()
-        if self.stage:
+        if self.stage:  # Each rank has squared its parts; in stage 0 it has all of the gradients.
             all_reduce(square)
         return square.sqrt().float()
 
@@ -249,7 +262,8 @@ class Zero:
 
     def _set_part(self, parameter: Tensor, value: Tensor, slot: str = "") -> None:
         """Set this rank's part of a weight, or of a slot of its state, to that of a whole tensor."""
-        key, value = (slot,) if slot else (), value.float()
+        key = (slot,) if slot else ()
+        value = value.float()
         utils = self._library.utils
         if self.stage == 3:  # The function for whole tensors fails where their parts are padded.
             count = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
@@ -287,12 +301,13 @@ class Zero:
         read = self._library.utils.safe_get_full_optimizer_state
         for flat, parameters in self._flats():
             slots = self._stepped.state.get(flat, {})
-            for each in parameters if slots else ():
-                shape = self._shapes[id(each)]
-                self.optimizer.state[each] = {
-                    key: read(each, key).cpu().reshape(shape) if _is_slot(value, flat) else _copy(value)
-                    for key, value in slots.items()
-                }
+            if slots:
+                for each in parameters:
+                    shape = self._shapes[id(each)]
+                    self.optimizer.state[each] = {
+                        key: read(each, key).cpu().reshape(shape) if _is_slot(value, flat) else _copy(value)
+                        for key, value in slots.items()
+                    }
         try:
             yield
         finally:
@@ -322,6 +337,10 @@ class Zero:
         self._settled = self.optimizer.state
 
 
+def _is_trained(group: Mapping[str, Any]) -> bool:
+    return any(each.requires_grad for each in group["params"])
+
+
 def _is_slot(value: Any, flat: Tensor) -> bool:
     """Return whether an entry of a state has an element for each of the parameters."""
     return isinstance(value, Tensor) and value.shape == flat.shape and value.dim() > 0
@@ -336,14 +355,15 @@ def _flat_state(flat: Tensor, states: list[Any], shapes: list[torch.Size]) -> di
     first = states[0] or {}
     made: dict[str, Any] = {}
     is_alike = all(set(each or {}) == set(first) for each in states)
-    for key, value in first.items() if is_alike else ():
-        several = [each[key] for each in states]
-        if key != "step" and all(isinstance(v, Tensor) and v.shape == s for v, s in zip(several, shapes)):
-            made[key] = torch.zeros_like(flat, requires_grad=False)
-        elif value is None or all(bool(torch.as_tensor(v == value).all()) for v in several):
-            made[key] = _copy(value)
-        else:
-            is_alike = False
+    if is_alike:
+        for key, value in first.items():
+            several = [each[key] for each in states]
+            if key != "step" and all(isinstance(v, Tensor) and v.shape == s for v, s in zip(several, shapes)):
+                made[key] = torch.zeros_like(flat, requires_grad=False)
+            elif value is None or all(bool(torch.as_tensor(v == value).all()) for v in several):
+                made[key] = _copy(value)
+            else:
+                is_alike = False
     if not is_alike:
         raise CheckpointMismatch(
             "the parameters of a group have different states in the optimizer, such as steps, and ZeRO keeps "
@@ -354,7 +374,7 @@ def _flat_state(flat: Tensor, states: list[Any], shapes: list[torch.Size]) -> di
 
 def _twin(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the same groups of the same parameters that are trained, and without a state."""
-    held = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+    held = {id(each): each for each in parameters_of(optimizer)}
     twin = copy_optimizer(optimizer, dict(held), state=defaultdict(dict))
     for group in twin.param_groups:
         group["params"] = [each for each in group["params"] if each.requires_grad]

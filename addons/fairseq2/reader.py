@@ -109,7 +109,10 @@ class ReaderLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; the next iteration continues there."""
         self.reader.load_state_dict(state["reader"])
-        self._begin, self._used, self._is_loaded = state["reader"], int(state["used"]), True
+        begin = state["reader"]
+        self._used = int(state["used"])
+        self._begin = begin
+        self._is_loaded = True
 
 
 def check_reader(name: str, reader: Any) -> None:

@@ -282,13 +282,16 @@ class FSDPAddon(DistributedAddon):
         super().__init__(*args, **kwargs)
         if self.meta_init and len(self.devices) > 1 and not dist.is_initialized() and launched_world() is None:
             self._meta.check_sent()
-        self.fsdp_blocks, self.mp_policy, self.compile_blocks = parse_blocks(fsdp_blocks), mp_policy, compile_blocks
+        self.fsdp_blocks = parse_blocks(fsdp_blocks)
+        self.mp_policy = mp_policy
+        self.compile_blocks = compile_blocks
         if not isinstance(compile_blocks, (bool, str)):
             raise ConfigError(f"compile_blocks={compile_blocks!r}; it must be True, False or the name of a backend")
         self.fsdp_methods = parse_methods(self.unwrap(), fsdp_methods)
         if self.cpu_offload and all(each.type == "cpu" for each in self.devices):
-            raise ConfigError("cpu_offload=True moves shards from an accelerator to the host, and there is none here; "
-                              "leave it out")  # fmt: skip
+            raise ConfigError(
+                "cpu_offload=True moves shards from an accelerator to the host, and there is none here; leave it out"
+            )
 
     def build_engine(self) -> Engine:
         """Return the engine that shards the model, and knows how it is divided."""
@@ -346,8 +349,9 @@ class FSDPAddon(DistributedAddon):
 
     def _prepare_alone(self) -> None:
         """In one process, compile the blocks, and tell what only ranks do."""
-        for block in self.blocks().values() if self.compile_blocks else ():
-            _compile(block, self.compile_blocks)
+        if self.compile_blocks:
+            for block in self.blocks().values():
+                _compile(block, self.compile_blocks)
         if self.mp_policy is not None:
             _log.warning(
                 "mp_policy is that of sharded parameters, and one process shards none: it computes in the types of the "
@@ -397,7 +401,8 @@ class FSDPAddon(DistributedAddon):
 
     def forward_context(self) -> AbstractContextManager[None]:
         """In the first step of an epoch, look for parameters that were replaced and forwards that change weights."""
-        inner, fsdp = super().forward_context(), self._fsdp
+        inner = super().forward_context()
+        fsdp = self._fsdp
         is_first = torch.is_grad_enabled() and not self.progress_checker.epoch_batch
         if fsdp is None or self.compile_blocks or not is_first:
             return inner

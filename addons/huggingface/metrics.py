@@ -70,7 +70,8 @@ class EvaluationOutputs:
             raise ConfigError("batch_eval_metrics=True needs compute_metrics; give it, or leave batch_eval_metrics out")
         self.compute_metrics = compute_metrics
         self.preprocess_logits = preprocess_logits
-        self.by_batch, self.includes = by_batch, tuple(includes)
+        self.by_batch = by_batch
+        self.includes = tuple(includes)
         self._held: BatchOutputs | None = None
 
     def begin(self) -> None:

@@ -188,7 +188,8 @@ class ConvertedArguments(ConvertedArgumentsBase):
         """Report each argument that nothing has converted, unless it has its default."""
         options = arguments.huggingface_options()
         for each in dataclasses.fields(self.args):
-            name, why = each.name, arguments.REPORTED.get(each.name)
+            name = each.name
+            why = arguments.REPORTED.get(each.name)
             if name in options and CONVERTED.get(name) not in (_convert_optimizer, _convert_step):
                 self.huggingface |= {} if arguments.is_default(self.args, each) else {name: getattr(self.args, name)}
             if arguments.is_default(self.args, each) or name in self.report or name in CONVERTED:
@@ -307,7 +308,8 @@ def _convert_best(args: Any, to: ConvertedArguments) -> None:
 def _convert_step(args: Any, to: ConvertedArguments) -> None:
     """Carry the gradient clip, accumulation, seeds, and precision."""
     to.options["gradient_clip"] = float(args.max_grad_norm or 0.0)
-    to.options["seed"], to.is_deterministic = args.seed, args.full_determinism
+    to.options["seed"] = args.seed
+    to.is_deterministic = args.full_determinism
     if args.gradient_accumulation_steps > 1:
         to.add_on("GradientAccumulationAddon", gradient_accumulation_steps=args.gradient_accumulation_steps)
     precision = getattr(args, "mixed_precision", "no")  # That of the arguments, or of accelerate's environment.

@@ -25,7 +25,7 @@ from zae.distributed.collectives import all_reduce, average, broadcast
 from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError
 from zae.loop.step_output import explain_failure, read_output
-from zae.optim import as_dict
+from zae.optim import as_dict, parameters_of
 from zae.parts import Engine
 
 __all__ = ["PipelineAddon", "PipelineEngine"]
@@ -72,9 +72,8 @@ class PipelineEngine(Engine):
             chain = check_stages(model, self._arrangement, trains, self.dp_world_size)
             # Rank 0 sends all that it has, and each rank keeps what its stages need.
             broadcast(each for each in (*model.parameters(), *model.buffers()) if each.numel())
-            stages = self.place.stages
-            parts.keep_own(model, {id(each) for stage in stages for each in chain.names[stage].values()})
-            chain.keep(stages)
+            parts.keep_own(model, set(map(id, chain.tensors(self.place.stages))))
+            chain.keep(self.place.stages)
             self.chain = chain
         return StagedModel(model)
 
@@ -109,6 +108,7 @@ class PipelineEngine(Engine):
             average(own, self.dp_world_size, self._sum_over_pipelines)
 
     def _sum_over_pipelines(self, tensor: Tensor) -> Tensor:
+        # The ranks with the same stages, one of each pipeline, add up theirs.
         all_reduce(tensor, self._replicate_group)
         return tensor
 
@@ -142,7 +142,7 @@ class PipelineEngine(Engine):
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load the state of the parameters of this rank."""
-        held = [each for group in optimizer.param_groups for each in group["params"]]
+        held = parameters_of(optimizer)
         places = [place for group in state["param_groups"] for place in group["params"]]
         away = {place for place, each in zip(places, held) if each.is_meta}
         kept = {key: each for key, each in state["state"].items() if key not in away}
@@ -249,7 +249,8 @@ class PipelineAddon(DistributedAddon):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.mesh = self.mesh or {"replicate": 1}  # Without sizes, all ranks are one pipeline.
-        self.split, self.pipeline_schedule = check_split(split), pipeline_schedule
+        self.split = check_split(split)
+        self.pipeline_schedule = pipeline_schedule
         self.pipeline_microbatches, self.stages_per_rank = (
             check_count(name, value, optional=True)
             for name, value in (("pipeline_microbatches", pipeline_microbatches), ("stages_per_rank", stages_per_rank))
@@ -261,8 +262,10 @@ class PipelineAddon(DistributedAddon):
     def _check_options(self) -> None:
         """Refuse what a pipeline cannot train."""
         if len(as_dict(self.optimization.optimizer)) > 1:
-            raise ConfigError("a pipeline differentiates one loss by all parameters, and the trainer has several "
-                              "optimizers; give one with several groups, or train with MultiGPUAddon")  # fmt: skip
+            raise ConfigError(
+                "a pipeline differentiates one loss by all parameters, and the trainer has several "
+                "optimizers; give one with several groups, or train with MultiGPUAddon"
+            )
         own = [each for each in type(self).__mro__ if each.__module__.partition(".")[0] != "zae"]
         if names := [each.__name__ for each in own if "backward" in vars(each)]:
             raise ConfigError(
@@ -299,7 +302,8 @@ class PipelineAddon(DistributedAddon):
 
     def wrap_model(self, model: nn.Module) -> Any:
         """Keep the stages of this rank, and prepare what computes them."""
-        wrapped, engine = super().wrap_model(model), self._stages
+        wrapped = super().wrap_model(model)
+        engine = self._stages
         if engine is not None:
             assert engine.chain is not None
             assert engine.place is not None
@@ -347,9 +351,10 @@ class PipelineAddon(DistributedAddon):
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Drop the states of parameters that other ranks have."""
         super().wrap_optimizers(optimizers)
-        for optimizer in optimizers.values() if self._is_parallel else ():
-            for parameter in [each for each in optimizer.state if each.is_meta]:
-                del optimizer.state[parameter]
+        if self._is_parallel:
+            for optimizer in optimizers.values():
+                for parameter in [each for each in optimizer.state if each.is_meta]:
+                    del optimizer.state[parameter]
 
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Refuse batches that the micro-batches do not divide."""
@@ -368,22 +373,22 @@ class PipelineAddon(DistributedAddon):
         """Refuse a loss scale."""
         super().on_run_begin()
         if self._is_parallel and self.precision_part.is_scaled:
-            raise ConfigError("precision='fp16' needs a loss scale, which a schedule does not apply; write "
-                              "precision='bf16'")  # fmt: skip
+            raise ConfigError(
+                "precision='fp16' needs a loss scale, which a schedule does not apply; write precision='bf16'"
+            )
 
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
         """Compute the gradient of one batch with the schedule."""
         if self._runner is None:
             return super().micro_step(batch, count)
-        weighs, found = (
-            count > 1 or self.engine.dp_world_size > 1,
-            Found(f"what {type(self).__name__}.train_step returned"),
-        )
+        weighs = count > 1 or self.engine.dp_world_size > 1
+        found = Found(f"what {type(self).__name__}.train_step returned")
 
         def finish(out: Any, part: Any, rows: int, total: int) -> Tensor:
             values, weight = read_output(out, part, self.sample_weight, type(self), self.mode, self.count_targets)
             try:
-                loss, targets = values["loss"], values.get("num_targets")
+                loss = values["loss"]
+                targets = values.get("num_targets")
                 parts.check_loss(loss)
                 found.add(values, rows, float(weight))
                 if targets is None:
@@ -426,15 +431,9 @@ class PipelineAddon(DistributedAddon):
 
     # --------------------------------------------------------------------------------------------------- the state
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle a model of which this rank has some stages."""
-        if self._chain is not None:
-            raise ConfigError(
-                f"the stages of {type(self.unwrap()).__name__} are on {self.world_size} ranks: the trainer cannot be "
-                "copied or pickled. Call save_state (StateManagerAddon) or save_model(path) on every rank, and load "
-                "the file into a new trainer"
-            )
-        return super().__getstate__()
+    def _divided_model(self) -> str:
+        """Return what of the model lies in parts, in words."""
+        return super()._divided_model() if self._chain is None else f"the stages of {type(self.unwrap()).__name__} are"
 
     # ---------------------------------------------------------------------------------------------------- the plan
 
@@ -449,7 +448,8 @@ class PipelineAddon(DistributedAddon):
     def _keep_heaviest(self, plan: Any) -> None:
         """Keep the parameters of the rank that has most in a plan."""
         if plan.world_size > 1 and self._chain is None:
-            memory, chain = plan.memory, self._divide(self.unwrap())
+            memory = plan.memory
+            chain = self._divide(self.unwrap())
             memory.parts = self._arrangement().heaviest(chain, memory.parts, lambda part: part.bytes)
 
     def _describe_stages(self, plan: Any) -> list[str] | None:

@@ -48,11 +48,14 @@ class Arrangement:
     def __init__(
         self, split: Any, schedule: Schedule, per_rank: int | None, micro_batches: int | None, ranks: int
     ) -> None:
-        self.split, self.schedule, self.ranks = split, schedule, ranks
+        self.split = split
+        self.schedule = schedule
+        self.ranks = ranks
         option = f"stages_per_rank={per_rank}"
         if per_rank is None and isinstance(split, (int, list, tuple)):
             stages = split if isinstance(split, int) else len(split) + 1
-            per_rank, option = stages // ranks, f"split={split!r} on {ranks} ranks"
+            per_rank = stages // ranks
+            option = f"split={split!r} on {ranks} ranks"
             if stages % ranks or not per_rank:
                 raise ConfigError(
                     f"{option} gives {stages} stages, since the first one begins with the model; their number must be "
@@ -101,7 +104,8 @@ class Arrangement:
         lines = [f"{head}{waits}"]
         for stage, rank in enumerate(self.owners):
             held = chain.parameters([stage])
-            elements, weight = sum(each.numel() for each in held), size(sum(each.nbytes for each in held))
+            elements = sum(each.numel() for each in held)
+            weight = size(sum(each.nbytes for each in held))
             where = f"stage {stage} (rank {rank} of the pipeline): {_roots(chain.names[stage])}"
             lines.append(f"{where}; {elements:,} parameters, {weight}")
         return lines

@@ -57,7 +57,8 @@ class Chain:
     """
 
     def __init__(self, model: nn.Module, split: Any, count: int) -> None:
-        self._model, self._modules = model, dict(model.named_modules())
+        self._model = model
+        self._modules = dict(model.named_modules())
         self.begins: list[str] = []
         self._opened: set[str] = set()
         self._chosen: list[nn.Module] = []
@@ -72,7 +73,7 @@ class Chain:
             self.names = self._names_in(graph, stage_of)
         self._check()
         self._computed = [set(each) for each in self.names]
-        used = {id(each) for held in self.names for each in held.values()}
+        used = set(map(id, self.tensors(range(count))))
         rest = {name: each for name, each in _tensors_of(model, "").items() if id(each) not in used}
         self.names[0] |= rest  # What no stage computes with.
 
@@ -172,13 +173,17 @@ class Chain:
         if cuts != sorted(set(cuts)):
             called = sorted(self.begins, key=first.__getitem__)
             raise ConfigError(f"split={self.begins!r} is not in the order of the calls; write split={called!r}")
-        return graph, {node: sum(cut <= index for cut in cuts) for index, node in enumerate(graph.nodes)}, made
+        stage_of = {}
+        for index, node in enumerate(graph.nodes):
+            stage_of[node] = sum(cut <= index for cut in cuts)
+        return graph, stage_of, made
 
     def _program(
         self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], made: Mapping[str, Any], stage: int
     ) -> Program:
         """Return what one stage computes, as code that calls the modules of the model."""
-        again, own = _repeatable(graph), fx.Graph()
+        again = _repeatable(graph)
+        own = fx.Graph()
         passed = _passed(graph, stage_of, again, stage)
         needed = _needed(graph, stage_of, again, stage, passed)
         arguments = [each for each in graph.nodes if each.op == "placeholder" and each in needed]
@@ -221,7 +226,8 @@ class Chain:
         names: list[dict[str, Tensor]] = [{} for _ in range(len(self.begins) + 1)]
         for node in graph.nodes:
             is_read = node.op == "get_attr"
-            for stage in {stage_of[each] for each in node.users} if is_read else (stage_of[node],):
+            where_used = {stage_of[each] for each in node.users} if is_read else {stage_of[node]}
+            for stage in where_used:
                 names[stage].update(self._held(node))
         return names
 
@@ -231,8 +237,10 @@ class Chain:
         found = {}
         for name, each in _tensors_of(module, "").items():
             if id(each) not in known:
-                raise ConfigError(f"split returned a module with {name}, which is not a parameter or buffer of "
-                                  f"{class_name(self._model)}; make the stages of its own modules")  # fmt: skip
+                raise ConfigError(
+                    f"split returned a module with {name}, which is not a parameter or buffer of "
+                    f"{class_name(self._model)}; make the stages of its own modules"
+                )
             found[known[id(each)]] = each
         return found
 
@@ -262,10 +270,16 @@ class Chain:
             if stage not in stages:
                 self.names[stage] = {name: each.detach().to("meta") for name, each in held.items()}
 
+    def tensors(self, stages: Iterable[int]) -> list[Tensor]:
+        """Return the parameters and buffers of some stages, once each."""
+        held: dict[int, Tensor] = {}
+        for stage in stages:
+            held |= {id(each): each for each in self.names[stage].values()}
+        return list(held.values())
+
     def parameters(self, stages: Iterable[int]) -> list[nn.Parameter]:
         """Return the parameters of some stages, once each."""
-        held = {id(each): each for stage in stages for each in self.names[stage].values()}
-        return [each for each in held.values() if isinstance(each, nn.Parameter)]
+        return [each for each in self.tensors(stages) if isinstance(each, nn.Parameter)]
 
 
 def _tensors_of(module: nn.Module, prefix: str) -> dict[str, Tensor]:
@@ -274,13 +288,17 @@ def _tensors_of(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def _size(held: Mapping[str, Tensor]) -> int:
-    return sum(each.numel() for each in {id(each): each for each in held.values()}.values())
+    distinct = {id(each): each for each in held.values()}
+    return sum(each.numel() for each in distinct.values())
 
 
 def _above(paths: Iterable[str]) -> set[str]:
     """Return the paths of the modules that contain one of these."""
-    parts = [path.split(".") for path in paths]
-    return {"", *(".".join(each[:length]) for each in parts for length in range(1, len(each)))}
+    found = {""}
+    for path in paths:
+        while path := path.rpartition(".")[0]:
+            found.add(path)
+    return found
 
 
 def _children(module: nn.Module, prefix: str = "") -> Iterable[str]:
@@ -322,14 +340,12 @@ def _repeatable(graph: fx.Graph) -> set[fx.Node]:
 
 def _passed(graph: fx.Graph, stage_of: Mapping[fx.Node, int], again: set[fx.Node], stage: int) -> list[fx.Node]:
     """Return what a stage passes on: what it or one before has made, and a later one uses."""
-    return [
-        node
-        for node in graph.nodes
-        if node not in again
-        and node.op != "get_attr"
-        and stage_of[node] <= stage
-        and any(stage_of[user] > stage for user in node.users)
-    ]
+    found = []
+    for node in graph.nodes:
+        is_made = node not in again and node.op != "get_attr" and stage_of[node] <= stage
+        if is_made and any(stage_of[user] > stage for user in node.users):
+            found.append(node)
+    return found
 
 
 def _needed(

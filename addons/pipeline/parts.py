@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,17 +55,23 @@ def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], devi
     What was received is in the memory of the host. A rank that does not keep it gets its own value.
     """
     held = dict(_tensors(value))
-    absent = {path: (tuple(each.shape), each.dtype) for path, each in held.items() if each.is_meta}
+    absent = {path: _kind_of(each) for path, each in held.items() if each.is_meta}
+    # Each rank tells which tensors it lacks, and whether it needs them.
     ranks = gather((absent, keeps))
-    rank, made = dist.get_rank(), dict[tuple[Any, ...], Tensor]()
-    kinds = {path: kind for each, _ in ranks for path, kind in each.items()}
-    for path, (shape, dtype) in kinds.items():
+    rank = dist.get_rank()
+    made = dict[tuple[Any, ...], Tensor]()
+    kinds: dict[tuple[Any, ...], _Kind] = {}
+    for absent_there, _ in ranks:
+        kinds |= absent_there
+    # One after another, in an order that all ranks know: the first rank that has a tensor sends it to those that need
+    # it.
+    for path, kind in kinds.items():
         holders = [index for index, (each, _) in enumerate(ranks) if path not in each]
         if not holders:
             continue
         takers = [index for index, (each, takes) in enumerate(ranks) if takes and path in each]
         if rank in takers:
-            received = torch.empty(shape, dtype=dtype, device=device)
+            received = torch.empty(kind.shape, dtype=kind.dtype, device=device)
             _send(received, holders[0], takers, rank)
             made[path] = received.cpu()
         elif rank == holders[0]:
@@ -74,6 +80,7 @@ def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], devi
 
 
 def _send(tensor: Tensor, source: int, takers: Iterable[int], rank: int) -> None:
+    """Send a tensor from one rank to some others, which receive it into theirs."""
     if rank != source:
         dist.recv(tensor, src=source)
         return
@@ -86,24 +93,35 @@ def fill_states(
 ) -> dict[int, dict[str, Any]]:
     """Return the states of all parameters of an optimizer by index: those of other ranks are on the meta device."""
     named: dict[Any, Any] = {key: each for key, each in states.items() if type(key) is not int}  # Of no parameter.
-    own = {
-        index: {
-            key: ("tensor", tuple(each.shape), each.dtype) if isinstance(each, Tensor) else ("value", each)
-            for key, each in state.items()
-        }
-        for index, state in states.items()
-        if index not in named
-    }
+    own = {index: _described(state) for index, state in states.items() if index not in named}
     found: dict[int, dict[str, Any]] = {}
+    # Each rank lists which parameters of its stages have a state, with the shape and the type of each tensor in it.
     for rank in gather(own):
         for index, state in rank.items():
-            found.setdefault(index, {key: _empty(*each) for key, each in state.items()})
+            found.setdefault(index, {key: _empty(each) for key, each in state.items()})
     whole = {index: dict(states[index]) if index in states else found[index] for index in sorted(found)}
     return whole | named
 
 
-def _empty(kind: str, *rest: Any) -> Any:
-    return torch.empty(rest[0], dtype=rest[1], device="meta") if kind == "tensor" else rest[0]
+class _Kind(NamedTuple):
+    """What is sent in place of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _described(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state of a parameter without its tensors."""
+    return {key: _kind_of(each) if isinstance(each, Tensor) else each for key, each in state.items()}
+
+
+def _kind_of(tensor: Tensor) -> _Kind:
+    return _Kind(tuple(tensor.shape), tensor.dtype)
+
+
+def _empty(value: Any) -> Any:
+    """Return a tensor on the meta device in place of what was sent for one; any other value itself."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, _Kind) else value
 
 
 def check_loss(loss: Any) -> None:
@@ -116,6 +134,7 @@ def gradient_norm(gradients: Iterable[Tensor], parameters: Iterable[Tensor], gro
     """Return the norm over the gradients of all stages, in the widest type of the parameters."""
     found = [torch.linalg.vector_norm(each).double().square() for each in gradients]
     square = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
+    # Each rank of the pipeline has squared the gradients of its stages.
     all_reduce(square, group)
     dtypes = [each.dtype for each in parameters]
     return square.sqrt().to(max(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32))

@@ -90,7 +90,8 @@ class StagedModel:
     @contextmanager
     def answering(self, answer: Callable[..., Any]) -> Iterator[None]:
         """Let a function answer the calls within the block."""
-        before, vars(self)["answer"] = vars(self)["answer"], answer
+        before = vars(self)["answer"]
+        vars(self)["answer"] = answer
         try:
             yield
         finally:
@@ -106,7 +107,8 @@ class _Stage(nn.Module):
         self.is_known = False  # Whether torch knows the shapes that it returns.
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
-        is_trial, self.is_known = not self.is_known, True
+        is_trial = not self.is_known
+        self.is_known = True
         number: int = vars(self)["_index"]
         return vars(self)["_runner"].compute(number, int(index), received if number else (), is_trial)
 
@@ -155,8 +157,13 @@ class Runner:
         device: torch.device,
         context: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.place, self._chain, self.model, self._schedule = place, chain, model, schedule
-        self._count, self._device, self._context = micro_batches, device, context
+        self.place = place
+        self._chain = chain
+        self.model = model
+        self._schedule = schedule
+        self._count = micro_batches
+        self._device = device
+        self._context = context
         self._stages = len(place.ranks)
         self._engines: OrderedDict[Any, Any] = OrderedDict()
         self._job: _Job | None = None
@@ -195,7 +202,8 @@ class Runner:
         rows = leading_dimension(batch)
         parts, sizes, size = take_apart(batch, rows, self._count)
         seed = hashlib.sha256(torch.get_rng_state().numpy().tobytes() + str(number).encode()).digest()
-        rewinds, feed = list[Callable[[], None]](), list[dict[str, Any]]()
+        rewinds = list[Callable[[], None]]()
+        feed = list[dict[str, Any]]()
         for part, count in zip(parts, sizes):
             if count:
                 rewinds.append(random_state.rewind())
@@ -221,6 +229,7 @@ class Runner:
     def share(self, value: Any) -> Any:
         """Return the value of the rank with the last stage, on all ranks of the pipeline."""
         held = [value]
+        # What the loss is computed of is on one rank alone, which sends it to the others of its pipeline.
         dist.broadcast_object_list(held, src=self.place.last, group=self.place.group)
         return held[0]
 
@@ -287,11 +296,13 @@ class Runner:
 
     def _compute(self, job: _Job) -> None:
         """Run the schedule for a batch; an error of a stage is raised as it was, with its cause."""
-        self._job, self._error = job, None
+        self._job = job
+        self._error = None
         failure: BaseException | None = None
         try:
             if job.trains:
-                engine, index = self._engine(job), torch.arange(self._count)
+                engine = self._engine(job)
+                index = torch.arange(self._count)
                 target = index if self.place.has_last else None
                 first = (index,) if 0 in self.place.stages else ()
                 engine.step(*first, target=target, return_outputs=False, index=index)
@@ -300,7 +311,8 @@ class Runner:
         except Exception as error:
             failure = self._first_error(error)
         finally:
-            self._job, self._error = None, None
+            self._job = None
+            self._error = None
             self._outputs.clear()
         if failure is not None:
             raise failure
@@ -316,7 +328,9 @@ class Runner:
 
         The schedules of torch do so too, but not where two stages in a row are on one rank (torch 2.13).
         """
-        place, held, sends = self.place, dict[tuple[int, int], Any](), list[tuple[Any, Tensor]]()
+        place = self.place
+        held = dict[tuple[int, int], Any]()
+        sends = list[tuple[Any, Tensor]]()
 
         def send(tensor: Tensor, target: int) -> None:  # No rank waits here, so that none waits for another.
             sends.append((dist.isend(tensor, dst=target, group=place.group), tensor))
@@ -335,7 +349,7 @@ class Runner:
                     if is_new[index]:
                         kinds = self._receive_kinds(source)
                     received = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in kinds]
-                    for each in received:
+                    for each in received:  # What the stage before has computed for this micro-batch.
                         dist.recv(each, src=source, group=place.group)
                 values = self.compute(stage, index, received, False)
                 if stage == self._stages - 1:
@@ -343,7 +357,8 @@ class Runner:
                 elif stage + 1 in place.stages:
                     held[stage, index] = values
                 else:
-                    target, values = place.ranks[stage + 1], [each.contiguous() for each in values]
+                    target = place.ranks[stage + 1]
+                    values = [each.contiguous() for each in values]
                     if is_new[index]:
                         sent = [(list(each.shape), str(each.dtype).removeprefix("torch.")) for each in values]
                         text = bytearray(json.dumps(sent).encode())
@@ -356,7 +371,9 @@ class Runner:
 
     def _receive_kinds(self, source: int) -> list[Any]:
         """Return the shapes and types of what the stage before sends."""
-        dist.recv(size := torch.zeros(1, dtype=torch.int64, device=self._device), src=source, group=self.place.group)
+        # The stage before sends a text with the shapes and types, after its length.
+        size = torch.zeros(1, dtype=torch.int64, device=self._device)
+        dist.recv(size, src=source, group=self.place.group)
         text = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
         dist.recv(text, src=source, group=self.place.group)
         kinds = json.loads(text.cpu().numpy().tobytes())
@@ -439,7 +456,8 @@ def _shapes(values: Any) -> tuple[Any, ...]:
 
 def _check_constants(values: Mapping[str, Any], first: Mapping[str, Any]) -> None:
     """Refuse numbers that differ between the calls of the model: a stage computes with those of the first."""
-    own, others = constants_in(values), constants_in(first)
+    own = constants_in(values)
+    others = constants_in(first)
     if own != others:
         name = next(each for each in {**own, **others} if own.get(each) != others.get(each))
         raise ConfigError(

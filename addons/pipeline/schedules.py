@@ -102,6 +102,7 @@ class Schedule:
         if SCHEDULES.get(self.name) != 1:
             return None
         planned = SimpleNamespace(num_stages=count, group_size=ranks, group_rank=0, stage_index=0, submod=nn.Identity())
-        planned.is_first, planned.is_last = True, count == 1
+        planned.is_first = True
+        planned.is_last = count == 1
         self.make([planned], micro_batches, print)  # It refuses a number of micro-batches that it cannot order.
         return (ranks - 1) / (micro_batches + ranks - 1)

@@ -33,11 +33,15 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, opened: Collection[str], constants: Mapping[str, Any]) -> None:
         super().__init__()
-        self._opened, self._constants, self._modes = opened, constants, _modes()
+        self._opened = opened
+        self._constants = constants
+        self._modes = _modes()
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         """Give the forward its constants as they are, and a placeholder for each other argument."""
-        forward, positional, named = self.root.forward, list[Any](), dict[str, Any]()
+        forward = self.root.forward
+        positional = list[Any]()
+        named = dict[str, Any]()
         for name, each in inspect.signature(forward).parameters.items():
             if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
                 continue
@@ -127,7 +131,8 @@ def trace(model: nn.Module, opened: Collection[str], constants: Mapping[str, Any
         The forward decides by values of tensors, or draws random numbers.
     """
     _check_forward(model, opened)
-    before, streams = set(vars(model)), torch.get_rng_state()
+    before = set(vars(model))
+    streams = torch.get_rng_state()
     made: dict[str, Any] = {}
     try:
         with _unchanged(model, opened):

@@ -41,7 +41,8 @@ def class_name(module: nn.Module) -> str:
 def _is_wanted(wanted: Any, name: str, module: nn.Module) -> bool:
     if isinstance(wanted, type):
         return isinstance(module, wanted)
-    parts, patterns = name.split("."), wanted.split(".")
+    parts = name.split(".")
+    patterns = wanted.split(".")
     fits = len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
     return fits or class_name(module) == wanted
 
@@ -104,24 +105,23 @@ def check_shardable(model: nn.Module, blocks: Iterable[str]) -> None:
 
 def check_divisible(modules: Mapping[str, nn.Module]) -> None:
     """Refuse modules, by name, whose parameters cannot be replaced by their parts."""
-    tensors = {f"{path}.{name}".lstrip("."): p for path, m in modules.items() for name, p in m.named_parameters()}
-    hooked = [name for name, each in tensors.items() if has_gradient_hooks(each)]
+    hooked = []
+    sparse = []
+    for path, module in modules.items():
+        check_tables(module)
+        for name, each in module.named_parameters(path):
+            if has_gradient_hooks(each):
+                hooked.append(name)
+        for name, child in module.named_modules(prefix=path):
+            if getattr(child, "sparse", False) is True:
+                sparse.append(f"{name} ({type(child).__name__})")
     if hooked:
         raise ConfigError(
             f"{', '.join(hooked)} has a hook of its gradient, which would not be called: the parameter is replaced by "
             "its parts. Remove the hook, and override clip() to change the gradients before super().clip()"
         )
-    for module in modules.values():
-        check_tables(module)
-    each_sparse = {
-        f"{path}.{name}".strip("."): type(each).__name__
-        for path, module in modules.items()
-        for name, each in module.named_modules()
-        if getattr(each, "sparse", False) is True
-    }
-    if each_sparse:
-        names = ", ".join(f"{name} ({kind})" for name, kind in each_sparse.items())
-        raise ConfigError(f"{names} has sparse gradients, which cannot be divided; write sparse=False")
+    if sparse:
+        raise ConfigError(f"{', '.join(sparse)} has sparse gradients, which cannot be divided; write sparse=False")
 
 
 def parse_blocks(given: Any, option: str = "fsdp_blocks") -> Any:

@@ -139,11 +139,13 @@ def _send(tensors: list[Tensor]) -> None:
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Group tensors in their order, as many as `BUCKET` bytes hold."""
-    bucket, size = list[Tensor](), 0
+    bucket = list[Tensor]()
+    size = 0
     for tensor in tensors:
         if bucket and size + tensor.nbytes > BUCKET:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(tensor)
         size += tensor.nbytes
     if bucket:

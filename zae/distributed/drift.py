@@ -17,7 +17,9 @@ from zae.errors import DistributedError
 
 __all__ = ["CollectiveCalls", "DriftCheck", "add_failed_rank_note"]
 
-_LEAST, _MOST = 2.0, 20.0  # Seconds in which the others may answer.
+# Seconds in which the others may answer.
+_LEAST = 2.0
+_MOST = 20.0
 _PAUSE = 0.02
 _T = TypeVar("_T")
 _AGAIN = "start the script again: with resume='auto' it continues from the newest checkpoint"
@@ -37,7 +39,9 @@ class CollectiveCalls:
         """Wait until all ranks make this call; raise DistributedError where one makes another call, or none."""
         if (whole := default_store()) is None:
             return
-        store, rank, world = dist.PrefixStore(f"zae/calls/{cls.count}", whole), dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore(f"zae/calls/{cls.count}", whole)
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         who = f"rank {rank} of {world} called {call}"
         remedy = f"Call {call} on every rank, not under `if self.is_main`; only rank 0 writes files"
         try:
@@ -137,14 +141,17 @@ def _find_failed_rank(error: Exception, timeout: float) -> str:
     """
     if is_spawned() or not dist.is_initialized() or dist.get_world_size() == 1 or (store := default_store()) is None:
         return ""
-    rank, world, is_lost = dist.get_rank(), dist.get_world_size(), has_lost_peer(error)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    is_lost = has_lost_peer(error)
     is_late = "timed out" in str(error).lower()
     seconds = min(max(_LEAST, timeout / 20), _MOST) if is_late else _LEAST
     names = [f"zae/failed/{CollectiveCalls.count}/{each}" for each in range(world)]
 
     def collect() -> dict[int, str]:
         store.set(names[rank], "" if is_lost else summarize(error))
-        answers, deadline = dict[int, str](), time.monotonic() + seconds
+        answers = dict[int, str]()
+        deadline = time.monotonic() + seconds
         others = [each for each in range(world) if each != rank] if is_lost else []
         while len(answers) < len(others) and not any(answers.values()) and time.monotonic() < deadline:
             new = [other for other in others if other not in answers and store.check([names[other]])]

@@ -89,7 +89,9 @@ def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:
     """
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own, answered, deadline = uuid.uuid4().hex, dict[int, str](), time.monotonic() + timeout
+    own = uuid.uuid4().hex
+    answered = dict[int, str]()
+    deadline = time.monotonic() + timeout
     if rank:
         store.set(f"zae/rank/{rank}", own)
         name = store.get(f"zae/name/{own}").decode()
@@ -125,7 +127,8 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
     if is_shell or not rank.isdecimal() or not world.isdecimal() or int(world) < 2:
         return {}
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    first, job = _FIRST.match(nodes), environment.get("SLURM_JOB_ID", "")
+    first = _FIRST.match(nodes)
+    job = environment.get("SLURM_JOB_ID", "")
     if first is None or not job.isdecimal():
         raise DistributedError(
             f"srun has started {world} tasks, with SLURM_JOB_NODELIST={nodes!r} and SLURM_JOB_ID={job!r}, from which "

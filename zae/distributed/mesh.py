@@ -69,7 +69,8 @@ class Mesh:
     """
 
     def __init__(self, given: Mapping[str, int], own: Sequence[str], world: int) -> None:
-        sizes, product = dict(given), math.prod(given.values())
+        sizes = dict(given)
+        product = math.prod(given.values())
         rest = next((name for name in _GETS_THE_REST if name in own and name not in sizes), None)
         if world > 1 and rest is not None and world % product == 0:
             sizes[rest] = world // product
@@ -91,7 +92,8 @@ class Mesh:
 
     def dp_rank(self, rank: int) -> int:
         """Return the number of a rank's share of the data."""
-        place, number = self.place(rank), 0
+        place = self.place(rank)
+        number = 0
         for name in self.sizes:
             number = number * self.sizes[name] + place[name] if name in DATA else number
         return number

@@ -278,8 +278,9 @@ def _work(task: Task) -> Any:
     env = {"RANK": task.rank, "LOCAL_RANK": task.rank, "WORLD_SIZE": task.world, "LOCAL_WORLD_SIZE": task.world}
     os.environ.update({key: str(value) for key, value in env.items()})
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
-        os.environ.setdefault(name, str(loopback))
+    if loopback:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, str(loopback))
     _apply(task.settings, task.world)
     device = torch.device(task.devices[task.rank])
     exchange_current(device)

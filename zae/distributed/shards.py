@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from zae.common.walk import has_same_bits, is_sharded, local_part, map_tensors, tensors_in
 from zae.distributed.collectives import all_reduce
 from zae.errors import ConfigError, DistributedError
+from zae.optim import parameters_of
 
 __all__ = [
     "DrawsWatch",
@@ -63,14 +64,19 @@ def check_used(named: Mapping[str, Tensor], step: int, gather: Callable[[Any], l
     found = gather([name for name, each in named.items() if each.grad is not None])
     for rank, names in enumerate(found):
         if names != found[0]:
-            only = [", ".join([each for each in one if each not in other][:_SHOWN]) or "none that the other has not"
-                    for one, other in ((found[0], names), (names, found[0]))]  # fmt: skip
             raise DistributedError(
-                f"ranks have gradients of different parameters: share 0 of the data has {only[0]}, and share {rank} "
-                f"has {only[1]}. Sharded gradients are averaged block by block, so that those of one parameter would "
-                "come into another one. Call all parts of the model on every rank, and multiply what is not wanted by "
-                "0; or train with MultiGPUAddon and find_unused_parameters=True"
+                "ranks have gradients of different parameters: share 0 of the data has "
+                f"{_names_beyond(found[0], names)}, and share {rank} has {_names_beyond(names, found[0])}. Sharded "
+                "gradients are averaged block by block, so that those of one parameter would come into another one. "
+                "Call all parts of the model on every rank, and multiply what is not wanted by 0; or train with "
+                "MultiGPUAddon and find_unused_parameters=True"
             )
+
+
+def _names_beyond(names: Sequence[str], others: Sequence[str]) -> str:
+    """Return those of the names that are not among the others, as text."""
+    only = [name for name in names if name not in others]
+    return ", ".join(only[:_SHOWN]) or "none that the other has not"
 
 
 def full_tensor(tensor: Any) -> Tensor:
@@ -92,7 +98,8 @@ def part_of(tensor: Any) -> str:
     if not is_sharded(tensor):
         return ""
     mesh = tensor.device_mesh
-    place, names = mesh.get_coordinate(), mesh.mesh_dim_names or [f"dimension {axis}" for axis in range(mesh.ndim)]
+    place = mesh.get_coordinate()
+    names = mesh.mesh_dim_names or [f"dimension {axis}" for axis in range(mesh.ndim)]
     divided = [axis for axis, each in enumerate(tensor.placements) if not each.is_replicate()]
     return ", ".join(f"{names[axis]} {place[axis]}" for axis in divided)
 
@@ -126,20 +133,19 @@ def redistribute_like(value: Any, reference: Any) -> Any:
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm of gradients in any layouts: local squares, summed over the dimensions that divide them."""
-    sums: dict[Any, list[Tensor]] = {}
+    squares_over: dict[tuple[Any, ...], list[Tensor]] = {}  # By the process groups that divide the gradient.
     dtypes = []
     for gradient in gradients:
         dtypes.append(gradient.dtype)
-        key, local = None, gradient
-        if is_sharded(gradient):
-            key, local = _dimensions_of(gradient)
-        sums.setdefault(key, []).append(torch.linalg.vector_norm(local).double().square())
+        groups, local = _dimensions_of(gradient) if is_sharded(gradient) else ((), gradient)
+        squares_over.setdefault(groups, []).append(torch.linalg.vector_norm(local).double().square())
     if not dtypes:
         return torch.tensor(0.0)
     total: Any = 0.0
-    for key, squares in sums.items():  # In the order of the parameters, which is the same on every rank.
+    for groups, squares in squares_over.items():  # In the order of the parameters, which is the same on every rank.
         square = torch.stack(squares).sum()
-        for group in () if key is None else key:
+        for group in groups:
+            # Each rank of the group has squared its own part; their sum is that of the whole gradient.
             all_reduce(square, group)
         total = total + square
     norm: Tensor = total.sqrt().to(max(dtypes, key=lambda dtype: torch.finfo(dtype).bits))
@@ -186,11 +192,12 @@ def shard_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any
     """Return a whole state of an optimizer in the layout of its parameters."""
     if "param_groups" not in state:
         return dict(state)
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    places = dict(zip((place for group in state["param_groups"] for place in group["params"]), held))
+    held = parameters_of(optimizer)
     if not any(map(is_sharded, held)):
         return dict(state)
-    made = {key: _all_like(each, places.get(key)) for key, each in state["state"].items()}
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    parameter_at = dict(zip(places, held))
+    made = {key: _all_like(each, parameter_at.get(key)) for key, each in state["state"].items()}
     return {**state, "state": made}
 
 
@@ -247,7 +254,8 @@ class DrawsWatch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, device: torch.device, is_same: Callable[[Any], bool]) -> None:
         super().__init__()
-        self._device, self._is_same = device, is_same  # Whether the ranks have the same tensors; all of them ask.
+        self._device = device
+        self._is_same = is_same  # Whether the ranks have the same tensors; all of them ask.
         self._names = {id(each): name for name, each in model.named_modules()}
         self._inside: list[str] = []
         self._hooks: Sequence[Any] = ()
@@ -281,8 +289,7 @@ class DrawsWatch(TorchFunctionMode):
         made = function(*args, **(kwargs or {}))
         if self._stream() != before:
             taken = [*tensors_in((args, kwargs))]
-            in_parts = any(not place.is_replicate() for each in taken for place in getattr(each, "placements", ()))
-            if in_parts or not self._is_same(taken):
+            if any(map(_is_in_parts, taken)) or not self._is_same(taken):
                 raise ConfigError(
                     f"{function.__name__} in {(self._inside or ['train_step'])[-1] or 'the model'} draws random "
                     "numbers for an activation of which each rank has another part: they would not be those of one "
@@ -296,6 +303,11 @@ class DrawsWatch(TorchFunctionMode):
         if self._device.type != "cpu":
             states.append(getattr(torch, self._device.type).get_rng_state(self._device))
         return [each.numpy().tobytes() for each in states]
+
+
+def _is_in_parts(tensor: Tensor) -> bool:
+    """Return whether each rank has another part of a tensor."""
+    return any(not place.is_replicate() for place in getattr(tensor, "placements", ()))
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

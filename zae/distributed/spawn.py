@@ -89,7 +89,8 @@ def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
     """Start a store for the process group, on one address; return it, and its address for a rank."""
     address = parse_address("tcp://127.0.0.1:0" if init_method is None else init_method)
     if address.scheme == "env":
-        host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        port = os.environ.get("MASTER_PORT", "")
         if not port.isdigit():
             raise ConfigError(
                 f"init_method='env://' and MASTER_PORT={port!r}; set it to a port, or leave init_method out: a free "
@@ -126,7 +127,8 @@ def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
 
 def parse_address(text: Any) -> SplitResult:
     """Return the parts of an ``init_method``; refuse one of which torch could make nothing."""
-    address, why = urlsplit(text if isinstance(text, str) else ""), ""
+    address = urlsplit(text if isinstance(text, str) else "")
+    why = ""
     needed = {"tcp": address.hostname, "env": "env", "file": address.path}.get(address.scheme)
     try:
         _ = address.port
@@ -163,7 +165,8 @@ class _Ranks:
     """The processes of one run, and their reports."""
 
     def __init__(self, tasks: list[Task], show: Callable[..., Any] | None) -> None:
-        self._tasks, self._show = tasks, show
+        self._tasks = tasks
+        self._show = show
         self._processes: list[Any] = []
         self._connections: dict[Any, int] = {}  # The pipe of each rank: a Connection, or on Windows a PipeConnection.
         self._reports: dict[int, Report] = {}
@@ -212,7 +215,8 @@ class _Ranks:
 
     def _wait(self) -> None:
         """Receive reports until every rank has ended, or one has not by its deadline: after a failure, or its work."""
-        open_ends, patience = set(self._connections), self._tasks[0].timeout
+        open_ends = set(self._connections)
+        patience = self._tasks[0].timeout
         while alive := {rank: process for rank, process in enumerate(self._processes) if process.is_alive()}:
             sentinels = [process.sentinel for process in alive.values()]
             limits = [when + patience for rank, when in self._done.items() if rank in alive]

@@ -53,7 +53,8 @@ class StopFlag:
         It is what a rank asked before the last call of this method, so that no step waits for the others; with
         ``waits``, or in a meeting, what one asks now.
         """
-        waits, self.is_meeting = waits or self.is_meeting, False
+        waits = waits or self.is_meeting
+        self.is_meeting = False
         if not waits:
             had_asked = self._receive()
             self._send()
@@ -61,7 +62,8 @@ class StopFlag:
                 return None, []
         reasons, requests = zip(*gather((self.reason, self.requests)))
         self._receive()
-        self.reason, self.requests = None, set()
+        self.reason = None
+        self.requests = set()
         return next((each for each in reasons if each is not None), None), sorted(set().union(*requests))
 
     def drop(self, *, is_failing: bool) -> None:
@@ -78,7 +80,10 @@ class StopFlag:
 
     def _receive(self, patience: float | None = None) -> bool:
         """Wait for what was sent last, and return whether any rank had asked; False where nothing was sent."""
-        work, total, self._work, self._total = self._work, self._total, None, None
+        work = self._work
+        total = self._total
+        self._work = None
+        self._total = None
         if work is None or total is None:
             return False
         work.wait() if patience is None else work.wait(timedelta(seconds=patience))
