@@ -99,6 +99,21 @@ def test_digits_is_killed_and_goes_on_and_is_finished(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
 
 
+def test_usual_is_the_guide_and_a_second_start_finds_nothing_left_to_do(tmp_path, monkeypatch):
+    """The script is the guide's first block, chooses its epoch on `valid`, and is resumed."""
+    monkeypatch.chdir(tmp_path)
+    guide = (EXAMPLES.parent / "docs" / "guide.md").read_text(encoding="utf-8")
+    block = re.search(r"```python\n(.*?)```", guide, re.S)[1]
+    assert (EXAMPLES / "usual.py").read_text(encoding="utf-8").endswith(f'"""\n\n{block}')
+    epoch, accuracy = map(float, matched(r"(\d+) (0\.\d+|1\.0)\n", start("usual.py")))
+    assert 1 <= epoch <= 20
+    assert accuracy >= 0.95
+    assert start("usual.py") == f"{epoch:.0f} {accuracy}\n"
+    lines = (tmp_path / "runs" / "usual" / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [line for line in lines if '"run"' not in line]
+    assert len(records) == 2 * 20  # Training and validation, each epoch once.
+
+
 def test_custom_addon_bites():
     """Where plain SGD stays at one in ten, the add-on's clipping trains."""
     line = r"learning rate 3, clip_ratio {}: test accuracy (0\.\d+)\n"
