@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae.errors import ConfigError
+
 __all__ = [
     "accelerator",
     "alike",
@@ -146,6 +148,7 @@ def move_module(module: nn.Module, device: torch.device) -> None:
     elsewhere = [each for each in module.parameters() if each.device.type != device.type]
     before = torch.__future__.get_swap_module_params_on_conversion()
     if elsewhere and not can_set_data(elsewhere[0], torch.empty(0, device=device)):
+        _refuse_what_is_lost(module, device)
         torch.__future__.set_swap_module_params_on_conversion(True)  # Or `module.to` makes new parameters.
     try:
         module.to(device)
@@ -158,6 +161,21 @@ def move_module(module: nn.Module, device: torch.device) -> None:
         raise
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _refuse_what_is_lost(module: nn.Module, device: torch.device) -> None:
+    """Refuse parameters of which torch would lose something, where it exchanges their tensors as they move."""
+    for name, each in module.named_parameters():
+        if nn.parameter.is_lazy(each):
+            raise ConfigError(
+                f"{name} has no shape yet, and torch cannot move such a parameter to {device.type!r}; call the model "
+                "with one batch before the trainer is made"
+            )
+        if has_gradient_hooks(each):
+            raise ConfigError(
+                f"a hook is registered on {name}, and torch loses the hook as it moves the parameter to "
+                f"{device.type!r}; write model.to('{device}') before the hook is registered"
+            )
 
 
 def has_own_shapes(module: nn.Module) -> bool:

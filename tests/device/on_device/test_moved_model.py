@@ -10,6 +10,7 @@ from torch import nn
 
 from device.on_device.tasks import DEVICE, Task, adamw, data, dense
 from kit.hand import digest
+from zae import ConfigError
 from zae.addons import EMAAddon, FSDPAddon, MultiGPUAddon
 
 
@@ -53,6 +54,25 @@ def test_an_optimizer_that_the_script_has_made(kind, add_ons):
     expected = trained(model, adamw, *add_ons)
     model = make(kind)
     assert trained(model, adamw(model.parameters()), *add_ons) == expected
+
+
+@pytest.mark.parametrize("what", ["no shape yet", "a hook is registered on 0.weight"])
+def test_what_would_be_lost_in_the_move(what):
+    """A device that torch has no name for refuses it; any other one trains as the host does."""
+
+    def run(device):
+        torch.manual_seed(0)
+        first = nn.LazyLinear(8) if what == "no shape yet" else nn.Linear(8, 8)
+        model = nn.Sequential(first, nn.Linear(8, 1))
+        if what != "no shape yet":
+            first.weight.register_hook(lambda gradient: 2 * gradient)
+        return trained(model, adamw, device=device)
+
+    if DEVICE == "cuda":
+        assert run(DEVICE) == run("cpu")
+    else:
+        with pytest.raises(ConfigError, match=what):
+            run(DEVICE)
 
 
 def test_tied_weights_stay_tied():
