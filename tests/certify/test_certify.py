@@ -67,8 +67,12 @@ def certify(capsys: pytest.CaptureFixture[str], script: str, *options: str) -> t
 
 def test_a_right_script_passes(capsys: pytest.CaptureFixture[str]) -> None:
     """A kill at a step, and one in the middle of a save."""
-    status, found = certify(capsys, SCRIPT, "--kills", "2")
+    Path("page.html").touch()
+    status, found = certify(capsys, SCRIPT, "--kills", "2", "-o", "page.html")
     assert status == 0, found
+    page = Path("page.html").read_text()
+    assert "in the middle of writing new.pt" in page
+    assert "kill 2" in page
     tried = {name: each["verdict"] for name, each in found.items() if each["verdict"] != "not tried"}
     assert tried == {"repeatable": "passed", "resume is exact": "passed", "saves survive a kill": "passed"}
 

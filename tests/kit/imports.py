@@ -69,7 +69,7 @@ BUILT_ON: dict[str, frozenset[str]] = {
     "addons.tensor_parallel": frozenset({"addons.distributed"}),
     "report": frozenset({"doctor"}),
     "doctor": frozenset({"addons.state_manager"}),
-    "certify": frozenset({"script", "testing"}),
+    "certify": frozenset({"report", "script", "testing"}),
     "replay": frozenset({"addons.state_manager", "diff", "script"}),
     "tuning.batch_size": frozenset({"addons.accumulation"}),
     "cli.certify": frozenset({"certify"}),

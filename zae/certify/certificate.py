@@ -14,6 +14,7 @@ from signal import Signals
 from typing import Any
 
 from zae.certify.judge import Judgement, compare_whole, forget_unseeded, judge_kill, last_words
+from zae.certify.page import write
 from zae.certify.runs import Attempt, OutOfTime, Run, Script
 from zae.display.answer import Answer
 from zae.errors import ConfigError
@@ -342,7 +343,7 @@ def _answer(found: Certificate, command: Sequence[str], out: str | None, seconds
     end = f"{len(failed)} of {len(tried)} fail" if failed else "all that was tried holds" if not status else "not tried"
     text = _text(data, promises, end)
     if out is not None:
-        _write(Path(out), data, text, end)
+        write(Path(out), data, [run for run, _ in found.runs], text, end)
     return Answer(data, text, status)
 
 
@@ -379,15 +380,3 @@ def _text(data: dict[str, Any], promises: Sequence[Promise], end: str) -> str:
         shown = ["-" if row.get(key) is None else str(row[key]) for key in ("resumed", "parted")]
         lines.append(f"{row['name']:<12}{steps:>12}{shown[0]:>9}{shown[1]:>8}  {row.get('cause') or ''}".rstrip())
     return "\n".join([*lines, "", f"{end}; {len(data['runs'])} runs in {data['seconds']:.0f} s"])
-
-
-def _write(path: Path, data: dict[str, Any], text: str, end: str) -> None:
-    """Write the page: HTML by its ending, else Markdown."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ["# Certificate", "", f"`{' '.join(data['command'])}`: {end}.", ""]
-    lines += ["| promise | verdict | cause | what was found |", "|---|---|---|---|"]
-    for each in data["promises"]:
-        cells = [each["name"], each["verdict"], each["cause"] or "", each["message"]]
-        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
-    lines += ["", "```text", text, "```", "", "Made by `python -m zae certify`.", ""]
-    path.write_text("\n".join(lines), encoding="utf-8")

@@ -27,13 +27,15 @@ _MOST = 100  # Metrics with a curve: a person does not look at a thousand.
 _TITLES = {"lr": "learning rate", "grad_norm": "gradient norm", THROUGHPUT: "throughput (steps/s)"}
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[Run], first: str = "") -> str:
     """Return the page of one run, or of several that are compared.
 
     Parameters
     ----------
     runs : sequence of Run
         Their order is that of their colours.
+    first : str
+        HTML to stand above all else.
 
     Returns
     -------
@@ -56,7 +58,7 @@ def render(runs: Sequence[Run]) -> str:
         "subtitle": subtitle(runs),
         "version": text_of(zae.__version__),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "overview": overview(runs),
+        "overview": first + overview(runs),
         "left_out": left_out,
         "sections": "\n".join(filter(None, (each(runs) for each in SECTIONS))),
         "data": _embed(_payload(runs, metrics[:_MOST])),

@@ -14,7 +14,7 @@ from zae.display.text_plot import Series
 from zae.errors import printable
 from zae.report.records import THROUGHPUT, Run, metrics_of, split_key
 
-__all__ = ["SECTIONS", "overview", "subtitle", "text_of"]
+__all__ = ["SECTIONS", "make_section", "make_table", "overview", "subtitle", "text_of"]
 
 _MOST = 500  # Rows of the table of metrics.
 
@@ -45,8 +45,8 @@ def overview(runs: Sequence[Run]) -> str:
     for at, each in enumerate(facts):
         cells = [_note(*each.get(name, ("-", ""))) for name in names]
         rows.append([_run(runs, at), *cells])
-    table = _table(["run", *map(text_of, names)], rows, "The main numbers of each run")
-    return _section("overview", "Overview", table)
+    table = make_table(["run", *map(text_of, names)], rows, "The main numbers of each run")
+    return make_section("overview", "Overview", table)
 
 
 def _facts(run: Run) -> dict[str, tuple[str, str]]:
@@ -93,8 +93,8 @@ def _metric_table(runs: Sequence[Run]) -> str:
                     rows.append([text_of(key), *name, *_extremes(series)])
     named = ["metric", *(["run"] if len(runs) > 1 else [])]
     headers = [*named, "last", "lowest", "highest", "points", "not finite"]
-    table = _table(headers, rows[:_MOST], "The last, lowest and highest value of each series")
-    return _section("metrics", "Metrics", table) if rows else ""
+    table = make_table(headers, rows[:_MOST], "The last, lowest and highest value of each series")
+    return make_section("metrics", "Metrics", table) if rows else ""
 
 
 def _extremes(series: Series) -> list[str]:
@@ -120,15 +120,15 @@ def _section_for(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
             rows[name] = [_value(each[name]) if name in each else "-" for each in found]
         if len(runs) == 1:
             pairs = "".join(f"<div><dt>{text_of(name)}</dt><dd>{cell}</dd></div>" for name, (cell,) in rows.items())
-            return _section(identifier, identifier.title(), f"<dl class='pairs'>{pairs}</dl>")
+            return make_section(identifier, identifier.title(), f"<dl class='pairs'>{pairs}</dl>")
         headers = ["", *(_run(runs, at) for at in range(len(runs)))]
         same = [[text_of(name), *cells] for name, cells in rows.items() if len(set(cells)) == 1]
         differing = [[text_of(name), *cells] for name, cells in rows.items() if len(set(cells)) > 1]
-        content = _table(headers, differing, "What differs") if differing else "<p>Nothing differs.</p>"
+        content = make_table(headers, differing, "What differs") if differing else "<p>Nothing differs.</p>"
         if same:
-            rest = _table(headers, same, "What is the same")
+            rest = make_table(headers, same, "What is the same")
             content += f"<details><summary>The same in all runs ({len(same)})</summary>{rest}</details>"
-        return _section(identifier, identifier.title(), content)
+        return make_section(identifier, identifier.title(), content)
 
     return section
 
@@ -147,7 +147,7 @@ def _composition(runs: Sequence[Run]) -> str:
             loop = f"<details{' open' if len(runs) == 1 else ''}><summary>The effective loop</summary>{shown}</details>"
         if names or text:
             parts.append(f"{_heading(runs, at)}<ul class='chips'>{chips}</ul>{loop}")
-    return _section("composition", "Composition", "".join(parts)) if parts else ""
+    return make_section("composition", "Composition", "".join(parts)) if parts else ""
 
 
 def _checkpoints(runs: Sequence[Run]) -> str:
@@ -157,11 +157,11 @@ def _checkpoints(runs: Sequence[Run]) -> str:
         for report in run.checkpoints:
             rows = [_checkpoint(each) for each in [*report["checkpoints"], *report.get("crashes", [])]]
             headers = ["checkpoint", "step", "epoch", "score", "size", "ranks", "zae", "state"]
-            table = _table(headers, rows, "Checkpoints") if rows else ""
+            table = make_table(headers, rows, "Checkpoints") if rows else ""
             advice = "".join(f"<li>{text_of(line)}</li>" for line in report["advice"])
             place = f"<p class='quiet place'>{text_of(report['path'])}</p>"
             parts.append(f"{_heading(runs, at)}{place}{table}<ul class='advice'>{advice}</ul>")
-    return _section("checkpoints", "Checkpoints", "".join(parts)) if parts else ""
+    return make_section("checkpoints", "Checkpoints", "".join(parts)) if parts else ""
 
 
 def _checkpoint(each: Mapping[str, Any]) -> list[str]:
@@ -188,8 +188,8 @@ def _processes(runs: Sequence[Run]) -> str:
             name = [_run(runs, at)] if len(runs) > 1 else []
             rows.append([*name, began, _when(each["unix_time"]), text_of(device)])
     headers = [*(["run"] if len(runs) > 1 else []), "process", "time", "device"]
-    table = _table(headers, rows, "When a run was started and resumed")
-    return _section("processes", "Processes", table) if len(rows) > len(runs) else ""
+    table = make_table(headers, rows, "When a run was started and resumed")
+    return make_section("processes", "Processes", table) if len(rows) > len(runs) else ""
 
 
 SECTIONS: tuple[Callable[[Sequence[Run]], str], ...] = (
@@ -211,7 +211,7 @@ def text_of(value: object, kept: str = "") -> str:
     return html.escape(printable(str(value), kept=kept))
 
 
-def _section(identifier: str, title: str, content: str) -> str:
+def make_section(identifier: str, title: str, content: str) -> str:
     """Return a part of the page; the content is HTML already."""
     return f"<section id='{identifier}'><h2>{title}</h2>\n{content}\n</section>"
 
@@ -220,7 +220,7 @@ def _heading(runs: Sequence[Run], at: int) -> str:
     return f"<h3>{_run(runs, at)}</h3>" if len(runs) > 1 else ""
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
+def make_table(headers: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
     """Return a table of cells that are HTML already."""
     head = "".join(f"<th scope='col'>{each}</th>" for each in headers)
     lines = []
