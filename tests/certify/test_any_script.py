@@ -1,0 +1,60 @@
+"""`python -m zae certify` on scripts of users: its verdict is that of the comparison in test_by_hand.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.scripts_that_resume import CASES, MISTAKES
+from zae.cli import main
+
+EVERY_RUN = ("skorch", "ignite, deterministic")
+
+
+def certify(
+    name: str, kills: int, only: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Certify a script in the working folder; return what is said of a promise."""
+    case = CASES[name]
+    command = case.command(Path())
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    options = ["--kills", str(kills), "--only", only, "--json"]
+    if case.resume_with:
+        options += ["--resume-with", " ".join(case.resume_with)]
+    status = main(["certify", *options, *(["--"] if case.launcher else []), *command])
+    said, error = capsys.readouterr()
+    assert status in (0, 1), error
+    promises = {each["name"]: each for each in json.loads(said)["promises"]}
+    assert promises["repeatable"]["verdict"] == "passed", promises
+    return next(each for each_name, each in promises.items() if only in each_name)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in EVERY_RUN else pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES]
+)
+def test_the_verdict_is_that_by_hand(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed at a step ends as one that is not, or the cause is named."""
+    case = CASES[name]
+    found = certify(name, 2, "saves survive" if case.in_save else "resume is exact", capsys, monkeypatch)
+    assert (found["cause"] or "") == case.cause, found
+    assert found["verdict"] == ("failed" if case.cause else "passed")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [each for each in CASES if each not in MISTAKES])
+def test_the_verdict_of_twenty_kills(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not depend on where the kills are."""
+    found = certify(name, 20, "resume is exact", capsys, monkeypatch)
+    assert (found["cause"] or "") == CASES[name].cause, found
