@@ -66,6 +66,10 @@ MISTAKES = {
         ('first_epoch, first_batch = state["epoch"], state["batch"]', 'first_epoch = state["epoch"] + 1'),
     ),
     "nothing is loaded": _mistake("does not resume", ("if os.path.exists(args.checkpoint):", "if False:")),
+    "it saves at the end alone": _mistake(
+        "does not resume",
+        ("if (index + 1) % 10 == 0:", "if (epoch, index) == (args.epochs - 1, len(loader) - 1):"),
+    ),
     "the file is not what torch.load takes": _mistake(
         "cannot load",
         ('"random": torch.get_rng_state(),', '"random": torch.get_rng_state(), "numpy": np.random.get_state(),'),

@@ -196,6 +196,8 @@ class Certificate:
                 )
                 break
             judgement = judge_kill(self.reference, run)
+            if kind == "step" and judgement.verdict == PASSED and not judgement.resumed and not plans.rows:
+                judgement = _judge_without_saves(judgement)
             if kind == "term":
                 judgement = _judge_term(judgement, run)
             self.runs.append((run, judgement))
@@ -216,6 +218,7 @@ class Kills:
         start = base.first("start") or {}
         self.least = start.get("bytes", 0) // 4
         self.saves = _saves(base, self.least)
+        self.rows = [save[0]["row"] for save in self.saves if save[0]["row"] < self.steps]
         self.numbers: dict[str, int] = {}
 
     def next(self, kind: str) -> dict[str, Any] | str:
@@ -227,7 +230,7 @@ class Kills:
 
     def _at_step(self, kind: str, number: int) -> dict[str, Any] | str:
         """Kill after a step after the first checkpoint, away from a save if there is room."""
-        rows = [save[0]["row"] for save in self.saves]
+        rows = self.rows
         after = range(min(rows) + 1 if rows else 1, self.steps)
         if not after:
             return "no checkpoint is written before the last step; let the script save earlier"
@@ -258,6 +261,14 @@ def _saves(base: Attempt, least: int) -> list[list[dict[str, Any]]]:
     for each in base.all("file"):
         groups.setdefault(each["row"], []).append(each)
     return [group for group in groups.values() if any(e["op"] == "torch.save" or e["size"] >= least for e in group)]
+
+
+def _judge_without_saves(judgement: Judgement) -> Judgement:
+    """Judge a run that began anew, of a script that saves nothing before its last step."""
+    return Judgement(
+        FAILED, "does not resume", ["does not resume"], 1,
+        f"{judgement.message}, but nothing is saved before the last step: a kill loses all work", 0,
+    )  # fmt: skip
 
 
 def _judge_term(judgement: Judgement, run: Run) -> Judgement:

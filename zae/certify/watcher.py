@@ -320,6 +320,7 @@ class Watcher:
         if self.is_torn:
             self._tear()
         self.is_busy = True
+        self._end_change()
         self._settle()
         weights = {}
         for name, refs in self.trained.items():
