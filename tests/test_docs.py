@@ -33,8 +33,7 @@ ELSEWHERE = {"addon_examples": "addons/test_addon_examples.py", "addons": "addon
              "fits": "fits/test_fits_page.py",
              "scale": "addons/test_scale.py", "tuning": "tuning/test_tuning_page.py"}  # fmt: skip
 ELSEWHERE |= {path.stem: "addons/test_scale.py" for path in PAGES if path.parent.name == "engines"}
-CONTINUE_README = ["moving/from_a_loop", "moving/from_accelerate", "moving/from_fairseq2", "moving/from_lightning",
-                   "reference/commands"]  # fmt: skip
+CONTINUE_README = ["reference/commands"]
 """Pages whose blocks still need the README's first one before them. All others stand alone."""
 CONTINUE_README += [name_of(path) for path in PAGES
                     if path.parent.name == "addons" and SUMMARY not in path.read_text(encoding="utf-8")]  # fmt: skip
