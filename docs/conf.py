@@ -41,6 +41,7 @@ html_static_path, html_css_files = ["_static"], ["site.css"]
 html_title = "zae"
 html_show_sphinx = False
 html_copy_source = False
+html_search_scorer = str(Path(__file__).parent / "_static" / "search_scorer.js")
 html_show_search_summary = False  # The search would fetch each page it found, which browsers refuse to files.
 
 copybutton_exclude = ".linenos, .gp, .go"  # Copied without prompts and output.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,48 @@ from kit.blocks import DOCS
 from kit.browser import Browser
 
 pytestmark = pytest.mark.browser
+USUAL_TERMS = {
+    "howto/accumulation": ("gradient accumulation", "gradient-accumulation", "accumulate gradients"),
+    "howto/resume": (
+        "resume",
+        "best checkpoint",
+        "checkpoint every n steps",
+        "resume mid epoch",
+        "resume training",
+        "checkpointing",
+        "checkpoint",
+        "best checkpoints",
+        "save checkpoint",
+    ),
+    "engines/data_parallel": ("DDP",),
+    "howto/learning_rate": ("warmup", "learning rate finder", "warm-up", "lr finder", "learning rate schedule"),
+    "howto/early_stopping": ("early stopping", "early stop", "early-stopping"),
+    "howto/mixed_precision": ("mixed precision", "mixed-precision"),
+    "howto/several_processes": ("multi gpu", "multi-gpu"),
+    "features/callbacks": ("callbacks", "callback"),
+    "howto/loggers": ("tensorboard", "wandb"),
+    "howto/reproducibility": ("seed", "seeds", "reproducibility"),
+    "howto/freeze_layers": ("freeze", "freeze layers"),
+    "howto/several_optimizers": ("GAN", "GANs", "multiple optimizers"),
+    "howto/metrics": ("custom metric", "custom metrics"),
+    "howto/nan": ("gradient clipping", "clip gradients", "nan loss"),
+    "howto/clusters": ("slurm",),
+    "features/peft": ("lora", "peft"),
+    "engines/fsdp": ("fsdp", "fsdp2"),
+    "features/search": ("hyperparameter search", "hyperparameters search"),
+    "howto/predictions": ("predict", "prediction"),
+    "howto/out_of_memory": ("out of memory",),
+    "howto/averaged_weights": ("ema",),
+    "engines/tensor_parallel": ("tensor parallel",),
+    "engines/deepspeed": ("deepspeed",),
+    "features/compile": ("torch.compile",),
+    "howto/speed": ("profiler",),
+    "howto/docker": ("docker",),
+    "howto/streams": ("streaming",),
+    "howto/fine_tune": ("fine-tune",),
+}
+"""What people type into the search of a trainer's site, and other forms of it, by the page that answers it."""
+
 PAGES = ("index", "howto/resume", "reference/addons/EMAAddon", "reference/api/trainer", "explanation/composition")
 
 
@@ -67,3 +110,20 @@ def test_the_search_finds_a_public_name(site: Path, browser: Browser, query: str
     browser.wait("location.pathname.endsWith('/search.html') && !!document.querySelector('#search-results li a')")
     browser.wait(f"[...document.querySelectorAll('#search-results li a')].some((a) => a.href.includes('{expected}'))")
     check(browser)
+
+
+def test_the_search_shows_the_page_about_a_usual_term_first(site: Path, browser: Browser) -> None:
+    """Ranked by the search and the scorer of the site, as its page of results does."""
+    browser.open(site / "search.html", ready="true")
+    load = "document.head.append(Object.assign(document.createElement('script'), {src: 'searchindex.js'}))"
+    browser.evaluate(f"void {load}")
+    browser.wait("!!Search._index")
+    wrong = {}
+    for page, queries in USUAL_TERMS.items():
+        for query in queries:
+            browser.evaluate(f"history.replaceState(null, '', '?q=' + encodeURIComponent({json.dumps(query)}))")
+            found = f"Search._performSearch(...Search._parseQuery({json.dumps(query)})).map((each) => each[0])"
+            first = (browser.evaluate(found) or [""])[-1]
+            if first != page:
+                wrong[query] = f"{first}, and not {page}"
+    assert wrong == {}
