@@ -58,3 +58,40 @@ def test_the_verdict_of_twenty_kills(
     """It does not depend on where the kills are."""
     found = certify(name, 20, "resume is exact", capsys, monkeypatch)
     assert (found["cause"] or "") == CASES[name].cause, found
+
+
+ACCUMULATES = """
+import os
+import torch
+
+torch.manual_seed(0)
+data = torch.randn(100, 8, 10)
+model = torch.nn.Linear(10, 1)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+first = 0
+if os.path.exists("last.pt"):
+    state = torch.load("last.pt")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    first = state["batch"]
+for batch in range(first, 100):
+    model(data[batch]).square().mean().backward()
+    if (batch + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+    if (batch + 1) % 10 == 5:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "batch": batch + 1}
+        torch.save(state, "new.pt")
+        os.replace("new.pt", "last.pt")
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_save_within_an_accumulated_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """The gradients of the batches before the save are lost; the page says so."""
+    Path("train.py").write_text(ACCUMULATES)
+    assert main(["certify", "--kills", "1", "--only", "resume", "--json", "train.py"]) == 1
+    promises = json.loads(capsys.readouterr().out)["promises"]
+    found = next(each for each in promises if each["name"] == "resume is exact")
+    assert found["cause"] == "samples"
+    assert "between the batches of an accumulated step" in found["message"]

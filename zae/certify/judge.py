@@ -342,6 +342,12 @@ def _words(
     if cause == "loss scale" and index < count:
         return f"{_WORDS[cause]} ({_text(made[parted]['scale'])}, and {_text(expected[index]['scale'])} without a kill)"
     if cause == "samples":
+        seen, usual = made[parted]["inputs seen"], expected[index]["inputs seen"]
+        if seen < usual:
+            return (
+                f"the step sees {seen} inputs, and {usual} without a kill: the gradients of the others are lost. Was "
+                "the checkpoint saved between the batches of an accumulated step?"
+            )
         same = [i for i, each in enumerate(expected) if each["inputs"] == made[parted]["inputs"]]
         if same and made[parted]["inputs seen"]:
             return f"the batch of step {same[0] + 1} comes again instead of that of step {index + 1}"
