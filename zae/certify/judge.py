@@ -14,6 +14,7 @@ Row = Mapping[str, Any]
 
 _CAUSES = {
     "before": "weights",
+    "frozen": "weights",
     "inputs": "samples",
     "shapes": "samples",
     "state before": "optimizer state",
@@ -31,7 +32,7 @@ _CAUSES = {
 
 _FOLLOWS = ("loss", "gradients", "skipped", "buffers", "after", "state")
 _RESULTS = ("before", "after", "buffers", "skipped")  # What a run is about: all else is a way to it.
-_LASTING = ("after", "state", "hyper", "scale", "buffers")  # What the last row of a right run has in common.
+_LASTING = ("after", "scale", "buffers")  # What the last row of a right run has in common.
 _WORDS = {
     "weights": "the weights that it began with are not those that were saved",
     "samples": "other samples, or another order of them: their position or the order of the epoch is not resumed",
@@ -129,7 +130,15 @@ def _names(attempt: Attempt, rank: int, optimizer: str) -> list[str]:
 
 def _differing(one: Row, other: Row, keys: Sequence[str] = tuple(_CAUSES)) -> list[str]:
     """Return what two rows do not have in common; the state before is known of the first row of a process alone."""
-    return [key for key in keys if key in one and key in other and not _is_same(one[key], other[key])]
+    found = [key for key in keys if key in one and key in other and not _is_same(one[key], other[key])]
+    if not _sees_inputs(one) and one["loaded"] != other["loaded"]:
+        found.append("inputs")
+    return found
+
+
+def _sees_inputs(row: Row) -> bool:
+    """Whether the inputs of a model were seen; else the batches of a loader stand for them."""
+    return bool(row["inputs seen"])
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -224,6 +233,10 @@ def _judge_no_steps(whole: Attempt, killed: Attempt, where: str) -> Judgement:
 def _judge_rank(whole: Attempt, killed: Attempt, again: Attempt, rank: int, run: Run, where: str) -> Judgement:
     """Judge what one rank did after the resume."""
     expected, made = whole.rows(rank), again.rows(rank)
+    if not made:
+        return Judgement(
+            "failed", "skipped work", ["skipped work"], message=f"{where}; rank {rank} makes no step again"
+        )
     done = len(killed.rows(rank))
     start = _align(whole, expected, made[0], rank, done)
     told = f" (rank {rank})" if len(whole.events) > 1 else ""
@@ -231,13 +244,15 @@ def _judge_rank(whole: Attempt, killed: Attempt, again: Attempt, rank: int, run:
         return _judge_weights(whole, expected, made[0], rank, where + told)
     if start == 0 and run.has_saved and done:
         return _judge_first_weights(expected, made, where + told)
-    parted, causes, seen = _part(expected[start:], made, _states_before(expected)[start:])
+    parted, causes, seen = _part(expected, made, start)
     total, count = start + len(made), len(expected)
     if total != count:
         parted = parted if causes else min(len(made), count - start)
         causes.insert(0, "repeated work" if total > count else "skipped work")
     ends = _ends(whole, rank) == _ends(again, rank)
     begun = f"{where}; resumed after step {start}{told}" if start else f"{where}; begun anew{told}"
+    if not causes and ends and not start and run.kill["kind"] != "save":
+        return Judgement("not tried", message=f"{begun}, as no checkpoint was there; the end is the same", resumed=0)
     if not causes and ends:
         notes = f" ({', '.join(seen)} differs, and nothing depends on it)" if seen else ""
         return Judgement("passed", message=f"{begun}, the end is bitwise the same{notes}", resumed=start)
@@ -292,18 +307,20 @@ def _states_before(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _part(expected: Sequence[Row], made: Sequence[Row], states: Sequence[str]) -> tuple[int, list[str], list[str]]:
+def _part(whole: Sequence[Row], made: Sequence[Row], start: int) -> tuple[int, list[str], list[str]]:
     """Return the first row from which on two runs part for good, the causes, and what differs harmlessly."""
+    expected, states = whole[start:], _states_before(whole)[start:]
+    frozen = {each["o"]: each["frozen"] for each in whole if "frozen" in each}
     first: int | None = None
     causes: list[str] = []
     notes: dict[str, None] = {}
     for index, (one, other) in enumerate(zip(expected, made)):
-        keys = _differing({**one, "state before": states[index]}, other)
+        keys = _differing({**one, "state before": states[index], "frozen": frozen.get(other["o"])}, other)
         ways = [key for key in keys if key not in ("random", "state", "after")]
         notes.update(dict.fromkeys(_causes(key for key in keys if key not in ("state", "after"))))
         if first is None and (ways or "after" in keys):
             following = expected[index + 1] if index + 1 < len(expected) else None
-            first, causes = index, _rank(keys, one, following)
+            first, causes = index, _rank(keys, one, other, following)
         if any(key in keys for key in _RESULTS):
             return first or 0, causes, []
     last = min(len(expected), len(made)) - 1
@@ -313,15 +330,16 @@ def _part(expected: Sequence[Row], made: Sequence[Row], states: Sequence[str]) -
     return 0, [], list(notes)
 
 
-def _rank(keys: Sequence[str], row: Row, following: Row | None) -> list[str]:
+def _rank(keys: Sequence[str], row: Row, other: Row, following: Row | None) -> list[str]:
     """Return the causes of a difference in a row, the likeliest first."""
     causes = _causes(keys)
     if "random state" not in causes:
         return causes
     if following is not None and _is_same(row["random"], following["random"]):
         causes.remove("random state")  # The step draws no random number.
-    elif "samples" in causes and row["shuffled"]:
-        causes.remove("random state")  # The order of the epoch that begins here is drawn from the stream of all.
+    elif "samples" in causes and (row["shuffled"] or row["loaded"] == other["loaded"]):
+        # The order of an epoch that begins here is drawn from the stream, or what the loaded samples are mixed with.
+        causes.remove("random state")
         causes.insert(0, "random state")
     return causes
 
@@ -341,6 +359,8 @@ def _words(
         return f"{_WORDS[cause]} (lr {_text(made[parted]['lr'])}, and {_text(expected[index]['lr'])} without a kill)"
     if cause == "loss scale" and index < count:
         return f"{_WORDS[cause]} ({_text(made[parted]['scale'])}, and {_text(expected[index]['scale'])} without a kill)"
+    if cause in ("gradients", "random state") and not _sees_inputs(expected[min(index, count - 1)]):
+        return f"{_WORDS[cause]} (the inputs of the model are not seen; the batches of its loader are the same)"
     if cause == "samples":
         seen, usual = made[parted]["inputs seen"], expected[index]["inputs seen"]
         if seen < usual:

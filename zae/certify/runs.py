@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,8 @@ class Script:
         checkpoints: str | None = None,
         deadline: float = float("inf"),
     ) -> None:
+        if not hasattr(signal, "SIGSTOP"):
+            raise ConfigError("certify stops processes by SIGSTOP, which this system does not have; use WSL on Windows")
         self.origin, self.folder, self.deadline = Path.cwd().resolve(), folder, deadline
         self.command, self.resume_with = _executable(command), list(resume_with)
         self.count = 0
@@ -165,15 +167,11 @@ class Script:
     def _has_saved(self, home: Path, attempt: Attempt) -> bool:
         """Whether a checkpoint lies in the folder of a run that was killed."""
         start = attempt.first("start")
-        least = start["bytes"] // 4 if start else 1
+        if start is None:
+            return False
         root = self.checkpoints if self.is_shared and self.checkpoints is not None else home / "work"
-        written = {each["path"] for each in attempt.all("file")}
-        for file in root.rglob("*"):
-            if file.is_file() and not file.is_symlink() and file.stat().st_size >= least:
-                origin = self.origin / file.relative_to(root)
-                if str(file.resolve()) in written or self.is_shared or not origin.exists():
-                    return True
-        return False
+        found = [each.stat() for each in root.rglob("*") if each.is_file() and not each.is_symlink()]
+        return any(each.st_size >= start["bytes"] // 4 and each.st_mtime >= start["wall"] - 0.1 for each in found)
 
     # --- processes
 
@@ -223,10 +221,9 @@ class Script:
                 for process in processes:
                     _kill_all(process)
         events: dict[int, list[dict[str, Any]]] = {}
-        for file in sorted(log.glob("log-*.jsonl")):
-            lines = [json.loads(line) for line in file.read_text().splitlines()]
-            if lines:
-                events.setdefault(lines[0]["rank"], []).extend(lines)
+        logs = [_read(file) for file in log.glob("log-*.jsonl")]
+        for lines in sorted(filter(None, logs), key=lambda lines: float(lines[0]["wall"])):
+            events.setdefault(lines[0]["rank"], []).extend(lines)
         words = (log / "output.txt").read_bytes()[-8000:].decode(errors="replace")
         return Attempt(events, processes[0].returncode, words, time.monotonic() - began, late)
 
@@ -295,12 +292,32 @@ def _kill_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _read(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a process; a line that a kill has cut off is none."""
+    rows = []
+    for line in file.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    """Yield each process and its parent: as Linux lists them, else by the program ps."""
+    if Path("/proc/self/stat").exists():
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # It has ended.
+                yield int(file.parent.name), int(file.read_text().rpartition(")")[2].split()[1])
+        return
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
+    for line in listed.splitlines():
+        pid, parent = line.split()
+        yield int(pid), int(parent)
+
+
 def _descendants(root: int) -> list[int]:
     """Return a process and what it has started, parents first, as they are now."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
     children: dict[int, list[int]] = {}
-    for line in listed.splitlines():
-        pid, parent = map(int, line.split())
+    for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
     found = [root]
     for pid in found:

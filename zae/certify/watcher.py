@@ -33,7 +33,6 @@ _WORDS = 1 << 16  # 64-bit words of an input that are multiplied by their places
 _SAMPLE = 4096  # Words of a tensor that is hashed in part.
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CHANGES = {"os.rename": "rename", "os.remove": "remove", "os.rmdir": "remove", "os.mkdir": "mkdir"}
-_NOT_USED = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 _LIBRARIES = (
     *("torch", "numpy", "zae", "lightning", "pytorch_lightning", "transformers", "accelerate", "ignite"),
     *("skorch", "deepspeed", "composer", "fastai", "torchtune"),
@@ -59,6 +58,9 @@ class Watcher:
         scaler.step = _wrapped(scaler.step, self._scaled_step)
         sampler = importlib.import_module("torch.utils.data.sampler").RandomSampler
         sampler.__iter__ = _wrapped(sampler.__iter__, self._shuffle)
+        batches = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
+        batches.__init__ = _wrapped(batches.__init__, self._begin_epoch)
+        batches.__next__ = _wrapped(batches.__next__, self._load)
         torch.save = _wrapped(torch.save, self._save)
         sys.addaudithook(self.audit)
         atexit.register(self.end)
@@ -85,7 +87,9 @@ class Watcher:
         self.outside: set[str] = set()
         self.known: dict[int, str] = {}
         self.names: dict[int, str] = {}
-        self.models: dict[int, Any] = {}
+        self.seen: set[int] = set()
+        self.called: dict[int, Any] = {}  # The outermost modules since the last step.
+        self.loaded: list[Any] = []
         self.trained: dict[str, list[Any]] = {}
         self.looks: dict[str, Any] = {}
         self.last: dict[str, str] = {}
@@ -117,30 +121,38 @@ class Watcher:
             names = [self.names.get(id(each), f"parameter {index}") for index, each in enumerate(parameters)]
             self._write({"e": "optimizer", "o": name, "names": names})
         self.rows += 1
-        groups = [{k: v for k, v in each.items() if k not in _NOT_USED} for each in optimizer.param_groups]
+        groups = [{k: each[k] for k in optimizer.defaults if k in each} for each in optimizer.param_groups]
         row: dict[str, Any] = {"e": "step", "n": self.rows, "o": name, "skipped": skipped}
         row |= {"lr": [_number(each.get("lr")) for each in groups], "random": self.random or self._streams()}
         row |= {"shapes": _digest(self.shapes), "inputs seen": len(self.inputs), "time": time.monotonic() - self.began}
         row["shuffled"], self.is_shuffled = self.is_shuffled, False
-        row["hyper"] = _digest([sorted((k, _number(v)) for k, v in each.items()) for each in groups])
+        row["hyper"] = _digest([sorted((k, _option(v)) for k, v in each.items()) for each in groups])
         gradients = [each.grad for each in parameters if each.grad is not None]
-        buffers = [each for ref in self.models.values() if (model := ref()) is not None for each in model.buffers()]
+        models = [model for ref in self.called.values() if (model := ref()) is not None]
+        buffers = [each for model in models for each in model.buffers()]
         sums = {
             **start,
             "after": self._sums(parameters),
             "state": self._state(optimizer, parameters),
             "gradients": self._sums(gradients, _SAMPLE),
             "buffers": self._sums(buffers),
+            "loaded": self.loaded,
             "inputs": self.inputs,
             "loss": self.losses,
             "scale": [] if self.scale is None else [self.scale],
         }
+        if is_new:
+            trained = {id(each) for each in parameters}
+            frozen = [each for model in models for each in model.parameters() if not each.requires_grad]
+            sums["frozen"] = self._sums(each for each in frozen if id(each) not in trained)
         self.inputs, self.shapes, self.losses, self.random, self.scale = [], [], [], None, None
+        self.called, self.loaded = {}, []
 
         self.looks[name] = self._look(parameters)
 
         def finish(found: dict[str, Any], row: dict[str, Any] = row) -> None:
             row |= {key: _digest(found[key]) for key in sums}
+            row["buffers"] = _digest(sorted(found["buffers"]))
             row.setdefault("before", self.last.get(name, ""))
             self.last[name] = row["after"]
             row["parts"] = _parts(found["after"])
@@ -157,6 +169,8 @@ class Watcher:
 
     def before_forward(self, module: Any, args: Any) -> None:
         """Note the outermost module that is called, and the random state before the first one of a step."""
+        if self.torch.compiler.is_compiling():  # What is traced here is compiled into the step.
+            return
         if self.root is None and self.torch.is_grad_enabled():
             self.root = module
             if self.random is None:
@@ -164,11 +178,13 @@ class Watcher:
 
     def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Hash the inputs of the outermost module: the tensors that are no results of others."""
-        if module is not self.root:
+        if self.torch.compiler.is_compiling() or module is not self.root:
             return
         self.root = None
-        if id(module) not in self.models:
-            self.models[id(module)] = weakref.ref(module)
+        if id(module) not in self.called:
+            self.called[id(module)] = weakref.ref(module)
+        if id(module) not in self.seen:
+            self.seen.add(id(module))
             for name, each in module.named_parameters():
                 self.names.setdefault(id(each), name)
         for each in _tensors(self.torch, (args, kwargs)):
@@ -196,6 +212,18 @@ class Watcher:
         """Note that the order of an epoch is drawn from the random stream of the process."""
         self.is_shuffled |= sampler.generator is None and self.torch.is_grad_enabled()
         return original(sampler)
+
+    def _begin_epoch(self, original: Any, batches: Any, loader: Any) -> None:
+        """Note that the seed of workers is drawn from the random stream of the process."""
+        self.is_shuffled |= loader.num_workers > 0 and loader.generator is None and self.torch.is_grad_enabled()
+        original(batches, loader)
+
+    def _load(self, original: Any, batches: Any) -> Any:
+        """Hash the samples of a batch as the loader gives it."""
+        found = original(batches)
+        if self.torch.is_grad_enabled():
+            self.loaded += [self._keyed(each) for each in _tensors(self.torch, found)]
+        return found
 
     # --- files
 
@@ -351,7 +379,7 @@ class Watcher:
         size, count = data.element_size(), data.numel()
         if not count:
             return 0
-        flat = data.reshape(-1)
+        flat = data.contiguous().reshape(-1)
         ratio = 8 // size
         whole = count - count % ratio
         if size < 8 and whole and flat.storage_offset() % ratio:
@@ -368,10 +396,10 @@ class Watcher:
     def _keyed(self, tensor: Any) -> Any:
         """Sum the 64-bit words of a tensor, each times its place."""
         torch = self.torch
-        data = _plain(torch, tensor).reshape(-1)
+        data = _plain(torch, tensor).contiguous().reshape(-1)
         if not data.numel():
             return 0
-        data = data.contiguous().view(torch.uint8)
+        data = data.view(torch.uint8)
         left = data.numel() % 8
         if left or data.storage_offset() % 8:
             data = torch.cat([data, data.new_zeros(8 - left if left else 0)])
@@ -484,6 +512,7 @@ class Watcher:
         size = sum(each.numel() * each.element_size() for each in parameters)
         numbers = sum(each.numel() for each in parameters)
         start = {"e": "start", "rank": self._rank(), "bytes": size, "parameters": numbers, "versions": versions}
+        start["wall"] = time.time()
         self._write(start | {"device": str(parameters[0].device), "seconds": time.monotonic() - self.began})
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -534,6 +563,14 @@ def _tensors(torch: Any, value: Any) -> Iterator[Any]:
 
 def _number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
+
+
+def _option(value: Any) -> Any:
+    """Return an option of an optimizer in one form, as what is loaded may be a list for a tuple, or 1.0 for 1."""
+    value = _number(value)
+    if isinstance(value, (list, tuple)):
+        return [_option(each) for each in value]
+    return float(value) if isinstance(value, int) else value
 
 
 def _digest(value: Any) -> str:

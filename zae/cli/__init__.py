@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, stream) is None:  # The caller has closed it, as ">&-" does; the status is still returned.
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  (until the process ends)
     given = list(sys.argv[1:] if argv is None else argv)
+    if "--resume-with" in given[:-1]:  # Else argparse takes its value, which begins with --, for another option.
+        at = given.index("--resume-with")
+        given[at : at + 2] = [f"{given[at]}={given[at + 1]}"]
     # Only the module of the given command is imported; the help of all commands needs no module.
     name = next((word for word in given if not word.startswith("-")), None)
     parser = _Parser(prog="python -m zae", description="Tools around runs of zae.")

@@ -1,0 +1,66 @@
+"""What the watcher of a script sees: each bit of a weight, the order of samples, and the sitecustomize it hides."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zae.certify import watcher
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+
+
+@pytest.fixture
+def hasher() -> watcher.Watcher:
+    """A watcher that is not installed."""
+    made = watcher.Watcher.__new__(watcher.Watcher)
+    made.torch = torch
+    return made
+
+
+def sum_of(hasher: watcher.Watcher, tensor: torch.Tensor) -> int:
+    return int(hasher._sum(tensor))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 33])
+def test_a_flipped_bit_changes_the_hash(dtype: torch.dtype, count: int, hasher: watcher.Watcher) -> None:
+    """Of any element, also of the last ones, which fill no word, and of a part of a larger tensor."""
+    whole = torch.arange(count + 1).to(dtype)
+    for tensor in (whole[:count], whole[1:]):
+        before, keyed = sum_of(hasher, tensor), int(hasher._keyed(tensor))
+        for index in range(count):
+            changed = tensor.clone()
+            data = changed.view(torch.uint8)
+            data[index * changed.element_size()] ^= 1
+            assert sum_of(hasher, changed) != before
+            assert int(hasher._keyed(changed)) != keyed
+
+
+def test_the_hash_does_not_depend_on_where_a_tensor_lies(hasher: watcher.Watcher) -> None:
+    whole = torch.randn(9)
+    for tensor in (whole[1:], whole[::2], whole.view(3, 3).t()):
+        assert sum_of(hasher, tensor) == sum_of(hasher, tensor.clone())
+    assert int(hasher._keyed(whole[1:])) == int(hasher._keyed(whole[1:].clone()))
+
+
+def test_the_order_of_samples_counts(hasher: watcher.Watcher) -> None:
+    """Within a batch as well, also of one that is hashed in several pieces."""
+    for count in (8, 200_000):
+        batch = torch.arange(count)
+        assert int(hasher._keyed(batch)) != int(hasher._keyed(batch.flip(0)))
+
+
+def test_a_sitecustomize_of_the_user_runs_as_well(tmp_path: Path) -> None:
+    for name, text in {"own": "print('mine')", "watch": Path(watcher.__file__).read_text()}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sitecustomize.py").write_text(text)
+    path = os.pathsep.join([str(tmp_path / "watch"), str(tmp_path / "own")])
+    environment = {**os.environ, "PYTHONPATH": path, watcher.PLAN: '{"folder": "", "roots": []}'}
+    done = subprocess.run([sys.executable, "-c", "0"], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "mine\n"
