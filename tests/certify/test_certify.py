@@ -48,7 +48,8 @@ for epoch in range(2):
         scheduler.step()
         if step % 5 == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
-                     "scheduler": scheduler.state_dict(), "order": begin, "random": torch.get_rng_state()}
+                     "scheduler": scheduler.state_dict(), "random": torch.get_rng_state(),
+                     "order": begin if step % 12 else order.get_state()}
             torch.save(state, "new.pt")
             os.replace("new.pt", "last.pt")
 """
