@@ -168,6 +168,11 @@ class Certificate:
                 f"{last_words(other.attempts[0])}. If it found what the first run left, name it: --checkpoints FOLDER"
             )
         judgement = compare_whole(self.reference, other)
+        written = [each["path"] for each in self.base.all("outside")]
+        if judgement.verdict == FAILED and written:
+            judgement.message += (
+                f". The script writes outside of its folder ({written[0]}), where both runs may find it"
+            )
         self.runs.append((other, judgement))
         self._note(_promise("repeatable", judgement))
         if judgement.verdict == PASSED:

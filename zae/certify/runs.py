@@ -94,6 +94,7 @@ class Script:
                 f"--checkpoints {checkpoints} is outside of the working folder and not empty: its files would be "
                 "resumed from, and lost. Move them, or give another folder"
             )
+        self.has_folder = self.checkpoints is not None and self.checkpoints.is_dir()
         watch = folder / "watch"
         watch.mkdir()
         shutil.copyfile(watcher.__file__, watch / "sitecustomize.py")
@@ -163,6 +164,8 @@ class Script:
         shutil.rmtree(home / "work", ignore_errors=True)
         if self.is_shared and self.checkpoints is not None:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
+            if self.has_folder:
+                self.checkpoints.mkdir()
 
     def _has_saved(self, home: Path, attempt: Attempt) -> bool:
         """Whether a checkpoint lies in the folder of a run that was killed."""

@@ -100,6 +100,8 @@ class Watcher:
         """Hash what an optimizer begins with."""
         if self.pid != os.getpid():
             self._forget()
+        if self._is_captured():
+            return
         name = self._name(optimizer)
         is_new = name not in self.trained
         parameters = _parameters(optimizer)
@@ -113,6 +115,8 @@ class Watcher:
 
     def after_step(self, optimizer: Any, args: Any = (), kwargs: Any = None, skipped: bool = False) -> None:
         """Write the row of a step, and stop here if it is the one to stop at."""
+        if self._is_captured():
+            return
         name, parameters, start = self._name(optimizer), _parameters(optimizer), self.starts.pop()
         if self.file < 0:
             self._open(parameters)
@@ -166,6 +170,11 @@ class Watcher:
             self._tear()
         if self.rows == self.kill.get("at") and self.kill["kind"] in ("step", "term", "worker") and self._is_meant():
             self._stop_here()
+
+    def _is_captured(self) -> bool:
+        """Whether a step goes into a CUDA graph: it is not made now, and what replays it is not seen."""
+        cuda = self.torch.cuda
+        return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
     def before_forward(self, module: Any, args: Any) -> None:
         """Note the outermost module that is called, and the random state before the first one of a step."""
