@@ -192,7 +192,7 @@ class TensorParallelAddon(DistributedAddon):
     mesh_dimensions = ("tensor",)
     traits = ("divides_weights",)
     inside = ("parallel.data",)
-    process_attributes = {"_is_checked": False}
+    process_attributes = {"_is_watched": False}
     excludes = {
         "replicates_weights": "whole gradients are averaged there, and here they are parts; use FSDPAddon with "
         "TensorParallelAddon and mesh={'shard': 2, 'tensor': 2}",
@@ -202,7 +202,7 @@ class TensorParallelAddon(DistributedAddon):
     def __init__(self, *args: Any, tensor_plan: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tensor_plan = {} if tensor_plan is None else tensor_plan
-        self._is_checked = False  # Whether a first step has shown that nothing is drawn for a part of an activation.
+        self._is_watched = False  # Whether a first step has shown that nothing is drawn for a part of an activation.
         if not isinstance(self.tensor_plan, Mapping) or not all(isinstance(name, str) for name in self.tensor_plan):
             raise ConfigError(
                 f"tensor_plan={tensor_plan!r}; give a dict of styles by the path of a module, as in "
@@ -327,7 +327,7 @@ class TensorParallelAddon(DistributedAddon):
     def on_run_begin(self) -> None:
         """Refuse a loss scale, and check the first step again: the modules may have changed."""
         super().on_run_begin()
-        self._is_checked = False
+        self._is_watched = False
         if self._is_parallel and self.precision_part.is_scaled:
             raise ConfigError(
                 "precision='fp16' needs a loss scale, which torch does not have for layers in parts; write "
@@ -337,7 +337,7 @@ class TensorParallelAddon(DistributedAddon):
     def on_step_begin(self, batch: Any) -> None:
         """Compare the first batches of an epoch."""
         super().on_step_begin(batch)
-        if not (self._is_checked and self.progress_checker.epoch_batch):
+        if not (self._is_watched and self.progress_checker.epoch_batch):
             self._compare_batches(batch)
 
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
@@ -380,9 +380,9 @@ class TensorParallelAddon(DistributedAddon):
         """In the first forward of training, look for random numbers that are drawn for a part of an activation."""
         inner = super().forward_context()
         engine = self._tensor_engine
-        if engine is None or self._is_checked or not torch.is_grad_enabled():
+        if engine is None or self._is_watched or not torch.is_grad_enabled():
             return inner
-        self._is_checked = True
+        self._is_watched = True
         # Compiled code would not be watched.
         watch = both(
             torch.compiler.set_stance("force_eager"),

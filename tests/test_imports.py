@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 
@@ -9,9 +10,11 @@ import pytest
 
 import zae.addons
 from kit import imports
+from kit.engines import Task
 from zae.addons.fairseq2 import RegimeAddon
 from zae.addons.huggingface.saving import SavingPart
 from zae.addons.lightning.addon import LightningAddon
+from zae.errors import AddOnConflict
 
 OPTIONAL = (
     *(
@@ -101,6 +104,31 @@ def test_a_name_in_code_is_found_and_one_in_a_message_is_not():
     assert imports.named_in("if 'AMPAddon' in names: pass") == {"AMPAddon"}
     assert imports.named_in("class A(EMAAddon): excludes = {'FSDPAddon': ''}") == {"EMAAddon", "FSDPAddon"}
     assert imports.named_in("raise ValueError('leave AMPAddon out')  # EMAAddon") == set()
+
+
+def test_no_private_name_belongs_to_two_add_ons_that_go_together():
+    """An attribute that one sets in a method would hide a method of the other, or be written by both."""
+    add_ons = [getattr(zae.addons, name) for name in zae.addons.__all__]
+    shared = []
+    for one, other in itertools.combinations(add_ons, 2):
+        alone = [set(one.__mro__) - set(other.__mro__), set(other.__mro__) - set(one.__mro__)]
+        own, others = (set().union(*(imports.private_names(each) for each in classes)) for classes in alone)
+        common = set().union(*(imports.private_names(each) for each in set(one.__mro__) & set(other.__mro__)))
+        shared += [(one, other, names)] if (names := own & others - common) else []
+    assert [pair for pair in shared if can_compose(pair[0], pair[1])] == []
+
+
+def can_compose(*add_ons: type) -> bool:
+    """Return whether add-ons are refused for nothing else than a name."""
+    try:
+        Task.add_on(*add_ons)
+    except AddOnConflict as error:
+        return "both define" in str(error)
+    return True
+
+
+def test_a_private_name_is_found_where_a_class_defines_or_sets_it():
+    assert {"_begin", "_is_checked"} <= imports.private_names(zae.addons.SilentFaultGuardAddon)  # Set; a method.
 
 
 def test_nobody_feels_for_what_an_add_on_may_have():

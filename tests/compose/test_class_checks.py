@@ -740,6 +740,9 @@ def test_names_that_two_classes_mean_as_their_own_are_refused():
     class ThreeAddon(AddOnBase):
         rank_state_attributes = ("_count",)
 
+    class FourAddon(AddOnBase):
+        process_attributes = {"_helper": False}
+
     class Reporting(Task):
         def report(self): ...
 
@@ -750,6 +753,8 @@ def test_names_that_two_classes_mean_as_their_own_are_refused():
         Task.add_on(OneAddon, TwoAddon)
     with pytest.raises(AddOnConflict, match="ThreeAddon and OneAddon both define '_count'"):
         Task.add_on(OneAddon, ThreeAddon)
+    with pytest.raises(AddOnConflict, match="OneAddon and FourAddon both define '_helper'"):
+        Task.add_on(OneAddon, FourAddon)
     with pytest.raises(AddOnConflict, match=r"OneAddon and Reporting both define 'report', .*; rename it in Reporting"):
         Reporting.add_on(OneAddon)
     with pytest.raises(AddOnConflict, match=r"both define 'layer', .*; rename it in Layered"):

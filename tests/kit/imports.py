@@ -6,6 +6,8 @@ Imports inside functions count; those under TYPE_CHECKING do not.
 from __future__ import annotations
 
 import ast
+import inspect
+import textwrap
 from collections.abc import Container
 from functools import cache
 from pathlib import Path
@@ -144,6 +146,18 @@ def named_in(source: str) -> set[str]:
         if isinstance(text, str) and text in known:
             found.add(text)
     return found
+
+
+@cache
+def private_names(cls: type) -> set[str]:
+    """Return the private names that the body of a class of zae defines, and those that its methods set of a trainer."""
+    if not cls.__module__.startswith("zae"):
+        return set()
+    names = set(vars(cls))
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
 
 def felt_for(source: str) -> set[str]:

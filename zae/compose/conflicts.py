@@ -166,7 +166,9 @@ def _root(cls: Any) -> Any:
 
 
 def _own_names(cls: Any) -> dict[str, None]:
-    """Return the names that a class body defines, and the attributes that it declares as state, in order."""
+    """Return the names that a class body defines, and the attributes that it declares, in order."""
     body = cls.__dict__
     defined = [name for name in body if name not in _OURS and not name.startswith("__") and name != "_abc_impl"]
-    return dict.fromkeys((*defined, *body.get("state_attributes", ()), *body.get("rank_state_attributes", ())))
+    kinds = ("state_attributes", "rank_state_attributes", "process_attributes")
+    declared = [name for kind in kinds for name in body.get(kind, ())]
+    return dict.fromkeys((*defined, *declared))
