@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kit.scripts_that_resume import CASES, MISTAKES
+from kit.scripts_that_resume import CASES, MISTAKES, SCRIPTS, TORCHRUN
 from zae.cli import main
 
 EVERY_RUN = ("skorch", "ignite, deterministic")
@@ -95,3 +95,12 @@ def test_a_save_within_an_accumulated_step(capsys: pytest.CaptureFixture[str]) -
     found = next(each for each in promises if each["name"] == "resume is exact")
     assert found["cause"] == "samples"
     assert "between the batches of an accumulated step" in found["message"]
+
+
+@pytest.mark.exhaustive
+def test_the_error_of_a_rank_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not that of torchrun, which says that a rank has failed."""
+    text = SCRIPTS.joinpath("with_ddp.py").read_text()
+    Path("train.py").write_text(text.replace("DistributedSampler(dataset)", "DistributedSampler(dataset, rank=5)"))
+    assert main(["certify", "--", *TORCHRUN, "train.py"]) == 2
+    assert "ValueError: Invalid rank 5" in capsys.readouterr().err

@@ -403,9 +403,9 @@ def _ends(attempt: Attempt, rank: int) -> Any:
 def last_words(attempt: Attempt) -> str:
     """Return the last line that a failed script printed, and its status."""
     lines = [line.strip() for line in attempt.words.splitlines() if line.strip()]
-    error = next(
-        (each for each in reversed(lines) if "Error" in each or "Exception" in each), lines[-1] if lines else ""
-    )
+    errors = [each for each in lines if "Error" in each or "Exception" in each]
+    own = [each for each in errors if "ChildFailedError" not in each]  # torchrun says with it that a rank has failed.
+    error = (own or errors or lines or [""])[-1]
     return f"{error[:300]} (status {attempt.status})"
 
 
