@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import softplus
 
 from kit import faults, hand
 from kit.blocks import find_page, read_dockerfile
@@ -45,6 +47,69 @@ def _catches(pid: int, number: int) -> bool:
     """Return whether a process handles a signal: else the kernel withholds it from process 1 of a container."""
     caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
     return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def _blocks(name: str) -> list[str]:
+    """Return the python blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", find_page(name).read_text(encoding="utf-8"), re.S)
+
+
+def test_the_plain_loop_and_its_checkpoints_need_nothing_of_zae(tmp_path: Path) -> None:
+    """One process trains with zae; another, which cannot import it, trains alone and takes over from its checkpoint."""
+    loop, with_zae, read = _blocks("plain_loop")
+    assert "zae" not in loop + read
+    without = f"import sys\nsys.modules['zae'] = None\n{loop}\n{read}"
+    for code in (f"{loop}\n{with_zae}", without):
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+
+
+def test_the_gan_resumes_between_the_two_steps_of_a_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    page: dict[str, Any] = {}
+    exec(_blocks("dcgan")[0], page)
+    saves = page["GanTask"].add_on(StateManagerAddon)
+    steps_of_an_epoch = 2 * len(page["train"])
+    for max_steps in (3, steps_of_an_epoch + 1, None):
+        model, optimizers = page["make_parts"]()
+        trainer = saves(model, "cpu", optimizer=optimizers, save_path=tmp_path / "gan", resume="auto")
+        trainer.run(2, page["Twice"](page["train"]), max_steps=max_steps)
+    assert trainer.progress_checker.step == 2 * steps_of_an_epoch
+    for name, value in page["model"].state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    assert "random streams" not in caplog.text
+
+
+def test_five_steps_of_the_discriminator_to_one_of_the_generator() -> None:
+    """As the page says it, and by hand: the same weights."""
+    page: dict[str, Any] = {}
+    exec(_blocks("dcgan")[0], page)
+
+    class Five(page["GanTask"]):  # type: ignore[misc]
+        def train_step(self, batch: torch.Tensor) -> dict[str, Any]:
+            fake = self.model.generator(torch.randn(len(batch), 16))
+            judge = self.model.discriminator
+            if self.progress_checker.step % 6 == 5:
+                return {"loss": {"generator": softplus(-judge(fake)).mean()}}
+            return {"loss": {"discriminator": softplus(-judge(batch)).mean() + softplus(judge(fake.detach())).mean()}}
+
+    model, optimizers = page["make_parts"]()
+    Five(model, "cpu", optimizer=optimizers).run(1, page["train"])
+
+    by_hand, optimizers = page["make_parts"]()
+    generator, discriminator = by_hand.generator, by_hand.discriminator
+    for step, real in enumerate(page["train"]):
+        fake = generator(torch.randn(len(real), 16))
+        if step % 6 == 5:
+            turn, loss = "generator", softplus(-discriminator(fake)).mean()
+        else:
+            turn = "discriminator"
+            loss = softplus(-discriminator(real)).mean() + softplus(discriminator(fake.detach())).mean()
+        by_hand.zero_grad()
+        loss.backward()
+        optimizers[turn].step()
+    for name, value in by_hand.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
 
 
 @pytest.mark.exhaustive
