@@ -38,6 +38,7 @@ from zae.addons import (
     TensorParallelAddon,
     WandBLoggerAddon,
 )
+from zae.distributed.ranks import RanksEngine
 
 
 def sharded(engine: Engine) -> bool:
@@ -291,8 +292,9 @@ def test_what_one_rank_calls_alone_works_or_ends_in_words(engine: Engine, tmp_pa
     for each in (trainer, expected):
         each.run(1, data(8 * engine.shares))
     works |= {"save_model", "save_average"} if trainer.engine.can_save_alone else set()
-    trainer.timeout = 0.1
-    trainer.engine = trainer.build_engine()
+    ranks = trainer.engine.find(RanksEngine)
+    assert ranks is not None
+    trainer.timeout = ranks.timeout = 0.1
     for index, (name, call) in enumerate(CALLS.items()):
         if trainer.rank == index % 2 and name in works:
             call(trainer, tmp_path)
@@ -300,8 +302,7 @@ def test_what_one_rank_calls_alone_works_or_ends_in_words(engine: Engine, tmp_pa
             with pytest.raises(DistributedError, match=rf"called {name}, .* did not within 0.1 s.*every rank"):
                 call(trainer, tmp_path)
         dist.barrier()
-    trainer.timeout = 30
-    trainer.engine = trainer.build_engine()
+    trainer.timeout = ranks.timeout = 30
     for each in (trainer, expected):
         each.run(1, data(8 * engine.shares))
     ends = [weights(each) for each in (trainer, expected)]
