@@ -316,6 +316,18 @@ class ReplicatedAddon(AddOnPart):
             self._ddp.find_unused_parameters = self.find_unused_parameters
         return super().wrap_model(model)
 
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Let ``self.model`` be the model itself, with its class, its children and all of its attributes."""
+        before = self.model
+        if self._ddp is not None and self._ddp.replica is not None:
+            self.model = self._ddp.module
+        try:
+            with super().evaluation_context():
+                yield
+        finally:
+            self.model = before
+
     def _check_model(self, model: nn.Module) -> None:
         """Refuse tables whose forward changes weights."""
         super()._check_model(model)

@@ -225,7 +225,7 @@ class FSDPAddon(DistributedAddon):
         it again, on the host, and sends one tensor after another: the weights are those of one process.
     fsdp_methods : list of str
         Other methods of the model than ``forward`` that compute with its parameters and are called from outside of it:
-        ``["encode"]`` for ``self.model.encode(inputs)``.
+        ``["encode"]`` for ``self.model.encode(inputs)``. None of them calls another one, and ``forward`` calls none.
 
     Raises
     ------

@@ -311,6 +311,39 @@ def test_a_step_sees_the_model_itself(world):
     assert distance(trainer, single) < 1e-12
 
 
+@on_ranks(2)
+def test_an_evaluation_finds_the_model_as_one_process_does(world):
+    """Its class, its children, and attributes that have names of DistributedDataParallel, also within a run."""
+
+    class Named(nn.Module):
+        device, logger, join = "own device", "own logger", "own join"
+
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(3, 1, dtype=F64)
+
+        def forward(self, inputs):
+            return 2 * self.module(inputs)
+
+    class Looks(Task):
+        def test_step(self, batch):
+            assert type(self.model) is Named
+            assert [*self.model.children()] == [self.model.module]
+            assert (self.model.device, self.model.logger, self.model.join) == ("own device", "own logger", "own join")
+            output = self.model.module(batch[0])
+            return {"loss": nn.functional.mse_loss(output, batch[1]), "output": output}
+
+    def made(*add_ons):
+        torch.manual_seed(0)
+        return build(Looks, add_ons, model=Named())
+
+    trainer, single = made(MultiGPUAddon), made()
+    trainer.run(2, loader(4 * world, 2, dtype=F64), loader(4, 2, dtype=F64))
+    single.run(2, loader(4 * world, 2 * world, dtype=F64), loader(4, 2, dtype=F64))
+    assert distance(trainer, single) < 1e-12
+    assert trainer.evaluate(loader(6, 2, dtype=F64)) == pytest.approx(single.evaluate(loader(6, 2, dtype=F64)))
+
+
 @on_ranks(2, 3)
 def test_buffers_are_those_of_rank_0(world):
     """A buffer that a forward replaces, and those of a step that was left out."""

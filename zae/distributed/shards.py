@@ -42,8 +42,9 @@ _SHOWN = 10
 _COMPARED = 16  # Steps in all of which ranks compare which parameters have gradients.
 _EXPLAINED = {
     "mixed torch.Tensor and DTensor": "gathers parameters for the forward of the model. Where a step calls another "
-    "method of it, self.model.encode(inputs), write fsdp_methods=['encode']; where it calls a part of the model, or "
-    "computes with parameters, as for a penalty, do that in the forward of the model",
+    "method of it, self.model.encode(inputs), write fsdp_methods=['encode']; where the forward calls that method too, "
+    "let both call a third one. Where a step calls a part of the model, or computes with parameters, as for a penalty, "
+    "do that in the forward of the model",
     "storage of size 0": "has freed the blocks that a gradient of gradients needs; train with MultiGPUAddon",
     "appears to not have been used in the graph": "computes with gathered blocks, not with what parameters() returns; "
     "read the .grad of each parameter in clip(), or train with MultiGPUAddon",
