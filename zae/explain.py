@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from zae.compose.introspect import add_ons_of, hooks_of, is_add_on, is_marked, owners_of
 from zae.compose.options import own_options
+from zae.display.text import terminal_columns, wrapped
 from zae.loop.progress import Every
 
 __all__ = ["LOOP", "Line", "Text", "explain", "lines_of", "shown_option"]
@@ -101,7 +102,8 @@ validate():  # in evaluation mode, without gradients, on its own random streams
 _WINDOW = ("count_targets", "scale_loss", "normalize")  # They act only with several micro-batches or ranks.
 _BLOCKS = ("gradients", "micro_step", "optimizer_step")  # One override may replace all that they call.
 _COLUMN = 46
-_NOTE = 90  # Columns of what is said of an override, in each line.
+_WIDTH = 140  # Columns of the page, where no terminal says how many there are.
+_LEAST_NOTE = 24  # Columns of what is said of an override; a narrower terminal breaks the lines itself.
 _SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 
 
@@ -265,12 +267,16 @@ def _first_sentence(doc: str) -> str:
 def _text(cls: Any, instance: Any) -> str:
     """Return the whole page."""
     lines = lines_of(cls, instance)
-    page = [f"{cls.__name__}, the effective loop; after # are the overrides of a call, outermost first", ""]
+    columns = terminal_columns()
+    note_width = max(_LEAST_NOTE, min(columns or _WIDTH, _WIDTH) - _COLUMN - len("  # ") - 1)
+    title = f"{cls.__name__}, the effective loop; after # are the overrides of a call, outermost first"
+    page = [*wrapped(title, columns, 4), ""]
     for line in lines:
         code = "    " * line.depth + line.text
-        notes = [part for note in line.notes for part in textwrap.wrap(note, _NOTE, subsequent_indent="  ")]
-        if not notes:
+        notes = [part for note in line.notes for part in textwrap.wrap(note, note_width, subsequent_indent="  ")]
+        if not notes or (columns and len(code) > _COLUMN):
             page.append(code)
+            code = ""
         for note in notes:
             page.append(f"{code:<{_COLUMN}}  # {note}")
             code = ""  # The other notes stand below the first one.
@@ -279,7 +285,7 @@ def _text(cls: Any, instance: Any) -> str:
     also = [f"    {name}: {', '.join(o.__name__ for o in owners)}" for name, owners in elsewhere.items() if owners]
     if also:
         page += ["", "called elsewhere:", *also]
-    page += ["", *_add_ons(cls, instance)]
+    page += ["", *(part for each in _add_ons(cls, instance) for part in wrapped(each, columns, 4))]
     return "\n".join(page).rstrip() + "\n"
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
+import os
+import pty
 import re
+import struct
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -200,6 +205,26 @@ def test_explain_shows_what_an_add_on_tells(name: str, tmp_path: Path) -> None:
     beside = {(hook, note) for line in lines_of(cls, trainer) for hook in line.calls for note in line.notes}
     assert told <= beside
     assert told or name not in ("AnomalyAddon", "EarlyStoppingAddon", "SpikeGuardAddon", "TorchMetricsAddon")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_pages_fit_into_a_terminal(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What explain and plan return is as wide as the terminal, and says the same as in a pipe."""
+    names = ("AMPAddon", "EMAAddon", "EarlyStoppingAddon", "GradientAccumulationAddon", "StateManagerAddon")
+    cls = Task.add_on(*(add_ons()[name] for name in names))
+    trainer, loader, valid = matrix.build(
+        cls, Options(precision="bf16", decay=0.8, accumulate=3, patience=9), tmp_path, names
+    )
+    wide = [str(trainer.explain()), str(trainer.plan(2, loader, valid))]
+    host, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(terminal, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        narrow = [str(trainer.explain()), str(trainer.plan(2, loader, valid))]
+    os.close(host)
+    for whole, fitted in zip(wide, narrow, strict=True):
+        assert max(map(len, fitted.splitlines())) < columns
+        assert "".join(fitted.replace("#", "").split()) == "".join(whole.replace("#", "").split())
 
 
 def test_explain_tags_each_line_with_what_its_add_on_does() -> None:

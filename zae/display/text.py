@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 from zae.errors import printable
 
-__all__ = ["cell", "columns_of", "duration", "fitting", "format_size", "number", "table", "width_of"]
+__all__ = [
+    "cell",
+    "columns_of",
+    "duration",
+    "fitting",
+    "format_size",
+    "number",
+    "table",
+    "terminal_columns",
+    "width_of",
+    "wrapped",
+]
 
 _GAP = 2  # Spaces between two columns.
 _RANKS = {"epoch": 0, "time": 3, "steps/s": 6, "step": 7}
@@ -55,6 +69,25 @@ def number(value: Any, digits: int = 5, *, aligned: bool = False) -> str:
     decimals = max(0, digits - digits_before)
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text and not aligned else text
+
+
+def terminal_columns() -> int | None:
+    """Return the width of the terminal that standard output is; None where it is none."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (AttributeError, OSError, ValueError):  # A pipe, a file, or an object of a notebook or a test.
+        return None
+
+
+def wrapped(line: str, columns: int | None, indent: int) -> list[str]:
+    """Return a line as lines of a width; all but the first are indented. Without a width, it stays as it is."""
+    if columns is None or len(line) < columns:
+        return [line]
+    given = len(line) - len(line.lstrip())
+    width = max(columns - 1, indent + 24)
+    rest = " " * indent
+    found = textwrap.wrap(line.strip(), width - given, subsequent_indent=rest[given:], break_on_hyphens=False)
+    return [f"{line[:given]}{each}" for each in found]
 
 
 def duration(seconds: float) -> str:

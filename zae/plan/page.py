@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from zae.display.text import format_size, number
+from zae.display.text import format_size, number, terminal_columns, wrapped
 from zae.loop.progress import Every
 from zae.plan.memory import Memory
 
@@ -137,7 +137,10 @@ class RunPreview:
     def __str__(self) -> str:
         rows = self.rows()
         width = max(len(title) for title, _ in rows)
-        return "\n".join([f"Plan of {self.name}", *(f"  {title:<{width}}  {text}" for title, text in rows)])
+        columns = terminal_columns()
+        lines = [f"  {title:<{width}}  {text}" for title, text in rows]
+        shown = [part for line in lines for part in wrapped(line, columns, width + 4)]
+        return "\n".join([*wrapped(f"Plan of {self.name}", columns, 4), *shown])
 
     __repr__ = __str__
 
