@@ -22,7 +22,7 @@ order = torch.Generator().manual_seed(0)
 loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 4, shuffle=True, generator=order)
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.25), nn.Linear(8, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=24)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=48)
 first = 0
 if os.path.exists("last.pt"):
     state = torch.load("last.pt")
