@@ -1,11 +1,13 @@
 """The guides for those who come from another loop: both sides of each row give the same, and their names are ours."""
 
 import re
+from inspect import signature
 
 import pytest
 import torch
 
 import zae
+import zae.addons
 from kit.blocks import FIRST, ROOT, table_rows
 from zae.compose import foreign_names
 
@@ -28,7 +30,7 @@ def test_both_sides_of_a_guide_give_the_same(page, heading, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     before = FIRST.split("# The data is ready")[0] + FIRST[FIRST.index("from zae import") : FIRST.index("model = ")]
-    if page == "from_transformers":
+    if page in ("from_lightning", "from_transformers"):
         before = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "moving" / f"{page}.md").read_text(), re.S)[1]
     results = []
     for side in rows(page)[heading]:
@@ -60,3 +62,20 @@ def test_the_names_of_a_guide_are_those_of_the_errors(library, names):
         known = getattr(foreign_names, names).get(there.strip("`"))
         assert here == (known or "the same")
         assert known or there.strip("`") in dir(zae.Trainer)
+
+
+@pytest.mark.parametrize("library", ["OmniGenBench", "Forgather"])
+def test_the_arguments_of_a_constructor_stand_beside_ours(library):
+    """Each name on the right is an option or method of the class with the add-ons of the row, and so is "the same"."""
+    text = (ROOT / "docs" / "moving" / "quick_starts.md").read_text(encoding="utf-8")
+    listed = table_rows(text, f"| {library} | zae |")
+    assert len(listed) > 8
+    for there, here in listed:
+        ours = re.findall(r"`(\w+)[`=]", here)
+        add_ons = {zae.addons.HuggingFaceAddon, *(getattr(zae.addons, name) for name in ours if "Addon" in name)}
+        task = zae.Trainer.add_on(*add_ons)
+        named = [name for name in ours if "Addon" not in name]
+        if here.startswith("the same"):
+            named += re.findall(r"`(\w+)`", there)
+        for name in named:
+            assert name in signature(task).parameters or hasattr(task, name), (there, here, name)
