@@ -51,7 +51,8 @@ class EarlyStoppingAddon(AddOnBase):
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> trainer = Task.add_on(EarlyStoppingAddon)(model, "cpu", optimizer=optimizer, patience=2)
-    >>> metrics = trainer.run(100, [torch.ones(8, 2)], [torch.ones(8, 2)])
+    >>> train, valid = [torch.ones(8, 2)], [torch.zeros(8, 2)]
+    >>> metrics = trainer.run(100, train, valid)
     >>> metrics["epoch"], metrics["stop_reason"]
     (3, 'loss has not become better than 1 in 2 validations')
     """

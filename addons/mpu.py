@@ -38,13 +38,6 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
 
     Parameters
     ----------
-    init_method : str, optional
-        The rendezvous of spawned ranks: ``"tcp://localhost:12355"``, ``"env://"`` (``MASTER_ADDR``, ``MASTER_PORT``)
-        or ``"file:///path"``. By default a free port of the loopback interface; under a launcher, its own.
-    backend : str
-        The backend of torch.distributed; "auto" is NCCL for CUDA tensors and gloo for CPU tensors.
-    timeout : float
-        Seconds after which a rank that does not answer has failed.
     find_unused_parameters : bool
         Whether steps may leave parameters without gradients; searching for them takes time in every step.
 

@@ -63,8 +63,8 @@ class ProfilerAddon(AddOnBase):
     ...     trainer = PlainTask.add_on(ProfilerAddon)(
     ...         model, "cpu", optimizer=torch.optim.SGD, profile_dir=folder, profile_schedule=(1, 1, 2, 1))
     ...     _ = trainer.run(1, batches)
-    ...     sorted(path.name for path in Path(folder).iterdir())
-    ['rank0-step00000004.pt.trace.json', 'rank0-step00000004.txt']
+    ...     print(*sorted(path.name for path in Path(folder).iterdir()))
+    rank0-step00000004.pt.trace.json rank0-step00000004.txt
     """
 
     layer = "observe"

@@ -114,7 +114,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
     >>> model = BertForSequenceClassification(BertConfig(vocab_size=32, **sizes))
     >>> data = [{"input_ids": [2, 5 + i, 3], "labels": i % 2} for i in range(16)]
     >>> trainer = Trainer.add_on(HuggingFaceAddon)(
-    ...     model, "cpu", train_dataset=data, eval_dataset=data, num_train_epochs=2, learning_rate=1e-3)
+    ...     model, "cpu", train_dataset=data[:12], eval_dataset=data[12:], num_train_epochs=2, learning_rate=1e-3)
     >>> trainer.train().global_step
     4
     """

@@ -37,7 +37,7 @@ class JSONLLoggerAddon(LoggerAddon):
     >>> import json, tempfile, torch
     >>> from pathlib import Path
     >>> from zae import Trainer
-    >>> from zae.addons.loggers.jsonl_logger import JSONLLoggerAddon
+    >>> from zae.addons import JSONLLoggerAddon
     >>> class Task(Trainer):
     ...     def train_step(self, batch):
     ...         return {"loss": (self.model.weight * batch).sum()}

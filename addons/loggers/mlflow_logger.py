@@ -143,14 +143,14 @@ class MLflowLoggerAddon(WebLoggerAddon):
     Examples
     --------
     >>> import os, tempfile, torch
-    >>> from zae.addons.loggers.mlflow_logger import MLflowLoggerAddon
+    >>> from zae.addons import MLflowLoggerAddon
     >>> from zae.testing import PlainTask
     >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))]
     >>> os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # A server or a database does without.
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     logs = {"mlflow": {"experiment_name": "demo", "tracking_uri": f"file:{folder}"}}
     ...     trainer = PlainTask.add_on(MLflowLoggerAddon)(model, "cpu", optimizer=torch.optim.SGD, web_logger=logs)
-    ...     trainer.run(2, batches)["epoch"]
+    ...     print(trainer.run(2, batches)["epoch"])
     2
     """
 

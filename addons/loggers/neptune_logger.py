@@ -110,9 +110,9 @@ class NeptuneLoggerAddon(WebLoggerAddon):
     Examples
     --------
     >>> import logging, neptune, torch
-    >>> logging.getLogger("neptune").setLevel("WARNING")  # Else the client logs its own steps.
-    >>> from zae.addons.loggers.neptune_logger import NeptuneLoggerAddon
+    >>> from zae.addons import NeptuneLoggerAddon
     >>> from zae.testing import PlainTask
+    >>> logging.getLogger("neptune").setLevel("WARNING")  # Else the client logs its own steps.
     >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))]
     >>> debug = {"mode": "debug", "capture_stdout": False, "capture_stderr": False, "capture_hardware_metrics": False}
     >>> trainer = PlainTask.add_on(NeptuneLoggerAddon)(

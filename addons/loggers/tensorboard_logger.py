@@ -40,13 +40,13 @@ class TensorBoardLoggerAddon(LoggerAddon):
     --------
     >>> import tempfile, torch
     >>> from pathlib import Path
-    >>> from zae.addons.loggers.tensorboard_logger import TensorBoardLoggerAddon
+    >>> from zae.addons import TensorBoardLoggerAddon
     >>> from zae.testing import PlainTask
     >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     trainer = PlainTask.add_on(TensorBoardLoggerAddon)(model, "cpu", optimizer=torch.optim.SGD, log_dir=folder)
     ...     _ = trainer.run(2, batches)
-    ...     len(list(Path(folder).glob("events.out.tfevents.*")))
+    ...     print(len(list(Path(folder).glob("events.out.tfevents.*"))))
     1
     """
 

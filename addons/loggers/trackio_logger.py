@@ -94,7 +94,7 @@ class TrackioLoggerAddon(WebLoggerAddon):
     Examples
     --------
     >>> import torch
-    >>> from zae.addons.loggers.trackio_logger import TrackioLoggerAddon
+    >>> from zae.addons import TrackioLoggerAddon
     >>> from zae.testing import PlainTask
     >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))]
     >>> logs = {"trackio": {"project": "demo"}}

@@ -152,7 +152,7 @@ class WandBLoggerAddon(WebLoggerAddon):
     Examples
     --------
     >>> import tempfile, torch
-    >>> from zae.addons.loggers.wandb_logger import WandBLoggerAddon
+    >>> from zae.addons import WandBLoggerAddon
     >>> from zae.testing import PlainTask
     >>> model, batches = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))]
     >>> trainer = PlainTask.add_on(WandBLoggerAddon)(

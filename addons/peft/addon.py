@@ -54,8 +54,10 @@ class PEFTAddon(AddOnBase):
     ...     lambda: torch.nn.Sequential(torch.nn.Linear(8, 8)), "cpu", optimizer=torch.optim.AdamW, seed=0,
     ...     peft_config=config)
     >>> _ = trainer.run(1, [torch.ones(4, 8)] * 3)
-    >>> sorted(trainer.model_state())
-    ['base_model.model.0.lora_A.default.weight', 'base_model.model.0.lora_B.default.weight']
+    >>> for name in trainer.model_state():
+    ...     print(name)
+    base_model.model.0.lora_A.default.weight
+    base_model.model.0.lora_B.default.weight
     """
 
     layer = "model"

@@ -136,8 +136,8 @@ class StateManagerAddon(AddOnBase):
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     first, _ = train(folder, 1)
     ...     second, trainer = train(folder, 3)
-    ...     first["step"], second["step"], trainer.last_path.name
-    (5, 15, 'step-00000015')
+    ...     print(first["step"], second["step"], trainer.last_path.name)
+    5 15 step-00000015
     """
 
     layer = slot = "state"

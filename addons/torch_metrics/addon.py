@@ -73,11 +73,12 @@ class TorchMetricsAddon(AddOnBase):
     ...         loss = torch.nn.functional.cross_entropy(output, targets)
     ...         return {"loss": loss, "output": output, "targets": targets}
     ...     test_step = train_step
-    >>> model, batches = torch.nn.Linear(2, 3), [(torch.ones(4, 2), torch.tensor([0, 1, 2, 2]))]
+    >>> model, targets = torch.nn.Linear(2, 3), torch.tensor([0, 1, 2, 2])
+    >>> train, valid = [(torch.ones(4, 2), targets)], [(torch.zeros(4, 2), targets)]
     >>> trainer = Task.add_on(TorchMetricsAddon)(
     ...     model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), monitor="f1",
     ...     torch_metrics={"f1": MulticlassF1Score(num_classes=3)})
-    >>> metrics = trainer.run(1, batches, batches)
+    >>> metrics = trainer.run(1, train, valid)
     >>> 0 <= metrics["best_valid"]["f1"] <= 1
     True
     """

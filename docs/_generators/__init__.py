@@ -6,6 +6,8 @@ stored runs; ``record(*names)`` of these modules runs their examples anew.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -13,6 +15,17 @@ ROOT = DOCS.parent
 
 GENERATORS = ("addons", "architecture", "composition", "fits", "gallery", "options", "pictures", "prelude", "scale")
 """The modules beside this one."""
+
+
+WIDTH = 88
+"""The longest line of a block."""
+
+
+def block(code: str) -> str:
+    """Return a block of Python, formatted so that no line is wider than a page."""
+    command = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length", str(WIDTH), "-"]
+    done = subprocess.run(command, input=code, capture_output=True, text=True, check=True)
+    return f"```python\n{done.stdout}```"
 
 
 def title_of(page: Path) -> str:

@@ -1,4 +1,4 @@
-"""The blocks of README.md and of docs/*.md, evaluated as a reader would: each after the README's first one."""
+"""The blocks of README.md and of docs/*.md, evaluated as a reader would: each after the first one of its page."""
 
 from __future__ import annotations
 
@@ -53,15 +53,14 @@ def read_setup() -> configparser.ConfigParser:
 class Blocks:
     """Evaluates every fenced block of a page, and remembers what was printed, and what was not run and why."""
 
-    def __init__(self, path: Path, before: str = ""):
-        """Prepare to evaluate the blocks of a page after the code ``before``; without it, after the first block."""
+    def __init__(self, path: Path):
+        """Prepare to evaluate the blocks of a page, each after the first one."""
         self.path = path
         self.text = path.read_text(encoding="utf-8")
         self.document = Document.parse(str(path), *self.parsers())
         self.script = types.ModuleType(f"blocks_of_{path.stem}")  # A class is found by its name, as in a script.
         self.document.namespace = vars(self.script)
-        exec(before, vars(self.script))
-        self.first: dict[str, object] = dict(vars(self.script)) if before else {}
+        self.first: dict[str, object] = {}
         self.names: dict[str, object] = {}  # Those of all blocks.
         self.printed = ""
         self.evaluated: list[str] = []
