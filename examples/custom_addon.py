@@ -1,4 +1,5 @@
-"""An add-on of your own: adaptive gradient clipping (Brock et al. 2021), where a large learning rate needs it."""
+"""An add-on of your own: adaptive gradient clipping (Brock et al. 2021), where a large
+learning rate needs it."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,8 @@ class AdaptiveClipAddon(AddOnBase):
     Parameters
     ----------
     clip_ratio : float
-        The largest norm of a gradient, in units of the norm of its weights; 0 does not clip.
+        The largest norm of a gradient, in units of the norm of its weights; 0 does not
+        clip.
     """
 
     layer = "loop"
@@ -30,14 +32,19 @@ class AdaptiveClipAddon(AddOnBase):
         for weight in self.parameters:
             if self.clip_ratio and weight.grad is not None:
                 limit = self.clip_ratio * weight.detach().norm().clamp(min=1e-3)
-                weight.grad.mul_((limit / weight.grad.norm().clamp(min=1e-12)).clamp(max=1.0))
+                weight.grad.mul_(
+                    (limit / weight.grad.norm().clamp(min=1e-12)).clamp(max=1.0)
+                )
 
 
 class Digits(Trainer):
     def train_step(self, batch):
         images, labels = batch
         logits = self.model(images)
-        return {"loss": F.cross_entropy(logits, labels), "accuracy": (logits.argmax(1) == labels).float().mean()}
+        return {
+            "loss": F.cross_entropy(logits, labels),
+            "accuracy": (logits.argmax(1) == labels).float().mean(),
+        }
 
     test_step = train_step
 
@@ -45,9 +52,17 @@ class Digits(Trainer):
 def train(clip_ratio):
     torch.manual_seed(0)
     pixels, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels))
+    data = TensorDataset(
+        torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
+    )
     train_set, test_set = torch.utils.data.random_split(data, [0.8, 0.2])
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
     trainer = Digits.add_on(AdaptiveClipAddon, AMPAddon)(
         model, optimizer=optimizer, seed=0, precision="auto", clip_ratio=clip_ratio
@@ -57,9 +72,13 @@ def train(clip_ratio):
 
 
 def main():
-    torch.set_num_threads(1)  # In a model this small, threads would mostly wait for one another.
+    # In a model this small, threads would mostly wait for one another.
+    torch.set_num_threads(1)
     for clip_ratio in (0.0, 0.01):
-        print(f"learning rate 3, clip_ratio {clip_ratio}: test accuracy {train(clip_ratio):.3f}")
+        print(
+            f"learning rate 3, clip_ratio {clip_ratio}: test accuracy "
+            f"{train(clip_ratio):.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,10 @@ class Digits(Trainer):
     def test_step(self, batch):
         images, labels = batch
         output = self.model(images)
-        return {"loss": nn.functional.cross_entropy(output, labels), "accuracy": accuracy(output, labels)}
+        return {
+            "loss": nn.functional.cross_entropy(output, labels),
+            "accuracy": accuracy(output, labels),
+        }
 
     def on_run_begin(self):
         super().on_run_begin()
@@ -41,19 +44,26 @@ def main():
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32) / 16
     data = TensorDataset(images, torch.tensor(digits.target))
-    train, test = torch.utils.data.random_split(data, [1437, 360], torch.Generator().manual_seed(0))
+    train, test = torch.utils.data.random_split(
+        data, [1437, 360], torch.Generator().manual_seed(0)
+    )
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     count = torch.cuda.device_count()
-    devices = [f"cuda:{index}" for index in range(count)] if count > 1 else ["cpu", "cpu"]
+    devices = (
+        [f"cuda:{index}" for index in range(count)] if count > 1 else ["cpu", "cpu"]
+    )
 
     trainer = Digits.add_on(MultiGPUAddon)(model, devices, optimizer=optimizer, seed=0)
-    loader = DataLoader(train, batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(
+        train, batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
     trainer.run(10, loader)
 
-    metrics = trainer.evaluate(DataLoader(test, batch_size=120))  # Under torchrun on all ranks, each sample once.
+    # Under torchrun on all ranks, each sample once.
+    metrics = trainer.evaluate(DataLoader(test, batch_size=120))
     if trainer.is_main:
         print(f"test accuracy {metrics['accuracy']:.4f}")
 

@@ -1,4 +1,5 @@
-"""A linear model on a made-up dataset, one rank a GPU; without GPUs two ranks on the CPU.
+"""A linear model on a made-up dataset, one rank a GPU; without GPUs two ranks on the
+CPU.
 
 python examples/ddp_seed.py
 """

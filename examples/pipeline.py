@@ -1,4 +1,5 @@
-"""A character-level transformer on the text of Python's help pages: in two stages, and resumed in four.
+"""A character-level transformer on the text of Python's help pages: in two stages, and
+resumed in four.
 
 python examples/pipeline.py
 """
@@ -22,9 +23,18 @@ class Transformer(nn.Sequential):
     """Predict the next character; a stage may begin with each of its parts."""
 
     def __init__(self):
-        layers = (nn.TransformerEncoderLayer(WIDTH, 4, dim_feedforward=256, batch_first=True) for _ in range(4))
-        super().__init__(nn.Embedding(len(CHARACTERS), WIDTH), *layers, nn.Linear(WIDTH, len(CHARACTERS)))
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
+        layers = (
+            nn.TransformerEncoderLayer(WIDTH, 4, dim_feedforward=256, batch_first=True)
+            for _ in range(4)
+        )
+        super().__init__(
+            nn.Embedding(len(CHARACTERS), WIDTH),
+            *layers,
+            nn.Linear(WIDTH, len(CHARACTERS)),
+        )
+        self.register_buffer(
+            "mask", nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        )
 
     def forward(self, tokens):
         x = self[0](tokens)
@@ -36,23 +46,42 @@ class Transformer(nn.Sequential):
 class Characters(Trainer):
     def train_step(self, batch):
         logits = self.model(batch[0][:, :-1])
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten())}
+        return {
+            "loss": nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch[0][:, 1:].flatten()
+            )
+        }
 
     test_step = train_step
 
 
 def train(n_epoch, stages, schedule, **options):
     """Train until this epoch on two devices, in micro-batches of 12 rows."""
-    rows = torch.tensor([CHARACTERS.index(each) for each in TEXT]).split(LENGTH + 1)[:-1]
-    data = TensorDataset(torch.stack(rows[:-150])), TensorDataset(torch.stack(rows[-150:]))
+    rows = torch.tensor([CHARACTERS.index(each) for each in TEXT]).split(LENGTH + 1)[
+        :-1
+    ]
+    data = (
+        TensorDataset(torch.stack(rows[:-150])),
+        TensorDataset(torch.stack(rows[-150:])),
+    )
     loader, test = (DataLoader(each, 48, shuffle=True) for each in data)
     devices = ["cuda:0", "cuda:1"] if torch.cuda.device_count() > 1 else ["cpu", "cpu"]
     trainer = Characters.add_on(PipelineAddon, StateManagerAddon)(
-        *(Transformer, devices), optimizer=partial(torch.optim.AdamW, lr=3e-3), gradient_clip=1.0, seed=0,
-        split=stages, pipeline_schedule=schedule, pipeline_microbatches=4, save_path="runs/pipeline", **options,
-    )  # fmt: skip
+        *(Transformer, devices),
+        optimizer=partial(torch.optim.AdamW, lr=3e-3),
+        gradient_clip=1.0,
+        seed=0,
+        split=stages,
+        pipeline_schedule=schedule,
+        pipeline_microbatches=4,
+        save_path="runs/pipeline",
+        **options,
+    )
     loss = trainer.run(n_epoch, loader, test)["valid_metrics_history"][-1]["valid_loss"]
-    print(f"epoch {n_epoch} in {stages} stages, {schedule}: validation loss {loss:.3f}, saved in {trainer.last_path}")
+    print(
+        f"epoch {n_epoch} in {stages} stages, {schedule}: validation loss {loss:.3f}, "
+        f"saved in {trainer.last_path}"
+    )
 
 
 if __name__ == "__main__":

@@ -22,13 +22,26 @@ class Digits(Trainer):
 def parts():
     """The same loaders, model, optimizer and scheduler each time."""
     pixels, labels = load_digits(return_X_y=True)
-    images, labels = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
+    images, labels = (
+        torch.tensor(pixels / 16, dtype=torch.float32),
+        torch.tensor(labels),
+    )
     torch.manual_seed(0)
-    train = DataLoader(TensorDataset(images[:1400], labels[:1400]), batch_size=32, shuffle=True)
+    train = DataLoader(
+        TensorDataset(images[:1400], labels[:1400]), batch_size=32, shuffle=True
+    )
     test = DataLoader(TensorDataset(images[1400:], labels[1400:]), batch_size=200)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    return train, test, model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    return (
+        train,
+        test,
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
+    )
 
 
 def by_hand():
@@ -48,17 +61,28 @@ def by_hand():
 
 def by_trainer():
     train, test, model, optimizer, scheduler = parts()
-    trainer = Digits(model, "cpu", optimizer=optimizer, scheduler=scheduler, gradient_clip=1.0, seed=1)
+    trainer = Digits(
+        model,
+        "cpu",
+        optimizer=optimizer,
+        scheduler=scheduler,
+        gradient_clip=1.0,
+        seed=1,
+    )
     trainer.run(10, train, test)  # It validates each epoch, which changes nothing.
     return model
 
 
 def main():
-    torch.set_num_threads(1)  # Bitwise for any number of threads, as long as it stays the same.
+    # Bitwise for any number of threads, as long as it stays the same.
+    torch.set_num_threads(1)
     hand, model = by_hand(), by_trainer()
     for (name, a), b in zip(hand.state_dict().items(), model.state_dict().values()):
         assert torch.equal(a, b), f"{name} differs"
-    print(f"{sum(p.numel() for p in model.parameters())} weights, bitwise equal to those of the hand-written loop")
+    print(
+        f"{sum(p.numel() for p in model.parameters())} weights, bitwise equal to those "
+        "of the hand-written loop"
+    )
 
 
 if __name__ == "__main__":

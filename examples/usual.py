@@ -1,33 +1,45 @@
-"""A usual run: three sets, mixed precision, averaged weights, accumulation, a schedule, a log, and a resume."""
+"""A usual run: three sets, mixed precision, averaged weights, accumulation, a schedule,
+a log, and a resume."""
 
 import torch
 from sklearn.datasets import load_digits
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import zae
-from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, JSONLLoggerAddon, StateManagerAddon
+from zae.addons import (
+    AMPAddon,
+    EMAAddon,
+    GradientAccumulationAddon,
+    JSONLLoggerAddon,
+    StateManagerAddon,
+)
 
 
 class Digits(zae.Trainer):
     def train_step(self, batch):
         images, labels = batch
         logits = self.model(images)
-        return {"loss": cross_entropy(logits, labels), "accuracy": (logits.argmax(1) == labels).float().mean()}
+        accuracy = (logits.argmax(1) == labels).float().mean()
+        return {"loss": cross_entropy(logits, labels), "accuracy": accuracy}
 
     test_step = train_step
 
 
 def make_model():
-    return torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
 
 
 pixels, labels = load_digits(return_X_y=True)
-digits = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels))
+digits = TensorDataset(torch.tensor(pixels / 16).float(), torch.tensor(labels))
 sets = random_split(digits, [0.7, 0.15, 0.15], torch.Generator().manual_seed(0))
-train, valid, test = (DataLoader(each, batch_size=32, shuffle=each is sets[0]) for each in sets)
+train = DataLoader(sets[0], batch_size=32, shuffle=True)
+valid, test = DataLoader(sets[1], batch_size=32), DataLoader(sets[2], batch_size=32)
 
-Task = Digits.add_on(AMPAddon, EMAAddon, GradientAccumulationAddon, JSONLLoggerAddon, StateManagerAddon)
+Task = Digits.add_on(
+    AMPAddon, EMAAddon, GradientAccumulationAddon, JSONLLoggerAddon, StateManagerAddon
+)
 trainer = Task(
     make_model,
     optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=4e-3),

@@ -1,4 +1,5 @@
-"""A character-level transformer on the text of Python's help pages: an epoch in each of the stages 1 to 3 of ZeRO."""
+"""A character-level transformer on the text of Python's help pages: an epoch in each of
+the stages 1 to 3 of ZeRO."""
 
 from functools import partial
 from pydoc_data.topics import topics
@@ -16,18 +17,27 @@ CHARACTERS = sorted(set(TEXT))
 
 
 class Transformer(nn.Module):
-    """Predict the next character; in stage 3 the parameters of a layer are gathered when it computes."""
+    """Predict the next character; in stage 3 the parameters of a layer are gathered
+    when it computes."""
 
     def __init__(self):
         super().__init__()
-        self.embed, self.places = nn.Embedding(len(CHARACTERS), WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.embed, self.places = (
+            nn.Embedding(len(CHARACTERS), WIDTH),
+            nn.Embedding(LENGTH, WIDTH),
+        )
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(
+                WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True
+            )
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, len(CHARACTERS))
 
     def forward(self, tokens):
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            tokens.shape[1], device=tokens.device
+        )
         x = self.embed(tokens) + self.places.weight[: tokens.shape[1]]
         for layer in self.layers:
             x = layer(x, mask, is_causal=True)
@@ -37,7 +47,11 @@ class Transformer(nn.Module):
 class Characters(Trainer):
     def train_step(self, batch):
         (tokens,) = batch
-        return {"loss": nn.functional.cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:].flatten())}
+        return {
+            "loss": nn.functional.cross_entropy(
+                self.model(tokens[:, :-1]), tokens[:, 1:].flatten()
+            )
+        }
 
     test_step = train_step
 
@@ -65,10 +79,16 @@ def train(stage, n_epoch, **options):
         save_path="runs/zero",
         **options,
     )
-    metrics = trainer.run(n_epoch, DataLoader(data, 24, shuffle=True), DataLoader(test, 48))
+    metrics = trainer.run(
+        n_epoch, DataLoader(data, 24, shuffle=True), DataLoader(test, 48)
+    )
     loss = metrics["valid_metrics_history"][-1]["valid_loss"]
     if trainer.is_main:
-        print(f"epoch {n_epoch} in stage {stage}: validation loss {loss:.3f}, saved in {trainer.last_path}", flush=True)
+        print(
+            f"epoch {n_epoch} in stage {stage}: validation loss {loss:.3f}, saved in "
+            f"{trainer.last_path}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -94,12 +94,13 @@ def test_the_pictures_show_a_run_that_was_killed():
 
 
 def test_first_block_trains_real_data_in_eleven_lines():
-    """At most 11 non-blank lines beyond the data, and 5 names that are ours."""
+    """At most 11 non-blank lines beyond the data, of at most 88 characters, and 5 names that are ours."""
     data, training = FIRST.split("# The data is ready. Now train on it:\n")
     assert "zae" not in data
     assert "optim" not in data
     lines = [line for line in training.splitlines() if line.strip()]
     assert len(lines) <= 11
+    assert max(map(len, lines)) <= 88
     words = {node.id for node in ast.walk(ast.parse(training)) if isinstance(node, ast.Name)}
     words |= {node.attr for node in ast.walk(ast.parse(training)) if isinstance(node, ast.Attribute)}
     words |= {node.name for node in ast.walk(ast.parse(training)) if isinstance(node, (ast.FunctionDef, ast.alias))}

@@ -13,7 +13,7 @@ from functools import reduce
 import zae.addons
 import zae.search
 from _generators import addons, title_of
-from kit.blocks import DOCS, FIRST, README
+from kit.blocks import DOCS, FIRST, README, ROOT, list_pages
 from zae import schedulers, testing
 from zae.addons import lightning
 from zae.addons.huggingface import transformers
@@ -70,6 +70,28 @@ def test_the_landing_page_has_the_first_block_of_the_readme():
     shown = reduce(str.__add__, (README.partition(start)[2].partition(end)[0] for start, end in parts))
     assert FIRST in shown
     assert FIRST not in text
+
+
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.M | re.S)
+SHOWN = re.compile(r"^ *(?:>>>|\.\.\.) .*$", re.M)
+"""A line of code with its prompt."""
+
+
+def test_lines_of_code_are_not_too_long_for_a_page():
+    """88 characters fit into a window of 1280 pixels; what a program prints may be longer, and wraps."""
+    found = []
+    for page in [*list_pages(), ROOT / "README.md"]:
+        text = page.read_text(encoding="utf-8")
+        for block in BLOCK.finditer(text):
+            indent, language, code = block.groups()
+            if language in ("text", "mermaid"):
+                continue
+            for line in SHOWN.findall(code) if language == "pycon" else code.splitlines():
+                length = len(line.removeprefix(indent))
+                number = text.count("\n", 0, text.index(line, block.start())) + 1
+                found.append((f"{page.relative_to(ROOT)}:{number}", length))
+    assert len(found) > 1000
+    assert [each for each in found if each[1] > 88] == []
 
 
 LISTED = re.compile(r"^(?:\| |- )\[([^\]`]+)\]\(([^)#]+\.md)(?:#[^)]*)?\)(?= \||$)", re.M)

@@ -7,7 +7,7 @@ from typing import Any
 from docutils import nodes
 from sphinx.application import Sphinx
 
-LONG, MANY = 120, 12  # Columns of text, and of a table.
+LONG, MANY = 88, 12  # Columns of text, and of a table.
 
 
 def mark(app: Sphinx, tree: nodes.document) -> None:

@@ -1,6 +1,8 @@
-"""An autoencoder compresses digits of 64 pixels to 6 numbers, and loses less than principal components do.
+"""An autoencoder compresses digits of 64 pixels to 6 numbers, and loses less than
+principal components do.
 
-`log_image` of the logger shows after each validation what is left of some digits; a report ends the run.
+`log_image` of the logger shows after each validation what is left of some digits; a
+report ends the run.
 """
 
 from functools import partial
@@ -32,16 +34,34 @@ class Autoencoder(Trainer):
 
 
 def network():
-    encoder = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, SIZE)
-    decoder = nn.Linear(SIZE, 128), nn.GELU(), nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 64), nn.Sigmoid()
+    encoder = (
+        nn.Linear(64, 256),
+        nn.GELU(),
+        nn.Linear(256, 128),
+        nn.GELU(),
+        nn.Linear(128, SIZE),
+    )
+    decoder = (
+        nn.Linear(SIZE, 128),
+        nn.GELU(),
+        nn.Linear(128, 256),
+        nn.GELU(),
+        nn.Linear(256, 64),
+        nn.Sigmoid(),
+    )
     return nn.Sequential(nn.Sequential(*encoder), nn.Sequential(*decoder))
 
 
 def main():
-    torch.set_num_threads(1)  # In a model this small, threads would mostly wait for one another.
+    # In a model this small, threads would mostly wait for one another.
+    torch.set_num_threads(1)
     images = torch.tensor(load_digits().data / 16, dtype=torch.float32)
-    sets = random_split(TensorDataset(images), [1200, 200, 397], torch.Generator().manual_seed(0))
-    train, valid, test = (DataLoader(each, 64, shuffle=each is sets[0]) for each in sets)
+    sets = random_split(
+        TensorDataset(images), [1200, 200, 397], torch.Generator().manual_seed(0)
+    )
+    train, valid, test = (
+        DataLoader(each, 64, shuffle=each is sets[0]) for each in sets
+    )
     trainer = Autoencoder.add_on(JSONLLoggerAddon, ReportAddon)(
         network,
         "cpu",
@@ -53,15 +73,33 @@ def main():
     )
     trainer.run(60, train, valid)
     shown = trainer.predict(test)
-    originals, decoded = torch.as_tensor(shown["images"]), torch.as_tensor(shown["decoded"])
+    originals, decoded = (
+        torch.as_tensor(shown["images"]),
+        torch.as_tensor(shown["decoded"]),
+    )
     components = PCA(SIZE).fit(images[sets[0].indices])
-    restored = torch.tensor(components.inverse_transform(components.transform(originals)))
+    restored = torch.tensor(
+        components.inverse_transform(components.transform(originals))
+    )
     for name, guess in (("principal components", restored), ("autoencoder", decoded)):
-        print(f"{name}: mean squared error {(guess - originals).square().mean():.4f} on the test digits")
-    rows = torch.stack([originals[:16], decoded[:16], restored[:16].float()]).view(3, 16, 8, 8)
-    sheet = nn.functional.pad(rows, (1, 1, 1, 1)).transpose(1, 2).reshape(30, 160).clamp(0, 1)
+        print(
+            f"{name}: mean squared error {(guess - originals).square().mean():.4f} on "
+            "the test digits"
+        )
+    rows = torch.stack([originals[:16], decoded[:16], restored[:16].float()]).view(
+        3, 16, 8, 8
+    )
+    sheet = (
+        nn.functional.pad(rows, (1, 1, 1, 1))
+        .transpose(1, 2)
+        .reshape(30, 160)
+        .clamp(0, 1)
+    )
     imsave("runs/autoencoder.png", sheet.kron(torch.ones(4, 4)).numpy(), cmap="gray_r")
-    print(f"digits, what the autoencoder and what the components make of them: {Path('runs/autoencoder.png')}")
+    print(
+        "digits, what the autoencoder and what the components make of them: "
+        f"{Path('runs/autoencoder.png')}"
+    )
 
 
 if __name__ == "__main__":

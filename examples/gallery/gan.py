@@ -1,6 +1,8 @@
-"""A conditional GAN draws the digit that it is asked for: two optimizers, one loss for each, and no manual mode.
+"""A conditional GAN draws the digit that it is asked for: two optimizers, one loss for
+each, and no manual mode.
 
-A classifier that has seen only drawn digits has to read real ones, nearly as well as one that has seen real ones.
+A classifier that has seen only drawn digits has to read real ones, nearly as well as
+one that has seen real ones.
 """
 
 import torch
@@ -20,11 +22,22 @@ class Gan(nn.Module):
         super().__init__()
         self.generator = nn.Sequential(
             *(nn.Linear(32 + 10, 256), nn.BatchNorm1d(256), nn.ReLU()),
-            *(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 64), nn.Sigmoid()),
+            *(
+                nn.Linear(256, 256),
+                nn.BatchNorm1d(256),
+                nn.ReLU(),
+                nn.Linear(256, 64),
+                nn.Sigmoid(),
+            ),
         )
         self.critic = nn.Sequential(
             *(nn.Linear(64 + 10, 256), nn.LeakyReLU(0.2), nn.Dropout(0.3)),
-            *(nn.Linear(256, 256), nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Linear(256, 1)),
+            *(
+                nn.Linear(256, 256),
+                nn.LeakyReLU(0.2),
+                nn.Dropout(0.3),
+                nn.Linear(256, 1),
+            ),
         )
 
     def draw(self, labels):
@@ -40,7 +53,8 @@ class GanTask(Trainer):
         images, labels = batch
         drawn = self.model.draw(labels)
         real, fake = self.model.judge(images, labels), self.model.judge(drawn, labels)
-        # Each loss is differentiated by the parameters of the optimizer of its name, and by no others.
+        # Each loss is differentiated by the parameters of the optimizer of its name,
+        # and by no others.
         critic = F.softplus(-real).mean() + F.softplus(fake).mean()
         return {"loss": {"critic": critic, "generator": F.softplus(-fake).mean()}}
 
@@ -49,26 +63,50 @@ class GanTask(Trainer):
 
 
 def main():
-    torch.set_num_threads(1)  # In models this small, threads would mostly wait for one another.
+    # In models this small, threads would mostly wait for one another.
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     pixels, labels = load_digits(return_X_y=True)
-    images, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
+    images, targets = (
+        torch.tensor(pixels / 16, dtype=torch.float32),
+        torch.tensor(labels),
+    )
     train, held_out = slice(0, 1300), slice(1300, None)
-    loader = DataLoader(TensorDataset(images[train], targets[train]), batch_size=50, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(images[train], targets[train]), batch_size=50, shuffle=True
+    )
     model = Gan()
     parts = {"critic": model.critic, "generator": model.generator}
-    optimizers = {name: torch.optim.Adam(parts[name].parameters(), lr=5e-4, betas=(0.5, 0.99)) for name in parts}
-    options = {"seed": 0, "decay": 0.99, "jsonl_path": "runs/gan.jsonl"}  # It draws with the average of its weights.
-    trainer = GanTask.add_on(EMAAddon, JSONLLoggerAddon)(model, "cpu", optimizer=optimizers, **options)
+    optimizers = {
+        name: torch.optim.Adam(parts[name].parameters(), lr=5e-4, betas=(0.5, 0.99))
+        for name in parts
+    }
+    # It draws with the average of its weights.
+    options = {"seed": 0, "decay": 0.99, "jsonl_path": "runs/gan.jsonl"}
+    trainer = GanTask.add_on(EMAAddon, JSONLLoggerAddon)(
+        model, "cpu", optimizer=optimizers, **options
+    )
     metrics = trainer.run(40, loader)
     asked = torch.arange(2000) % 10
     drawn = torch.cat([out["images"] for out in trainer.inference(asked.split(500))])
     reader = LogisticRegression(max_iter=500)
     print(f"{metrics['step']} steps of {len(optimizers)} optimizers")
-    for name, x, y in (("real", images[train], targets[train]), ("drawn", drawn, asked)):
-        accuracy = reader.fit(x.numpy(), y.numpy()).score(images[held_out].numpy(), targets[held_out].numpy())
-        print(f"a classifier trained on {name} digits reads {accuracy:.3f} of the held-out real ones")
-    sheet = F.pad(drawn[:100].view(10, 10, 8, 8), (1, 1, 1, 1)).transpose(1, 2).reshape(100, 100)
+    for name, x, y in (
+        ("real", images[train], targets[train]),
+        ("drawn", drawn, asked),
+    ):
+        accuracy = reader.fit(x.numpy(), y.numpy()).score(
+            images[held_out].numpy(), targets[held_out].numpy()
+        )
+        print(
+            f"a classifier trained on {name} digits reads {accuracy:.3f} of the "
+            "held-out real ones"
+        )
+    sheet = (
+        F.pad(drawn[:100].view(10, 10, 8, 8), (1, 1, 1, 1))
+        .transpose(1, 2)
+        .reshape(100, 100)
+    )
     imsave("runs/gan.png", sheet.kron(torch.ones(4, 4)).numpy(), cmap="gray_r")
     print("100 drawn digits are in runs/gan.png")
 

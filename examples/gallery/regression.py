@@ -1,6 +1,8 @@
-"""Predict how diabetes progresses from ten measurements, with the mean of the weights of thirty epochs (SWA).
+"""Predict how diabetes progresses from ten measurements, with the mean of the weights
+of thirty epochs (SWA).
 
-Each patient is predicted by a network that has not seen them (five folds), and by a ridge regression in the same way.
+Each patient is predicted by a network that has not seen them (five folds), and by a
+ridge regression in the same way.
 """
 
 from functools import partial
@@ -30,7 +32,9 @@ class Regression(Trainer):
 
 
 def network():
-    return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
+    return nn.Sequential(
+        nn.Linear(10, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1)
+    )
 
 
 def fit(data, train, valid, weight_decay, fold):
@@ -45,24 +49,49 @@ def fit(data, train, valid, weight_decay, fold):
         jsonl_path=f"runs/fold-{fold}-{weight_decay:g}.jsonl",
     )
     train_loader, valid_loader = (DataLoader(each, 64, shuffle=True) for each in sets)
-    best = trainer.run(40, train_loader, valid_loader, valid_every=Every(epochs=40))["best_valid"]
+    best = trainer.run(40, train_loader, valid_loader, valid_every=Every(epochs=40))[
+        "best_valid"
+    ]
     return best["loss"], trainer
 
 
 def main():
-    torch.set_num_threads(1)  # In a model this small, threads would mostly wait for one another.
+    # In a model this small, threads would mostly wait for one another.
+    torch.set_num_threads(1)
     inputs, targets = load_diabetes(return_X_y=True, scaled=False)
-    guesses = {"network": np.zeros(len(targets)), "ridge regression": np.zeros(len(targets))}
-    for fold, (rest, test) in enumerate(KFold(5, shuffle=True, random_state=0).split(inputs)):
+    guesses = {
+        "network": np.zeros(len(targets)),
+        "ridge regression": np.zeros(len(targets)),
+    }
+    for fold, (rest, test) in enumerate(
+        KFold(5, shuffle=True, random_state=0).split(inputs)
+    ):
         train, valid = train_test_split(rest, test_size=0.2, random_state=0)
-        x, y = ((each - each[train].mean(0)) / each[train].std(0) for each in (inputs, targets))
-        data = torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)[:, None]
-        # Both choose how much they are held back by the same patients of the validation.
-        _, trainer = min((fit(data, train, valid, decay, fold) for decay in (0.01, 0.1)), key=lambda pair: pair[0])
-        ridges = [Ridge(alpha).fit(x[train], y[train]) for alpha in (1, 3, 10, 30, 100, 300)]
+        x, y = (
+            (each - each[train].mean(0)) / each[train].std(0)
+            for each in (inputs, targets)
+        )
+        data = (
+            torch.tensor(x, dtype=torch.float32),
+            torch.tensor(y, dtype=torch.float32)[:, None],
+        )
+        # Both choose how much they are held back by the same patients of the
+        # validation.
+        _, trainer = min(
+            (fit(data, train, valid, decay, fold) for decay in (0.01, 0.1)),
+            key=lambda pair: pair[0],
+        )
+        ridges = [
+            Ridge(alpha).fit(x[train], y[train]) for alpha in (1, 3, 10, 30, 100, 300)
+        ]
         ridge = max(ridges, key=lambda each: each.score(x[valid], y[valid]))
-        outputs = trainer.predict(DataLoader(TensorDataset(data[0][test]), 100))["output"]
-        for name, each in (("network", np.asarray(outputs)[:, 0]), ("ridge regression", ridge.predict(x[test]))):
+        outputs = trainer.predict(DataLoader(TensorDataset(data[0][test]), 100))[
+            "output"
+        ]
+        for name, each in (
+            ("network", np.asarray(outputs)[:, 0]),
+            ("ridge regression", ridge.predict(x[test])),
+        ):
             guesses[name][test] = each * targets[train].std() + targets[train].mean()
     for name, each in guesses.items():
         print(f"{name}: R2 {r2_score(targets, each):.3f} over {len(targets)} patients")

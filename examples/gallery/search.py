@@ -1,6 +1,8 @@
-"""Search with optuna for the options of a classifier that has only 200 digits to learn from.
+"""Search with optuna for the options of a classifier that has only 200 digits to learn
+from.
 
-Each of 12 trials is a run of its own, scored by its best validation; trials that fall behind are given up early.
+Each of 12 trials is a run of its own, scored by its best validation; trials that fall
+behind are given up early.
 """
 
 from functools import partial
@@ -30,14 +32,24 @@ class Digits(Trainer):
 
 def build(options, folder):
     def network():
-        convolution = nn.Conv2d(1, options["width"], 3, padding=1), nn.BatchNorm2d(options["width"]), nn.ReLU()
-        head = nn.Flatten(), nn.Dropout(options["dropout"]), nn.Linear(options["width"] * 16, 10)
+        convolution = (
+            nn.Conv2d(1, options["width"], 3, padding=1),
+            nn.BatchNorm2d(options["width"]),
+            nn.ReLU(),
+        )
+        head = (
+            nn.Flatten(),
+            nn.Dropout(options["dropout"]),
+            nn.Linear(options["width"] * 16, 10),
+        )
         return nn.Sequential(*convolution, nn.MaxPool2d(2), *head)
 
     return Digits.add_on(EMAAddon, JSONLLoggerAddon)(
         network,
         "cpu",
-        optimizer=partial(torch.optim.AdamW, lr=options["lr"], weight_decay=options["weight_decay"]),
+        optimizer=partial(
+            torch.optim.AdamW, lr=options["lr"], weight_decay=options["weight_decay"]
+        ),
         seed=0,  # The same for all trials, so that they differ by their options alone.
         decay=0.95,
         jsonl_path=f"{folder}/log.jsonl",
@@ -45,17 +57,32 @@ def build(options, folder):
 
 
 def main():
-    torch.set_num_threads(1)  # In a model this small, threads would mostly wait for one another.
+    # In a model this small, threads would mostly wait for one another.
+    torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     pixels, labels = load_digits(return_X_y=True)
-    rest, test = train_test_split(range(len(labels)), test_size=1000, stratify=labels, random_state=0)
-    train, valid = train_test_split(rest, train_size=200, test_size=100, stratify=labels[rest], random_state=0)
-    images, targets = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(labels)
+    rest, test = train_test_split(
+        range(len(labels)), test_size=1000, stratify=labels, random_state=0
+    )
+    train, valid = train_test_split(
+        rest, train_size=200, test_size=100, stratify=labels[rest], random_state=0
+    )
+    images, targets = (
+        torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8),
+        torch.tensor(labels),
+    )
     sets = [TensorDataset(images[part], targets[part]) for part in (train, valid, test)]
-    train_loader, valid_loader, test_loader = (DataLoader(each, 25, shuffle=each is sets[0]) for each in sets)
+    train_loader, valid_loader, test_loader = (
+        DataLoader(each, 25, shuffle=each is sets[0]) for each in sets
+    )
     found = search(
         lambda trial: build(trial, trial.folder),
-        {"lr": (1e-4, 1e-1, "log"), "weight_decay": (1e-3, 1.0, "log"), "dropout": (0.0, 0.6), "width": [8, 16, 32]},
+        {
+            "lr": (1e-4, 1e-1, "log"),
+            "weight_decay": (1e-3, 1.0, "log"),
+            "dropout": (0.0, 0.6),
+            "width": [8, 16, 32],
+        },
         n_trials=12,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=24),
         run=lambda trainer: trainer.run(15, train_loader, valid_loader),
@@ -63,13 +90,19 @@ def main():
         seed=0,
     )
     print(found)
-    both = ConcatDataset(sets[:2])  # The best options train once more, with the digits of the validation.
+    # The best options train once more, with the digits of the validation.
+    both = ConcatDataset(sets[:2])
     trainer = build(found.best_params, "runs/best")
     trainer.run(15, DataLoader(both, 25, shuffle=True))
     x, y = pixels[train + valid], labels[train + valid]
-    baseline = LogisticRegression(max_iter=1000).fit(x, y).score(pixels[test], labels[test])
+    baseline = (
+        LogisticRegression(max_iter=1000).fit(x, y).score(pixels[test], labels[test])
+    )
     accuracy = trainer.evaluate(test_loader)["accuracy"]
-    print(f"test accuracy with the best options: {accuracy:.3f}; logistic regression: {baseline:.3f}")
+    print(
+        f"test accuracy with the best options: {accuracy:.3f}; logistic regression: "
+        f"{baseline:.3f}"
+    )
 
 
 if __name__ == "__main__":

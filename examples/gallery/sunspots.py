@@ -1,6 +1,8 @@
-"""Forecast the sunspots of the next eleven years, in a run that is killed with SIGKILL and started again.
+"""Forecast the sunspots of the next eleven years, in a run that is killed with SIGKILL
+and started again.
 
-The killed run ends with bitwise the weights of one that was left alone. A classical autoregression forecasts better.
+The killed run ends with bitwise the weights of one that was left alone. A classical
+autoregression forecasts better.
 """
 
 import multiprocessing
@@ -34,35 +36,52 @@ class Network(nn.Linear):
 
     def __init__(self):
         super().__init__(PAST, AHEAD)
-        self.hidden = nn.Sequential(nn.Linear(PAST, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, AHEAD))
+        self.hidden = nn.Sequential(
+            nn.Linear(PAST, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, AHEAD)
+        )
 
     def forward(self, past):
         return super().forward(past) + self.hidden(past)
 
 
 def windows():
-    """Windows to train, validate and test, which forecast the years until 1918, 1948 and 2008: no year is in two."""
+    """Windows to train, validate and test, which forecast the years until 1918, 1948
+    and 2008: no year is in two."""
     rows = torch.tensor(YEARS / 100, dtype=torch.float32).unfold(0, PAST + AHEAD, 1)
     parts = rows[: 209 - PAST], rows[219 - PAST : 239 - PAST], rows[249 - PAST :]
     return [TensorDataset(part[:, :PAST], part[:, PAST:]) for part in parts]
 
 
 def train(folder):
-    torch.set_num_threads(1)  # In a model this small, threads would mostly wait for one another.
-    # A checkpoint also within an epoch, which has 11 steps; and a start from the newest one, if there is one.
-    options = {"save_path": folder, "save_every": 5, "resume": "auto", "jsonl_path": f"{folder}/log.jsonl"}
+    # In a model this small, threads would mostly wait for one another.
+    torch.set_num_threads(1)
+    # A checkpoint also within an epoch, which has 11 steps; and a start from the newest
+    # one, if there is one.
+    options = {
+        "save_path": folder,
+        "save_every": 5,
+        "resume": "auto",
+        "jsonl_path": f"{folder}/log.jsonl",
+    }
     options |= {"optimizer": partial(torch.optim.AdamW, lr=3e-3), "seed": 0}
-    trainer = Forecast.add_on(StateManagerAddon, JSONLLoggerAddon)(Network, "cpu", **options)
+    trainer = Forecast.add_on(StateManagerAddon, JSONLLoggerAddon)(
+        Network, "cpu", **options
+    )
     train, valid, _ = windows()
     trainer.run(100, DataLoader(train, 16, shuffle=True), DataLoader(valid, 64))
     trainer.save_model(f"{folder}/last.safetensors")
 
 
 def start(folder, kill_at=None):
-    """Train in a process, and send SIGKILL to it once there is a checkpoint of this step, or a later one."""
+    """Train in a process, and send SIGKILL to it once there is a checkpoint of this
+    step, or a later one."""
     process = multiprocessing.get_context("fork").Process(target=train, args=(folder,))
     process.start()
-    while kill_at and process.is_alive() and not any(int(p.name[5:]) >= kill_at for p in Path(folder).glob("step-*")):
+    while (
+        kill_at
+        and process.is_alive()
+        and not any(int(p.name[5:]) >= kill_at for p in Path(folder).glob("step-*"))
+    ):
         process.join(0.001)
     if kill_at:
         process.kill()
@@ -71,18 +90,39 @@ def start(folder, kill_at=None):
 
 
 def main():
-    for folder, kill_at in (("runs/alone", None), ("runs/killed", 200), ("runs/killed", 712), ("runs/killed", None)):
+    for folder, kill_at in (
+        ("runs/alone", None),
+        ("runs/killed", 200),
+        ("runs/killed", 712),
+        ("runs/killed", None),
+    ):
         start(folder, kill_at)
-    alone, killed = (Path("runs", name, "last.safetensors").read_bytes() for name in ("alone", "killed"))
-    print("the last weights are", "the same, bit for bit" if alone == killed else "not the same")
+    alone, killed = (
+        Path("runs", name, "last.safetensors").read_bytes()
+        for name in ("alone", "killed")
+    )
+    print(
+        "the last weights are",
+        "the same, bit for bit" if alone == killed else "not the same",
+    )
     (past, future), model = windows()[2].tensors, Network().eval()
     model.load_state_dict(load_file("runs/killed/last.safetensors"))
-    fit = AutoReg(YEARS[:219], lags=11).fit()  # The classical method, on the same years.
-    guesses = [torch.tensor(AutoReg(YEARS[:t], 11).predict(fit.params, t, t + AHEAD - 1)) for t in range(249, 299)]
+    # The classical method, on the same years.
+    fit = AutoReg(YEARS[:219], lags=11).fit()
+    guesses = [
+        torch.tensor(AutoReg(YEARS[:t], 11).predict(fit.params, t, t + AHEAD - 1))
+        for t in range(249, 299)
+    ]
     errors = {"network": model(past) - future, "the last year": past[:, -1:] - future}
-    errors |= {"the cycle before": past[:, -AHEAD:] - future, "autoregression": torch.stack(guesses) / 100 - future}
+    errors |= {
+        "the cycle before": past[:, -AHEAD:] - future,
+        "autoregression": torch.stack(guesses) / 100 - future,
+    }
     for name, error in errors.items():
-        print(f"{name}: root mean squared error {100 * error.square().mean().sqrt():.2f} sunspots")
+        print(
+            f"{name}: root mean squared error {100 * error.square().mean().sqrt():.2f} "
+            "sunspots"
+        )
 
 
 if __name__ == "__main__":

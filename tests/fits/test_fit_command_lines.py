@@ -33,9 +33,16 @@ def test_jsonargparse_reads_the_signature():
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Task, "trainer", skip={"model", "optimizer", "scheduler"}, instantiate=False)
+    parser.add_class_arguments(
+        Task, "trainer", skip={"model", "optimizer", "scheduler"}, instantiate=False
+    )
     parser.add_argument("--optimizer", type=Callable[[Iterable], torch.optim.Optimizer])
-    line = ["--trainer.decay=0.9", "--trainer.gradient_clip=1.5", "--optimizer=SGD", "--optimizer.lr=0.5"]
+    line = [
+        "--trainer.decay=0.9",
+        "--trainer.gradient_clip=1.5",
+        "--optimizer=SGD",
+        "--optimizer.lr=0.5",
+    ]
     given = parser.instantiate(parser.parse_args(line))
     trainer = Task(hand.network(), optimizer=given.optimizer, **given.trainer.as_dict())
     trainer.run(1, hand.loader())

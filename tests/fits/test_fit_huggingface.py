@@ -26,7 +26,11 @@ def tiny_gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(3)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=8, n_layer=1, n_head=2, use_cache=False))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=32, n_positions=16, n_embd=8, n_layer=1, n_head=2, use_cache=False
+        )
+    )
 
 
 def train_by_hand(model, optimizer, batches, scheduler=None, n_epoch=2):
@@ -51,7 +55,9 @@ def test_transformers_with_its_collator_and_schedule():
     model = tiny_gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = get_linear_schedule_with_warmup(optimizer, 2, 12)
-    trainer = Language(model, "cpu", optimizer=optimizer, scheduler=scheduler, scheduler_step_on_batch=True)
+    trainer = Language(
+        model, "cpu", optimizer=optimizer, scheduler=scheduler, scheduler_step_on_batch=True
+    )
     torch.manual_seed(0)
     loader = DataLoader(rows, batch_size=4, shuffle=True, collate_fn=default_data_collator)
     trainer.run(2, loader)
@@ -72,11 +78,17 @@ def test_datasets_resume_in_mid_epoch(tmp_path):
     rows = rows.map(lambda row: {"labels": row["input_ids"]}).with_format("torch")
     Task = Language.add_on(StateManagerAddon)  # noqa: N806
     options = {"save_path": tmp_path / "run", "save_every": 1, "resume": "auto", "seed": 0}
-    for limit in (4, None):  # The first call stops in mid-epoch; the second one is a new trainer.
+    # The first call stops in mid-epoch; the second one is a new trainer.
+    for limit in (4, None):
         trainer = Task(tiny_gpt2, "cpu", optimizer=torch.optim.AdamW, **options)
         trainer.run(2, DataLoader(rows, batch_size=4, shuffle=True), max_steps=limit)
     # end
-    whole = Task(tiny_gpt2, "cpu", optimizer=torch.optim.AdamW, **options | {"save_path": tmp_path / "whole"})
+    whole = Task(
+        tiny_gpt2,
+        "cpu",
+        optimizer=torch.optim.AdamW,
+        **options | {"save_path": tmp_path / "whole"},
+    )
     whole.run(2, DataLoader(rows, batch_size=4, shuffle=True))
     assert trainer.progress_checker.step == 12
     assert hand.digest(trainer.unwrap()) == hand.digest(whole.unwrap())
@@ -90,7 +102,9 @@ def test_peft_trains_its_adapter():
         # begin: peft
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(tiny_gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+        model = get_peft_model(
+            tiny_gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        )
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         trainer = Language(model, "cpu", optimizer=torch.optim.AdamW(trained, lr=1e-2))
         # end
@@ -101,7 +115,9 @@ def test_peft_trains_its_adapter():
     trainer.run(2, batches)
     expected, _, trained = adapted()
     torch.manual_seed(7)
-    assert hand.digest(model) == train_by_hand(expected, torch.optim.AdamW(trained, lr=1e-2), batches)
+    assert hand.digest(model) == train_by_hand(
+        expected, torch.optim.AdamW(trained, lr=1e-2), batches
+    )
     base, before = model.unload(), tiny_gpt2()
     assert hand.digest(base) == hand.digest(before)
 
@@ -115,7 +131,9 @@ def test_accelerate_prepares_the_loader():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(rows, batch_size=4, shuffle=True))
     model = tiny_gpt2()
-    trainer = Language(model, "cpu", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+    trainer = Language(
+        model, "cpu", optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2)
+    )
     torch.manual_seed(0)
     trainer.run(2, loader)
     # end

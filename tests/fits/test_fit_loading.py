@@ -43,10 +43,18 @@ def test_torchdata_resumes_in_mid_epoch(tmp_path):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     Task = Classifier.add_on(StateManagerAddon)  # noqa: N806
-    for limit in (4, None):  # The first call stops in mid-epoch; the second one is a new trainer and loader.
+    # The first call stops in mid-epoch; the second one is a new trainer and loader.
+    for limit in (4, None):
         torch.manual_seed(0 if limit else 99)
         loader = StatefulDataLoader(hand.data(), batch_size=4, shuffle=True, num_workers=2)
-        trainer = Task(hand.network(), "cpu", optimizer=sgd, save_path=tmp_path, save_every=1, resume="auto")
+        trainer = Task(
+            hand.network(),
+            "cpu",
+            optimizer=sgd,
+            save_path=tmp_path,
+            save_every=1,
+            resume="auto",
+        )
         trainer.run(2, loader, max_steps=limit)
     # end
     torch.manual_seed(0)
@@ -68,7 +76,9 @@ def test_webdataset_streams_shards(tmp_path):
             for row, (inputs, target) in enumerate(hand.data(12, seed=shard)):
                 for suffix, value in (("inputs.pth", inputs), ("cls", target)):
                     file = io.BytesIO()
-                    torch.save(value, file) if suffix != "cls" else file.write(str(int(value)).encode())
+                    torch.save(value, file) if suffix != "cls" else file.write(
+                        str(int(value)).encode()
+                    )
                     info = tarfile.TarInfo(f"{row:03}.{suffix}")
                     info.size = file.tell()
                     file.seek(0)
@@ -89,6 +99,8 @@ def test_webdataset_streams_shards(tmp_path):
     assert hand.digest(model) == train_by_hand(2, loader)
     model = hand.network()
     torch.manual_seed(0)
-    Classifier(model, "cpu", optimizer=sgd).run(2, webdataset.WebLoader(stream, batch_size=None))
+    Classifier(model, "cpu", optimizer=sgd).run(
+        2, webdataset.WebLoader(stream, batch_size=None)
+    )
     torch.manual_seed(0)
     assert hand.digest(model) == train_by_hand(2, loader)

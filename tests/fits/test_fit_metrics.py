@@ -38,7 +38,12 @@ def test_torchmetrics_over_an_epoch():
     from sklearn.metrics import f1_score
 
     network, valid = hand.network(), hand.loader(30, shuffle=False, seed=5)
-    trainer = Classifier(network, "cpu", optimizer=torch.optim.SGD(network.parameters(), lr=0.1), monitor="f1")
+    trainer = Classifier(
+        network,
+        "cpu",
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        monitor="f1",
+    )
     found = trainer.run(2, hand.loader(), valid)
     network.eval()
     guessed = network(valid.dataset.tensors[0]).argmax(1)
@@ -63,7 +68,9 @@ def test_a_network_inside_a_pipeline_of_sklearn():
 
     pixels, labels = load_digits(return_X_y=True)
     network = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Linear(16, 64))
-    trainer = Autoencoder(network, "cpu", optimizer=torch.optim.Adam(network.parameters(), lr=1e-2))
+    trainer = Autoencoder(
+        network, "cpu", optimizer=torch.optim.Adam(network.parameters(), lr=1e-2)
+    )
     # begin: scikit-learn
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -71,17 +78,23 @@ def test_a_network_inside_a_pipeline_of_sklearn():
     from torch.utils.data import DataLoader, TensorDataset
 
     def batches(rows):
-        return DataLoader(TensorDataset(torch.tensor(rows, dtype=torch.float32)), batch_size=64)
+        return DataLoader(
+            TensorDataset(torch.tensor(rows, dtype=torch.float32)), batch_size=64
+        )
 
     scaler = MinMaxScaler().fit(pixels[:900])
     trainer.run(3, batches(scaler.transform(pixels[:900])))
-    encode = FunctionTransformer(lambda rows: trainer.predict(batches(rows))["output"].numpy())
+    encode = FunctionTransformer(
+        lambda rows: trainer.predict(batches(rows))["output"].numpy()
+    )
     pipeline = make_pipeline(scaler, encode, LogisticRegression(max_iter=1000))
     score = pipeline.fit(pixels[:900], labels[:900]).score(pixels[900:], labels[900:])
     # end
     network.eval()
     with torch.no_grad():
-        features = network[0](torch.tensor(scaler.transform(pixels), dtype=torch.float32)).numpy()
+        features = network[0](
+            torch.tensor(scaler.transform(pixels), dtype=torch.float32)
+        ).numpy()
     alone = LogisticRegression(max_iter=1000).fit(features[:900], labels[:900])
     assert abs(score - alone.score(features[900:], labels[900:])) < 0.01
     assert score > 0.7

@@ -37,7 +37,8 @@ def test_schedulefree_resumes_in_mid_epoch(tmp_path):
             cross_entropy(expected(inputs), targets).backward()
             optimizer.step()
     optimizer.eval()
-    for limit in (4, None):  # The first run stops within the first epoch, the second one resumes it.
+    # The first run stops within the first epoch, the second one resumes it.
+    for limit in (4, None):
         torch.manual_seed(0 if limit else 99)
         # begin: schedulefree
         import schedulefree
@@ -45,7 +46,14 @@ def test_schedulefree_resumes_in_mid_epoch(tmp_path):
         model, loader = hand.network(), hand.loader()
         optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01)
         Task = Classifier.add_on(StateManagerAddon)  # noqa: N806
-        trainer = Task(model, "cpu", optimizer=optimizer, save_path=tmp_path, save_every=1, resume="auto")
+        trainer = Task(
+            model,
+            "cpu",
+            optimizer=optimizer,
+            save_path=tmp_path,
+            save_every=1,
+            resume="auto",
+        )
         trainer.run(2, loader, max_steps=limit)
         # end
     optimizer.eval()
@@ -54,21 +62,26 @@ def test_schedulefree_resumes_in_mid_epoch(tmp_path):
 
 
 @pytest.mark.fits
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
+)
 def test_torchao_resumes_in_mid_epoch(tmp_path):
     """AdamW with states in 8 bits: the weights are those of the loop by hand, also after a resume."""
     from torchao.optim import AdamW8bit
 
     def network():
         torch.manual_seed(1)
-        return torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+        return torch.nn.Sequential(
+            torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)
+        )
 
     torch.compiler.set_stance("force_eager")  # It compiles its step, which takes a minute.
     expected = network()
     optimizer = AdamW8bit(expected.parameters(), lr=0.01)
     torch.manual_seed(0)
     hand.train(expected, optimizer, hand.loader(), 2)
-    for limit in (4, None):  # The first run stops within the first epoch, the second one resumes it.
+    # The first run stops within the first epoch, the second one resumes it.
+    for limit in (4, None):
         model, loader = network(), hand.loader()
         torch.manual_seed(0 if limit else 99)
         # begin: torchao
@@ -76,7 +89,14 @@ def test_torchao_resumes_in_mid_epoch(tmp_path):
 
         optimizer = torchao.optim.AdamW8bit(model.parameters(), lr=0.01)
         Task = Classifier.add_on(StateManagerAddon)  # noqa: N806
-        trainer = Task(model, "cpu", optimizer=optimizer, save_path=tmp_path, save_every=1, resume="auto")
+        trainer = Task(
+            model,
+            "cpu",
+            optimizer=optimizer,
+            save_path=tmp_path,
+            save_every=1,
+            resume="auto",
+        )
         trainer.run(2, loader, max_steps=limit)
         # end
     torch.compiler.set_stance("default")
@@ -98,7 +118,9 @@ def test_optuna_prunes_from_a_hook():
 
     def objective(trial):
         model = hand.network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=trial.suggest_float("lr", 1e-6, 1.0, log=True))
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=trial.suggest_float("lr", 1e-6, 1.0, log=True)
+        )
         trainer = Reported(model, "cpu", optimizer=optimizer)
         trainer.trial = trial
         return trainer.run(4, hand.loader(), hand.loader(seed=5))["best_valid"]["loss"]
@@ -109,6 +131,12 @@ def test_optuna_prunes_from_a_hook():
     # end
     states = [trial.state.name for trial in study.trials]
     assert set(states) == {"COMPLETE", "PRUNED"}
-    assert all(len(trial.intermediate_values) == 4 for trial in study.trials if trial.state.name == "COMPLETE")
-    assert study.best_value == min(trial.value for trial in study.trials if trial.state.name == "COMPLETE")
+    assert all(
+        len(trial.intermediate_values) == 4
+        for trial in study.trials
+        if trial.state.name == "COMPLETE"
+    )
+    assert study.best_value == min(
+        trial.value for trial in study.trials if trial.state.name == "COMPLETE"
+    )
     assert copy.copy(study.best_params)["lr"] > 1e-3

@@ -28,7 +28,9 @@ def test_monai_segments_images():
         dice = DiceMetric(include_background=True)
 
         def train_step(self, batch):
-            return {"loss": DiceLoss(sigmoid=True)(self.model(batch["image"]), batch["label"])}
+            return {
+                "loss": DiceLoss(sigmoid=True)(self.model(batch["image"]), batch["label"])
+            }
 
         def test_step(self, batch):
             self.dice(self.model(batch["image"]).sigmoid() > 0.5, batch["label"])
@@ -41,7 +43,9 @@ def test_monai_segments_images():
             self.dice.reset()
             return {"dice": value}
 
-    transforms = Compose([EnsureTyped(("image", "label"), track_meta=True), ScaleIntensityd("image")])
+    transforms = Compose(
+        [EnsureTyped(("image", "label"), track_meta=True), ScaleIntensityd("image")]
+    )
     loader = DataLoader(Dataset(files, transforms), batch_size=4, shuffle=True)
     # end
 
@@ -85,15 +89,21 @@ def test_einops_layers(tmp_path):
     from einops.layers.torch import Rearrange, Reduce
 
     model = nn.Sequential(
-        Rearrange("b c (h p) (w q) -> b (h w) (p q c)", p=4, q=4), nn.Linear(16, 2), Reduce("b n c -> b c", "mean")
+        Rearrange("b c (h p) (w q) -> b (h w) (p q c)", p=4, q=4),
+        nn.Linear(16, 2),
+        Reduce("b n c -> b c", "mean"),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Classifier.add_on(StateManagerAddon)(model, "cpu", optimizer=optimizer, save_path=tmp_path)
+    trainer = Classifier.add_on(StateManagerAddon)(
+        model, "cpu", optimizer=optimizer, save_path=tmp_path
+    )
     trainer.run(2, images)
     # end
     weights = torch.load(trainer.save_model(tmp_path / "model.pt"))
     assert weights.keys() == model.state_dict().keys()
-    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(weights[name], value) for name, value in model.state_dict().items()
+    )
 
 
 @pytest.mark.fits
@@ -109,9 +119,13 @@ def test_tensordict_is_a_batch():
 
         test_step = train_step
 
-    rows = TensorDict({"input": torch.rand(10, 4), "target": torch.rand(10, 1)}, batch_size=[10])
+    rows = TensorDict(
+        {"input": torch.rand(10, 4), "target": torch.rand(10, 1)}, batch_size=[10]
+    )
     model = TensorDictModule(nn.Linear(4, 1), in_keys=["input"], out_keys=["output"])
-    trainer = Regression(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = Regression(
+        model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     trainer.run(2, rows.split(4))
     # end
     with torch.no_grad():
@@ -136,15 +150,25 @@ def test_torch_geometric_batches_of_graphs():
             self.convolution, self.head = GCNConv(3, 8), nn.Linear(8, 2)
 
         def forward(self, batch):
-            return self.head(global_mean_pool(self.convolution(batch.x, batch.edge_index).relu(), batch.batch))
+            return self.head(
+                global_mean_pool(
+                    self.convolution(batch.x, batch.edge_index).relu(), batch.batch
+                )
+            )
 
     class Task(Trainer):
         def train_step(self, batch):
-            return {"loss": cross_entropy(self.model(batch), batch.y), "num_targets": batch.num_graphs}
+            return {
+                "loss": cross_entropy(self.model(batch), batch.y),
+                "num_targets": batch.num_graphs,
+            }
 
         test_step = train_step
 
-    graphs = [Data(torch.rand(3 + n, 3, generator=generator), edges, y=torch.tensor([n % 2])) for n in range(10)]
+    graphs = [
+        Data(torch.rand(3 + n, 3, generator=generator), edges, y=torch.tensor([n % 2]))
+        for n in range(10)
+    ]
     model = Graphs()
     trainer = Task(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     trainer.run(2, DataLoader(graphs, batch_size=4, shuffle=True))
@@ -153,4 +177,6 @@ def test_torch_geometric_batches_of_graphs():
     with torch.no_grad():
         mean = cross_entropy(model(whole), whole.y)
     assert trainer.progress_checker.step == 6
-    assert trainer.evaluate(DataLoader(graphs, batch_size=4))["loss"] == pytest.approx(float(mean), rel=1e-5)
+    assert trainer.evaluate(DataLoader(graphs, batch_size=4))["loss"] == pytest.approx(
+        float(mean), rel=1e-5
+    )

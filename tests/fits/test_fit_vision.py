@@ -24,8 +24,15 @@ class Classifier(Trainer):
 @pytest.mark.vision
 def test_timm_resumes_in_mid_epoch(tmp_path):
     """A small vision transformer and LAMB with its groups, bitwise the loop by hand, also after a resume."""
-    images = [(torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(n)), torch.arange(4)) for n in range(3)]
-    for limit in (2, None):  # The first run stops within the first epoch, the second one resumes it.
+    images = [
+        (
+            torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(n)),
+            torch.arange(4),
+        )
+        for n in range(3)
+    ]
+    # The first run stops within the first epoch, the second one resumes it.
+    for limit in (2, None):
         # begin: timm
         import timm
         from timm.optim import create_optimizer_v2
@@ -34,7 +41,14 @@ def test_timm_resumes_in_mid_epoch(tmp_path):
         model = timm.create_model("test_vit", pretrained=False, num_classes=4, img_size=32)
         optimizer = create_optimizer_v2(model, opt="lamb", lr=1e-2, weight_decay=0.05)
         Task = Classifier.add_on(StateManagerAddon)  # noqa: N806
-        trainer = Task(model, "cpu", optimizer=optimizer, save_path=tmp_path, save_every=1, resume="auto")
+        trainer = Task(
+            model,
+            "cpu",
+            optimizer=optimizer,
+            save_path=tmp_path,
+            save_every=1,
+            resume="auto",
+        )
         trainer.run(2, images, max_steps=limit)
         # end
     torch.manual_seed(0)

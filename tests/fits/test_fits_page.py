@@ -36,7 +36,9 @@ def test_the_extra_has_what_the_marked_tests_need():
 
 
 @pytest.mark.fits
-@pytest.mark.parametrize("library", [fit.library for fit in fits.read_fits() if fit.extra != "vision"])
+@pytest.mark.parametrize(
+    "library", [fit.library for fit in fits.read_fits() if fit.extra != "vision"]
+)
 def test_the_versions_of_the_page_are_installed(library):
     """What the marked run tries is what the page says."""
     assert version(library) == fits.read_versions()[library.lower()]

@@ -122,7 +122,7 @@ class Blocks:
 
     def run_bash(self, example):
         """Our commands are run; of others, the program, files, extras and options must exist."""
-        for line in example.parsed.strip().splitlines():
+        for line in re.sub(r"\\\n\s*", "", example.parsed.strip()).splitlines():
             for command in line.split(" && "):
                 words = shlex.split(command, comments=True)
                 if words[:3] == ["python", "-m", "zae"]:
