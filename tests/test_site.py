@@ -109,4 +109,8 @@ def test_a_page_has_one_title_which_every_list_shows():
         for text, target in LISTED.findall(page.read_text(encoding="utf-8"))
     ]
     assert len(listed) > 50
+    for table in (ROOT / "README.md", DOCS / "index.md"):  # What you want to do, and first the page that is for it.
+        links = re.findall(r"^\| .+? \| \[([^\]`]+)\]\(([^)#]+\.md)", table.read_text(encoding="utf-8"), re.M)
+        assert len(links) > 10
+        listed += [(table.name, text, title_of(table.parent / target)) for text, target in links]
     assert [found for found in listed if found[1] != found[2]] == []
