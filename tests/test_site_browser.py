@@ -96,6 +96,20 @@ def test_a_page_fits_its_window(site: Path, browser: Browser, name: str, width: 
     check(browser)
 
 
+def test_nothing_is_cut_at_1280_pixels(site: Path, browser: Browser) -> None:
+    """On no page a block of code, or the page itself, is wider than its box."""
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 100
+    cut = "[...document.querySelectorAll('pre')].filter((each) => each.scrollWidth > each.clientWidth + 1)"
+    found = []
+    for page in pages:
+        browser.open(page, 1280, ready="true")
+        blocks = browser.evaluate(f"{cut}.map((each) => each.textContent.slice(0, 80))")
+        if blocks or browser.evaluate("document.documentElement.scrollWidth") > 1280:
+            found.append((str(page.relative_to(site)), blocks))
+    assert found == []
+
+
 @pytest.mark.parametrize(
     ("query", "expected"),
     [("find_batch_size", "reference/api/tuning.html"), ("EMAAddon", "reference/addons/EMAAddon.html")],
