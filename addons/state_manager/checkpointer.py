@@ -71,7 +71,7 @@ class Checkpointer:
 
     Examples
     --------
-    In short; docs/howto/own_checkpoint_storage.md has it with damaged files, and flushed to the disk.
+    In short; docs/extending/checkpoint_storage.md has it with damaged files, and flushed to the disk.
 
     >>> import pathlib, shutil, tempfile, torch
     >>> from zae import Trainer

@@ -339,7 +339,8 @@ def test_with_other_add_ons(
 
 def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The script of the page, replayed, prints what stands there, but for the last digits of another machine."""
-    page = find_page("replay").read_text(encoding="utf-8")
+    text = find_page("compare_and_replay").read_text(encoding="utf-8")
+    page = text.partition("\n## Replay a step\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.S)
     Path("train.py").write_text(blocks[0][1], encoding="utf-8")
     trainer, arguments = runpy.run_path("train.py")["make_trainer"]()

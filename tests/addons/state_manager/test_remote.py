@@ -276,8 +276,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def zipped() -> Any:
-    """The class that docs/howto/own_checkpoint_storage.md shows."""
-    blocks = Blocks(find_page("own_checkpoint_storage"))
+    """The class that docs/extending/checkpoint_storage.md shows."""
+    blocks = Blocks(find_page("checkpoint_storage"))
     code = next(str(each.parsed) for each in blocks.document if "class ZipCheckpointer" in each.parsed)
     module = types.ModuleType("zip_checkpointer")
     sys.modules["zip_checkpointer"] = module
