@@ -19,7 +19,8 @@ from zae.addons import JSONLLoggerAddon, StateManagerAddon
 def page() -> Any:
     """The classes of the page, without what it trains."""
     module = types.ModuleType("own_logger")
-    (block,) = re.findall(r"^```python\n(.*?)^```", find_page("own_logger").read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```", find_page("own_logger").read_text(encoding="utf-8"), re.M | re.S)
+    (block,) = [each for each in blocks if "class CSVLoggerAddon" in each]
     exec(block.partition("check_addon(CSVLoggerAddon")[0], vars(module))
     return module
 
