@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import inspect
 import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -267,7 +268,7 @@ def _first_sentence(doc: str) -> str:
 def _text(cls: Any, instance: Any) -> str:
     """Return the whole page."""
     lines = lines_of(cls, instance)
-    columns = terminal_columns()
+    columns = terminal_columns(sys.stdout)
     note_width = max(_LEAST_NOTE, min(columns or _WIDTH, _WIDTH) - _COLUMN - len("  # ") - 1)
     title = f"{cls.__name__}, the effective loop; after # are the overrides of a call, outermost first"
     page = [*wrapped(title, columns, 4), ""]

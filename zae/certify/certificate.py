@@ -13,7 +13,17 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from zae.certify.judge import Judgement, compare_whole, forget_unseeded, judge_kill, last_words
+from zae.certify.judge import (
+    FAILED,
+    NOT_TRIED,
+    PASSED,
+    Judgement,
+    compare_whole,
+    failure,
+    forget_unseeded,
+    judge_kill,
+    last_words,
+)
 from zae.certify.page import write
 from zae.certify.runs import Attempt, OutOfTime, Run, Script
 from zae.display.answer import Answer
@@ -21,7 +31,6 @@ from zae.errors import ConfigError
 
 __all__ = ["PROMISES", "certify"]
 
-PASSED, FAILED, NOT_TRIED = "passed", "failed", "not tried"
 _UNSTEADY = "two runs without a kill are not the same: nothing can be compared"
 _KINDS = ("step", "save", "term", "worker", "step", "save")
 """The kind of each kill, in turn; the third and fourth come again after the others."""
@@ -256,8 +265,14 @@ class Kills:
         writes = [each for each in save if each["op"] in ("open", "torch.save") and each["size"]]
         is_torn = number % 2 == 0 and bool(writes)
         event = max(writes, key=lambda each: each["size"]) if is_torn else self.draw.choice(save)
-        return {"kind": "save", "at": event["i"], "torn": is_torn, "rank": 0, "op": event["op"],
-                "name": Path(event["path"]).name}  # fmt: skip
+        return {
+            "kind": "save",
+            "at": event["i"],
+            "torn": is_torn,
+            "rank": 0,
+            "op": event["op"],
+            "name": Path(event["path"]).name,
+        }
 
 
 def _saves(base: Attempt, least: int) -> list[list[dict[str, Any]]]:
@@ -270,10 +285,12 @@ def _saves(base: Attempt, least: int) -> list[list[dict[str, Any]]]:
 
 def _judge_without_saves(judgement: Judgement) -> Judgement:
     """Judge a run that began anew, of a script that saves nothing before its last step."""
-    return Judgement(
-        FAILED, "does not resume", ["does not resume"], 1,
-        f"{judgement.message}, but nothing is saved before the last step: a kill loses all work", 0,
-    )  # fmt: skip
+    return failure(
+        "does not resume",
+        f"{judgement.message}, but nothing is saved before the last step: a kill loses all work",
+        step=1,
+        resumed=0,
+    )
 
 
 def _judge_term(judgement: Judgement, run: Run) -> Judgement:
@@ -285,14 +302,20 @@ def _judge_term(judgement: Judgement, run: Run) -> Judgement:
     lost = f"{done - judgement.resumed} steps are lost"
     signal = run.kill["signal"]
     if stop["handled"]:
-        return Judgement(
-            FAILED, f"not saved at {signal}", [f"not saved at {signal}"], done,
-            f"{judgement.message}, but {lost}: the script handles {signal} and saves nothing", judgement.resumed,
-        )  # fmt: skip
+        return failure(
+            f"not saved at {signal}",
+            f"{judgement.message}, but {lost}: the script handles {signal} and saves nothing",
+            step=done,
+            resumed=judgement.resumed,
+        )
     return Judgement(
-        NOT_TRIED, f"not saved at {signal}", [f"not saved at {signal}"], done,
-        f"{judgement.message}; {lost}, as by SIGKILL: the script does not handle {signal}", judgement.resumed,
-    )  # fmt: skip
+        NOT_TRIED,
+        cause=f"not saved at {signal}",
+        causes=[f"not saved at {signal}"],
+        step=done,
+        message=f"{judgement.message}; {lost}, as by SIGKILL: the script does not handle {signal}",
+        resumed=judgement.resumed,
+    )
 
 
 def _summary(name: str, judged: Sequence[Judgement]) -> Promise:

@@ -15,8 +15,9 @@ __all__ = ["as_plain", "first_difference", "largest", "update_difference"]
 _SEEN = ("loss", "weights", "random streams")  # Of each step.
 
 
-def first_difference(one: Mapping[str, Any], other: Mapping[str, Any], without: Collection[str] = (),
-                     may_add: bool = False) -> str:  # fmt: skip
+def first_difference(
+    one: Mapping[str, Any], other: Mapping[str, Any], without: Collection[str] = (), may_add: bool = False
+) -> str:
     """Return where two runs of the trainer differ, empty where they do not.
 
     ``without`` names parts that are not compared. With ``may_add``, the history of ``other`` may have more metrics.

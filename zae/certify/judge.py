@@ -8,7 +8,23 @@ from typing import Any
 
 from zae.certify.runs import Attempt, Run
 
-__all__ = ["Judgement", "compare_whole", "forget_unseeded", "judge_kill", "last_words"]
+__all__ = [
+    "FAILED",
+    "NOT_TRIED",
+    "PASSED",
+    "Judgement",
+    "compare_whole",
+    "failure",
+    "forget_unseeded",
+    "judge_kill",
+    "last_words",
+]
+
+PASSED = "passed"
+FAILED = "failed"
+NOT_TRIED = "not tried"
+"""The verdicts on a promise, and on a run."""
+
 
 Row = Mapping[str, Any]
 
@@ -59,6 +75,18 @@ class Judgement:
     """The step after which a killed run went on."""
 
 
+def failure(
+    cause: str,
+    message: str,
+    *,
+    causes: list[str] | None = None,
+    step: int | None = None,
+    resumed: int | None = None,
+) -> Judgement:
+    """Judge a run that fails; its only cause is the first one, where others are not given."""
+    return Judgement(FAILED, cause, [cause] if causes is None else causes, step, message, resumed)
+
+
 def compare_whole(one: Run, other: Run) -> Judgement:
     """Judge whether two runs without a kill are the same."""
     first, second = one.attempts[0], other.attempts[0]
@@ -68,18 +96,20 @@ def compare_whole(one: Run, other: Run) -> Judgement:
         told = f" (rank {rank})" if len(first.events) > 1 else ""
         if keys:
             step, cause = index + 1, _causes(keys)[0]
-            return Judgement(
-                "failed", "not repeatable", [cause], step,
+            return failure(
+                "not repeatable",
                 f"two runs differ first in step {step}{told}: {_describe(first, rank, a[index], b[index], keys)}",
-            )  # fmt: skip
+                causes=[cause],
+                step=step,
+            )
         if len(a) != len(b):
-            return Judgement("failed", "not repeatable", [], None, f"two runs have {len(a)} and {len(b)} steps{told}")
+            return failure("not repeatable", f"two runs have {len(a)} and {len(b)} steps{told}", causes=[])
         if _ends(first, rank) != _ends(second, rank):
-            return Judgement(
-                "failed", "not repeatable", ["weights"], len(a), f"the weights differ after the last step{told}"
+            return failure(
+                "not repeatable", f"the weights differ after the last step{told}", causes=["weights"], step=len(a)
             )
     count = len(first.rows())
-    return Judgement("passed", step=count, message=f"two runs of {count} steps are bitwise the same")
+    return Judgement(PASSED, step=count, message=f"two runs of {count} steps are bitwise the same")
 
 
 def _first_difference(a: Sequence[Row], b: Sequence[Row]) -> tuple[int, list[str]]:
@@ -176,11 +206,11 @@ def judge_kill(reference: Run, run: Run) -> Judgement:
     whole, killed = reference.attempts[0], run.attempts[0]
     stop = killed.first("kill", run.kill.get("rank", 0))
     if stop is None or len(run.attempts) == 1:
-        return Judgement("not tried", message="the run ended before its kill")
+        return Judgement(NOT_TRIED, message="the run ended before its kill")
     if run.kill["kind"] == "worker" and len(killed.rows()) >= len(whole.rows()):
-        return Judgement("not tried", message="no sample was loaded after the step of the kill")
+        return Judgement(NOT_TRIED, message="no sample was loaded after the step of the kill")
     if run.kill["kind"] == "term" and (killed.is_late or len(killed.rows()) >= len(whole.rows())):
-        return Judgement("not tried", message="the script goes on after the signal: it handles it and does not end")
+        return Judgement(NOT_TRIED, message="the script goes on after the signal: it handles it and does not end")
     again = run.attempts[1]
     where = _where(run, killed)
     if again.status != 0:
@@ -188,7 +218,7 @@ def judge_kill(reference: Run, run: Run) -> Judgement:
     if not again.rows():
         return _judge_no_steps(whole, killed, where)
     found = [_judge_rank(whole, killed, again, rank, run, where) for rank in whole.events]
-    failed = next((each for each in found if each.verdict == "failed"), None)
+    failed = next((each for each in found if each.verdict == FAILED), None)
     return failed or found[0]
 
 
@@ -207,14 +237,16 @@ def _judge_failure(run: Run, again: Attempt, where: str) -> Judgement:
     """Judge a script that failed when it was started again."""
     if again.rows():
         step = len(again.rows())
-        return Judgement(
-            "failed", "fails after the resume", [], step,
+        return failure(
+            "fails after the resume",
             f"{where}; started again it fails after {step} steps: {last_words(again)}",
-        )  # fmt: skip
+            causes=[],
+            step=step,
+        )
     if run.has_saved:
-        return Judgement("failed", "cannot load", [], None, f"{where}; started again it fails: {last_words(again)}")
-    return Judgement(
-        "failed", "cannot load", [], None, f"{where}, with no whole checkpoint yet; started again: {last_words(again)}"
+        return failure("cannot load", f"{where}; started again it fails: {last_words(again)}", causes=[])
+    return failure(
+        "cannot load", f"{where}, with no whole checkpoint yet; started again: {last_words(again)}", causes=[]
     )
 
 
@@ -222,21 +254,20 @@ def _judge_no_steps(whole: Attempt, killed: Attempt, where: str) -> Judgement:
     """Judge a script that ended at once when it was started again."""
     missing = len(whole.rows()) - len(killed.rows())
     if missing <= 0:
-        return Judgement("passed", message=f"{where}; nothing was left to do", resumed=len(killed.rows()))
-    return Judgement(
-        "failed", "skipped work", ["skipped work"], len(killed.rows()) + 1,
+        return Judgement(PASSED, message=f"{where}; nothing was left to do", resumed=len(killed.rows()))
+    return failure(
+        "skipped work",
         f"{where}; started again it ends without a step, and {missing} are missing",
-        len(killed.rows()),
-    )  # fmt: skip
+        step=len(killed.rows()) + 1,
+        resumed=len(killed.rows()),
+    )
 
 
 def _judge_rank(whole: Attempt, killed: Attempt, again: Attempt, rank: int, run: Run, where: str) -> Judgement:
     """Judge what one rank did after the resume."""
     expected, made = whole.rows(rank), again.rows(rank)
     if not made:
-        return Judgement(
-            "failed", "skipped work", ["skipped work"], message=f"{where}; rank {rank} makes no step again"
-        )
+        return failure("skipped work", f"{where}; rank {rank} makes no step again")
     done = len(killed.rows(rank))
     start = _align(whole, expected, made[0], rank, done)
     told = f" (rank {rank})" if len(whole.events) > 1 else ""
@@ -252,34 +283,38 @@ def _judge_rank(whole: Attempt, killed: Attempt, again: Attempt, rank: int, run:
     ends = _ends(whole, rank) == _ends(again, rank)
     begun = f"{where}; resumed after step {start}{told}" if start else f"{where}; begun anew{told}"
     if not causes and ends and not start and run.kill["kind"] != "save":
-        return Judgement("not tried", message=f"{begun}, as no checkpoint was there; the end is the same", resumed=0)
+        return Judgement(NOT_TRIED, message=f"{begun}, as no checkpoint was there; the end is the same", resumed=0)
     if not causes and ends:
         notes = f" ({', '.join(seen)} differs, and nothing depends on it)" if seen else ""
-        return Judgement("passed", message=f"{begun}, the end is bitwise the same{notes}", resumed=start)
+        return Judgement(PASSED, message=f"{begun}, the end is bitwise the same{notes}", resumed=start)
     if not causes:
-        return Judgement(
-            "failed", "weights", ["weights"], count,
+        return failure(
+            "weights",
             f"{begun}: each step is the same, and the weights at the end of the script are not (a best or averaged "
-            "model that is not resumed?)", start,
-        )  # fmt: skip
+            "model that is not resumed?)",
+            step=count,
+            resumed=start,
+        )
     step = start + parted + 1
     also = f"; what differs as well: {', '.join(causes[1:])}" if len(causes) > 1 else ""
     words = _words(causes, expected, made, start, parted, total, count)
-    return Judgement("failed", causes[0], causes, step, f"{begun}, parted at step {step}: {words}{also}", start)
+    return failure(causes[0], f"{begun}, parted at step {step}: {words}{also}", causes=causes, step=step, resumed=start)
 
 
 def _judge_first_weights(expected: Sequence[Row], made: Sequence[Row], where: str) -> Judgement:
     """Judge a run that had a checkpoint, and began with the weights of the first step."""
     if len(made) < len(expected):  # It knows what was done: all but the weights is resumed.
-        return Judgement(
-            "failed", "weights", ["weights"], None,
+        return failure(
+            "weights",
             f"{where}; started again its weights are those before the first step, and it makes the last {len(made)} "
             "steps with them",
-        )  # fmt: skip
-    return Judgement(
-        "failed", "does not resume", ["does not resume"], 1,
-        f"{where}; started again it begins with the first step, although a checkpoint was there", 0,
-    )  # fmt: skip
+        )
+    return failure(
+        "does not resume",
+        f"{where}; started again it begins with the first step, although a checkpoint was there",
+        step=1,
+        resumed=0,
+    )
 
 
 def _align(whole: Attempt, expected: Sequence[Row], row: Row, rank: int, done: int) -> int | None:
@@ -391,7 +426,7 @@ def _judge_weights(whole: Attempt, expected: Sequence[Row], row: Row, rank: int,
         words = f"its weights are those after step {best}, but for {shown}"
     else:
         words = "its weights are those of no step of the run without a kill"
-    return Judgement("failed", "weights", ["weights"], None, f"{where}; started again, {words}")
+    return failure("weights", f"{where}; started again, {words}")
 
 
 def _ends(attempt: Attempt, rank: int) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from zae.certify.child import ANSWER, Job
 from zae.certify.compare import first_difference, largest, update_difference
-from zae.certify.judge import last_words
+from zae.certify.judge import FAILED, NOT_TRIED, PASSED, last_words
 from zae.certify.runs import Script
 from zae.errors import ZaeError
 
@@ -19,7 +19,6 @@ BOUND = 1e-9
 """The largest difference of the weights of several ranks from those of one process, in float64, as a share of each
 tensor's largest entry."""
 _OBSERVERS = ("observe", "state")
-_PASSED, _FAILED, _NOT_TRIED = "passed", "failed", "not tried"
 
 Finding = tuple[str, str]
 """A verdict, and what was found."""
@@ -67,20 +66,20 @@ def loop(own: Own) -> Finding:
     if without:  # The rest of the trainer is compared.
         plain = own.do(**given, leave_out=("parallel", *without))
     if "uncovered" in plain:
-        return _NOT_TRIED, f"the loop by hand does not do: {'; '.join(plain['uncovered'])}"
+        return NOT_TRIED, f"the loop by hand does not do: {'; '.join(plain['uncovered'])}"
     ours = own.base
     if without or ours["is_shortened"]:
         ours = own.do(is_shortened=False, leave_out=("parallel", *without))
     both = f"both without {', '.join(without)}, which the loop by hand does not have" if without else ""
     text = update_difference(ours, plain)
     if text and own.base["has_own_stream"] and own.base["validates"]:
-        return _NOT_TRIED, (
+        return NOT_TRIED, (
             "the dataset draws from a generator of its own, also for a validation, which the loop by hand does not "
             "have; give run() no valid_loader"
         )
     if text:
-        return _FAILED, f"{text}{f' ({both})' if both else ''}. The loop is zae/certify/loop.py"
-    return _PASSED, (
+        return FAILED, f"{text}{f' ({both})' if both else ''}. The loop is zae/certify/loop.py"
+    return PASSED, (
         f"{len(plain['updates'])} updates of the loop by hand, in plain PyTorch, leave bitwise the same weights"
         f"{f'; {both}' if both else ''}"
     )
@@ -90,11 +89,11 @@ def observers(own: Own) -> Finding:
     """Find out whether add-ons that observe and save change anything."""
     names = own.named(*_OBSERVERS)
     if not names:
-        return _NOT_TRIED, "the trainer has no logger and no other add-on of the layers observe and state"
+        return NOT_TRIED, "the trainer has no logger and no other add-on of the layers observe and state"
     bare = own.do(leave_out=("parallel", *_OBSERVERS))
     text = first_difference(bare, own.base, may_add=True)
     if not text:
-        return _PASSED, f"without {', '.join(names)} the run is bitwise the same"
+        return PASSED, f"without {', '.join(names)} the run is bitwise the same"
     guilty = []
     for name in names if len(names) > 1 else []:
         try:
@@ -102,7 +101,7 @@ def observers(own: Own) -> Finding:
         except JobFailed:  # It needs one of the others.
             continue
         guilty += [name] if first_difference(bare, other, may_add=True) else []
-    return _FAILED, (
+    return FAILED, (
         f"{', '.join(guilty or names)} changes training: {text}. Draw from "
         "self.generator(name), change neither gradients nor weights, or give it another layer"
     )
@@ -111,9 +110,9 @@ def observers(own: Own) -> Finding:
 def ranks(own: Own) -> Finding:
     """Compare the weights that two ranks leave with those of one process."""
     if own.base["varies"]:
-        return _NOT_TRIED, "the dataset draws random numbers, and each rank draws its own for its samples"
+        return NOT_TRIED, "the dataset draws random numbers, and each rank draws its own for its samples"
     if not own.base["can_merge"]:
-        return _NOT_TRIED, (
+        return NOT_TRIED, (
             "one process needs batches of twice the size, and the loader is no DataLoader with a batch_size"
         )
     without = (*_OBSERVERS, "precision")
@@ -121,23 +120,23 @@ def ranks(own: Own) -> Finding:
     try:
         two = own.do(2, leave_out=without, add=engine, is_exact=True)
     except JobFailed as failure:
-        return _FAILED, f"two ranks: {failure}"
+        return FAILED, f"two ranks: {failure}"
     one = own.do(leave_out=("parallel", *without), is_exact=True, batches=two["dp_world_size"])
     if one["random"]:
-        return _NOT_TRIED, "steps draw random numbers, and each rank draws its own for its samples"
+        return NOT_TRIED, "steps draw random numbers, and each rank draws its own for its samples"
     share, name = largest(one["parts"]["model"], two["parts"]["model"])
     counts = [each["parts"]["progress"]["step"] for each in (one, two)]
     changed = "".join(f", {each}" for each in one.get("changed", []))
     whose = "its own engine" if own.base["engine"] else "MultiGPUAddon added"
     told = f"2 ranks on the CPU ({whose}; float64{changed})"
     if counts[0] != counts[1]:
-        return _FAILED, f"{told}: {counts[1]} steps, and one process makes {counts[0]}"
+        return FAILED, f"{told}: {counts[1]} steps, and one process makes {counts[0]}"
     if share > BOUND:
-        return _FAILED, (
+        return FAILED, (
             f"{told}: {name} differs by {share:.2g} of its largest entry, more than {BOUND:g}. A "
             "loss that is no mean over the batch needs num_targets; an add-on may act on one rank"
         )
-    return _PASSED, (
+    return PASSED, (
         f"{told}: {counts[1]} steps, the weights are within {share:.2g} of those of one process (bound {BOUND:g})"
     )
 
@@ -155,4 +154,4 @@ def find(own: Own, name: str) -> Finding:
     try:
         return PROMISES[name](own)
     except JobFailed as failure:
-        return _NOT_TRIED, f"a run for it fails: {failure}"
+        return NOT_TRIED, f"a run for it fails: {failure}"

@@ -43,7 +43,9 @@ class Watcher:
     """Write down what the optimizers of this process do, and kill it where the plan says so."""
 
     def __init__(self, plan: dict[str, Any], torch: Any) -> None:
-        self.torch, self.plan, self.kill = torch, plan, plan.get("kill") or {}
+        self.torch = torch
+        self.plan = plan
+        self.kill = plan.get("kill") or {}
         self.roots = tuple(os.path.join(os.path.realpath(each), "") for each in plan["roots"])
         self.began = time.monotonic()
         self._forget()
@@ -71,28 +73,35 @@ class Watcher:
 
     def _forget(self) -> None:
         """Begin as a process that has done nothing: a forked one is another process."""
-        self.pid, self.file, self.rows, self.operations = os.getpid(), -1, 0, 0
+        self.pid = os.getpid()
+        self.file = -1
+        self.rows = 0
+        self.operations = 0
         self.is_busy = False
         self.root: Any = None
-        self.inputs: list[Any] = []
-        self.shapes: list[Any] = []
-        self.losses: list[Any] = []
-        self.random: dict[str, str] | None = None
-        self.scale: Any = None
-        self.is_shuffled = False
+        self._begin_row()
         self.starts: list[dict[str, Any]] = []
-        self.late: list[tuple[dict[str, Any], Callable[[dict[str, Any]], None]]] = []
+        self.late: list[tuple[Any, Callable[[], None]]] = []  # What writes a row, and the event that it waits for.
         self.change: dict[str, Any] | None = None  # The last change of a file, whose size is not known yet.
         self.is_torn = False
         self.outside: set[str] = set()
         self.known: dict[int, str] = {}
         self.names: dict[int, str] = {}
         self.seen: set[int] = set()
-        self.called: dict[int, Any] = {}  # The outermost modules since the last step.
-        self.loaded: list[Any] = []
         self.trained: dict[str, list[Any]] = {}
         self.looks: dict[str, Any] = {}
         self.last: dict[str, str] = {}
+
+    def _begin_row(self) -> None:
+        """Forget what was seen since the step before."""
+        self.inputs: list[Any] = []
+        self.shapes: list[Any] = []
+        self.losses: list[Any] = []
+        self.random: dict[str, str] | None = None
+        self.scale: Any = None
+        self.is_shuffled = False
+        self.called: dict[int, Any] = {}  # The outermost modules.
+        self.loaded: list[Any] = []
 
     # --- what a script does
 
@@ -129,7 +138,7 @@ class Watcher:
         row: dict[str, Any] = {"e": "step", "n": self.rows, "o": name, "skipped": skipped}
         row |= {"lr": [_number(each.get("lr")) for each in groups], "random": self.random or self._streams()}
         row |= {"shapes": _digest(self.shapes), "inputs seen": len(self.inputs), "time": time.monotonic() - self.began}
-        row["shuffled"], self.is_shuffled = self.is_shuffled, False
+        row["shuffled"] = self.is_shuffled
         row["hyper"] = _digest([sorted((k, _option(v)) for k, v in each.items()) for each in groups])
         gradients = [each.grad for each in parameters if each.grad is not None]
         models = [model for ref in self.called.values() if (model := ref()) is not None]
@@ -149,9 +158,7 @@ class Watcher:
             trained = {id(each) for each in parameters}
             frozen = [each for model in models for each in model.parameters() if not each.requires_grad]
             sums["frozen"] = self._sums(each for each in frozen if id(each) not in trained)
-        self.inputs, self.shapes, self.losses, self.random, self.scale = [], [], [], None, None
-        self.called, self.loaded = {}, []
-
+        self._begin_row()
         self.looks[name] = self._look(parameters)
 
         def finish(found: dict[str, Any], row: dict[str, Any] = row) -> None:
@@ -243,8 +250,10 @@ class Watcher:
             if not (isinstance(flags, int) and flags & _WRITES) or isinstance(path, int) or path is None:
                 return
             if os.path.islink(path) and os.path.realpath(path).startswith(self.plan["origin"]):
-                raise PermissionError(f"{os.fsdecode(path)} is a large file of the working folder, of which the copy "
-                                      "that zae certify runs in has a link; it is not changed")  # fmt: skip
+                raise PermissionError(
+                    f"{os.fsdecode(path)} is a large file of the working folder, of which the copy "
+                    "that zae certify runs in has a link; it is not changed"
+                )
             operation = "open"
         elif event in _CHANGES:
             path, operation = args[1 if event == "os.rename" else 0], _CHANGES[event]
@@ -478,19 +487,19 @@ class Watcher:
                     found[key][index] = value
             finish(found)
 
-        self.late.append(({"event": event}, lambda _: complete()))
+        self.late.append((event, complete))
         self._settle(only_ready=True)
 
     def _settle(self, only_ready: bool = False) -> None:
         """Write the rows whose numbers are there; all of them, unless only those that are ready."""
         while self.late:
-            event = self.late[0][0]["event"]
+            event, complete = self.late[0]
             if event is not None and not event.query():
                 if only_ready and len(self.late) < 64:
                     return
                 event.synchronize()
-            _, complete = self.late.pop(0)
-            complete({})
+            self.late.pop(0)
+            complete()
 
     # --- the file
 

@@ -26,23 +26,39 @@ Options of certify stand before the script; all that follows is the script's."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.description = f"{parser.description}\n\n{_ABOUT}"
-    parser.add_argument("command_line", metavar="script.py ...", nargs=argparse.REMAINDER,
-                        help="the script and its arguments, or -- and a launcher with both")  # fmt: skip
+    parser.add_argument(
+        "command_line",
+        metavar="script.py ...",
+        nargs=argparse.REMAINDER,
+        help="the script and its arguments, or -- and a launcher with both",
+    )
     parser.add_argument("--kills", type=int, default=4, help="how many runs are killed (default: 4)")
     parser.add_argument("--minutes", type=float, default=60.0, help="how long it may take (default: 60)")
-    parser.add_argument("--resume-with", metavar='"ARGUMENTS"', default="",
-                        help="what is appended to the command when a checkpoint is to be resumed from")  # fmt: skip
+    parser.add_argument(
+        "--resume-with",
+        metavar='"ARGUMENTS"',
+        default="",
+        help="what is appended to the command when a checkpoint is to be resumed from",
+    )
     parser.add_argument(
         "--signal",
         metavar="NAME",
         default="SIGTERM",
         help="the signal by which a script is asked to end, such as SIGUSR1 (default: SIGTERM)",
     )
-    parser.add_argument("--checkpoints", metavar="FOLDER",
-                        help="where the script saves, if that is outside of the working folder, or if it holds the "
-                        "checkpoints of other runs")  # fmt: skip
-    parser.add_argument("--only", metavar="PROMISE", action="append", default=[],
-                        help="try only this promise, by a part of its name; may be repeated")  # fmt: skip
+    parser.add_argument(
+        "--checkpoints",
+        metavar="FOLDER",
+        help="where the script saves, if that is outside of the working folder, or if it holds the "
+        "checkpoints of other runs",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="PROMISE",
+        action="append",
+        default=[],
+        help="try only this promise, by a part of its name; may be repeated",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the instants of the kills (default: 0)")
     parser.add_argument("-o", "--out", metavar="FILE", help="a page to write, in Markdown, or HTML by its ending")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import sys
 import textwrap
@@ -11,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from zae.display.text import cell, duration, fitting, number, width_of
+from zae.display.text import cell, duration, fitting, number, terminal_columns, width_of
 from zae.errors import printable
 
 if TYPE_CHECKING:
@@ -263,8 +262,4 @@ def is_on_a_terminal() -> bool:
 
 def _width() -> int:
     """Return the columns of the terminal of standard error, less one: some wrap a line that fills them."""
-    try:
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
-    except (OSError, ValueError, AttributeError):
-        columns = 0
-    return (columns or shutil.get_terminal_size().columns) - 1
+    return (terminal_columns(sys.stderr) or shutil.get_terminal_size().columns) - 1

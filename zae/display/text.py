@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
@@ -71,10 +70,10 @@ def number(value: Any, digits: int = 5, *, aligned: bool = False) -> str:
     return text.rstrip("0").rstrip(".") if "." in text and not aligned else text
 
 
-def terminal_columns() -> int | None:
-    """Return the width of the terminal that standard output is; None where it is none."""
+def terminal_columns(stream: Any) -> int | None:
+    """Return the width of the terminal that a stream writes to; None where it is none."""
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+        return os.get_terminal_size(stream.fileno()).columns or None
     except (AttributeError, OSError, ValueError):  # A pipe, a file, or an object of a notebook or a test.
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +138,7 @@ class RunPreview:
     def __str__(self) -> str:
         rows = self.rows()
         width = max(len(title) for title, _ in rows)
-        columns = terminal_columns()
+        columns = terminal_columns(sys.stdout)
         lines = [f"  {title:<{width}}  {text}" for title, text in rows]
         shown = [part for line in lines for part in wrapped(line, columns, width + 4)]
         return "\n".join([*wrapped(f"Plan of {self.name}", columns, 4), *shown])
