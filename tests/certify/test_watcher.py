@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -64,3 +65,32 @@ def test_a_sitecustomize_of_the_user_runs_as_well(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": path, watcher.PLAN: '{"folder": "", "roots": []}'}
     done = subprocess.run([sys.executable, "-c", "0"], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "mine\n"
+
+
+LOOKS = "import importlib.util; importlib.util.find_spec('torch')"
+IMPORTS = "import torch"
+STEP = """
+from torch import nn, optim
+model = nn.Linear(2, 1)
+model(torch.ones(1, 2)).sum().backward()
+optim.SGD(model.parameters(), lr=0.1).step()
+"""
+
+
+@pytest.mark.parametrize("before", [LOOKS, IMPORTS])
+@pytest.mark.parametrize("is_in_sitecustomize", [False, True])
+def test_steps_are_seen_whoever_looks_for_torch_first(before: str, is_in_sitecustomize: bool, tmp_path: Path) -> None:
+    """Many libraries ask whether torch is installed before they import it, and a sitecustomize may import it."""
+    own = before if is_in_sitecustomize else ""
+    for name, text in {"own": own, "watch": Path(watcher.__file__).read_text()}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sitecustomize.py").write_text(text)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    plan = {"folder": str(logs), "roots": [str(tmp_path)], "origin": "/nowhere/", "parent": 0}
+    path = os.pathsep.join([str(tmp_path / "watch"), str(tmp_path / "own")])
+    environment = {**os.environ, "PYTHONPATH": path, watcher.PLAN: json.dumps(plan)}
+    script = f"{'' if is_in_sitecustomize else before}\nimport torch{STEP}"
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    rows = [json.loads(line) for file in logs.iterdir() for line in file.read_text().splitlines()]
+    assert [each["n"] for each in rows if each["e"] == "step"] == [1]

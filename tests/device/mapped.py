@@ -16,7 +16,7 @@ import torch
 
 from zae.common import device as devices
 
-DEVICE = torch.device(os.environ["ZAE_EMULATED_DEVICE"], 0)
+DEVICE = torch.device(os.environ.get("ZAE_EMULATED_DEVICE", "cuda"), 0)
 
 LEFT_OUT: dict[str, str] = {
     # Several ranks: on_device/test_ranks.py and its neighbours have them.

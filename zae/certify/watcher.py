@@ -604,24 +604,30 @@ def _parts(sums: list[Any]) -> str:
 
 
 class _Finder:
-    """Call a function as soon as a module has been imported."""
+    """Call a function as soon as a module has been imported. To look whether there is one is no import."""
 
-    def __init__(self, actions: dict[str, Callable[[], None]]) -> None:
-        self.actions = actions
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self.name = name
+        self.action = action
+        self.is_asking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find the module as others do, with a loader that calls the function at its end."""
-        action = self.actions.pop(name, None)
-        if action is None:
+        """Find the module as the finders after this one do, with a loader that calls the function at its end."""
+        if name != self.name or self.is_asking:
             return None
-        spec = importlib.util.find_spec(name)
+        self.is_asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.is_asking = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def execute_and_act(module: Any) -> None:
+            sys.meta_path.remove(self)
             execute(module)
-            action()
+            self.action()
 
         spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec
@@ -637,13 +643,16 @@ def _chain() -> None:
 
 
 def _start() -> None:
-    """Wait for torch, and, for a job of zae's own trainers, for their class."""
-    _chain()
+    """Wait for torch, or, for a job of zae's own trainers, for their class; what starts Python may have imported it."""
     plan = json.loads(os.environ[PLAN])
-    actions: dict[str, Callable[[], None]] = {"torch": lambda: _watch(plan)}
+    name, action = "torch", _watch
     if "job" in plan:
-        actions = {"zae.compose.metaclass": lambda: _wait_for_a_trainer(plan)}
-    sys.meta_path.insert(0, _Finder(actions))
+        name, action = "zae.compose.metaclass", _wait_for_a_trainer
+    if name in sys.modules:
+        action(plan)
+    else:
+        sys.meta_path.insert(0, _Finder(name, lambda: action(plan)))
+    _chain()
 
 
 def _wait_for_a_trainer(plan: dict[str, Any]) -> None:
