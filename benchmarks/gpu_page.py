@@ -1,7 +1,7 @@
 """Write the section of docs/explanation/performance.md about a GPU: python benchmarks/gpu_page.py RESULTS.
 
-RESULTS is the JSON that `.ci/gpu` wrote on a machine with a GPU. Without it, the section says that nothing was
-measured.
+RESULTS is the JSON that `.ci/gpu` wrote on a machine with a GPU, such as benchmarks/gpu_h100.json. Without it, the
+section says that nothing was measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ EXPLAINED = """\
   loader nor what a library does before its first step or after its last one is in the figure.
 - The loops take turns in one process: the manual loop, a library, the manual loop, the next library. A ratio is that of
   the time of a step to the mean of the manual loops before and after it; the figure is the median of the rounds
-  (minimum-maximum). Less is faster. The first row compares the manual loop with itself.
+  (minimum-maximum). Less is faster. The first row compares the manual loop with itself: what the machine cannot tell
+  apart.
 - Small network: three linear layers of 64 units, 256 rows, float32. GPT: 124 million parameters, 8 rows of 1,024
   tokens, autocast to bfloat16. Both use `AdamW(fused=True)`. MFU is the share of the GPU's bfloat16 peak, as its maker
   states it."""

@@ -17,7 +17,8 @@ from gpu.report import Report
 from gpu.settings import DEVICE, IS_EMULATED, SMALL, free_memory
 from zae.addons import StateManagerAddon
 
-STEPS, EVERY = (12, 4) if SMALL else (32, 8)
+STEPS, EVERY = (12, 4) if SMALL else (512, 128)
+"""So many steps that a save in the background ends before the next one begins, which would wait for it."""
 GIB = 2**30
 
 
