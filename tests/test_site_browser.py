@@ -52,7 +52,7 @@ USUAL_TERMS = {
     "howto/speed": ("profiler",),
     "howto/docker": ("docker",),
     "howto/streams": ("streaming",),
-    "howto/fine_tune": ("fine-tune",),
+    "howto/fine_tune": ("fine-tune", "finetune", "finetuning"),
 }
 """What people type into the search of a trainer's site, and other forms of it, by the page that answers it."""
 
