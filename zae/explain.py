@@ -260,8 +260,8 @@ def _describe_override(owner: Any, name: str) -> str:
 
 
 def _first_sentence(doc: str) -> str:
-    """Return the first sentence of a docstring, which may have several lines."""
-    paragraph = " ".join(doc.split("\n\n")[0].split())
+    """Return the first sentence of a docstring, which may have several lines; names stand in single quotes."""
+    paragraph = " ".join(doc.split("\n\n")[0].split()).replace("``", "'")
     return re.split(r"(?<=\.) (?=[A-Z])", paragraph, maxsplit=1)[0]
 
 

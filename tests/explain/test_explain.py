@@ -189,6 +189,7 @@ def test_explain_of_an_instance_shows_its_options(tmp_path: Path) -> None:
     shown = ["gradient_clip=0.5", "decay=0.75", "precision='fp16'", "gradient_accumulation_steps=3"]
     for told in [*shown, "scheduler_step_on_batch=True", "log_every=Every(steps=1)"]:
         assert told in text
+    assert "``" not in Task.add_on(add_ons()["EarlyStoppingAddon"]).explain()
     plain = matrix.build(Task, Options(), tmp_path, ())[0].explain()
     assert "clip()" not in plain
     assert "scheduler_step" not in plain
