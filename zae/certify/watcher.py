@@ -70,6 +70,8 @@ class Watcher:
             fetch = importlib.import_module("torch.utils.data._utils.fetch")
             for each in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
                 each.fetch = _wrapped(each.fetch, self._fetch)
+            # A trainer of zae gathers the batches of tensors in memory itself, without a fetcher.
+            sys.meta_path.insert(0, _Finder("zae.data.gather", self._watch_gather))
 
     def _forget(self) -> None:
         """Begin as a process that has done nothing: a forked one is another process."""
@@ -358,6 +360,10 @@ class Watcher:
             return original(fetcher, *args, **kwargs)
         self._mark("raised")
         raise RuntimeError("raised in the loader by zae certify, to see what a failed worker leaves")
+
+    def _watch_gather(self) -> None:
+        gather: Any = sys.modules["zae.data.gather"]
+        gather._find_rows = _wrapped(gather._find_rows, self._fetch)
 
     def end(self) -> None:
         """Write what is left when the process ends."""
