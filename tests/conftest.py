@@ -48,13 +48,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 FOLDERS_OF_ONE_WORKER = ("tests/engines/",)
 """Their files share ranks that stay: each new rank takes a second for what torch imports and caches in it."""
 
-LONGEST = ("emulated_cuda", "gpu_checks", "distributed", "table", "crash", "resume", "package", "testing", "search",
-           "wandb_logger", "notebook", "docs", "mpu", "group_signals", "compile", "composition", "examples",
-           "mpu_resume", "rank_failures", "random_streams", "launchers", "gallery", "state_manager", "torch_private",
-           "frozen", "loading", "stop_signals", "readme", "addon_examples", "fault_signals", "loader_state",
-           "class_identity", "foreign_names", "resume_scripts", "seed_transformers", "unsaved_elsewhere", "ledger",
-           "gather", "huggingface", "optimizer_state", "from_arguments", "jsonl_logger", "callbacks_ranks", "launch",
-           "mpu_data", "papers", "trainer_runs", "start_from", "stopped_ranks")  # fmt: skip
+LONGEST = ("any_script", "emulated_cuda", "certify", "gpu_checks", "distributed", "certify_own", "table", "crash",
+           "resume", "package", "testing", "search", "wandb_logger", "notebook", "docs", "mpu", "group_signals",
+           "compile", "composition", "examples", "mpu_resume", "rank_failures", "random_streams", "launchers",
+           "gallery", "state_manager", "torch_private", "frozen", "loading", "stop_signals", "readme", "addon_examples",
+           "fault_signals", "loader_state", "class_identity", "foreign_names", "resume_scripts", "seed_transformers",
+           "unsaved_elsewhere", "ledger", "gather", "huggingface", "optimizer_state", "from_arguments", "jsonl_logger",
+           "callbacks_ranks", "launch", "mpu_data", "papers", "trainer_runs", "start_from", "stopped_ranks")  # fmt: skip
 """The files that take more than five seconds of a processor, the longest first."""
 
 
