@@ -208,7 +208,7 @@ def judge_kill(reference: Run, run: Run) -> Judgement:
     if stop is None or len(run.attempts) == 1:
         return Judgement(NOT_TRIED, message="the run ended before its kill")
     if run.kill["kind"] == "worker" and len(killed.rows()) >= len(whole.rows()):
-        return Judgement(NOT_TRIED, message="no DataLoader was asked for a sample after the step of the kill")
+        return Judgement(NOT_TRIED, message="no DataLoader fetched a sample after the step of the kill")
     if run.kill["kind"] == "term" and (killed.is_late or len(killed.rows()) >= len(whole.rows())):
         return Judgement(NOT_TRIED, message="the script goes on after the signal: it handles it and does not end")
     again = run.attempts[1]
