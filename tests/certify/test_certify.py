@@ -103,6 +103,26 @@ def test_a_mistake_is_named_by_its_cause(cause: str, capsys: pytest.CaptureFixtu
     assert (status, found["resume is exact"]["cause"]) == (1, cause), found
 
 
+LOSS = "nn.functional.cross_entropy(model(xs), ys)"
+UNSTEADY = {
+    "time": (LOSS, f"(__import__('time').time_ns() % 1000 * {LOSS})", "the loss ("),
+    "dropout": ("first = 0", "torch.seed(); first = 0", "the random state before it"),
+    "python": (LOSS, f"(__import__('random').random() * {LOSS})", "the random state before it"),
+}
+
+
+@pytest.mark.parametrize(
+    "why", ["time", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("dropout", "python"))]
+)
+def test_two_runs_differ_by_what_a_step_depends_on(why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not by a random stream that nobody seeds, and that no step draws from."""
+    old, new, words = UNSTEADY[why]
+    assert old in SCRIPT
+    status, found = certify(capsys, SCRIPT.replace(old, new), "--kills", "0", "--only", "repeatable")
+    assert status == 1
+    assert f"two runs differ first in step 1: {words}" in found["repeatable"]["message"]
+
+
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit status 2, at once."""
     for arguments, words in {
