@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
@@ -229,9 +229,7 @@ class Kills:
     def __init__(self, base: Attempt, seed: int) -> None:
         self.base, self.draw = base, random.Random(seed)
         self.steps = len(base.rows())
-        start = base.first("start") or {}
-        self.least = start.get("bytes", 0) // 4
-        self.saves = _saves(base, self.least)
+        self.saves = _saves(base)
         self.rows = [save[0]["row"] for save in self.saves if save[0]["row"] < self.steps]
         self.numbers: dict[str, int] = {}
 
@@ -262,7 +260,8 @@ class Kills:
         if not saves:
             return "no file of the size of a checkpoint was seen to be written"
         save = saves[1:][self.draw.randrange(len(saves) - 1)] if len(saves) > 1 else saves[0]
-        writes = [each for each in save if each["op"] in ("open", "torch.save") and each["size"]]
+        held = [each for each in save if each["size"] and _holds_a_model(self.base, each)]
+        writes = [each for each in held if each["op"] in ("open", "torch.save")]
         is_torn = number % 2 == 0 and bool(writes)
         event = max(writes, key=lambda each: each["size"]) if is_torn else self.draw.choice(save)
         return {
@@ -275,12 +274,19 @@ class Kills:
         }
 
 
-def _saves(base: Attempt, least: int) -> list[list[dict[str, Any]]]:
-    """Return the changes of files of each save: those between two steps, if one of them is as large as a checkpoint."""
+def _saves(base: Attempt) -> list[list[dict[str, Any]]]:
+    """Return the changes of files of each save: those between two steps, if one of them is a checkpoint."""
     groups: dict[int, list[dict[str, Any]]] = {}
     for each in base.all("file"):
         groups.setdefault(each["row"], []).append(each)
-    return [group for group in groups.values() if any(e["op"] == "torch.save" or e["size"] >= least for e in group)]
+    return [group for group in groups.values() if any(_holds_a_model(base, each) for each in group)]
+
+
+def _holds_a_model(base: Attempt, change: Mapping[str, Any]) -> bool:
+    """Whether a change of a file is that of a checkpoint."""
+    if change["op"] == "torch.save":
+        return True
+    return change["op"] in ("open", "rename") and base.is_checkpoint(change["path"], change["size"])
 
 
 def _judge_without_saves(judgement: Judgement) -> Judgement:
@@ -371,7 +377,7 @@ def _answer(found: Certificate, command: Sequence[str], out: str | None, seconds
     data = {
         "command": list(command),
         "versions": start["versions"],
-        "parameters": start["parameters"],
+        "parameters": found.base.trained("parameters"),
         "device": start["device"],
         "steps": len(found.base.rows()),
         "ranks": len(found.base.events),

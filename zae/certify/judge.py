@@ -284,7 +284,10 @@ def _judge_rank(whole: Attempt, killed: Attempt, again: Attempt, rank: int, run:
     if start is None:
         return _judge_weights(whole, expected, made[0], rank, where + told)
     if start == 0 and run.has_saved and done:
-        return _judge_first_weights(expected, made, where + told)
+        return _judge_first_weights(expected, made, where + told, _subject(whole, rank, made[0]["o"]))
+    foreign = _find_foreign(expected, made, start)
+    if foreign is not None:
+        return _judge_weights(whole, expected, foreign, rank, where + told)
     parted, causes, seen = _part(expected, made, start)
     total, count = start + len(made), len(expected)
     if total != count:
@@ -308,16 +311,49 @@ def _judge_rank(whole: Attempt, killed: Attempt, again: Attempt, rank: int, run:
     step = start + parted + 1
     also = f"; what differs as well: {', '.join(causes[1:])}" if len(causes) > 1 else ""
     words = _words(causes, expected, made, start, parted, total, count)
-    return failure(causes[0], f"{begun}, parted at step {step}: {words}{also}", causes=causes, step=step, resumed=start)
+    whose = _whose(whole, rank, expected[step - 1]["o"]) if step <= count else ""
+    message = f"{begun}, parted at step {step}{f' ({whose})' if whose else ''}: {words}{also}"
+    return failure(causes[0], message, causes=causes, step=step, resumed=start)
 
 
-def _judge_first_weights(expected: Sequence[Row], made: Sequence[Row], where: str) -> Judgement:
+def _find_foreign(expected: Sequence[Row], made: Sequence[Row], start: int) -> Row | None:
+    """Return the first row of an optimizer that began with other weights than it had, though it alone changes them."""
+    last = {each["o"]: each["after"] for each in expected[:start]}
+    begun = {made[0]["o"]}
+    for one, other in zip(expected[start:], made):
+        name = other["o"]
+        if one["o"] != name:
+            return None
+        if name not in begun and last.get(name) == one["before"] != other["before"]:
+            return other
+        begun.add(name)
+    return None
+
+
+def _whose(whole: Attempt, rank: int, optimizer: str) -> str:
+    """Name an optimizer among several by its number, in the order of their first steps, and what it trains."""
+    all_names = [each["o"] for each in whole.all("optimizer", rank)]
+    if len(all_names) == 1:
+        return ""
+    names = _names(whole, rank, optimizer)
+    more = ", ..." if len(names) > 1 else ""
+    kind = optimizer.partition("-")[0]
+    return f"{kind}, optimizer {all_names.index(optimizer) + 1} of {len(all_names)}, of {names[0]}{more}"
+
+
+def _subject(whole: Attempt, rank: int, optimizer: str) -> str:
+    """Name the weights that an optimizer trains."""
+    whose = _whose(whole, rank, optimizer)
+    return f"the weights of {whose}," if whose else "its weights"
+
+
+def _judge_first_weights(expected: Sequence[Row], made: Sequence[Row], where: str, subject: str) -> Judgement:
     """Judge a run that had a checkpoint, and began with the weights of the first step."""
     if len(made) < len(expected):  # It knows what was done: all but the weights is resumed.
         return failure(
             "weights",
-            f"{where}; started again its weights are those before the first step, and it makes the last {len(made)} "
-            "steps with them",
+            f"{where}; started again {subject} are those before the first step, and it makes the last "
+            f"{len(made)} steps with them",
         )
     return failure(
         "does not resume",
@@ -364,8 +400,7 @@ def _part(whole: Sequence[Row], made: Sequence[Row], start: int) -> tuple[int, l
         ways = [key for key in keys if key not in ("random", "state", "after")]
         notes.update(dict.fromkeys(_causes(key for key in keys if key not in ("state", "after"))))
         if first is None and (ways or "after" in keys):
-            following = expected[index + 1] if index + 1 < len(expected) else None
-            first, causes = index, _rank(keys, one, other, following)
+            first, causes = index, _rank(keys, whole, made, start, index)
         if any(key in keys for key in _RESULTS):
             return first or 0, causes, []
     last = min(len(expected), len(made)) - 1
@@ -375,18 +410,43 @@ def _part(whole: Sequence[Row], made: Sequence[Row], start: int) -> tuple[int, l
     return 0, [], list(notes)
 
 
-def _rank(keys: Sequence[str], row: Row, other: Row, following: Row | None) -> list[str]:
+def _rank(keys: Sequence[str], whole: Sequence[Row], made: Sequence[Row], start: int, index: int) -> list[str]:
     """Return the causes of a difference in a row, the likeliest first."""
     causes = _causes(keys)
     if "random state" not in causes:
         return causes
-    if following is not None and _is_same(row["random"], following["random"]):
-        causes.remove("random state")  # The step draws no random number.
-    elif "samples" in causes and (row["shuffled"] or row["loaded"] == other["loaded"]):
-        # The order of an epoch that begins here is drawn from the stream, or what the loaded samples are mixed with.
-        causes.remove("random state")
-        causes.insert(0, "random state")
+    row, other = whole[start + index], made[index]
+    lost = _lost_streams(whole[start + index :], made[index:])
+    if not lost:
+        return _causes(key for key in keys if key != "random")
+    if "samples" not in causes:
+        return causes
+    # The order of an epoch that begins here is drawn from the stream, or what the loaded samples are mixed with. Of
+    # numpy and of Python no step draws: what draws is what makes the samples.
+    before = whole[start + index - 1]["random"] if start + index else {}
+    makes_samples = any(name != "torch" and name != "cuda" and before.get(name) != row["random"][name] for name in lost)
+    causes.remove("random state")
+    is_first = row["shuffled"] or row["loaded"] == other["loaded"] or makes_samples
+    causes.insert(0 if is_first else causes.index("samples") + 1, "random state")
     return causes
+
+
+def _lost_streams(whole: Sequence[Row], made: Sequence[Row]) -> list[str]:
+    """Return the random streams that differ, unless nothing draws from them later or they are seeded anew."""
+    expected, found = [each["random"] for each in whole], [each["random"] for each in made]
+    shared = expected[0].keys() & found[0].keys()
+    lost = [name for name in shared if expected[0][name] != found[0][name]]
+    if len(expected) > 1:  # Of the last step nobody knows.
+        lost = [name for name in lost if _is_drawn_from(expected, found, name)]
+    return sorted(lost)
+
+
+def _is_drawn_from(expected: Sequence[Row], found: Sequence[Row], name: str) -> bool:
+    """Whether a stream that differs goes on, and differs still."""
+    drawn = next((i for i, each in enumerate(expected) if each.get(name) != expected[0][name]), None)
+    if drawn is None:
+        return False
+    return drawn >= len(found) or found[drawn].get(name) != expected[drawn].get(name)
 
 
 def _words(
@@ -395,7 +455,8 @@ def _words(
     """Say in words why two runs part."""
     index, cause = start + parted, causes[0]
     if cause == "random state" and "samples" in causes:
-        return "the random states are not resumed, and the order of the samples is drawn from them"
+        streams = ", ".join(_lost_streams(expected[index:], made[parted:]))
+        return f"the random states are not resumed ({streams}), and the samples or their order are drawn from them"
     if cause == "repeated work":
         return f"{total} steps are made in all, and {count} without a kill: work that was saved is done again"
     if cause == "skipped work":
@@ -423,19 +484,24 @@ def _words(
 def _judge_weights(whole: Attempt, expected: Sequence[Row], row: Row, rank: int, where: str) -> Judgement:
     """Judge a resume whose first weights are those of no step: name what is another one."""
     names, own = _names(whole, rank, row["o"]), row.get("parts before", "")
+    subject = _subject(whole, rank, row["o"])
     groups = [own[i : i + 4] for i in range(0, len(own), 4)]
     best, lost = 0, list(range(len(groups)))
-    candidates = [(0, expected[0].get("parts before", ""))]
+    first = next((each for each in expected if each["o"] == row["o"]), expected[0])
+    candidates = [(0, first.get("parts before", ""))]
     candidates += [(i + 1, each["parts"]) for i, each in enumerate(expected) if each["o"] == row["o"]]
     for index, parts in candidates:
         differs = [i for i, group in enumerate(groups) if parts[4 * i : 4 * i + 4] != group]
         if len(differs) < len(lost):
             best, lost = index, differs
-    if len(lost) < len(groups):
+    when = f"after step {best}" if best else "before the first step"
+    if not lost:
+        words = f"{subject} are those {when}"
+    elif len(lost) < len(groups):
         shown = ", ".join(names[i] for i in lost[:4] if i < len(names)) + (", ..." if len(lost) > 4 else "")
-        words = f"its weights are those after step {best}, but for {shown}"
+        words = f"{subject} are those {when}, but for {shown}"
     else:
-        words = "its weights are those of no step of the run without a kill"
+        words = f"{subject} are those of no step of the run without a kill"
     return failure("weights", f"{where}; started again, {words}")
 
 

@@ -25,6 +25,7 @@ _POLL = 0.02  # Seconds between two looks at a process.
 _GRACE = 60.0  # Seconds that a script has to end after a signal.
 _LARGE = 64 << 20  # Bytes of a file from which on a copy of the folder has a link to it.
 _MOST = 4 << 30  # Bytes that are copied for a run at most.
+_LOGS = (".csv", ".json", ".jsonl", ".log", ".md", ".png", ".svg", ".tsv", ".txt", ".yaml", ".yml")
 _SAVED = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npz", ".pkl", ".tar", ".h5")
 _LEFT_OUT = {".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 
@@ -58,6 +59,16 @@ class Attempt:
     def all(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
         """Return all events of a kind."""
         return [each for each in self.events.get(rank, []) if each["e"] == kind]
+
+    def trained(self, key: str) -> int:
+        """Return how many "parameters" or "bytes" all optimizers of the first rank train."""
+        return sum(each[key] for each in self.all("optimizer"))
+
+    def is_checkpoint(self, path: str | Path, size: int) -> bool:
+        """Whether a file may hold the model: a log of a small model is soon as large."""
+        name = Path(path).name
+        is_log = name.endswith(_LOGS) or "tfevents" in name
+        return not is_log and size >= self.trained("bytes") // 4
 
 
 @dataclass
@@ -173,8 +184,9 @@ class Script:
         if start is None:
             return False
         root = self.checkpoints if self.is_shared and self.checkpoints is not None else home / "work"
-        found = [each.stat() for each in root.rglob("*") if each.is_file() and not each.is_symlink()]
-        return any(each.st_size >= start["bytes"] // 4 and each.st_mtime >= start["wall"] - 0.1 for each in found)
+        found = [(each, each.stat()) for each in root.rglob("*") if each.is_file() and not each.is_symlink()]
+        new = [(each, stat.st_size) for each, stat in found if stat.st_mtime >= start["wall"] - 0.1]
+        return any(attempt.is_checkpoint(each, size) for each, size in new)
 
     # --- processes
 

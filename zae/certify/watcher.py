@@ -113,6 +113,8 @@ class Watcher:
             self._forget()
         if self._is_captured():
             return
+        if self.is_torn:  # The file was written after the step before.
+            self._tear()
         name = self._name(optimizer)
         is_new = name not in self.trained
         parameters = _parameters(optimizer)
@@ -130,11 +132,13 @@ class Watcher:
             return
         name, parameters, start = self._name(optimizer), _parameters(optimizer), self.starts.pop()
         if self.file < 0:
-            self._open(parameters)
+            self._open(str(parameters[0].device))
         is_new = "state before" in start
         if is_new:
             names = [self.names.get(id(each), f"parameter {index}") for index, each in enumerate(parameters)]
-            self._write({"e": "optimizer", "o": name, "names": names})
+            size = sum(each.numel() * each.element_size() for each in parameters)
+            numbers = sum(each.numel() for each in parameters)
+            self._write({"e": "optimizer", "o": name, "names": names, "bytes": size, "parameters": numbers})
         self.rows += 1
         groups = [{k: each[k] for k in optimizer.defaults if k in each} for each in optimizer.param_groups]
         row: dict[str, Any] = {"e": "step", "n": self.rows, "o": name, "skipped": skipped}
@@ -175,8 +179,6 @@ class Watcher:
             self._write(row)
 
         self._read(sums, finish)
-        if self.is_torn:
-            self._tear()
         if self.rows == self.kill.get("at") and self.kill["kind"] in ("step", "term", "worker") and self._is_meant():
             self._stop_here()
 
@@ -525,7 +527,7 @@ class Watcher:
             return int(distributed.get_rank())
         return int(os.environ.get("RANK") or 0)
 
-    def _open(self, parameters: list[Any]) -> None:
+    def _open(self, device: str) -> None:
         self.is_busy = True
         path = os.path.join(self.plan["folder"], f"log-{self._rank()}-{os.getpid()}.jsonl")
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -533,11 +535,8 @@ class Watcher:
         versions = {
             name: str(getattr(sys.modules[name], "__version__", "")) for name in _LIBRARIES if name in sys.modules
         }
-        size = sum(each.numel() * each.element_size() for each in parameters)
-        numbers = sum(each.numel() for each in parameters)
-        start = {"e": "start", "rank": self._rank(), "bytes": size, "parameters": numbers, "versions": versions}
-        start["wall"] = time.time()
-        self._write(start | {"device": str(parameters[0].device), "seconds": time.monotonic() - self.began})
+        start = {"e": "start", "rank": self._rank(), "versions": versions, "wall": time.time(), "device": device}
+        self._write(start | {"seconds": time.monotonic() - self.began})
 
     def _write(self, row: dict[str, Any]) -> None:
         if row["e"] == "step":
