@@ -151,3 +151,34 @@ def test_a_log_is_no_checkpoint_and_a_file_may_be_written_last(capsys: pytest.Ca
     judged = promise(certify(capsys, LOGS, "saves"), "saves survive a kill")
     assert judged["cause"] == "cannot load", judged
     assert "after step 16, in the middle of writing last.pkl" in judged["message"]
+
+
+COMPILED = """
+import os
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+data = torch.randn(48, 4)
+model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+model.compile(backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+first = 0
+if os.path.exists("last.pt"):
+    state = torch.load("last.pt")
+    model.load_state_dict({k: v for k, v in state["model"].items() if "running" not in k}, strict=False)
+    first = state["step"]
+for step in range(first, 12):
+    optimizer.zero_grad()
+    model(data[4 * step : 4 * step + 4]).square().mean().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "step": step + 1}, "new.pt")
+    os.replace("new.pt", "last.pt")
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_model_that_is_compiled_in_place_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its inputs and buffers."""
+    judged = promise(certify(capsys, COMPILED, "resume"), "resume is exact")
+    assert judged["causes"] == ["buffers"], judged

@@ -55,6 +55,7 @@ class Watcher:
         modules = torch.nn.modules.module
         modules.register_module_forward_pre_hook(self.before_forward)
         modules.register_module_forward_hook(self.after_forward, with_kwargs=True, always_call=True)
+        torch.nn.Module.compile = _wrapped(torch.nn.Module.compile, self._compile)
         torch.Tensor.backward = _wrapped(torch.Tensor.backward, self._backward)
         scaler = torch.amp.GradScaler
         scaler.step = _wrapped(scaler.step, self._scaled_step)
@@ -211,6 +212,19 @@ class Watcher:
             if not each.requires_grad:
                 self.shapes.append((str(each.dtype), tuple(each.shape)))
                 self.inputs.append(self._keyed(each))
+
+    def _compile(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        """See the calls of a module that is compiled in place, with the hooks that are called around it."""
+        original(module, *args, **kwargs)
+        compiled = module._compiled_call_impl
+
+        def call(*inputs: Any, **named: Any) -> Any:
+            self.before_forward(module, inputs)
+            output = compiled(*inputs, **named)
+            self.after_forward(module, inputs, named, output)
+            return output
+
+        module._compiled_call_impl = call
 
     def _backward(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         self.losses.append(tensor.detach())
