@@ -182,3 +182,27 @@ def test_a_model_that_is_compiled_in_place_is_seen(capsys: pytest.CaptureFixture
     """Its inputs and buffers."""
     judged = promise(certify(capsys, COMPILED, "resume"), "resume is exact")
     assert judged["causes"] == ["buffers"], judged
+
+
+SAVES_AT_THE_END = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(10):
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save(model.state_dict(), "model.pt")
+"""
+
+
+def test_a_script_that_saves_at_its_end_alone_loses_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It begins anew and ends the same, and that is no resume."""
+    monkeypatch.chdir(tmp_path)
+    told = promise(certify(capsys, SAVES_AT_THE_END, "resume is exact"), "resume is exact")
+    assert (told["verdict"], told["cause"]) == ("failed", "does not resume")
+    assert "nothing is saved before the last step" in told["message"]

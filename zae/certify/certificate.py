@@ -210,7 +210,8 @@ class Certificate:
                 )
                 break
             judgement = judge_kill(self.reference, run)
-            if kind == "step" and judgement.verdict == PASSED and not judgement.resumed and not plans.rows:
+            begins_anew = judgement.verdict != FAILED and judgement.resumed == 0
+            if kind == "step" and begins_anew and not plans.rows:
                 judgement = _judge_without_saves(judgement)
             if kind == "term":
                 judgement = _judge_term(judgement, run)
