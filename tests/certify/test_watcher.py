@@ -57,14 +57,20 @@ def test_the_order_of_samples_counts(hasher: watcher.Watcher) -> None:
         assert int(hasher._keyed(batch)) != int(hasher._keyed(batch.flip(0)))
 
 
-def test_a_sitecustomize_of_the_user_runs_as_well(tmp_path: Path) -> None:
-    for name, text in {"own": "print('mine')", "watch": Path(watcher.__file__).read_text()}.items():
+def run_watched(script: str, own_sitecustomize: str, logs: Path, tmp_path: Path) -> str:
+    """Run a script whose watcher hides a sitecustomize of the user; return what they print."""
+    for name, text in {"own": own_sitecustomize, "watch": Path(watcher.__file__).read_text()}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "sitecustomize.py").write_text(text)
+    plan = {"folder": str(logs), "roots": [str(tmp_path)], "origin": "/nowhere/", "parent": 0}
     path = os.pathsep.join([str(tmp_path / "watch"), str(tmp_path / "own")])
-    environment = {**os.environ, "PYTHONPATH": path, watcher.PLAN: '{"folder": "", "roots": []}'}
-    done = subprocess.run([sys.executable, "-c", "0"], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "mine\n"
+    environment = {**os.environ, "PYTHONPATH": path, watcher.PLAN: json.dumps(plan)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_a_sitecustomize_of_the_user_runs_as_well(tmp_path: Path) -> None:
+    assert run_watched("0", "print('mine')", tmp_path, tmp_path) == "mine\n"
 
 
 LOOKS = "import importlib.util; importlib.util.find_spec('torch')"
@@ -81,16 +87,9 @@ optim.SGD(model.parameters(), lr=0.1).step()
 @pytest.mark.parametrize("is_in_sitecustomize", [False, True])
 def test_steps_are_seen_whoever_looks_for_torch_first(before: str, is_in_sitecustomize: bool, tmp_path: Path) -> None:
     """Many libraries ask whether torch is installed before they import it, and a sitecustomize may import it."""
-    own = before if is_in_sitecustomize else ""
-    for name, text in {"own": own, "watch": Path(watcher.__file__).read_text()}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "sitecustomize.py").write_text(text)
     logs = tmp_path / "logs"
     logs.mkdir()
-    plan = {"folder": str(logs), "roots": [str(tmp_path)], "origin": "/nowhere/", "parent": 0}
-    path = os.pathsep.join([str(tmp_path / "watch"), str(tmp_path / "own")])
-    environment = {**os.environ, "PYTHONPATH": path, watcher.PLAN: json.dumps(plan)}
-    script = f"{'' if is_in_sitecustomize else before}\nimport torch{STEP}"
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    in_sitecustomize, in_script = (before, "") if is_in_sitecustomize else ("", before)
+    run_watched(f"{in_script}\nimport torch{STEP}", in_sitecustomize, logs, tmp_path)
     rows = [json.loads(line) for file in logs.iterdir() for line in file.read_text().splitlines()]
     assert [each["n"] for each in rows if each["e"] == "step"] == [1]

@@ -95,7 +95,7 @@ def compare_whole(one: Run, other: Run) -> Judgement:
         index, keys = _first_difference(a, b)
         told = f" (rank {rank})" if len(first.events) > 1 else ""
         if keys:
-            if _is_at_rest(a, b, index):
+            if not _lost_streams(a[index:], b[index:]):
                 keys = [key for key in keys if key != "random"]
             step, cause = index + 1, _causes(keys)[0]
             return failure(
@@ -121,14 +121,6 @@ def _first_difference(a: Sequence[Row], b: Sequence[Row]) -> tuple[int, list[str
         if set(keys) - {"random"}:
             return index, keys
     return 0, []
-
-
-def _is_at_rest(a: Sequence[Row], b: Sequence[Row], index: int) -> bool:
-    """Whether no step draws from the random streams that differ in a row: then they are no cause."""
-    one, other = a[index]["random"], b[index]["random"]
-    differing = [name for name in one.keys() & other.keys() if one[name] != other[name]]
-    following = a[index + 1]["random"] if index + 1 < len(a) else {}
-    return all(one[name] == following.get(name) for name in differing)
 
 
 def _describe(attempt: Attempt, rank: int, one: Row, other: Row, keys: Sequence[str]) -> str:
