@@ -47,6 +47,8 @@ def measured(results: dict[str, Any]) -> list[str]:
         f"{versions}.",
         EXPLAINED,
     ]
+    if "note" in results:  # What somebody adds by hand that the figures do not tell.
+        parts.insert(1, results["note"])
     for title in ("small network, float32", "GPT, bfloat16"):
         rows = speed_rows(results, title)
         if rows:

@@ -104,8 +104,10 @@ if DEVICE.type == "sim":  # Refused on a device that torch has no name for: on_d
     """
 
 
-if "ZAE_EMULATED_DEVICE" not in os.environ:  # The kernels of a real GPU round in another way than those of the host.
-    LEFT_OUT["rounded"] = """
+# They compare with what the host computes, whose kernels round in another way than those of a real GPU, or mix tensors
+# of both, which the emulation allows.
+if "ZAE_EMULATED_DEVICE" not in os.environ:
+    LEFT_OUT["a real GPU"] = """
         a_batch_that_does_not_tell_its_samples a_file_has_what_memory_has a_flip_is_found_before_the_optimizer_steps
         a_generator_follows_seed_ a_validation_says_it_too an_error_of_predict_step_names_it
         an_optimizer_s_own_zero_grad_ bf16_needs_no_scale_ by_default_it_is_test_step_ evaluate_by_itself
