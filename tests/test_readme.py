@@ -48,13 +48,13 @@ def test_every_block_of_the_readme_runs(blocks):
 
 
 def test_the_numbers_that_the_readme_says(blocks):
-    """The accuracy that the first block prints, the runs that were killed, and the errors that are tested."""
+    """What both blocks print on any processor, the runs that were killed, and the errors that are tested."""
     trainer, test = (blocks.first[name] for name in ("trainer", "test"))
-    accuracy = trainer.evaluate(test)["accuracy"]
-    assert f"It prints {accuracy:.3f}"[:-1] in README  # The last digit may differ.
-    best = blocks.first["metrics"]["best_valid"]["loss"]
-    said = re.search(r"a validation loss of ([\d.]+), where the first block has ([\d.]+)", README)
-    assert [float(number) for number in said.groups()] == pytest.approx([blocks.with_add_ons[0], best], abs=0.02)
+    said = re.search(r"It prints about ([\d.]+)", README)
+    assert trainer.evaluate(test)["accuracy"] == pytest.approx(float(said[1]), abs=0.02)
+    said = re.search(r"a validation loss of about ([\d.]+), as .* a test accuracy of about\s([\d.]+):", README, re.S)
+    assert blocks.with_add_ons == pytest.approx([float(number) for number in said.groups()], abs=0.02)
+    assert blocks.first["metrics"]["best_valid"]["loss"] == pytest.approx(float(said[1]), abs=0.02)
     measured = (ROOT / "docs" / "explanation" / "performance.md").read_text(encoding="utf-8")
     row = re.search(r"^\| zae \d.*", measured, re.M)[0]
     killed, noticed = (re.search(rf"[Aa]ll (\d+) {words}", README)[1] for words in ("ended", "were noticed"))
@@ -66,14 +66,6 @@ def test_the_numbers_that_the_readme_says(blocks):
     assert f"zae[{','.join(sorted(extras[:-1]))}]" in read_setup()["options.extras_require"][extras[-1]]
     sentence = re.search(r"zae itself needs (.*?)\.\s", README, re.S)[1]
     assert [name for name in required if name not in sentence] == []
-
-
-def test_add_ons_end_no_lower_than_the_run_without_them(blocks):
-    """The best epoch of AMP and EMA, chosen on `valid`, and the first block's, both on `test`."""
-    loss, accuracy = blocks.with_add_ons
-    trainer, test = (blocks.first[name] for name in ("trainer", "test"))
-    assert loss < blocks.first["metrics"]["best_valid"]["loss"]
-    assert accuracy >= round(trainer.evaluate(test)["accuracy"], 3)
 
 
 def test_no_run_validates_on_the_test_set():

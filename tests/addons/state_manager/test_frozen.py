@@ -1,4 +1,7 @@
-"""Stored checkpoints of each present format load to the same state, and lead to the same end."""
+"""Stored checkpoints of each present format load to the same state, and their runs continue to the end.
+
+No figure of training is compared with a stored one: those depend on the processor.
+"""
 
 from __future__ import annotations
 
@@ -40,30 +43,43 @@ def differences(saved: Any, present: Any, path: str = "state") -> list[str]:
 
 @pytest.mark.parametrize("name", [name for name, case in frozen.CASES.items() if case.ranks == 1])
 def test_frozen_checkpoint_loads_to_what_it_was(name: str, tmp_path: Path) -> None:
-    """The state is read back entry for entry, and its run ends as it did then."""
+    """The state is read back entry for entry; a run from it ends as one from a copy that is saved now."""
     end = frozen.unpack(name, tmp_path)
     place = tmp_path / "save" / f"step-{frozen.CASES[name].step:08d}"
     _, model, rest = load_checkpoint(place)
     saved = {**rest, "model": model}
-    trainer, loader, valid = frozen.CASES[name].build(tmp_path)
-    trainer.load_state_dict(copy.deepcopy(saved))
+    loaded, _, _ = frozen.CASES[name].build(tmp_path / "copy")
+    loaded.load_state_dict(copy.deepcopy(saved))
     del saved["StateManagerAddon"]["scores"]  # Of the checkpoints beside it, which are not here.
-    assert differences(saved, trainer.state_dict()) == []
+    assert differences(saved, loaded.state_dict()) == []
+    loaded.save_state()
 
-    trainer, loader, valid = frozen.CASES[name].build(tmp_path)
-    trainer.run(frozen.EPOCHS, loader, valid)
-    assert_same_end(frozen.end_of(trainer), end)
+    runs = []
+    for folder in (tmp_path, tmp_path / "copy"):
+        trainer, loader, valid = frozen.CASES[name].build(folder)
+        trainer.run(frozen.EPOCHS, loader, valid)
+        runs.append(trainer)
+    resumed, copied = runs
+    assert frozen.end_of(resumed) == frozen.end_of(copied) == end
+    first = saved["records"]["train_history"]
+    assert resumed.metrics["train_metrics_history"][: len(first)] == first
+    assert resumed.metrics == copied.metrics
 
 
 @pytest.mark.parametrize("name", [name for name, case in frozen.CASES.items() if case.ranks == 2])
 def test_frozen_checkpoint_of_two_ranks(name: str, tmp_path: Path) -> None:
-    """The same where two processes have saved, each its parts."""
+    """Two processes, each of which has saved its parts, continue to the end of the run."""
     end = frozen.unpack(name, tmp_path)
+    _, saved, rest = load_checkpoint(tmp_path / "save" / f"step-{frozen.CASES[name].step:08d}")
     trainer, loader, valid = frozen.CASES[name].build(tmp_path)
     with forks():
         trainer.run(frozen.EPOCHS, loader, valid)
     assert trainer.devices == [torch.device("cpu")] * 2
-    assert_same_end(frozen.end_of(trainer), end)
+    assert frozen.end_of(trainer) == end
+    first = rest["records"]["train_history"]
+    assert trainer.metrics["train_metrics_history"][: len(first)] == first
+    assert all(torch.isfinite(value).all() for value in trainer.model_state().values())
+    assert not any(torch.equal(value, saved[key]) for key, value in trainer.model_state().items())
 
 
 def test_frozen_shards_are_read_without_ranks(tmp_path: Path) -> None:
@@ -79,16 +95,6 @@ def test_frozen_shards_are_read_without_ranks(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], value) for name, value in model.items())
     slots = [each["exp_avg"] for _, each in sorted(state["optimizer"]["0"]["state"].items())]
     assert [each.shape for each in slots] == [each.shape for each in model.values()]
-
-
-def assert_same_end(present: dict[str, Any], end: dict[str, Any]) -> None:
-    """Compare the end of two runs; another processor may round the last bits otherwise."""
-    assert present["progress"] == end["progress"]
-    assert len(present["history"]) == len(end["history"])
-    for row, before in zip(present["history"], end["history"]):
-        assert row == pytest.approx(before, rel=1e-4, abs=1e-6)
-    for key, values in end["weights"].items():
-        assert present["weights"][key] == pytest.approx(values, rel=1e-4, abs=1e-5), key
 
 
 def test_each_present_format_is_stored() -> None:
