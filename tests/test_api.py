@@ -15,7 +15,7 @@ SECTIONS = dict(re.findall(r"^## \[([\w.]+)\] - [^\n]+\n(.*?)(?=^## |\Z)", CHANG
 GROUPS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 MODULES = (
     *("zae", "zae.addons", "zae.data", "zae.metrics", "zae.optimizers", "zae.schedulers", "zae.search", "zae.testing"),
-    *("zae.addons.fairseq2", "zae.addons.lightning", "zae.addons.huggingface.transformers"),
+    *("zae.addons.fairseq2", "zae.addons.huggingface.transformers"),
 )
 
 

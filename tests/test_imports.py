@@ -13,12 +13,10 @@ from kit import imports
 from kit.engines import Task
 from zae.addons.fairseq2 import RegimeAddon
 from zae.addons.huggingface.saving import SavingPart
-from zae.addons.lightning.addon import LightningAddon
 from zae.errors import AddOnConflict
 
 OPTIONAL = (
     *(
-        "lightning",
         "wandb",
         "neptune",
         "mlflow",
@@ -150,7 +148,7 @@ def test_the_traits_are_those_of_the_page():
     page = (imports.ROOT / "docs" / "extending" / "addons.md").read_text(encoding="utf-8")
     section = page.partition("## Traits")[2].partition("\n## ")[0]
     rows = {trait: {*names.replace("`", "").split(", ")} for trait, names in TRAIT.findall(section)}
-    add_ons = [LightningAddon, *(getattr(zae.addons, name) for name in zae.addons.__all__)]
+    add_ons = [getattr(zae.addons, name) for name in zae.addons.__all__]
     declared: dict[str, set[str]] = {}
     for add_on in add_ons:
         for kind in add_on.__mro__:

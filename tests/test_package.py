@@ -28,7 +28,6 @@ KIT = sorted((ROOT / "zae" / "testing").glob("*.py"))
 FILES = [*CORE, *KIT, *ADDONS]
 OPTIONAL = (
     *(
-        "lightning",
         "wandb",
         "neptune",
         "mlflow",

@@ -15,12 +15,11 @@ import zae.search
 from _generators import addons, title_of
 from kit.blocks import DOCS, FIRST, README, ROOT, list_pages
 from zae import schedulers, testing
-from zae.addons import lightning
 from zae.addons.huggingface import transformers
 from zae.compose.introspect import hooks_of
 from zae.tuning import batch_size, learning_rate, model_summary
 
-MODULES = (zae, zae.addons, zae.errors, zae.search, schedulers, testing, lightning, transformers, batch_size,
+MODULES = (zae, zae.addons, zae.errors, zae.search, schedulers, testing, transformers, batch_size,
            learning_rate, model_summary)  # fmt: skip
 
 

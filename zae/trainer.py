@@ -1002,7 +1002,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         dict of str to float
             Means by sample, and what ``metric_on_epoch_end`` adds.
         """
-        self.current_run.begin_user_call("evaluate")
+        self.engine.rendezvous("evaluate")
         with self.ready():
             return Evaluation(self).metrics(loader)
 
@@ -1020,7 +1020,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         list of dict
             One for each batch.
         """
-        self.current_run.begin_user_call("inference")
+        self.engine.rendezvous("inference")
         outputs: list[dict[str, Any]] = []
         with self.ready():
             Evaluation(self).outputs(loader, lambda size, values: outputs.append(values))
@@ -1067,7 +1067,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """
         from zae.loop.predictions import Predictions
 
-        self.current_run.begin_user_call("predict")
+        self.engine.rendezvous("predict")
         with self.ready(), Predictions(path, self.is_main) as predictions:
             Evaluation(self).outputs(loader, predictions.add)
             found = predictions.finish()

@@ -86,8 +86,6 @@ class AutoBatchAddon(AddOnBase):
         "GradientAccumulationAddon with a smaller batch size, which zae.find_batch_size finds",
         "divides_batches": "a pipeline divides each batch itself; leave AutoBatchAddon out, and write more "
         "pipeline_microbatches",
-        "counts_batches": "the hooks of a LightningModule count its batches; leave AutoBatchAddon out, and write "
-        "GradientAccumulationAddon with a smaller batch size",
     }
     state_attributes = ("fitting_size", "memory_errors")
     process_attributes = {"_start": None, "_was_compared": False, "_unjoined": set()}

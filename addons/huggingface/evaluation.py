@@ -332,7 +332,7 @@ class EvaluationPart(AddOnPart):
                 )
             losses.append((float(values.get("loss", 0.0)), size or 1))
 
-        self.current_run.begin_user_call("predict")
+        self.engine.rendezvous("predict")
         started = time.time()
         with self.ready():
             Evaluation(self).outputs(loader, take)

@@ -73,9 +73,6 @@ class UntrackedState:
     classes there. Private attributes are those of the task that its methods name, and those of the user's own samplers
     and modules. Of large values it compares a sample.
 
-    An add-on that saves attributes of modules names them in a property ``saved_attributes``: ``model.metric.count``,
-    for instance.
-
     Attributes
     ----------
     names : list of str
@@ -219,10 +216,8 @@ def _values_of(trainer: Trainer, model: nn.Module, loader: Any, watched: _Watche
     optimization = trainer.optimization
     for name, value in watched.values_of(trainer):
         yield name, value, _DEEP
-    saved = () if watched.saved_attributes is None else watched.saved_attributes.__get__(trainer)
     for name, value in _of_model(model):
-        if name not in saved:
-            yield name, value, _SHALLOW
+        yield name, value, _SHALLOW
     for key, optimizer in optimization.optimizers.items():
         for name, value in _of_optimizer(f"optimizer[{key!r}]", optimizer):
             yield name, value, _DEEP
@@ -257,7 +252,6 @@ class _Watched(NamedTuple):
     in_step: set[str]  # What those name that compute a step, and the methods that they call.
     declared: set[str]  # What zae knows: an option, an annotation, what an add-on declares.
     has_own_state: bool  # A class of the user saves a state of its own.
-    saved_attributes: property | None  # Of an add-on that saves attributes of modules.
 
     @classmethod
     def of(cls, task: type) -> _Watched:
@@ -276,7 +270,6 @@ class _Watched(NamedTuple):
                 declared.update(vars(each).get(kind, ()))
             if is_of_zae(each):
                 declared.update(vars(each).get("__annotations__", ()))
-        saving = [vars(each)["saved_attributes"] for each in task.__mro__ if "saved_attributes" in vars(each)]
         return cls(
             cls=task,
             place=recipe_of(task)[0].__name__,
@@ -286,7 +279,6 @@ class _Watched(NamedTuple):
             in_step=_named_in_step(users),
             declared=declared,
             has_own_state=any("state_dict" in vars(each) and "layer" not in vars(each) for each in users),
-            saved_attributes=saving[0] if saving else None,
         )
 
     def values_of(self, trainer: Trainer) -> _Named:

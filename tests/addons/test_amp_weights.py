@@ -236,44 +236,6 @@ def test_a_layer_that_was_added_later_is_converted_too() -> None:
     assert "master" in trainer.optimizers["0"].state[trainer.unwrap()[4].weight]
 
 
-@pytest.mark.parametrize("master_weights", [True, False])
-def test_the_optimizer_and_schedule_of_a_lightning_module(master_weights: bool) -> None:
-    """What ``configure_optimizers`` and ``configure_model`` make in a run, as in the loop by hand."""
-    from lightning.pytorch import LightningModule
-
-    from zae.addons.lightning import task_of
-
-    class Module(LightningModule):
-        def configure_model(self) -> None:
-            if not hasattr(self, "net"):
-                self.net = hand.network()
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            optimizer = adamw(self.parameters())
-            return [optimizer], [{"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}]
-
-    model = hand.network()
-    optimizer = adamw(model.parameters())
-    schedule = StepLR(optimizer, 2, 0.5)
-    if not master_weights:
-        hand.lower(model)
-    torch.manual_seed(0)
-    hand.train(model, optimizer, hand.loader(), 1, precision="bf16", dtype="bf16" if master_weights else "fp32",
-               scheduler=schedule, every_step=True)  # fmt: skip
-    made = task_of(Module).add_on(AMPAddon)
-    trainer = made(Module(), device="cpu", dtype="bf16", master_weights=master_weights, log_bar=False)
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trainer.run(1, hand.loader())
-    assert hand.digest(trainer.unwrap().net) == hand.digest(model)
-    assert isinstance(trainer.optimizers["0"], MasterWeights) is master_weights
-    assert trainer.optimizers["0"].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-
-
 # ------------------------------------------------------------------------------------------------------ what is saved
 
 

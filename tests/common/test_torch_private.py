@@ -78,14 +78,14 @@ def test_the_weights_are_the_same_without_one_name(name, expected, monkeypatch):
 
 
 def test_only_one_module_reads_private_names():
-    """Of torch and Python; those of DeepSpeed, Accelerate and Lightning are read in one module each."""
+    """Of torch and Python; those of DeepSpeed, Accelerate and torchmetrics are read in one module each."""
     sources = source_names.read_sources()
     own = source_names.own_private_names(sources)
     found = {each.name for each in sources if source_names.foreign_private_names(each, own)[0]}
     libraries = {
         "zae.addons.accelerate.accelerator",
         "zae.addons.deepspeed.zero",
-        "zae.addons.lightning.module",
+        "zae.addons.torch_metrics.torchmetrics",
     }
     # The watcher is copied into the processes of a user's script, and imports nothing of zae.
     assert found == {"zae.common.torch_private", "zae.certify.watcher"} | libraries

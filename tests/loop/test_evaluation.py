@@ -366,7 +366,7 @@ def test_ready_is_one_setup_for_all_that_it_encloses() -> None:
 
 
 class StateOfEvents(Task):
-    """Its test_step reads what events and train_step have set, as usual LightningModules do."""
+    """Its test_step reads what events and train_step have set."""
 
     def on_run_begin(self) -> None:
         super().on_run_begin()

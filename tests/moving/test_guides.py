@@ -53,6 +53,21 @@ def test_there_are_as_many_rows_as_tables():
     assert sum((ROOT / "docs" / "moving" / f"{name}.md").read_text().count("<table>") for name in PAGES) == 19
 
 
+def test_weights_of_a_checkpoint_of_lightning_load(tmp_path, monkeypatch):
+    """Into the whole module, and into the network inside of it, without the prefix."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "moving" / "from_lightning.md").read_text(encoding="utf-8")
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.S)[1], names)
+    exec(re.search(r"## Weights of a .ckpt file.*?```python\n(.*?)```", text, re.S)[1], names)
+    weight = names["fitted"].model.model.weight
+    assert torch.equal(names["trainer"].model.weight, weight)
+    whole = names["Digits"](names["LitDigits"](), "cpu", mode="test")
+    assert not torch.equal(whole.model.model.weight, weight)
+    assert whole.apply_weights("runs/digits.ckpt") == ([], [])
+    assert torch.equal(whole.model.model.weight, weight)
+
+
 @pytest.mark.parametrize(("library", "names"), [("accelerate", "ATTRIBUTES"), ("lightning", "OPTIONS")])
 def test_the_names_of_a_guide_are_those_of_the_errors(library, names):
     text = (ROOT / "docs" / "moving" / f"from_{library}.md").read_text(encoding="utf-8")

@@ -44,7 +44,6 @@ __all__ = [
     "in_place",
     "is_compiled",
     "is_profiling",
-    "last_metric_value",
     "move_module",
     "overflow_flags",
     "shut_down_workers",
@@ -379,9 +378,3 @@ def end_by_kill(worker: Any) -> None:
     started = getattr(worker, "_popen", None)
     if started is not None:
         started.terminate = started.kill
-
-
-def last_metric_value(metric: Any) -> Any:
-    """Return what the last call of a metric of torchmetrics returned; what it computes where that is not kept."""
-    found = getattr(metric, "_forward_cache", None)
-    return metric.compute() if found is None else found

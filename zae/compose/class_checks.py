@@ -319,10 +319,6 @@ def check_complete(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         lines += _BODIES.get(method, [f"    def {method}(self): ..."])
     lines += ["", f"trainer = {made}(model, optimizer=optimizer, ...)"]
     text = f"{cls.__name__} cannot be instantiated: it has no {' and no '.join(missing)}. Write:\n\n" + "\n".join(lines)
-    model = args[0] if args else kwargs.get("model")
-    if callable(getattr(model, "training_step", None)):
-        kind = type(model).__name__
-        text += f"\n\nOr take the steps of the {kind}, as task_of(model)(model, ...) of zae.addons.lightning"
     raise TaskError(text + meant_class(cls, kwargs))
 
 

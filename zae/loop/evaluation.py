@@ -128,8 +128,8 @@ class Evaluation:
             check_loader(each, f"loader[{name!r}]")
         rows: dict[str, Metrics] = {}
         kinds: dict[str, str] = {}
-        for place, (name, each) in enumerate(loader.items()):
-            rows[name] = self.epoch(each, (place, len(loader)), str(name))
+        for name, each in loader.items():
+            rows[name] = self.epoch(each, str(name))
             kinds |= self._kinds_of(name, kinds)
         metrics = {}
         for key in _common_keys(rows):
@@ -152,14 +152,14 @@ class Evaluation:
                 )
         return kinds
 
-    def epoch(self, loader: Any, place: tuple[int, int] = (0, 1), name: str | None = None) -> Metrics:
+    def epoch(self, loader: Any, name: str | None = None) -> Metrics:
         """Return the metrics of a loader; raise `EvaluationAborted` after a signal.
 
-        ``place`` says which loader it is, of how many; ``name`` is that of the loader, where it has one.
+        ``name`` is that of the loader, where it has one.
         """
         trainer = self.trainer
         metrics = Metrics()
-        with self._fresh_log(), self._testing(loader, place=place, name=name):
+        with self._fresh_log(), self._testing(loader, name=name):
             wrapped = trainer.wrap_loader(loader, False)
             batches = trainer.evaluation_batches(wrapped)
             if self.signals is None or trainer.world_size == 1:
@@ -285,9 +285,7 @@ class Evaluation:
         return count
 
     @contextmanager
-    def _testing(
-        self, loader: Any, step: str = "test_step", place: tuple[int, int] = (0, 1), name: str | None = None
-    ) -> Iterator[None]:
+    def _testing(self, loader: Any, step: str = "test_step", name: str | None = None) -> Iterator[None]:
         """Enclose an evaluation by this step, and put back what it changes."""
         trainer = self.trainer
         position = trainer.loader_position
@@ -295,13 +293,12 @@ class Evaluation:
         root = trainer.model if isinstance(trainer.model, nn.Module) else trainer.unwrap()
         modes = {module: module.training for module in root.modules()}
         before_trainer = (trainer.mode, position.pinned)
-        before_run = (run.is_evaluating, run.test_step, run.loader_place, run.valid_name)
+        before_run = (run.is_evaluating, run.test_step, run.valid_name)
         try:
             trainer.mode = "test"
             position.pinned = has_pinned_batches(loader)  # Of this loader, not of the epoch's.
             run.is_evaluating = True
             run.test_step = step
-            run.loader_place = place
             run.valid_name = name
             root.eval()
             isolated = random_state.isolated(*random_state.generators_of(loader))
@@ -313,7 +310,7 @@ class Evaluation:
             for module, is_training in modes.items():  # A step may have called model.train().
                 module.training = is_training
             trainer.mode, position.pinned = before_trainer
-            run.is_evaluating, run.test_step, run.loader_place, run.valid_name = before_run
+            run.is_evaluating, run.test_step, run.valid_name = before_run
 
     @contextmanager
     def _fresh_log(self) -> Iterator[None]:

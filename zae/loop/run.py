@@ -93,8 +93,6 @@ class Run:
         Signals that ask for the end, as `StopSignals` notes them.
     began : float
         When the call began, by ``time.monotonic``.
-    user_call : {"run", "evaluate", "inference", "predict"}
-        Which method of the trainer the user has called.
     requests : set of str
         What `Trainer.request` asked for, as all ranks know it; `serve_requests` does it.
     computation : int
@@ -106,10 +104,8 @@ class Run:
         Whether weights, modes and random streams are those of an evaluation.
     test_step : {"test_step", "predict_step"}
         The step that an evaluation makes of each batch.
-    loader_place : tuple of int
-        Which loader an evaluation reads, of how many.
     valid_name : str or None
-        The name of that loader, where the loaders were given by name.
+        The name of the loader that an evaluation reads, where the loaders were given by name.
     batch : object
         For error notes: the batch of the step in progress.
     current_loader : object
@@ -159,9 +155,7 @@ class Run:
         # What the present evaluation does.
         self.is_evaluating = False
         self.test_step = "test_step"
-        self.loader_place = (0, 1)
         self.valid_name: str | None = None
-        self.user_call = "run"
         # For error notes.
         self.batch: Any = None
         self.current_loader: Any = None
@@ -245,11 +239,6 @@ class Run:
             self.display.close(RunView(self))
 
     # ---------------------------------------------------------------------------------------------- what is shown
-
-    def begin_user_call(self, call: str) -> None:
-        """Note which method a user has called, when every rank has called it."""
-        self.trainer.engine.rendezvous(call)
-        self.user_call = call
 
     @cached_property
     def display(self) -> Display:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kit.refusals import Task, loader, make, unchanged
-from zae import CheckpointMismatch, CheckpointNotFound, ConfigError
+from zae import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError
 from zae.addons import AMPAddon, EarlyStoppingAddon, EMAAddon
 
 
@@ -41,6 +41,25 @@ def test_weights_that_do_not_fit(weights, match, tmp_path):
     state = {**trainer.state_dict(), "model": weights}
     with pytest.raises(CheckpointMismatch, match=match), unchanged(trainer):
         trainer.load_state_dict(state)
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return exec, ("import pathlib; pathlib.Path('ran').touch()",)
+
+
+@pytest.mark.parametrize("where", ["state_dict", "hyper_parameters", "callbacks", "whole"])
+def test_code_in_a_ckpt_file_is_refused_and_not_run(where, tmp_path, monkeypatch):
+    """In the layout of Lightning, whose weights are one of several entries."""
+    monkeypatch.chdir(tmp_path)
+    state = {"state_dict": _weights(), "hyper_parameters": {}, "callbacks": {}, "pytorch-lightning_version": "2"}
+    torch.save(Payload() if where == "whole" else {**state, where: {**state[where], "weight": Payload()}}, "x.ckpt")
+    trainer = make()
+    with pytest.raises(CheckpointDamaged, match="weights_only=False"), unchanged(trainer):
+        trainer.apply_weights("x.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
 
 
 def test_lists_at_most_ten():
