@@ -5,7 +5,6 @@ from zae.addons.accumulation import GradientAccumulationAddon as GradientAccumul
 from zae.addons.activation_offload.addon import ActivationOffloadAddon as ActivationOffloadAddon
 from zae.addons.amp import AMPAddon as AMPAddon
 from zae.addons.anomaly import AnomalyAddon as AnomalyAddon
-from zae.addons.auto_batch.addon import AutoBatchAddon as AutoBatchAddon
 from zae.addons.callbacks.addon import CallbackAddon as CallbackAddon
 from zae.addons.compile import CompileAddon as CompileAddon
 from zae.addons.deepspeed.addon import DeepSpeedAddon as DeepSpeedAddon
@@ -29,7 +28,6 @@ from zae.addons.pipeline.addon import PipelineAddon as PipelineAddon
 from zae.addons.prefetch import PrefetchAddon as PrefetchAddon
 from zae.addons.profiler import ProfilerAddon as ProfilerAddon
 from zae.addons.report import ReportAddon as ReportAddon
-from zae.addons.silent_fault_guard.addon import SilentFaultGuardAddon as SilentFaultGuardAddon
 from zae.addons.spike_guard import SpikeGuardAddon as SpikeGuardAddon
 from zae.addons.state_manager.addon import StateManagerAddon as StateManagerAddon
 from zae.addons.tensor_parallel import TensorParallelAddon as TensorParallelAddon

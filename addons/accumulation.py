@@ -61,7 +61,7 @@ class AccumulationWindow(StepWindow):
             yield from _look_ahead(batches, count)
             return
         while left > 0:
-            window = _Window(batches, min(count, left), holds or self.may_restart, self)
+            window = _Window(batches, min(count, left), holds)
             left -= len(window)
             yield window
 
@@ -75,8 +75,7 @@ class GradientAccumulationAddon(AddOnBase):
 
     Of a loader with a length, one batch is in memory at a time. Of a loader without one, all batches of a window are,
     because their number must be known before the first backward; so are they where your class overrides ``gradients``,
-    which may compute those of one window twice (SAM, a closure), with AutoBatchAddon, and in the steps that
-    SilentFaultGuardAddon checks.
+    which may compute those of one window twice (SAM, a closure).
 
     With ``global_batch_size`` the number of batches follows from the number of ranks, so that a run that loses or gets
     ranks makes the same steps: those of one process whose batches have that many samples. Each sample of a step has the
@@ -194,10 +193,7 @@ class GradientAccumulationAddon(AddOnBase):
         return samples
 
     def _may_repeat(self) -> bool:
-        """Return whether an override of a user may compute the gradients of one window several times.
-
-        An add-on of zae says so in the window itself.
-        """
+        """Return whether an override of a user may compute the gradients of one window several times."""
         own = (kind for kind in type(self).__mro__ if not kind.__module__.startswith("zae."))
         return any(name in vars(kind) for kind in own for name in _REPEATED)
 
@@ -248,11 +244,10 @@ class _List(list[Any]):
 class _Window(Sequence[Any]):
     """The next ``count`` batches, fetched one by one, and kept only where they may be needed again."""
 
-    def __init__(self, batches: Iterator[Any], count: int, holds: bool, part: StepWindow) -> None:
+    def __init__(self, batches: Iterator[Any], count: int, holds: bool) -> None:
         self._batches = batches
         self._count = count
         self._holds = holds
-        self._part = part
         self._held: list[Any] = []
         self._given = 0
 
@@ -268,7 +263,6 @@ class _Window(Sequence[Any]):
                 "the batches of a window are yielded once; to compute its gradients several times, override "
                 "gradients(batch) and call super().gradients(batch) there each time"
             )
-        self._holds = self._holds or self._part.is_repeated
         yield from self._held
         for batch in itertools.islice(self._batches, self._count - self._given):
             self._given += 1

@@ -215,7 +215,7 @@ class DDPEngine(Engine):
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Let the wrapper average gradients in the backward of the last micro-batch, where all ranks have it."""
         inner = super().sync_context(last)
-        averages_late = self.is_short or self.takes_turns or self.reduces_after_backward
+        averages_late = self.is_short or self.takes_turns
         return both(inner, self._without_wrapper()) if averages_late or not last else inner
 
     def evaluation_context(self) -> AbstractContextManager[None]:

@@ -178,21 +178,17 @@ class ThroughputAddon(AddOnBase):
         return super().to_device(batch)
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Count the operations of the first step; of a later one where AutoBatchAddon tries or repeats batches."""
-        divides = self.step_window.may_restart
+        """Count the operations of the first step."""
         if self._meter.why_not is None:
             self._meter.why_not = self._why_not_counted()
-        if self._meter.is_counted or self._meter.why_not or (divides and not self._meter.is_warm):
+        if self._meter.is_counted or self._meter.why_not:
             return super().gradients(batch)
         self._meter.began = None  # A step that is counted takes longer.
-        restarts = self.step_window.restarts
         with FlopCounterMode(display=False) as counter:
             found = super().gradients(batch)
-        if self.step_window.restarts == restarts:
-            flops = counter.get_total_flops() // self.current_run.computation
-            self._meter.is_counted = True
-            self.step_flops = flops
-            self._meter.counted_samples = self._meter.new_samples
+        self._meter.is_counted = True
+        self.step_flops = counter.get_total_flops()
+        self._meter.counted_samples = self._meter.new_samples
         return found
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:

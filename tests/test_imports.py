@@ -126,7 +126,7 @@ def can_compose(*add_ons: type) -> bool:
 
 
 def test_a_private_name_is_found_where_a_class_defines_or_sets_it():
-    assert {"_begin", "_is_checked"} <= imports.private_names(zae.addons.SilentFaultGuardAddon)  # Set; a method.
+    assert {"_losses", "_mean_loss"} <= imports.private_names(zae.addons.SpikeGuardAddon)  # Set; a method.
 
 
 def test_nobody_feels_for_what_an_add_on_may_have():

@@ -116,7 +116,6 @@ def test_the_scale_continues_in_another_run_and_in_a_copy():
 def test_the_default_window_is_one_batch():
     window = StepWindow()
     assert (window.batches, window.samples, window.batches_of(8, 2)) == (1, None, 1)
-    assert [window.is_repeated, window.may_restart, window.restarts] == [False, False, 0]
 
 
 def test_a_window_of_samples_follows_from_the_loader_and_the_ranks():
@@ -143,13 +142,10 @@ def test_a_window_fetches_its_batches_one_by_one_where_their_number_is_known():
     assert taken == [0]
 
 
-@pytest.mark.parametrize("why", ["is_repeated", "may_restart"])
-def test_a_window_is_held_where_its_gradients_are_computed_again(why):
+def test_a_window_is_held_where_its_gradients_are_computed_again():
     part = AccumulationWindow(2)
-    setattr(part, why, True)
-    window = next(part.group(iter(range(4)), 2, 4))
+    window = next(part.group(iter(range(4)), 2, 4, holds=True))
     assert [list(window), list(window)] == [[0, 1], [0, 1]]
-    setattr(part, why, False)
     window = next(part.group(iter(range(4)), 2, 4))
     assert list(window) == [0, 1]
     with pytest.raises(TypeError, match="yielded once"):

@@ -22,7 +22,6 @@ from zae.errors import MissingError as MissingError
 from zae.errors import MonitorError as MonitorError
 from zae.errors import NonFiniteError as NonFiniteError
 from zae.errors import OptionError as OptionError
-from zae.errors import SilentFaultError as SilentFaultError
 from zae.errors import StepError as StepError
 from zae.errors import TaskError as TaskError
 from zae.errors import ZaeError as ZaeError

@@ -11,7 +11,6 @@ The tree, with the built-in family each one also belongs to, so that an
     |-- LoaderError (ValueError)           a loader, or what it yielded
     |-- MonitorError (KeyError, ValueError)  the name of a metric that is not recorded
     |-- NonFiniteError (ArithmeticError)   a loss or a gradient that is NaN or infinite
-    |-- SilentFaultError (ArithmeticError) two computations of the same gradients that differ
     |-- TaskError (TypeError)              a trainer class that cannot work
     |   `-- AddOnError                     an add-on, or a composed class, that cannot work
     |       |-- AddOnConflict              two add-ons that exclude each other
@@ -50,7 +49,6 @@ __all__ = [
     "MonitorError",
     "NonFiniteError",
     "OptionError",
-    "SilentFaultError",
     "StepError",
     "TaskError",
     "ZaeError",
@@ -97,10 +95,6 @@ class MonitorError(ZaeError, KeyError, ValueError):
 
 class NonFiniteError(ZaeError, ArithmeticError):
     """A loss or a gradient is NaN or infinite."""
-
-
-class SilentFaultError(ZaeError, ArithmeticError):
-    """Two computations of the same gradients differ."""
 
 
 class TaskError(ZaeError, TypeError):

@@ -94,18 +94,6 @@ class Engine:
         """Whether a rank can save the state without the others, after an error."""
         return self.inner.can_save_alone
 
-    @property
-    def reduces_after_backward(self) -> bool:
-        """Whether ranks exchange gradients only after the backward of a step; an add-on may ask for it.
-
-        A rank whose backward fails then leaves no other rank waiting.
-        """
-        return self.inner.reduces_after_backward
-
-    @reduces_after_backward.setter
-    def reduces_after_backward(self, value: bool) -> None:
-        self.inner.reduces_after_backward = value
-
     # --------------------------------------------------------------------- collectives: every rank makes the same calls
 
     def reduce(self, value: Tensor) -> Tensor:
@@ -253,7 +241,7 @@ class SingleProcess(Engine):
     """The engine of one process, which has all of the data and the whole model."""
 
     def __init__(self) -> None:
-        self._reduces_after_backward = False
+        """Begin the chain of engines: nothing is inside."""
 
     @property
     def rank(self) -> int:
@@ -278,14 +266,6 @@ class SingleProcess(Engine):
     @property
     def can_save_alone(self) -> bool:
         return True
-
-    @property
-    def reduces_after_backward(self) -> bool:
-        return self._reduces_after_backward
-
-    @reduces_after_backward.setter
-    def reduces_after_backward(self, value: bool) -> None:
-        self._reduces_after_backward = value
 
     def reduce(self, value: Tensor) -> Tensor:
         return value
@@ -441,19 +421,10 @@ class StepWindow:
         The batches of a step, unless ``samples`` is given.
     samples : int or None
         The samples of a step over all ranks: how many batches these are, `batches_of` says.
-    is_repeated : bool
-        Whether the gradients of the present step are computed more than once, so that its batches are needed again.
-    may_restart : bool
-        Whether a step begins again, in parts, when memory has run out.
-    restarts : int
-        How often that has happened.
     """
 
     batches: int = 1
     samples: int | None = None
-    is_repeated: bool = False
-    may_restart: bool = False
-    restarts: int = 0
 
     def batches_of(self, batch_size: int | None, ranks: int) -> int | None:
         """Return how many batches make a step of a loader, before it has begun.

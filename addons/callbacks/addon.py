@@ -287,7 +287,7 @@ class CallbackAddon(AddOnBase):
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
         """Call ``on_substep_end`` after each batch of a window but the last."""
         found = super().micro_step(batch, count)
-        if self.current_run.micro_index + 1 < count and self.current_run.computation == 1:
+        if self.current_run.micro_index + 1 < count:
             self.call_event("on_substep_end")
         return found
 

@@ -172,8 +172,7 @@ class LedgerAddon(AddOnBase):
     def forward_context(self) -> AbstractContextManager[None]:
         """Note the random state after a forward."""
         inner = super().forward_context()
-        is_noted = self._stages and self.current_run.computation == 1
-        return self._note_forward(inner) if is_noted else inner
+        return self._note_forward(inner) if self._stages else inner
 
     @contextmanager
     def _note_forward(self, inner: AbstractContextManager[None]) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any
 from device.on_device.deep import BATCHES, WEIGHTS, by_hand, by_zae, peak
 
 from gpu.report import Report
-from zae.addons import EMAAddon, GradientAccumulationAddon, SilentFaultGuardAddon, StateManagerAddon
+from zae.addons import EMAAddon, GradientAccumulationAddon, StateManagerAddon
 
 ROUNDING = 0.05
 """Of the weights: what blocks of the allocator, and small tensors, may take."""
@@ -43,5 +43,4 @@ def trainings(folder: Path) -> dict[str, tuple[Callable[[], None], float]]:
         "saved": (lambda: by_zae(StateManagerAddon, **saved), 0),
         "resumed": (lambda: by_zae(StateManagerAddon, resume="auto", epochs=2, **saved), 0),
         "saved in the background": (lambda: by_zae(StateManagerAddon, **in_background), 0),
-        "silent fault guard": (lambda: by_zae(SilentFaultGuardAddon, fault_check_every=2), 1),
     }

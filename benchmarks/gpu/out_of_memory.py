@@ -1,4 +1,4 @@
-"""Where the device's memory is too small for a batch, AutoBatchAddon divides it, and find_batch_size finds one."""
+"""Where the device's memory is too small for a batch, find_batch_size finds one that fits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import zae
 from gpu.report import Report
 from gpu.settings import DEVICE, IS_EMULATED, SMALL, free_memory
-from zae.addons import AutoBatchAddon
 
 ROWS = 2048 if SMALL else 65536
 LIMIT = 6 * WEIGHTS + (1 << 23 if SMALL else 1 << 30)
@@ -20,16 +19,7 @@ LIMIT = 6 * WEIGHTS + (1 << 23 if SMALL else 1 << 30)
 
 
 def run(report: Report) -> None:
-    """Train on batches that do not fit."""
-    batches = [torch.randn(ROWS, WIDTH)] * 2
-    with report.guard("AutoBatchAddon"), limited_memory():
-        trainer = Squares.add_on(AutoBatchAddon)(Deep, DEVICE, optimizer=adamw, seed=0, log_bar=False)
-        trainer.run(1, batches)
-        sizes = [each["samples"] for each in trainer.memory_errors]
-        size = trainer.fitting_size
-        report.check("AutoBatchAddon", size is not None, f"{size} of {ROWS} rows fit; {sizes} did not")
-        del trainer
-    free_memory()
+    """Look for a batch size where the loader's does not fit."""
     with report.guard("find_batch_size"), limited_memory():
         trainer = Squares(Deep, DEVICE, optimizer=adamw, seed=0, log_bar=False)
         rows = torch.randn(ROWS, WIDTH)

@@ -34,9 +34,7 @@ OPTIONS = {
     "LedgerAddon": 'ledger_path="runs/ledger.jsonl"',
     "ProfilerAddon": 'profile_dir="runs/profile"',
     "ReportAddon": 'report_path="runs/report.html"',
-    "SilentFaultGuardAddon": "fault_check_every=3",
     "SpikeGuardAddon": "spike_threshold=10.0",
-    "AutoBatchAddon": "micro_batch_size=None",
     "StateManagerAddon": 'save_path="runs/saved", resume="auto"',
     "TensorBoardLoggerAddon": 'log_dir="runs/board"',
 }
@@ -45,9 +43,6 @@ OPTIONS = {
 NOT_MEASURED = {
     "AccelerateAddon": "Not measured here: it needs several ranks.",
     "ActivationOffloadAddon": "On a CPU it does nothing. Not measured on a GPU, because none was at hand.",
-    "AutoBatchAddon": "A step notes the random streams and the versions of the weights, so that it can be repeated: "
-    "about 0.2 ms, `python -m timeit -s \"from zae.common import random_state\" \"random_state.rewind()\"`. The "
-    "networks of the other pages have BatchNorm.",
     "CompileAddon": "It makes a step faster or slower: [the page on compiled steps](../../features/compile.md) says "
     "which.",
     "DeepSpeedAddon": "Not measured here: it needs several ranks.",

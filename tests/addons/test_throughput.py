@@ -20,7 +20,6 @@ from kit.ranks import on_ranks
 from kit.table import Task
 from zae import ConfigError, Trainer
 from zae.addons import (
-    AutoBatchAddon,
     CompileAddon,
     GradientAccumulationAddon,
     JSONLLoggerAddon,
@@ -105,9 +104,6 @@ def test_operations_are_counted_once_and_windows_whole() -> None:
     assert window.step_flops == 2 * trainer.step_flops
     found = rates(window.log_history[-1])
     assert found["batches_per_second"] == pytest.approx(2 * found["steps_per_second"])
-    parts = build(ThroughputAddon, AutoBatchAddon, micro_batch_size=3)  # Its first step compares parts with the whole.
-    parts.run(1, hand.loader(12))
-    assert parts.step_flops == trainer.step_flops
     compiled = build(ThroughputAddon, CompileAddon, compile_backend="eager")
     assert "operations are not counted: a compiled step hides them" in str(compiled.plan(1, hand.loader(8)))
     compiled.run(1, hand.loader(8))

@@ -6,8 +6,8 @@ from device.emulation.build import KINDS, build, compiler
 from device.on_emulation import ROOT, run_tests
 
 ADDONS = (
-    "accumulation", "amp", "amp_weights", "auto_batch", "early_stopping", "ema", "gradient_checkpointing", "prefetch",
-    "silent_fault_guard", "spike_guard", "torch_metrics", "uniform_average",
+    "accumulation", "amp", "amp_weights", "early_stopping", "ema", "gradient_checkpointing", "prefetch",
+    "spike_guard", "torch_metrics", "uniform_average",
 )  # fmt: skip
 """Those whose tests neither start ranks nor kill what they have forked, nor ask how long something takes."""
 FILES = {

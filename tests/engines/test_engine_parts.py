@@ -90,9 +90,7 @@ def test_an_engine_passes_on_what_it_does_not_override() -> None:
 
     engine = Counting(Counting(SingleProcess()))
     engine.reduce(torch.ones(1))
-    engine.reduces_after_backward = True
     assert (engine.sums, engine.inner.sums) == (1, 1)
-    assert engine.inner.inner.reduces_after_backward
     assert engine.find(SingleProcess) is engine.inner.inner
     assert engine.find(DDPEngine) is None
     # All that the interface names is passed on.

@@ -22,7 +22,7 @@ import zae
 from kit import matrix
 from kit.matrix import CONFIGURATION_FOR_TRACES, Task, add_ons
 from kit.oracle import Options
-from zae import AddOnBase, Every, Trainer, replaces
+from zae import AddOnBase, Trainer, replaces
 from zae.compose.introspect import function_of, hooks_of, owners_of
 from zae.explain import LOOP, Line, lines_of
 
@@ -148,8 +148,6 @@ def test_explain_is_what_a_real_run_does(
     cls = Task.add_on(*(add_ons()[name] for name in chosen))
     trainer, loader, valid = matrix.build(cls, options, tmp_path, chosen)
     lines = lines_of(cls)
-    if "SilentFaultGuardAddon" in chosen:
-        trainer.fault_check_every = Every(steps=10**6)  # In a step that it checks, the gradients are computed twice.
     with Trace(cls) as trace:
         trainer.run(1, loader, valid, valid_every=options.validate)
     window = options.accumulate or 1

@@ -9,17 +9,14 @@ from torchmetrics.classification import MulticlassF1Score
 
 import zae
 from kit.mistakes import Stream, Task, dataset, loader, mistake, trainer_of, with_step
-from zae import find_batch_size
 from zae.addons import (
     ActivationOffloadAddon,
     AnomalyAddon,
-    AutoBatchAddon,
     CompileAddon,
     EarlyStoppingAddon,
     GradientAccumulationAddon,
     GradientCheckpointingAddon,
     ProfilerAddon,
-    SilentFaultGuardAddon,
     SpikeGuardAddon,
     StateManagerAddon,
     TorchMetricsAddon,
@@ -573,41 +570,6 @@ def derivative_that_is_nan():
             return {"loss": (super().train_step(batch)["loss"] * 0).sqrt()}
 
     trainer_of(Root.add_on(AnomalyAddon)).run(1, loader())
-
-
-@mistake(
-    zae.ConfigError,
-    "AutoBatchAddon may compute a batch in parts, and the result of these",
-    "Use GroupNorm or LayerNorm, put them into evaluation mode, or leave",
-)
-def parts_of_a_model_that_mixes_samples():
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.BatchNorm1d(10))
-    trainer_of(Task.add_on(AutoBatchAddon), model=model).run(1, loader())
-
-
-@mistake(
-    zae.ConfigError,
-    "find_batch_size tries what does not fit, and AutoBatchAddon would compute",
-    "call it with the trainer without AutoBatchAddon",
-)
-def search_for_what_fits_with_parts():
-    find_batch_size(trainer_of(Task.add_on(AutoBatchAddon)), loader())
-
-
-@mistake(
-    zae.SilentFaultError,
-    "step 1: two computations of its gradients differ in the gradient of weight",
-    "test this machine, or leave it out, and resume from the last checkpoint",
-)
-def step_that_computes_something_else_each_time():
-    class Counting(Task):
-        calls = 0
-
-        def train_step(self, batch):
-            self.calls += 1
-            return {"loss": super().train_step(batch)["loss"] * self.calls}
-
-    trainer_of(Counting.add_on(SilentFaultGuardAddon), fault_check_every=1).run(1, loader())
 
 
 @mistake(zae.ConfigError, "spike_threshold has 'norm'; it may have 'loss' and 'grad_norm'", "did you mean 'grad_norm'?")

@@ -39,7 +39,6 @@ from zae.addons import (
     PrefetchAddon,
     ProfilerAddon,
     ReportAddon,
-    SilentFaultGuardAddon,
     SpikeGuardAddon,
     StateManagerAddon,
     TensorBoardLoggerAddon,
@@ -179,10 +178,6 @@ TABLE = [
         stateful=True,
     ),
     Entry(
-        SilentFaultGuardAddon, fixed(fault_check_every=10**6), fixed(fault_check_every=2),
-        stateful=True, transient=("_begin",),
-    ),
-    Entry(
         SpikeGuardAddon, fixed(spike_threshold=1e9), fixed(spike_warmup=3, spike_window=8, spike_threshold=1e6),
         stateful=True, transient=("_found",),
     ),
@@ -259,13 +254,6 @@ TABLE = [
     ),
     logger(TrackioLoggerAddon, fixed(web_logger={"trackio": {"project": "p"}}), "trackio"),
 ]  # fmt: skip
-
-
-ELSEWHERE = {
-    "AutoBatchAddon": "it refuses the BatchNorm of the network; tests/addons/test_auto_batch.py has a table, and "
-    "tests/engines/test_auto_batch_engines.py the engines",
-}
-"""Add-ons that are not in the table, and why."""
 
 
 class Task(Trainer):

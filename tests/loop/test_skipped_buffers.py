@@ -18,7 +18,6 @@ from zae.addons import (
     EMAAddon,
     GradientAccumulationAddon,
     MultiGPUAddon,
-    SilentFaultGuardAddon,
     SpikeGuardAddon,
     StateManagerAddon,
 )
@@ -113,7 +112,6 @@ def test_a_skipped_step_is_one_that_never_was(norm: str) -> None:
         ((AMPAddon,), {"precision": "bf16"}),
         ((AMPAddon,), {"precision": "fp16", "loss_scale": (8.0, 1.0)}),
         ((SpikeGuardAddon,), {}),
-        ((SilentFaultGuardAddon,), {"fault_check_every": 1}),
     ],
 )
 def test_beside_an_add_on(add_ons: Any, options: Any) -> None:

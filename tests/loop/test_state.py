@@ -361,6 +361,15 @@ def test_many_differences_are_listed_by_tens() -> None:
         trainer.apply_weights({"0.bias": torch.ones(3)}, strict=False)
 
 
+@pytest.mark.parametrize("name", ["AutoBatchAddon", "SilentFaultGuardAddon"])
+def test_the_state_of_an_add_on_that_was_removed_is_left_out_with_one_line(name: str, caplog: Any) -> None:
+    saved = trained()
+    trainer = build()
+    trainer.load_state_dict({**saved.state_dict(), name: {"value": 3}})
+    assert trainer.progress_checker.step == 12
+    assert caplog.messages == [f"the state of {name} is not loaded: zae no longer has this add-on"]
+
+
 def test_strict_false_leaves_out_what_nobody_takes(caplog: Any) -> None:
     trainer = build()
     trainer.load_state_dict(trained(EMAAddon).state_dict(), strict=False)

@@ -161,12 +161,6 @@ OWN = {
     },  # Each rank writes a trace of its own.
     "ReportAddon": {"report_path": "report.html"},
     "LedgerAddon": {"ledger_path": "ledger.jsonl", "ledger_every": Every(steps=100)},
-    "AutoBatchAddon": {
-        "micro_batch_size": 10**6,
-        "transient": ["_start", "_computing", "_is_last", "_is_divided"],
-        "allow": ["exception"],
-    },  # The fault of a step in this check is a MemoryError, which it answers.
-    "SilentFaultGuardAddon": {"fault_check_every": 2, "transient": ["_begin"]},
     "SpikeGuardAddon": {
         "spike_threshold": 1e9,
         "transient": ["_found"],

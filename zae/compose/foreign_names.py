@@ -254,7 +254,6 @@ ATTRIBUTES = by_remedy(
         "engine.gather_dp(value)": "gather_data",
         "engine.gather_in_background(value)": "gather_beside",
         "engine.needs_lockstep_forward": "pads",
-        "engine.reduces_after_backward": "averages_late",
         # Add-ons.
         "a logger add-on, for instance JSONLLoggerAddon": "loggers init_trackers end_training",
         "hyperparameters (a logger add-on)": "hparams save_hyperparameters",

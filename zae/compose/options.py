@@ -357,7 +357,8 @@ def _known_add_ons(cls: Any) -> list[Any]:
     root = next(c for c in reversed(cls.__mro__) if is_trainer(c))
     installed = []
     for point in _own_entry_points():
-        with suppress(ImportError):  # The message is about another mistake.
+        # The message is about another mistake; and the metadata of an editable install may be older than its files.
+        with suppress(ImportError, AttributeError):
             installed.append(point.load())
     found: dict[Any, None] = {}
     waiting: list[Any] = [c for c in type.__subclasses__(root) if is_base(c)]

@@ -15,7 +15,7 @@ from zae.common.walk import children_of, fields_of, is_dataclass, map_tensors, w
 from zae.errors import ConfigError, StepError
 from zae.metrics.reductions import combine_parts, is_typed
 
-__all__ = ["Found", "fill_up", "first_rows", "join", "take_apart", "take_rows"]
+__all__ = ["Found", "fill_up", "first_rows", "take_apart"]
 
 _TEXT = (str, bytes)
 
@@ -64,12 +64,12 @@ def take_apart(batch: Any, rows: int | None, count: int) -> tuple[list[Any], lis
     for index in range(count):
         start = min(rows, index * size)
         end = min(rows, start + size)
-        parts.append(take_rows(batch, rows, start, end))
+        parts.append(_take_rows(batch, rows, start, end))
         lengths.append(end - start)
     return parts, lengths, size
 
 
-def take_rows(batch: Any, rows: int, start: int, end: int) -> Any:
+def _take_rows(batch: Any, rows: int, start: int, end: int) -> Any:
     """Return a batch with some of its samples, from ``start`` to ``end``; the types of its containers are kept."""
 
     def cut(value: Any, place: str) -> Any:
@@ -127,7 +127,7 @@ def first_rows(values: Any, size: int, rows: int) -> Any:
     return _map(values, cut)
 
 
-def join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], where: str, place: str = "") -> Any:
+def _join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], where: str, place: str = "") -> Any:
     """Return what a step would have returned for the whole batch.
 
     Numbers are means by these weights, and typed metrics what their type says; ``num_targets`` is a sum, and what has
@@ -143,7 +143,7 @@ def join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], wh
             if key == "num_targets" and not place and first[key] is not None:
                 joined[key] = sum(float(value) for value in values)
             else:
-                joined[key] = join(values, rows, weights, where, f"{place}[{key!r}]")
+                joined[key] = _join(values, rows, weights, where, f"{place}[{key!r}]")
         return joined
     if is_typed(first) and all(type(each) is type(first) for each in parts):
         return combine_parts(parts, weights)
@@ -204,7 +204,7 @@ class Found:
         values, rows, weights = zip(*self._parts)
         if not keeps:
             values = tuple(map(_numbers_in, values))
-        joined = join(values, rows, weights, self._where)
+        joined = _join(values, rows, weights, self._where)
         return map_tensors(lambda each: each.cpu(), joined), sum(weights)
 
 

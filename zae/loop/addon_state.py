@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -207,20 +207,6 @@ class Generators:
         self._seed = state.get("seed", self._seed)
         for name in self._open:
             self._place(name, self._saved.pop(name, None))
-
-    def rewind_shared(self) -> Callable[[], None]:
-        """Return a function that puts the generators which all ranks share back to where they are now."""
-        states = {name: each.get_state() for name, each in self._open.items()}
-        waiting = dict(self._saved)
-
-        def rewind() -> None:
-            for name, each in self._open.items():
-                if self._ranks[name] is None and name in states:
-                    each.set_state(states[name])
-                elif self._ranks[name] is None:  # It was asked for since then.
-                    self._place(name, waiting.get(name))
-
-        return rewind
 
     @staticmethod
     def check(state: Any) -> None:

@@ -95,9 +95,6 @@ class Run:
         When the call began, by ``time.monotonic``.
     requests : set of str
         What `Trainer.request` asked for, as all ranks know it; `serve_requests` does it.
-    computation : int
-        How often the gradients of the present step were computed, this time included: an add-on that notes or counts
-        what a step does, does so for the first one alone.
     micro_index : int
         The index in its window of the batch whose gradient is computed.
     is_evaluating : bool
@@ -150,7 +147,6 @@ class Run:
         self.requests: set[str] = set()
         self._logged_at = -1  # The step after which training was logged last.
         # What the present step does.
-        self.computation = 1
         self.micro_index = 0
         # What the present evaluation does.
         self.is_evaluating = False

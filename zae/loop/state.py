@@ -40,6 +40,7 @@ __all__ = ["CoreState"]
 
 _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position", "order", "module")
+_REMOVED = ("AutoBatchAddon", "SilentFaultGuardAddon")  # Add-ons of which older checkpoints have a state.
 _OPTIONAL = ("validation", "training_weights", "generators", "extra_state", "devices")
 _LOAD = torch.optim.Optimizer.load_state_dict
 _SHOWN = 5
@@ -214,15 +215,21 @@ class CoreState:
 
 
 def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
-    """Refuse a state that lacks an entry, or has one that no add-on of this trainer loads."""
+    """Refuse a state that lacks an entry, or has one that no add-on of this trainer loads.
+
+    The state of an add-on that zae no longer has is left out, with a line that says so.
+    """
     missing = [key for key in _KEYS if key not in state]
-    leftover = [str(key) for key in state if key not in (*_KEYS, *_OPTIONAL)]
+    removed = [key for key in state if key in _REMOVED]
+    leftover = [str(key) for key in state if key not in (*_KEYS, *_OPTIONAL, *_REMOVED)]
     if missing:
         is_model = all(isinstance(value, Tensor) for value in state.values())
         raise CheckpointMismatch(
             f"the state has no {', '.join(missing)}; its entries are {', '.join(map(str, state)) or 'none'}; give what "
             "state_dict() returned" + (", or load weights alone with apply_weights(...)" if is_model else "")
         )
+    if removed:
+        _log.warning("the state of %s is not loaded: zae no longer has this add-on", ", ".join(removed))
     if leftover:
         names = ", ".join(leftover)
         text = f"this trainer has no add-on for the state of {names}; add it with .add_on({names})"

@@ -95,11 +95,6 @@ def find_batch_size(trainer: Trainer, loader: DataLoader[Any], *, effective_batc
             f"find_batch_size makes batches of other sizes, which {describe(loader)} cannot; give a DataLoader with "
             "batch_size=..., over a dataset with a length"
         )
-    if trainer.step_window.may_restart:
-        raise ConfigError(
-            "find_batch_size tries what does not fit, and AutoBatchAddon would compute it in parts; call it with the "
-            "trainer without AutoBatchAddon"
-        )
     given = trainer.step_window.samples or loader.batch_size * trainer.step_window.batches
     effective = check_count("effective_batch_size", effective_batch_size or given)
     tried: dict[int, bool] = {}

@@ -8,7 +8,6 @@ from torch import nn
 from device.on_device.tasks import Task
 from zae.addons import (
     AMPAddon,
-    AutoBatchAddon,
     EMAAddon,
     GradientAccumulationAddon,
     GradientCheckpointingAddon,
@@ -59,7 +58,6 @@ COMPOSITIONS = {
     "spike_guard": ((SpikeGuardAddon,), {}),
     "throughput": ((ThroughputAddon,), {}),
     "checkpointing": ((GradientCheckpointingAddon,), {"model": Blocks}),
-    "automatic_batches": ((AutoBatchAddon,), {}),
     "together": (
         (AMPAddon, EMAAddon, GradientAccumulationAddon),
         {"precision": "bf16", "gradient_accumulation_steps": 4, "gradient_clip": 1.0},

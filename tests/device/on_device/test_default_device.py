@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from device.on_device.tasks import DEVICE, Task, adamw, assert_same, data, dense, weights
-from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, SilentFaultGuardAddon, StateManagerAddon
+from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
 
 COMPOSITIONS = {
     "plain": ((), {}),
@@ -16,7 +16,6 @@ COMPOSITIONS = {
         (AMPAddon, EMAAddon, GradientAccumulationAddon),
         {"precision": "fp16", "gradient_accumulation_steps": 2},
     ),
-    "guarded": ((SilentFaultGuardAddon,), {"fault_check_every": 2}),
 }
 
 

@@ -1,1 +1,0 @@
-"""Silent faults: compute steps twice and compare."""
