@@ -14,9 +14,9 @@ from zae.addon import AddOnBase, Fact
 from zae.addons.state_manager.checkpointer import Checkpointer, Content, FolderCheckpointer, make_checkpointer
 from zae.addons.state_manager.crash import EXACT, CrashSaver
 from zae.addons.state_manager.keep import Checkpoints, Retention, WeightFiles
+from zae.addons.state_manager.load_check import LoadCheck
 from zae.addons.state_manager.provenance import describe_code, describe_run
 from zae.addons.state_manager.resume import Resumption, find, newest_whole, read
-from zae.addons.state_manager.save_trial import SaveTrial
 from zae.addons.state_manager.saver import Job, check_moment, format_for, lies_in_parts
 from zae.addons.state_manager.start_from import Start
 from zae.addons.state_manager.stop_signals import StopSignals
@@ -199,7 +199,7 @@ class StateManagerAddon(AddOnBase):
             on_save_error=on_save_error,
             warns_of_nonfinite=self.nonfinite.policy != "raise",
         )
-        self._trial = SaveTrial()
+        self._load_check = LoadCheck()
         self._stop_signals = StopSignals()
         self._crash = CrashSaver(folder, self.checkpointer.list_saved)
 
@@ -235,12 +235,14 @@ class StateManagerAddon(AddOnBase):
         resumption = self._resumption
         is_due = resumption.is_due(self.progress_checker.run_calls, self.progress_checker.is_seeded)
         super().setup()
+        self._load_check.begin(self)
         if is_due:
             found = find(self.checkpoints, resumption.resume, resumption.allow_partial, self.local_shards())
             if found is None:
                 resumption.news = resumption.start.apply(self)
             else:
                 self._resume_from(*found)
+                self._load_check.skip(self.optimization)
                 resumption.note_resumed(found[0], self.progress_checker.run_calls)
                 resumption.restart_epoch(self.progress_checker, self.loader_position)
         self.checkpoints.begin_run(secrets.token_hex(8), partial(describe_code, type(self), self.unwrap()))
@@ -257,7 +259,6 @@ class StateManagerAddon(AddOnBase):
         if self.is_main and self._resumption.mid_epoch != "restart":
             self.loader_position.warn_of_order(self.current_run.current_loader)
         self._reload()
-        self._trial.begin(self, self._resumption.path is not None)
         if self.save_on_signal:
             self.current_run.signals = self._stop_signals.install()
         news = self._resumption.take_news(self.current_run, self.checkpointer.shown)
@@ -282,8 +283,11 @@ class StateManagerAddon(AddOnBase):
         if self.current_run.signals and self.progress_checker.stop_reason is None:
             self.stop(SIGNALED)  # Before super(), where several ranks agree on it.
         super().checkpoint()
-        if self._trial.is_due and self.progress_checker.step > self.progress_checker.skipped_steps:
-            self._trial.try_state(self)
+        if (
+            self._load_check.is_due(self.optimization)
+            and self.progress_checker.step > self.progress_checker.skipped_steps
+        ):
+            self._load_check.check(self)
         progress = self.progress_checker
         checkpoints = self.checkpoints
         self._crash.rest(progress)

@@ -435,7 +435,7 @@ class HoldsFunction(Base):
     [
         (OddState, r"optimizer\['0'\]\['state'\]\[0\]\['odd'\] is a Odd, and a checkpoint contains plain tensors"),
         (Rounding, r"does not load its own state: .*\['master'\] was a tensor of torch.float32, .* and is .*bfloat16"),
-        (Refusing, r"does not load its own state: it raises KeyError"),
+        (Refusing, r"would not load \(Refusing\): its load raises KeyError"),
         (HoldsFunction, r"\['rule'\] is a builtin_function_or_method; a checkpoint holds only"),
     ],
 )

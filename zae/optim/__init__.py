@@ -205,11 +205,12 @@ def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) ->
 
 
 def track_parameters(
-    optimizers: Mapping[str, Optimizer], model: nn.Module
+    optimizers: Mapping[str, Optimizer], model: nn.Module, on_added: Callable[[], None]
 ) -> tuple[list[list[Tensor]], list[Tensor], list[Optimizer]]:
     """List the groups to clip, all parameters, and the optimizers that override ``zero_grad``.
 
-    The lists of parameters follow ``optimizer.add_param_group`` until `untrack_parameters` is called.
+    The lists of parameters follow ``optimizer.add_param_group``, and ``on_added`` is called after it, until
+    `untrack_parameters` is called.
     """
     clipped, everything = _lists(optimizers, model)
 
@@ -224,6 +225,7 @@ def track_parameters(
                 )
             raise
         clipped[:], everything[:] = _lists(optimizers, model)
+        on_added()
 
     for optimizer in optimizers.values():  # On the object: searching for new groups in each step is slower.
         vars(optimizer)["add_param_group"] = partial(add, optimizer)

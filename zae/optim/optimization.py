@@ -8,7 +8,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -21,19 +21,21 @@ from zae import optim
 from zae.common import argument_checks, random_state
 from zae.common.copying import deep_copy
 from zae.common.model_weights import fit_name, named_parameters
-from zae.common.walk import copy_of
+from zae.common.walk import copy_of, leaves_of
 from zae.errors import CheckpointMismatch, ConfigError, MonitorError
 from zae.optim import modes
 from zae.optim.checks import Span, check_disjoint, check_scheduler_owners, check_schedules
+from zae.optim.loaded import check_loaded, compares_bits, with_enums
 from zae.optim.settings import REMEDY, ScriptSettings
 from zae.optim.state import (
     check_groups,
     check_rates,
+    copy_optimizer,
+    grow_lambdas,
     has_own_form,
     match_layout,
     match_order,
     parameter_order,
-    with_enums,
     wraps_others,
 )
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken, takes_total_steps
@@ -62,6 +64,8 @@ class Optimization:
         The norm of the gradients before they were last clipped.
     settings : ScriptSettings
         What the script has set on the optimizers and schedulers.
+    structure : int
+        It grows when a group is added to an optimizer: what is saved then has another form.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Optimization:
         self.tensors_to_clip: Callable[[list[Tensor]], list[Any]] = list  # An engine may set it.
         self._clearing: list[Optimizer] = []  # Those whose ``zero_grad`` does more than to drop gradients.
         self._warned: set[str] = set()
+        self.structure = 0
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.index_by_name()
@@ -134,7 +139,11 @@ class Optimization:
     def track(self, model: nn.Module) -> None:
         """List the parameters of a model and of the optimizers; the lists follow groups that are added later."""
         check_disjoint(self.optimizers, model)
-        self.clipped_parameters, self.parameters, self._clearing = optim.track_parameters(self.optimizers, model)
+        lists = optim.track_parameters(self.optimizers, model, self._note_added_group)
+        self.clipped_parameters, self.parameters, self._clearing = lists
+
+    def _note_added_group(self) -> None:
+        self.structure += 1
 
     def release(self) -> None:
         """Stop following the groups of the optimizers."""
@@ -283,6 +292,33 @@ class Optimization:
 
     # ------------------------------------------------------------------------------------------------ the state
 
+    def copy_unloaded(self, shared: Mapping[int, Any]) -> Optimization:
+        """Return a copy on the same parameters, into which a state may be loaded; what cannot be copied is left out.
+
+        ``shared`` has other objects that the copy shares, by their ids.
+        """
+        twin = copy.copy(self)
+        twin.settings = ScriptSettings()
+        twin.optimizers = {}
+        twin.schedulers = {}
+        memo = {**shared}
+        with random_state.isolated(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
+            for name, optimizer in self.optimizers.items():
+                copied = memo | {id(each): each for each in optim.parameters_of(optimizer)}
+                own = [each for _, each in leaves_of(vars(optimizer), "") if isinstance(each, Tensor)]
+                if not compares_bits(own):  # Mostly nothing: the state is made in the first step.
+                    copied |= {id(each): each for each in own}
+                with suppress(Exception):
+                    twin.optimizers[name] = copy_optimizer(optimizer, copied)
+                    memo = copied
+            for name, scheduler in self.schedulers.items():
+                if id(scheduler.optimizer) in memo:
+                    with suppress(Exception):
+                        twin.schedulers[name] = copy.deepcopy(scheduler, dict(memo))
+        twin.note_settings()
+        return twin
+
     def learning_rates(self) -> dict[str, float]:
         """Return the learning rate of each group, named as `log` records it."""
         return optim.learning_rates(self.optimizers)
@@ -356,7 +392,9 @@ class Optimization:
                 if is_begun:  # Else a scheduler that is stepped before it warns.
                     each._opt_called = True  # type: ignore[attr-defined]
             for name, each in self.schedulers.items():
-                each.load_state_dict(with_enums(schedulers[name], each.state_dict()))
+                grow_lambdas(each)
+                each.load_state_dict(with_enums(copy.deepcopy(schedulers[name]), each.state_dict()))
+                check_loaded("scheduler", each, schedulers[name])
             self.grad_norm = grad_norm
             self.grad_norms = grad_norms
             self.settings.load(records["settings"])

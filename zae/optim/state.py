@@ -8,7 +8,6 @@ unchanged.
 from __future__ import annotations
 
 import copy
-import enum
 import itertools
 import math
 from collections import OrderedDict, defaultdict, deque
@@ -20,16 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common.strides import is_laid_out
 from zae.common.walk import has_same_bits, leaves_of, map_tensors
 from zae.errors import CheckpointMismatch
+from zae.optim.loaded import check_loaded, with_enums
+from zae.schedulers.lengths import parts_of
 
 __all__ = [
     "check_groups",
     "check_rates",
     "copy_optimizer",
     "device_of",
-    "difference",
+    "grow_lambdas",
     "has_hooks",
     "has_own_form",
     "has_own_loading",
@@ -40,7 +40,6 @@ __all__ = [
     "move_to_device",
     "parameter_order",
     "places_on_device",
-    "with_enums",
     "with_inner",
     "wraps_others",
 ]
@@ -58,17 +57,24 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     reads it on the device. Tensors that are there already are not copied, so the state must not be used elsewhere.
     """
     handles = []
+    has_own_hooks = False  # Hooks of the script may load another state than was saved.
     for each in with_inner(optimizer):
         if not has_hooks(each):
             continue
+        own_hooks = (each._optimizer_load_state_dict_pre_hooks, each._optimizer_load_state_dict_post_hooks)
+        has_own_hooks = has_own_hooks or any(own_hooks)
         exact = _Exact()
         handles.append(each.register_load_state_dict_pre_hook(exact.take))
         handles.append(each.register_load_state_dict_post_hook(exact.put, prepend=True))
+    # Code of its own class may change in place what it gets.
+    own_values = copy.deepcopy(dict(state)) if has_own_loading(optimizer) else dict(state)
     try:
-        optimizer.load_state_dict(dict(state))
+        optimizer.load_state_dict(own_values)
     finally:
         for handle in handles:
             handle.remove()
+    if not has_own_hooks:
+        check_loaded("optimizer", optimizer, state)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
@@ -195,20 +201,6 @@ def _apart_from_parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]
     yield from leaves_of({**rest, "state": named}, "optimizer")
 
 
-def with_enums(saved: Any, present: Any) -> Any:
-    """Return a saved state with the members of an Enum where the present one has some: a checkpoint has their values.
-
-    Raise ValueError for a value that none of its members has.
-    """
-    if isinstance(present, enum.Enum):
-        return type(present)(saved)
-    if type(saved) is dict and isinstance(present, Mapping):
-        return {key: with_enums(each, present.get(key)) for key, each in saved.items()}
-    if type(saved) in (list, tuple) and isinstance(present, (list, tuple)) and len(saved) == len(present):
-        return type(saved)(with_enums(one, other) for one, other in zip(saved, present))
-    return saved
-
-
 def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **instead: Any) -> Optimizer:
     """Return a deep copy of an optimizer; ``copy.deepcopy`` leaves out the attributes of a subclass."""
     memo = {} if memo is None else memo
@@ -235,45 +227,6 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **i
 def has_own_loading(optimizer: Optimizer) -> bool:
     """Return whether code of a class other than torch's loads the state of an optimizer, or of one that it wraps."""
     return any(type(each).load_state_dict is not _LOAD for each in with_inner(optimizer))
-
-
-def difference(saved: Any, found: Any, path: str, compares: bool = True) -> str:
-    """Return where a loaded state differs from the saved one; else an empty string.
-
-    Without ``compares`` the bits of tensors are not read.
-    """
-    if isinstance(saved, Mapping) and type(saved) is type(found) and saved.keys() == found.keys():
-        for key in saved:
-            text = difference(saved[key], found[key], f"{path}[{key!r}]", compares)
-            if text:
-                return text
-        return ""
-    if isinstance(saved, (list, tuple)) and type(saved) is type(found) and len(saved) == len(found):
-        for index, (one, other) in enumerate(zip(saved, found)):
-            text = difference(one, other, f"{path}[{index}]", compares)
-            if text:
-                return text
-        return ""
-    if _are_alike(saved, found):
-        if saved.stride() != found.stride():
-            return f"{path} had the strides {saved.stride()} and has {found.stride()}"
-        if not compares:
-            return ""
-    if has_same_bits(saved, found):
-        return ""
-    return f"{path} was {_describe(saved)} and is {_describe(found)}"
-
-
-def _are_alike(a: Any, b: Any) -> bool:
-    """Return whether two values are tensors of one shape and type."""
-    are_tensors = isinstance(a, Tensor) and isinstance(b, Tensor) and is_laid_out(a) and is_laid_out(b)
-    return are_tensors and (a.shape, a.dtype) == (b.shape, b.dtype)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of {value.dtype}, {value.detach().flatten()[:3].tolist()}"
-    return " ".join(repr(value).split())[:80]
 
 
 def check_rates(what: str, saved: Any, present: Any) -> None:
@@ -353,6 +306,15 @@ def _has_same_shape(value: Any, parameter: Tensor) -> bool:
 def like_parameter_layout(value: Tensor, parameter: Tensor) -> Tensor:
     """Copy a tensor of the parameter's shape into the parameter's order in memory."""
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def grow_lambdas(scheduler: Any) -> None:
+    """Give a schedule of functions, and those within it, one for each group of its optimizer, if it has only one."""
+    for each in [scheduler, *parts_of(scheduler)]:
+        functions = getattr(each, "lr_lambdas", None)
+        if isinstance(functions, list) and functions and all(function is functions[0] for function in functions):
+            missing = len(each.optimizer.param_groups) - len(functions)
+            each.lr_lambdas = functions + functions[:1] * missing  # Another list: on an error the old one is put back.
 
 
 def has_own_form(optimizer: Optimizer, state: Any) -> bool:

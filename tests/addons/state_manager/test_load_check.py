@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, MultiplicativeLR, StepLR
 
 from kit import hand
 from kit.ranks import on_ranks
-from zae import AddOnBase, CheckpointError, Every, Trainer
+from zae import AddOnBase, CheckpointError, CheckpointMismatch, Every, Trainer
 from zae.addons import MultiGPUAddon, StateManagerAddon
 
 
@@ -76,7 +77,10 @@ class Forgets(StepLR):
             lambda o: WarmUp(o, StepLR(o, 3)),
             r"scheduler\['0'\]\['after'\] is a .*StepLR; .* return its state_dict\(\) in",
         ),
-        (Forgets, r"scheduler 0 \(Forgets\) does not load its own state: scheduler\['0'\]\['seen'\] was 2 and is 1"),
+        (
+            Forgets,
+            r"would not load .*scheduler Forgets does not load its own state: scheduler\['seen'\] was 2 and is 1",
+        ),
     ],
     ids=["in another one", "forgets"],
 )
@@ -166,7 +170,7 @@ class HasObject(SGD):
             Sharpness,
             r"\(Sharpness\) does not save all of its state: the state of the SGD in it\['state'\] was ",
         ),
-        (Drops, r"optimizer 0 \(Drops\) does not load its own state: .*\['kept'\] was a tensor .* and is None"),
+        (Drops, r"optimizer Drops does not load its own state: .*\['kept'\] was a tensor .* and is None"),
         (Doubles, r"does not load its own state: .*\['kept'\] was .*\[1.0, 1.0\] and is .*\[2.0, 2.0\]"),
         (Views, r"\['flat'\] and .*\['part'\] of Views are views of the same memory, .* keep one of them"),
         (InState, r"\['norm'\] was <Norm.SIGN: 'sign'> and is 'sign'"),
@@ -176,6 +180,95 @@ class HasObject(SGD):
 def test_an_optimizer_that_cannot_be_resumed(kind: Any, said: str, tmp_path: Path) -> None:
     optimizer = (lambda p: kind(p)) if issubclass(kind, (Kept, Sharpness)) else (lambda p: kind(p, lr=0.1))
     refuse(build(tmp_path, optimizer=optimizer), said)
+
+
+# ------------------------------------------------------------------------------------------ groups that training adds
+
+
+class Thaws(Classifier):
+    """Trains the last layer, and the first one too from the second epoch on."""
+
+    def on_epoch_begin(self) -> None:
+        super().on_epoch_begin()
+        if self.progress_checker.epoch == 1 and len(self.optimizer.param_groups) == 1:
+            added = {"params": list(self.model[0].parameters()), "lr": 0.01, "initial_lr": 0.01}
+            self.optimizer.add_param_group(added)
+            for schedule in [self.scheduler, *getattr(self.scheduler, "_schedulers", ())]:
+                for name in ("base_lrs", "lr_lambdas", "_last_lr"):
+                    values = getattr(schedule, name, None)
+                    if values is not None:
+                        values.append(0.01 if name != "lr_lambdas" else self.lambda_of_added(values))
+
+    def lambda_of_added(self, values: list[Any]) -> Any:
+        return values[0]
+
+
+class ThawsByAnotherRule(Thaws):
+    def lambda_of_added(self, values: list[Any]) -> Any:
+        return lambda step: 0.5
+
+
+def decay(step: int) -> float:
+    return 0.9**step
+
+
+def of_last_layer(model: nn.Module) -> AdamW:
+    return AdamW(model[-1].parameters(), lr=0.05)  # type: ignore[index]
+
+
+SCHEDULES = {
+    "LambdaLR": lambda o: LambdaLR(o, decay),
+    "MultiplicativeLR": lambda o: MultiplicativeLR(o, lambda step: 0.9),
+    "a partial, as those of Transformers": lambda o: LambdaLR(o, partial(decay)),
+    "in another one": lambda o: ChainedScheduler([LambdaLR(o, decay), StepLR(o, 3)]),
+    "StepLR": lambda o: StepLR(o, 3),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_group_that_training_adds_resumes_with_its_schedule(schedule: Any, tmp_path: Path) -> None:
+    ends = []
+    for folder, limits in (("straight", (None,)), ("resumed", (8, None))):
+        for limit in limits:
+            trainer = build(
+                tmp_path / folder, cls=Thaws, optimizer=of_last_layer, scheduler=schedule,
+                scheduler_step_on_batch=True, resume="auto",
+            )  # fmt: skip
+            trainer.run(3, hand.loader(), max_steps=limit)
+        ends.append((hand.digest(trainer.unwrap()), trainer.optimization.learning_rates()))
+    assert ends[0] == ends[1]
+
+
+def test_a_group_whose_schedule_would_not_load_is_refused_when_it_is_added(tmp_path: Path) -> None:
+    trainer = build(
+        tmp_path, cls=ThawsByAnotherRule, optimizer=of_last_layer, scheduler=lambda o: LambdaLR(o, [decay]),
+        scheduler_step_on_batch=True, save_every=Every(epochs=9),
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"scheduler 0 \(LambdaLR\) has got a function in lr_lambdas"):
+        trainer.run(3, hand.loader())
+    assert trainer.progress_checker.step == 7, "the first step with the group"
+
+
+# ----------------------------------------------------------------------------------------------------- after each load
+
+
+def test_what_a_load_loses_is_refused_by_its_name(tmp_path: Path) -> None:
+    """The code of a class may have changed since its state was saved; nothing is loaded then."""
+
+    class Loads(Kept):
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.kept = state_dict["kept"]
+            super().load_state_dict({key: each for key, each in state_dict.items() if key != "kept"})
+
+    build(tmp_path, optimizer=lambda p: Loads(p)).run(1, hand.loader())
+    trainer = build(tmp_path, optimizer=lambda p: Drops(p), resume=True)
+    trainer.optimizer = lambda p: type("Loads", (Drops,), {})(p)
+    begun = hand.digest(trainer.unwrap())
+    with pytest.raises(
+        CheckpointMismatch, match=r"Loads does not load its own state: optimizer\['kept'\] was a tensor"
+    ):
+        trainer.run(2, hand.loader())
+    assert hand.digest(trainer.unwrap()) == begun
 
 
 # ------------------------------------------------------------------------------------------------ the rest of the state
