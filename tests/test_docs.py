@@ -12,6 +12,7 @@ import pytest
 
 import zae
 import zae.addons
+import zae.search
 from kit.blocks import DOCS, ROOT, Blocks, find_page, list_pages, read_setup, table_rows
 from kit.paste import Files, paste
 from zae import Trainer
@@ -140,7 +141,7 @@ def test_sentences_that_quote_the_code():
         for path in re.findall(named, text):
             assert (ROOT / path).is_file(), (name, path)
         if name.stem not in ELSEWHERE:
-            known = {*zae.__all__, *zae.addons.__all__, *re.findall(r"class (\w+)", text)}
+            known = {*zae.__all__, *zae.addons.__all__, *zae.search.__all__, *re.findall(r"class (\w+)", text)}
             assert set(re.findall(r"`(\w+(?:Addon|Error|Base))`", text)) <= known, name
 
 

@@ -23,7 +23,7 @@ from zae import Trainer
 ROOT = Path(zae.__file__).resolve().parent.parent
 CORE = sorted((ROOT / "zae").rglob("*.py"))
 ADDONS = sorted((ROOT / "addons").rglob("*.py"))
-ADAPTERS = [path for path in CORE if "search" in path.parts or path.name == "torchmetrics_values.py"]
+ADAPTERS = [path for path in CORE if path.name in ("search.py", "torchmetrics_values.py")]
 KIT = sorted((ROOT / "zae" / "testing").glob("*.py"))
 FILES = [*CORE, *KIT, *ADDONS]
 OPTIONAL = (

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -278,7 +279,8 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
         ----------
         *args, **kwargs : object
             Those of `zae.search.hyperparameter_search` after ``folder``: ``hp_space``, ``compute_objective``,
-            ``n_trials``, ``direction``, ``backend``, ``hp_name`` and optuna's.
+            ``n_trials``, ``direction``, ``backend``, ``hp_name``, ``sampler``, ``pruner``, ``timeout``, ``catch`` and
+            ``seed``.
         folder : str or Path, optional
             Where the search is: give one to continue it after an interruption. By default a new one in ``save_path``,
             or in ``trainer_output``.
@@ -286,7 +288,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
         Returns
         -------
         BestRun, or list of them
-            ``run_id``, ``objective``, ``hyperparameters`` and ``run_summary``, the table of all trials.
+            ``run_id``, ``objective``, ``hyperparameters`` and ``run_summary``, the study of optuna.
 
         Raises
         ------
@@ -300,14 +302,23 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
                 "hyperparameter_search makes a new model for each trial; give model_init=..., a function, in the place "
                 "of the model"
             )
-        place = search.new_folder(option_value(self, "save_path", "trainer_output")) if folder is None else folder
-        make = self.model_init.trainer_of(type(self))
-        return search.hyperparameter_search(make, HuggingFaceAddon._train_and_evaluate, place, *args, **kwargs)
+        if folder is None:
+            folder = _new_search_folder(Path(option_value(self, "save_path", "trainer_output")))
+        make_trainer = self.model_init.trainer_of(type(self).add_on(search.PruningAddon))
+        return search.hyperparameter_search(make_trainer, HuggingFaceAddon._train_and_evaluate, folder, *args, **kwargs)
 
     def _train_and_evaluate(self) -> Any:
         """Train, and evaluate what no validation has."""
         self.train()
         return self.history.test_metrics or self.evaluate()
+
+
+def _new_search_folder(place: Path) -> Path:
+    """Return the first folder ``search-1``, ``search-2`` and so on in a place that does not exist."""
+    number = 1
+    while (place / f"search-{number}").exists():
+        number += 1
+    return place / f"search-{number}"
 
 
 def _recipe(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from zae.search.trial import Trial
+from typing import Any
 
 __all__ = ["ModelInit"]
 
@@ -31,15 +28,15 @@ class ModelInit:
         takes_one = any(p.default is p.empty for p in inspect.signature(self.function).parameters.values())
         return self.function(self.trial) if takes_one else self.function()
 
-    def trainer_of(self, kind: type) -> Callable[[Trial], Any]:
-        """Return what makes the trainer of a trial."""
+    def trainer_of(self, kind: type) -> Callable[[Any, dict[str, Any], Path], Any]:
+        """Return what makes the trainer of a trial; ``kind`` has PruningAddon."""
         return partial(_make_trainer, kind, self)
 
 
-def _make_trainer(kind: type, model_init: ModelInit, trial: Trial) -> Any:
-    """Return a trainer with the options of another one, the parameters of a trial, and its folder."""
-    options = {**model_init.options, **trial.params}
+def _make_trainer(kind: type, model_init: ModelInit, trial: Any, params: dict[str, Any], folder: Path) -> Any:
+    """Return a trainer with the options of another one, the parameters of a trial of optuna, and its folder."""
+    options = {**model_init.options, **params, "model_init": replace(model_init, trial=trial), "optuna_trial": trial}
     for name in _PLACES:
         if options.get(name) is not None:
-            options[name] = trial.folder / Path(options[name]).name
-    return kind(**{**options, "model_init": replace(model_init, trial=trial)})
+            options[name] = folder / Path(options[name]).name
+    return kind(**options)

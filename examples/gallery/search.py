@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from zae import Trainer
 from zae.addons import EMAAddon, JSONLLoggerAddon
-from zae.search import search
+from zae.search import PruningAddon, search
 
 
 class Digits(Trainer):
@@ -30,7 +30,7 @@ class Digits(Trainer):
     test_step = train_step
 
 
-def build(options, folder):
+def build(task, options, folder, **more):
     def network():
         convolution = (
             nn.Conv2d(1, options["width"], 3, padding=1),
@@ -44,7 +44,7 @@ def build(options, folder):
         )
         return nn.Sequential(*convolution, nn.MaxPool2d(2), *head)
 
-    return Digits.add_on(EMAAddon, JSONLLoggerAddon)(
+    return task(
         network,
         "cpu",
         optimizer=partial(
@@ -53,6 +53,7 @@ def build(options, folder):
         seed=0,  # The same for all trials, so that they differ by their options alone.
         decay=0.95,
         jsonl_path=f"{folder}/log.jsonl",
+        **more,
     )
 
 
@@ -75,24 +76,38 @@ def main():
     train_loader, valid_loader, test_loader = (
         DataLoader(each, 25, shuffle=each is sets[0]) for each in sets
     )
-    found = search(
-        lambda trial: build(trial, trial.folder),
-        {
-            "lr": (1e-4, 1e-1, "log"),
-            "weight_decay": (1e-3, 1.0, "log"),
-            "dropout": (0.0, 0.6),
-            "width": [8, 16, 32],
-        },
+
+    def objective(trial):
+        options = {
+            "lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True),
+            "weight_decay": trial.suggest_float("weight_decay", 1e-3, 1.0, log=True),
+            "dropout": trial.suggest_float("dropout", 0.0, 0.6),
+            "width": trial.suggest_categorical("width", [8, 16, 32]),
+        }
+        task = Digits.add_on(PruningAddon, EMAAddon, JSONLLoggerAddon)
+        trainer = build(
+            task, options, f"runs/search/{trial.number}", optuna_trial=trial
+        )
+        trainer.run(15, train_loader, valid_loader)
+        return trainer.history.best["score"]
+
+    study = search(
+        objective,
         n_trials=12,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=24),
-        run=lambda trainer: trainer.run(15, train_loader, valid_loader),
         folder="runs/search",
         seed=0,
     )
-    print(found)
+    for trial in study.trials:
+        params = ", ".join(
+            f"{name}={value:.4g}" for name, value in trial.params.items()
+        )
+        print(f"{trial.number:2} {trial.state.name:8} {trial.value:.4f}  {params}")
+    print(f"best: trial {study.best_trial.number}")
     # The best options train once more, with the digits of the validation.
     both = ConcatDataset(sets[:2])
-    trainer = build(found.best_params, "runs/best")
+    task = Digits.add_on(EMAAddon, JSONLLoggerAddon)
+    trainer = build(task, study.best_params, "runs/best")
     trainer.run(15, DataLoader(both, 25, shuffle=True))
     x, y = pixels[train + valid], labels[train + valid]
     baseline = (

@@ -9,7 +9,6 @@ import torch
 import zae
 from kit.mistakes import Task, dataset, loader, mistake, trainer_of
 from zae.addons import AMPAddon, StateManagerAddon
-from zae.search.result import TrialResult
 
 
 @mistake(
@@ -108,18 +107,6 @@ def weights_within_a_dict():
 def whole_module_as_weights():
     torch.save(torch.nn.Linear(4, 2), "whole.pt")
     trainer_of().apply_weights("whole.pt")
-
-
-@mistake(
-    zae.ConfigError,
-    "a TrialResult is not the dict of its parameters ('gradient_clip' was asked",
-    "give .params, or best_params of the search: make_trainer(found.best_params)",
-)
-def trial_as_its_parameters():
-    def make_trainer(params):
-        return trainer_of(gradient_clip=params["gradient_clip"])
-
-    make_trainer(TrialResult(0, "complete", {"gradient_clip": 1.0}, [0.5], folder=Path()))
 
 
 @mistake(

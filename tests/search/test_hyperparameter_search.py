@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -10,11 +11,10 @@ import pytest
 import transformers
 
 from kit import hf
-from kit.searches import make_trainer
+from kit.searches import batches, make_trainer
 from zae import ConfigError, OptionError, Trainer
 from zae.addons import HuggingFaceAddon, JSONLLoggerAddon, StateManagerAddon
-from zae.search import BestRun, hyperparameter_search
-from zae.search.huggingface import default_compute_objective, default_hp_space
+from zae.search import BestRun, default_compute_objective, default_hp_space, hyperparameter_search
 
 
 def model_init() -> Any:
@@ -52,9 +52,8 @@ def test_the_snippet(tmp_path, monkeypatch):
     trials = best_trial.run_summary.trials
     assert best_trial.objective == max(each.value for each in trials) == trials[int(best_trial.run_id)].value
     for each in trials:
-        assert len(each.reports) == each.params["num_train_epochs"]
-        assert each.value == [*each.reports.values()][-1]
-        assert each.folder.name == f"run-{each.number}"
+        assert len(each.intermediate_values) == each.params["num_train_epochs"]
+        assert each.value == [*each.intermediate_values.values()][-1]
     assert trainer.progress_checker.step == 0
 
 
@@ -62,20 +61,21 @@ def test_each_trial_has_its_own_folder_and_options(tmp_path):
     """Checkpoints and logs go there; without a validation the dataset is evaluated at the end."""
     made = Trainer.add_on(HuggingFaceAddon, StateManagerAddon, JSONLLoggerAddon)
     options = {"save_path": tmp_path / "checkpoints", "jsonl_path": tmp_path / "log.jsonl", "resume": "auto"}
-    options |= {"model_init": lambda trial: hf.make_model("sequence", 0 if trial is None else trial["seed"])}
+    options |= {"model_init": lambda trial: hf.make_model("sequence", 0 if trial is None else trial.params["seed"])}
     options |= {"train_dataset": hf.dataset("sequence", 8), "eval_dataset": hf.dataset("sequence", 8)}
     trainer = made(device="cpu", log_bar=False, learning_rate=1e-3, **options)
     best = trainer.hyperparameter_search(
         lambda trial: {"seed": trial.suggest_int("seed", 1, 40), "num_train_epochs": 1},
-        lambda metrics: metrics["eval_loss"], 2, hp_name=lambda trial: f"seed-{trial['seed']}", folder=tmp_path / "s",
+        lambda metrics: metrics["eval_loss"], 2, hp_name=lambda trial: f"seed-{trial.params['seed']}",
+        folder=tmp_path / "s",
     )  # fmt: skip
     for each in best.run_summary.trials:
-        assert each.folder == tmp_path / "s" / f"seed-{each.params['seed']}"
-        assert (each.folder / "log.jsonl").exists()
-        assert (each.folder / "checkpoints" / "step-00000001").exists()
+        folder = tmp_path / "s" / f"seed-{each.params['seed']}"
+        assert (folder / "log.jsonl").exists()
+        assert (folder / "checkpoints" / "step-00000001").exists()
     assert not (tmp_path / "log.jsonl").exists()
-    again = trainer.hyperparameter_search(default_hp_space, n_trials=1, timeout=60, gc_after_trial=True)
-    assert again.run_summary.folder == tmp_path / "checkpoints" / "search-1"
+    trainer.hyperparameter_search(default_hp_space, n_trials=1, timeout=60, gc_after_trial=True)
+    assert (tmp_path / "checkpoints" / "search-1" / "run-0").is_dir()
 
 
 def test_the_defaults_are_those_of_transformers():
@@ -161,32 +161,60 @@ def test_the_scores_are_those_of_transformers(tmp_path, monkeypatch, space, dire
     assert names["ours"] == names["theirs"]
 
 
+def test_a_trial_that_is_behind_is_pruned_as_by_transformers(tmp_path, monkeypatch):
+    """By optuna's default, MedianPruner, from the sixth trial on: at the same evaluation, with the same score."""
+    monkeypatch.chdir(tmp_path)
+    data = hf.dataset("sequence", 16)
+    common = {"num_train_epochs": 3.0, "per_device_train_batch_size": 8, "eval_strategy": "epoch", "seed": 0}
+    rates = iter([0.01, 0.01, 0.01, 0.01, 0.01, 1e-9] * 2)
+    reports = dict[str, list[Any]]()
+
+    def space(trial: Any) -> dict[str, Any]:
+        rate = next(rates)
+        return {"learning_rate": trial.suggest_float("learning_rate", rate, rate)}
+
+    theirs = transformers.Trainer(
+        args=hf.arguments(tmp_path / "theirs", **common), model_init=model_init, train_dataset=data, eval_dataset=data
+    )
+    study = optuna.create_study(storage="sqlite:///theirs.db", study_name="theirs")
+    theirs.hyperparameter_search(
+        space, n_trials=6, backend="optuna", storage="sqlite:///theirs.db", study_name="theirs", load_if_exists=True
+    )
+    reports["theirs"] = study.trials
+    ours = Trainer.add_on(HuggingFaceAddon)(
+        model_init=model_init, device="cpu", log_bar=False, train_dataset=data, eval_dataset=data, **common
+    )
+    reports["ours"] = ours.hyperparameter_search(space, n_trials=6).run_summary.trials
+    for expected, trial in zip(reports["theirs"], reports["ours"], strict=True):
+        assert trial.state == expected.state
+        values = [*expected.intermediate_values.values()]
+        assert [*trial.intermediate_values.values()] == pytest.approx(values, rel=1e-5)
+        assert trial.value == pytest.approx(expected.value, rel=1e-5)
+    assert reports["ours"][-1].state.name == "PRUNED"
+
+
 def test_several_directions_give_a_front(tmp_path):
-    found = hyperparameter_search(
-        make_trainer, lambda trainer: trainer.run(1, batches_of(), batches_of()), tmp_path,
-        lambda trial: {"lr": trial.suggest_float("lr", 0.01, 0.1), "bias": True},
+    def make(trial: Any, params: dict[str, Any], folder: Path) -> Trainer:
+        return make_trainer(params["lr"])
+
+    runs = hyperparameter_search(
+        make, lambda trainer: trainer.run(1, batches(), batches()), tmp_path,
+        lambda trial: {"lr": trial.suggest_float("lr", 0.01, 0.1)},
         lambda metrics: (metrics["eval_loss"], metrics["eval_accuracy"]), 3, ["minimize", "maximize"], seed=0,
     )  # fmt: skip
-    assert isinstance(found, list)
-    assert all(len(each.objective) == 2 for each in found)
-
-
-def batches_of() -> Any:
-    from kit.searches import batches
-
-    return batches()
+    assert isinstance(runs, list)
+    assert all(len(each.objective) == 2 for each in runs)
 
 
 def test_what_is_refused(tmp_path):
-    given = (make_trainer, lambda trainer: None, tmp_path)
+    arguments = (lambda trial, params, folder: make_trainer(0.1), lambda trainer: None, tmp_path)
     with pytest.raises(ConfigError, match="backend='ray'; zae searches with optuna alone"):
-        hyperparameter_search(*given, backend="ray")
-    with pytest.raises(OptionError, match=r"storage is not taken: the study is in the folder, search\.journal"):
-        hyperparameter_search(*given, storage="sqlite://")
-    with pytest.raises(OptionError, match=r"n_jobs is not taken: .*another folder and seed for each device"):
-        hyperparameter_search(*given, n_jobs=2)
-    with pytest.raises(OptionError, match="has no argument 'pruners'; did you mean 'pruner'"):
-        hyperparameter_search(*given, pruners=None)
+        hyperparameter_search(*arguments, backend="ray")
+    for name in ("storage", "n_jobs", "pruners"):
+        with pytest.raises(
+            ConfigError, match=rf"does not take {name!r}: the study is in its folder, .*; it takes sampler"
+        ):
+            hyperparameter_search(*arguments, **{name: 2})
     data = {"train_dataset": hf.dataset("sequence", 8), "device": "cpu"}
     with pytest.raises(ConfigError, match=r"give model_init=\.\.\., a function, in the place of the model"):
         Trainer.add_on(HuggingFaceAddon)(model_init(), **data).hyperparameter_search()
@@ -195,4 +223,4 @@ def test_what_is_refused(tmp_path):
             lambda trial: {"learning_rates": trial.suggest_float("learning_rates", 0.1, 0.2)}, folder=tmp_path / "a"
         )
     with pytest.raises(AttributeError, match=r"HuggingFaceAddon.*zae\.search\.search"):
-        make_trainer({"lr": 0.1, "bias": True}).hyperparameter_search()
+        make_trainer(0.1).hyperparameter_search()

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from optuna import Trial
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zae import AddOnBase, Every, MetricsDict, Trainer, ZaeError, find_lr, schedulers, summary
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, JSONLLoggerAddon, StateManagerAddon
-from zae.search import SearchResult, Trial, search
+from zae.search import PruningAddon, search
 from zae.testing import check_addon
 
 
@@ -120,13 +121,13 @@ def tools(folder: Path) -> None:
     print(summary(make_model(), torch.ones(1, 4)), find_lr(trainer, make_loader(), steps=10))
     check_addon(NoiseAddon, noise=0.1)
 
-    def make_trainer(trial: Trial) -> Trainer:
-        return Digits(make_model, "cpu", optimizer=torch.optim.AdamW, gradient_clip=trial.params["clip"])
+    def objective(trial: Trial) -> float:
+        kind = Digits.add_on(PruningAddon)
+        trained = kind(make_model, "cpu", optimizer=torch.optim.AdamW, optuna_trial=trial)
+        trained.run(trial.suggest_int("epochs", 1, 2), make_loader())
+        return trained.train_metrics["loss"]
 
-    result: SearchResult = search(
-        make_trainer, {"clip": (0.1, 1.0)}, 2, run=lambda made: made.run(1, make_loader()), folder=folder / "search"
-    )
-    print(result.best_params["clip"])
+    print(search(objective, 2, folder=folder / "search").best_params["epochs"])
 
 
 def errors() -> None:

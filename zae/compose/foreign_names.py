@@ -262,7 +262,7 @@ ATTRIBUTES = by_remedy(
         # Export.
         "torch.onnx.export(trainer.unwrap(), ...)": "to_onnx",
         "torch.jit.script(trainer.unwrap())": "to_torchscript",
-        "Trainer.add_on(HuggingFaceAddon), or zae.search.search(make_trainer, ...)": "hyperparameter_search",
+        "Trainer.add_on(HuggingFaceAddon), or zae.search.search(objective, ...)": "hyperparameter_search",
     }
 )
 """Attributes that are read on other trainers, and never called by them; a class may define each of them."""
