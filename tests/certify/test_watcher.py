@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zae.certify import watcher
+from zae.certify import guard, watcher
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 
@@ -62,9 +62,11 @@ def run_watched(script: str, own_sitecustomize: str, logs: Path, tmp_path: Path)
     for name, text in {"own": own_sitecustomize, "watch": Path(watcher.__file__).read_text()}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "sitecustomize.py").write_text(text)
-    plan = {"folder": str(logs), "roots": [str(tmp_path)], "origin": "/nowhere/", "parent": 0}
+    (tmp_path / "watch" / "certify_guard.py").write_text(Path(guard.__file__).read_text())
+    plan = {"folder": str(logs), "roots": [str(tmp_path)], "parent": 0}
+    plan |= {"writable": [str(tmp_path)], "refusal": str(logs / "refusal.json")}
     path = os.pathsep.join([str(tmp_path / "watch"), str(tmp_path / "own")])
-    environment = {**os.environ, "PYTHONPATH": path, watcher.PLAN: json.dumps(plan)}
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path), watcher.PLAN: json.dumps(plan)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     return done.stdout
 

@@ -135,7 +135,7 @@ class Certificate:
     def make(self) -> None:
         """Run the script as it is, twice; then kill it; then try what zae promises of its own trainers."""
         self.runs.append((self.script.run("reference"), None))
-        _check(self.base, self.script)
+        _check(self.base)
         self.attempt("repeatable", self._repeat)
         if self.found["repeatable"].verdict == PASSED:
             self._kill_all()
@@ -177,11 +177,6 @@ class Certificate:
                 f"{last_words(other.attempts[0])}. If it found what the first run left, name it: --checkpoints FOLDER"
             )
         judgement = compare_whole(self.reference, other)
-        written = [each["path"] for each in self.base.all("outside")]
-        if judgement.verdict == FAILED and written:
-            judgement.message += (
-                f". The script writes outside of its folder ({written[0]}), where both runs may find it"
-            )
         self.runs.append((other, judgement))
         self._note(_promise("repeatable", judgement))
         if judgement.verdict == PASSED:
@@ -344,7 +339,7 @@ def _promise(name: str, judged: Judgement) -> Promise:
     return Promise(name, judged.verdict, judged.message, judged.cause, judged.step, judged.causes)
 
 
-def _check(base: Attempt, script: Script) -> None:
+def _check(base: Attempt) -> None:
     """Refuse a reference run that nothing can be compared with."""
     if base.status != 0:
         raise ConfigError(f"the script fails without any kill: {last_words(base)}")
@@ -354,14 +349,6 @@ def _check(base: Attempt, script: Script) -> None:
             "of a finished run: name their folder, --checkpoints FOLDER), its optimizer is not derived from "
             "torch.optim.Optimizer, or Python was started with -I, -E or -S"
         )
-    for each in base.all("outside"):
-        path = Path(each["path"])
-        is_known = script.is_shared and script.checkpoints and path.is_relative_to(script.checkpoints.resolve())
-        if each["op"] == "torch.save" and not is_known:
-            raise ConfigError(
-                f"the script saves {path}, outside of its working folder, where all runs would find it; give "
-                f"--checkpoints {path.parent} (it must be empty: it is emptied after each run), or a relative path"
-            )
 
 
 # --- the answer

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zae.certify import watcher
+from zae.certify import guard, watcher
 from zae.errors import ConfigError, ZaeError
 
 __all__ = ["Attempt", "OutOfTime", "Run", "Script"]
@@ -27,7 +27,7 @@ _LARGE = 64 << 20  # Bytes of a file from which on a copy of the folder has a li
 _MOST = 4 << 30  # Bytes that are copied for a run at most.
 _LOGS = (".csv", ".json", ".jsonl", ".log", ".md", ".png", ".svg", ".tsv", ".txt", ".yaml", ".yml")
 _SAVED = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npz", ".pkl", ".tar", ".h5")
-_LEFT_OUT = {".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+_LEFT_OUT = {".git", "__pycache__", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 
 
 class OutOfTime(ZaeError):
@@ -96,7 +96,8 @@ class Script:
     ) -> None:
         if not hasattr(signal, "SIGSTOP"):
             raise ConfigError("certify stops processes by SIGSTOP, which this system does not have; use WSL on Windows")
-        self.origin, self.folder, self.deadline = Path.cwd().resolve(), folder, deadline
+        self.origin, self.folder, self.deadline = Path.cwd().resolve(), folder.resolve(), deadline
+        self.spellings = _spellings(self.origin)
         self.command, self.resume_with = _executable(command), list(resume_with)
         self.count = 0
         self.checkpoints = None if checkpoints is None else Path(checkpoints)
@@ -109,6 +110,7 @@ class Script:
         watch = folder / "watch"
         watch.mkdir()
         shutil.copyfile(watcher.__file__, watch / "sitecustomize.py")
+        shutil.copyfile(guard.__file__, watch / "certify_guard.py")
 
     @property
     def is_shared(self) -> bool:
@@ -149,17 +151,18 @@ class Script:
         for here, folders, names in os.walk(self.origin):
             base = Path(here)
             kept = [each for each in folders if each not in _LEFT_OUT and (base / each).resolve() != skipped]
-            folders[:] = [each for each in kept if not (base / each / "pyvenv.cfg").exists()]
+            environments = [each for each in kept if (base / each / "pyvenv.cfg").exists()]
+            folders[:] = [each for each in kept if each not in environments]
             place = target / base.relative_to(self.origin)
             place.mkdir(parents=True, exist_ok=True)
-            for each in folders:
-                if (base / each).is_symlink():
-                    (place / each).symlink_to((base / each).resolve())
+            for each in (*folders, *environments):
+                if (base / each).is_symlink() or each in environments:
+                    self._link(place / each, (base / each).resolve(), target)
             for each in names:
                 file = base / each
                 size = file.stat().st_size if file.is_file() else 0
                 if file.is_symlink() or (size > _LARGE and file.suffix not in _SAVED):
-                    (place / each).symlink_to(file.resolve())
+                    self._link(place / each, file.resolve(), target)
                     continue
                 left -= size
                 if left < 0:
@@ -169,6 +172,11 @@ class Script:
                     )
                 if file.is_file():
                     shutil.copy2(file, place / each)
+
+    def _link(self, place: Path, end: Path, target: Path) -> None:
+        """Make a link in a copy; one to another place of the folder leads to that of the copy."""
+        copied = target / end.relative_to(self.origin) if end.is_relative_to(self.origin) else end
+        place.symlink_to(end if copied == place else copied)
 
     def _clean(self, home: Path) -> None:
         """Remove what a run has written."""
@@ -202,18 +210,28 @@ class Script:
         if time.monotonic() > self.deadline:
             raise OutOfTime("the time was over")
         log = home / f"log-{len(list(home.glob('log-*')))}"
+        work, temporary = home / "work", home / "tmp"
         log.mkdir()
-        roots = [str(home / "work"), *([str(self.checkpoints)] if self.is_shared else [])]
-        plan = {"folder": str(log), "roots": roots, "kill": kill, "parent": os.getpid()}
-        plan["origin"] = os.path.join(self.origin, "")
+        temporary.mkdir(exist_ok=True)
+        roots = [str(work)]
+        if self.is_shared and self.checkpoints is not None:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            roots.append(str(self.checkpoints))
+        given = {name: self._map(value, work) for name, value in os.environ.items()}
+        caches, moved_caches = guard.writable_caches(given, str(temporary), str(self.origin))
+        refusal = str(log / "refusal.json")
+        plan: dict[str, Any] = {"folder": str(log), "roots": roots, "kill": kill, "parent": os.getpid()}
+        plan |= {"writable": [*roots, str(temporary), str(log), *caches], "refusal": refusal}
         own = str(self.folder / "watch")
-        path = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH", "")]))
-        environment = {**os.environ, watcher.PLAN: json.dumps(plan), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-        command, starts = [*self.command, *more], [environment]
+        path = os.pathsep.join(filter(None, [own, given.get("PYTHONPATH", "")]))
+        environment = {**given, **moved_caches, watcher.PLAN: json.dumps(plan), "PYTHONPATH": path}
+        environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        command, starts = [self._map(each, work) for each in (*self.command, *more)], [environment]
         if job is not None:
             command = self._without_launcher()
             environment[watcher.PLAN] = json.dumps({**plan, "job": dict(job)})
             starts = [environment | ranks for ranks in _ranks(world)]
+        command = [sys.executable, "-I", guard.__file__, json.dumps(plan["writable"]), *command]
         began, late = time.monotonic(), False
         processes: list[subprocess.Popen[bytes]] = []
         with open(log / "output.txt", "ab") as output:
@@ -222,7 +240,7 @@ class Script:
                     processes.append(
                         subprocess.Popen(
                             command,
-                            cwd=home / "work",
+                            cwd=work,
                             env=each,
                             stdin=subprocess.DEVNULL,
                             stdout=output,
@@ -231,7 +249,7 @@ class Script:
                         )
                     )
                 for process in processes:
-                    late |= self._wait(process, log, kill)
+                    late |= self._wait(process, log, kill, refusal)
             finally:
                 for process in processes:
                     _kill_all(process)
@@ -240,7 +258,31 @@ class Script:
         for lines in sorted(filter(None, logs), key=lambda lines: float(lines[0]["wall"])):
             events.setdefault(lines[0]["rank"], []).extend(lines)
         words = (log / "output.txt").read_bytes()[-8000:].decode(errors="replace")
+        self._check_refusal(guard.read_refusal(refusal), words, work)
         return Attempt(events, processes[0].returncode, words, time.monotonic() - began, late)
+
+    def _map(self, text: str, work: Path) -> str:
+        """Let a text that names the working folder name a copy of it."""
+        return guard.map_paths(text, self.spellings, str(work))
+
+    def _check_refusal(self, refusal: Mapping[str, str] | None, words: str, work: Path) -> None:
+        """Refuse a script that would change what is outside of its copy; it was stopped before."""
+        if refusal is not None:
+            path = refusal["path"]
+            if Path(path).is_relative_to(self.folder):
+                path = os.path.relpath(path, work)
+            raise ConfigError(
+                f"the script would {refusal['operation']} {path}, outside of its working folder; it was stopped "
+                "before, and nothing is changed. All runs work in copies of the folder: let the script write below "
+                "it, or name an empty folder where it saves: --checkpoints FOLDER"
+            )
+        denied = next((line for line in words.splitlines() if "Permission denied" in line), None)
+        if denied is not None and guard.has_landlock():
+            raise ConfigError(
+                f"a program of the script was not allowed to change what is outside of its working folder: "
+                f"{denied.strip()[:300]}. Nothing is changed. Let it write below the folder, or name an empty folder "
+                "where it saves: --checkpoints FOLDER"
+            )
 
     def _without_launcher(self) -> list[str]:
         """Return the command of one process of the script."""
@@ -249,10 +291,12 @@ class Script:
                 return [sys.executable, *self.command[index:]]
         return self.command
 
-    def _wait(self, process: subprocess.Popen[bytes], log: Path, kill: Mapping[str, Any]) -> bool:
+    def _wait(self, process: subprocess.Popen[bytes], log: Path, kill: Mapping[str, Any], refusal: str) -> bool:
         """Wait for the end; return whether a signal did not end it."""
         told = None
         while process.poll() is None:
+            if os.path.exists(refusal):
+                return False
             if (log / "mark-step").exists() or (log / "mark-save").exists():
                 return False
             if (log / "mark-term").exists() and told is None:
@@ -264,6 +308,15 @@ class Script:
                 raise OutOfTime("the time was over")
             time.sleep(_POLL)
         return False
+
+
+def _spellings(folder: Path) -> list[str]:
+    """Return the names of the working folder: a shell may have come to it through a link."""
+    names = [str(folder)]
+    shell = os.environ.get("PWD", "")
+    if os.path.isabs(shell) and shell != names[0] and os.path.realpath(shell) == names[0]:
+        names.insert(0, shell)
+    return names
 
 
 def _executable(command: Sequence[str]) -> list[str]:

@@ -20,7 +20,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -72,7 +71,7 @@ class Watcher:
             for each in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
                 each.fetch = _wrapped(each.fetch, self._fetch)
             # A trainer of zae gathers the batches of tensors in memory itself, without a fetcher.
-            sys.meta_path.insert(0, _Finder("zae.data.gather", self._watch_gather))
+            _guard().when_imported("zae.data.gather", self._watch_gather)
 
     def _forget(self) -> None:
         """Begin as a process that has done nothing: a forked one is another process."""
@@ -87,7 +86,6 @@ class Watcher:
         self.late: list[tuple[Any, Callable[[], None]]] = []  # What writes a row, and the event that it waits for.
         self.change: dict[str, Any] | None = None  # The last change of a file, whose size is not known yet.
         self.is_torn = False
-        self.outside: set[str] = set()
         self.known: dict[int, str] = {}
         self.names: dict[int, str] = {}
         self.seen: set[int] = set()
@@ -267,11 +265,6 @@ class Watcher:
             path, _, flags = args
             if not (isinstance(flags, int) and flags & _WRITES) or isinstance(path, int) or path is None:
                 return
-            if os.path.islink(path) and os.path.realpath(path).startswith(self.plan["origin"]):
-                raise PermissionError(
-                    f"{os.fsdecode(path)} is a large file of the working folder, of which the copy "
-                    "that zae certify runs in has a link; it is not changed"
-                )
             operation = "open"
         elif event in _CHANGES:
             path, operation = args[1 if event == "os.rename" else 0], _CHANGES[event]
@@ -297,10 +290,7 @@ class Watcher:
             real = os.path.join(os.path.realpath(os.path.dirname(path) or "."), os.path.basename(path))
             if self.is_torn:
                 self._tear()
-            if not real.startswith(self.roots):
-                self._note_outside(real, operation)
-                return
-            if "__pycache__" in real:
+            if not real.startswith(self.roots) or "__pycache__" in real:
                 return
             self._end_change()
             self.operations += 1
@@ -330,18 +320,6 @@ class Watcher:
         if size:
             os.truncate(path, size // 2)
         self._stop_here()
-
-    def _note_outside(self, path: str, operation: str) -> None:
-        """Note a folder outside of the working folder that the script writes to."""
-        folder = os.path.dirname(path)
-        ignored = ("/dev", "/proc", "/sys", self.plan["folder"], os.path.join(os.path.expanduser("~"), ".cache"))
-        if operation in ("remove", "mkdir") or folder in self.outside or folder.startswith(ignored):
-            return
-        is_temporary = folder.startswith(os.path.realpath(tempfile.gettempdir()))
-        if "__pycache__" in path or (is_temporary and operation != "torch.save"):
-            return
-        self.outside.add(folder)
-        self._write({"e": "outside", "path": path, "op": operation})
 
     # --- kills
 
@@ -377,8 +355,7 @@ class Watcher:
         self._mark("raised")
         raise RuntimeError("raised in the loader by zae certify, to see what a failed worker leaves")
 
-    def _watch_gather(self) -> None:
-        gather: Any = sys.modules["zae.data.gather"]
+    def _watch_gather(self, gather: Any) -> None:
         gather._find_rows = _wrapped(gather._find_rows, self._fetch)
 
     def end(self) -> None:
@@ -622,36 +599,6 @@ def _parts(sums: list[Any]) -> str:
 # --- the start of a process
 
 
-class _Finder:
-    """Call a function as soon as a module has been imported. To look whether there is one is no import."""
-
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self.name = name
-        self.action = action
-        self.is_asking = False
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find the module as the finders after this one do, with a loader that calls the function at its end."""
-        if name != self.name or self.is_asking:
-            return None
-        self.is_asking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self.is_asking = False
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_act(module: Any) -> None:
-            sys.meta_path.remove(self)
-            execute(module)
-            self.action()
-
-        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
-        return spec
-
-
 def _chain() -> None:
     """Run the sitecustomize that this one hides."""
     own = os.path.dirname(os.path.realpath(__file__))
@@ -661,22 +608,26 @@ def _chain() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def _guard() -> Any:
+    """Return guard.py, which lies beside this file."""
+    return importlib.import_module("certify_guard")
+
+
 def _start() -> None:
     """Wait for torch, or, for a job of zae's own trainers, for their class; what starts Python may have imported it."""
     plan = json.loads(os.environ[PLAN])
-    name, action = "torch", _watch
+    guard = _guard()
+    guard.Guard(plan["writable"], plan["refusal"])
     if "job" in plan:
-        name, action = "zae.compose.metaclass", _wait_for_a_trainer
-    if name in sys.modules:
-        action(plan)
+        guard.when_imported("zae.compose.metaclass", lambda module: _wait_for_a_trainer(plan, module))
     else:
-        sys.meta_path.insert(0, _Finder(name, lambda: action(plan)))
+        guard.when_imported("torch", lambda torch: Watcher(plan, torch))
     _chain()
 
 
-def _wait_for_a_trainer(plan: dict[str, Any]) -> None:
+def _wait_for_a_trainer(plan: dict[str, Any], module: Any) -> None:
     """Let what does the job make the first trainer of zae: before, zae is not imported as a whole."""
-    meta: Any = sys.modules["zae.compose.metaclass"].TrainerMeta
+    meta = module.TrainerMeta
     original = meta.__call__
 
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -685,10 +636,6 @@ def _wait_for_a_trainer(plan: dict[str, Any]) -> None:
         return cls(*args, **kwargs)
 
     meta.__call__ = call
-
-
-def _watch(plan: dict[str, Any]) -> None:
-    Watcher(plan, sys.modules["torch"])
 
 
 if __name__ == "sitecustomize" and PLAN in os.environ:

@@ -1,0 +1,250 @@
+"""What a script would change outside of its copy is refused before it is changed, by Landlock and without it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zae.certify import guard
+from zae.cli import main
+
+WRITES = {
+    "open": "open(path, 'wb').write(b'changed')",
+    "append": "open(path, 'ab').write(b'changed')",
+    "update": "open(path, 'r+b').write(b'changed')",
+    "torch.save": "import torch; torch.save({'a': torch.ones(3)}, path)",
+    "safetensors": "import torch; from safetensors.torch import save_file; save_file({'a': torch.ones(3)}, path)",
+    "remove": "os.remove(path)",
+    "rename away": "os.rename(path, 'here.pt')",
+    "rename onto it": "open('new.pt', 'w').close(); os.replace('new.pt', path)",
+    "a folder is removed": "import shutil; shutil.rmtree(os.path.dirname(path))",
+    "truncate": "os.truncate(path, 0)",
+    "a hard link": "os.link(path, 'link.pt'); open('link.pt', 'w').close()",
+    "a link": "os.symlink(path, 'link.pt'); open('link.pt', 'w').close()",
+    "a new folder": "os.makedirs(os.path.dirname(path) + '/more/and/more')",
+    "an error is caught": "\nwhile True:\n    try: open(path, 'w')\n    except OSError: pass",
+    "a worker": "import multiprocessing; multiprocessing.Process(target=open, args=(path, 'w')).start()",
+}
+"""Ways to change a file of the user."""
+BY_PROGRAMS = {
+    "a shell": "os.system(f'echo changed > {path}')",
+    "cp": "import subprocess; subprocess.run(['cp', __file__, path])",
+    "rm": "import subprocess; subprocess.run(['rm', path])",
+    "Python without site": "import subprocess, sys; "
+    "subprocess.run([sys.executable, '-I', '-c', f'open({path!r}, \"w\")'])",
+}
+"""Ways that no Python process with the guard sees."""
+
+
+needs_landlock = pytest.mark.skipif(not guard.has_landlock(), reason="a kernel without Landlock")
+
+
+def in_every_run(ways: Iterable[str], *chosen: str) -> list[Any]:
+    """Mark all but a few ways."""
+    return [way if way in chosen else pytest.param(way, marks=pytest.mark.exhaustive) for way in ways]
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """Return the SHA-1 of each file."""
+    files = [each for each in sorted(folder.rglob("*")) if each.is_file()]
+    return {str(each): hashlib.sha1(each.read_bytes()).hexdigest() for each in files}
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """A folder that does not lie in /dev/shm, which Landlock leaves to all processes as a whole."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def run_guarded(disk: Path) -> Callable[..., tuple[int, dict[str, str] | None]]:
+    """Run a line in a copy beside the user's file; return its status and what was refused."""
+    (disk / "user").mkdir()
+    (disk / "user" / "last.pt").write_text("of a week")
+    (disk / "copy").mkdir()
+    (disk / "log").mkdir()
+    (disk / "watch").mkdir()
+    (disk / "watch" / "the_guard.py").write_text(Path(guard.__file__).read_text())
+    writable, refusal = [str(disk / "copy"), str(disk / "log")], str(disk / "log" / "refusal")
+    (disk / "watch" / "sitecustomize.py").write_text(f"import the_guard; the_guard.Guard({writable!r}, {refusal!r})\n")
+
+    def run(line: str, *, has_hook: bool, has_landlock: bool) -> tuple[int, dict[str, str] | None]:
+        (disk / "copy" / "script.py").write_text(f"import os\npath = {str(disk / 'user' / 'last.pt')!r}\n{line}\n")
+        command = [sys.executable, "script.py"]
+        if has_landlock:
+            command = [sys.executable, "-I", guard.__file__, json.dumps(writable), *command]
+        environment = {**os.environ, "TMPDIR": str(disk / "copy"), "PYTHONDONTWRITEBYTECODE": "1"}
+        if has_hook:
+            environment["PYTHONPATH"] = str(disk / "watch")
+        before = sums(disk / "user")
+        process = subprocess.run(command, cwd=disk / "copy", env=environment, timeout=60, capture_output=True)
+        assert sums(disk / "user") == before
+        assert len(list((disk / "user").iterdir())) == 1
+        return process.returncode, guard.read_refusal(refusal)
+
+    return run
+
+
+@pytest.mark.parametrize("way", in_every_run(WRITES, "torch.save", "safetensors", "remove", "an error is caught"))
+def test_the_hook_refuses_and_ends_the_process(
+    way: str, run_guarded: Callable[..., tuple[int, dict[str, str] | None]]
+) -> None:
+    """Also without Landlock: it says what was refused, and no handler goes on."""
+    status, refusal = run_guarded(WRITES[way], has_hook=True, has_landlock=False)
+    assert refusal is not None
+    assert "/user" in refusal["path"]
+    assert status == -9 or way == "a worker"
+
+
+@needs_landlock
+@pytest.mark.parametrize("way", in_every_run((*WRITES, *BY_PROGRAMS), "open", "rename away", "torch.save", "cp"))
+def test_landlock_holds_for_all_programs(
+    way: str, run_guarded: Callable[..., tuple[int, dict[str, str] | None]]
+) -> None:
+    run_guarded((WRITES | BY_PROGRAMS)[way], has_hook=False, has_landlock=True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "open('new.pt', 'w').close(); os.replace('new.pt', 'last.pt'); os.remove('last.pt')",
+        "os.makedirs('a/b'); open('a/b/c', 'w').close(); os.rename('a/b/c', 'c'); import shutil; shutil.rmtree('a')",
+        "os.makedirs(os.path.dirname(path), exist_ok=True); open(path).read()",
+        "import tempfile; tempfile.TemporaryFile(); open(os.devnull, 'w')",
+        "import contextlib\nwith contextlib.suppress(OSError): os.remove(path + '.lock')",
+        "import torch; torch.save({'a': torch.ones(3)}, 'a.pt'); torch.load('a.pt')",
+        "import subprocess; subprocess.run(['cp', __file__, 'b.py'], check=True)",
+    ],
+)
+def test_what_changes_the_copy_or_nothing_passes(
+    line: str, run_guarded: Callable[..., tuple[int, dict[str, str] | None]]
+) -> None:
+    assert run_guarded(line, has_hook=True, has_landlock=guard.has_landlock()) == (0, None)
+
+
+def test_paths_of_the_folder_become_those_of_the_copy() -> None:
+    def mapped(text: str) -> str:
+        return guard.map_paths(text, ["/home/me/run"], "/tmp/copy")
+
+    assert mapped("/home/me/run") == "/tmp/copy"
+    assert mapped("--out=/home/me/run/last.pt") == "--out=/tmp/copy/last.pt"
+    assert mapped("/home/me/run/src:/home/me/run2:/home/me/run") == "/tmp/copy/src:/home/me/run2:/tmp/copy"
+    for other in ("/home/me/run.old", "/data/home/me/run", "/home/me/run-2/last.pt", "run"):
+        assert mapped(other) == other
+
+
+def test_a_cache_that_does_not_exist_is_a_temporary_one(tmp_path: Path) -> None:
+    """And so is one that holds the working folder: it would allow to change it."""
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "torch" / "run").mkdir(parents=True)
+    environment = {
+        "HF_HOME": str(tmp_path / "hub"),
+        "TORCH_HOME": str(tmp_path / "torch"),
+        "TRITON_CACHE_DIR": "/absent",
+    }
+    folders, variables = guard.writable_caches(environment, "/tmp/given", str(tmp_path / "torch" / "run"))
+    assert str(tmp_path / "hub") in folders
+    assert str(tmp_path / "torch") not in folders
+    assert variables["TORCH_HOME"] == "/tmp/given/torch_home"
+    assert variables["TRITON_CACHE_DIR"] == "/tmp/given/triton_cache_dir"
+
+
+SCRIPT = """
+import argparse, os, shutil, subprocess
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="last.pt")
+out = parser.parse_args().out
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = torch.randn(24, 2, 4)
+first = 0
+if os.path.exists(out):
+    state = torch.load(out)
+    model.load_state_dict(state["model"])
+    first = state["step"]
+for step in range(first, 24):
+    optimizer.zero_grad()
+    model(data[step]).square().mean().backward()
+    optimizer.step()
+    if step % 5 == 4:
+        SAVE
+"""
+SAVE = 'torch.save({"model": model.state_dict(), "step": step + 1}, out + ".new"); os.replace(out + ".new", out)'
+
+
+def certify(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str, save: str = SAVE) -> int:
+    """Certify the script in a folder beside which nothing may change."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT.replace("SAVE", save))
+    monkeypatch.chdir(folder)
+    before = sums(folder.parent)
+    status = main(["certify", "--kills", "1", "--only", "resume", "train.py", *arguments])
+    assert sums(folder.parent) == before
+    return status
+
+
+def test_the_absolute_path_of_a_checkpoint_in_the_folder(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It becomes that of the copy, whose checkpoint is resumed and overwritten."""
+    folder = disk / "run"
+    assert certify(folder, monkeypatch, "--out", str(folder / "last.pt")) == 0
+    assert "passed     resume is exact" in capsys.readouterr().out
+
+
+OUTSIDE = {
+    "beside": ("--out", "../last.pt"),
+    "in /tmp": ("--out", "TMP/ckpt.pt"),
+    "through a link": ("--out", "link/last.pt"),
+}
+
+
+@pytest.mark.parametrize("place", in_every_run(OUTSIDE, "beside"))
+def test_a_checkpoint_outside_of_the_folder_is_refused(
+    place: str, disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before it is written; the message names a remedy that works."""
+    (disk / "elsewhere").mkdir()
+    (disk / "elsewhere" / "other.pt").write_text("of a week")
+    (disk / "run").mkdir()
+    (disk / "run" / "link").symlink_to(disk / "elsewhere")
+    words = [each.replace("TMP", str(disk / "elsewhere")) for each in OUTSIDE[place]]
+    assert certify(disk / "run", monkeypatch, *words) == 2
+    error = capsys.readouterr().err
+    assert "outside of its working folder; it was stopped before, and nothing is changed" in error
+    assert "--checkpoints FOLDER" in error
+
+
+@pytest.mark.exhaustive
+def test_the_remedy_works(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = disk / "checkpoints"
+    folder = disk / "run"
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT.replace("SAVE", SAVE))
+    monkeypatch.chdir(folder)
+    options = ["--kills", "1", "--only", "resume", "--checkpoints", str(outside)]
+    assert main(["certify", *options, "train.py", "--out", str(outside / "last.pt")]) == 0
+
+
+@needs_landlock
+def test_a_program_of_the_script_is_refused(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of the checkpoint to a place outside, by cp."""
+    (disk / "backup").mkdir()
+    save = f'{SAVE}; subprocess.run(["cp", out, "{disk}/backup"])'
+    assert certify(disk / "run", monkeypatch, save=save) == 2
+    assert "a program of the script was not allowed to change" in capsys.readouterr().err

@@ -1,0 +1,262 @@
+"""Refuse what a script would change outside of given folders, before it is changed.
+
+Landlock, from Linux 6.2 on, holds for the whole tree of processes: ``python guard.py '["FOLDER"]' COMMAND ...`` lets
+the command change files in these folders alone. It cannot say what was refused. So each Python process has an audit
+hook, and the writers that open files outside of Python are wrapped; what they refuse is written down, and the process
+is killed: a script could catch an error and go on. Without Landlock they are all there is, and other programs pass.
+
+This file imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["Guard", "has_landlock", "map_paths", "read_refusal", "restrict", "when_imported", "writable_caches"]
+
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+CHANGES: dict[str, tuple[str, tuple[tuple[int, int | None], ...]]] = {
+    "os.rename": ("rename", ((0, 2), (1, 3))),
+    "os.link": ("link", ((0, 2), (1, 3))),  # What is written through a link changes its other end.
+    "os.symlink": ("link", ((1, 2),)),
+    "os.remove": ("remove", ((0, 1),)),
+    "os.rmdir": ("remove", ((0, 1),)),
+    "os.mkdir": ("make", ((0, 2),)),
+    "os.truncate": ("truncate", ((0, None),)),
+}
+"""Each audit event of a change: what it does, and the places of its paths and of the folders they are relative to."""
+
+CACHES = {
+    "XDG_CACHE_HOME": "~/.cache",
+    "HF_HOME": "~/.cache/huggingface",
+    "TORCH_HOME": "~/.cache/torch",
+    "TRITON_CACHE_DIR": "~/.triton/cache",
+    "CUDA_CACHE_PATH": "~/.nv/ComputeCache",
+    "MPLCONFIGDIR": "~/.config/matplotlib",
+    "KERAS_HOME": "~/.keras",
+    "TORCHINDUCTOR_CACHE_DIR": os.devnull,
+    "NUMBA_CACHE_DIR": os.devnull,
+}
+"""The variable of each cache, and where it is without it; the last two lie in /tmp and beside the source."""
+DEVICES = ("/dev/", "/proc/")
+INNER_CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_EXTENSIONS_DIR")
+"""The variables of caches that lie within another one, unless the user sets them."""
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_NO_NEW_PRIVILEGES = 38
+_CHANGING_RIGHTS = 1 << 1 | sum(1 << bit for bit in range(4, 15))  # All but to execute and to read.
+_LEAST_VERSION = 3  # The first that knows of truncation; the first two refuse what they should not, or miss it.
+
+
+def has_landlock() -> bool:
+    """Return whether this kernel can restrict what a tree of processes changes."""
+    if not sys.platform.startswith("linux"):
+        return False
+    return _call(_CREATE_RULESET, None, 0, 1) >= _LEAST_VERSION
+
+
+def restrict(folders: Iterable[str]) -> None:
+    """Let this process and all that it starts change files in these folders alone."""
+    rights = ctypes.c_uint64(_CHANGING_RIGHTS)
+    rules = _check(_call(_CREATE_RULESET, ctypes.byref(rights), ctypes.sizeof(rights), 0))
+    for folder in (*folders, *DEVICES):
+        place = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        rule = _CHANGING_RIGHTS.to_bytes(8, sys.byteorder) + place.to_bytes(4, sys.byteorder)
+        _check(_call(_ADD_RULE, rules, 1, ctypes.c_char_p(rule), 0))
+        os.close(place)
+    libc = ctypes.CDLL(None, use_errno=True)
+    zero = ctypes.c_ulong(0)
+    _check(libc.prctl(_NO_NEW_PRIVILEGES, ctypes.c_ulong(1), zero, zero, zero))
+    _check(_call(_RESTRICT_SELF, rules, 0))
+    os.close(rules)
+
+
+def _call(number: int, *arguments: Any) -> int:
+    """Make a system call for which libc has no function."""
+    values = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    return int(ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *values))
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"Landlock: {os.strerror(error)}")
+    return result
+
+
+def writable_caches(environment: Mapping[str, str], temporary: str, origin: str) -> tuple[list[str], dict[str, str]]:
+    """Return the caches that exist, which may be written to, and variables for those that do not.
+
+    A cache that holds the working folder itself would allow all of it, and is replaced as well.
+    """
+    inner = {name: environment[name] for name in INNER_CACHES if name in environment}
+    folders: list[str] = []
+    variables = {}
+    for name, default in (CACHES | inner).items():
+        folder = os.path.realpath(os.path.expanduser(environment.get(name) or default))
+        if os.path.isdir(folder) and not _is_within(origin, folder):
+            folders.append(folder)
+        elif not any(_is_within(folder, each) for each in folders):
+            variables[name] = os.path.join(temporary, name.lower())
+    return folders, variables
+
+
+def _is_device(path: str) -> bool:
+    """Return whether a path is a device, a process, or memory that processes share; folders in memory are users'."""
+    return path.startswith(DEVICES) and not re.match("/dev/shm/[^/]+/", path)
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return os.path.join(path, "").startswith(os.path.join(folder, ""))
+
+
+def map_paths(text: str, origins: Iterable[str], copy: str) -> str:
+    """Return a word of a command, or a variable, that names the copy where it named the folder."""
+    for origin in origins:
+        text = re.sub(rf"(?<![\w.-]){re.escape(origin)}(?![\w.-])", lambda _: copy, text)
+    return text
+
+
+def read_refusal(path: str) -> dict[str, str] | None:
+    """Return what a guard has refused: the "operation" and the "path"."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            refusal: dict[str, str] = json.load(file)
+            return refusal
+    except (FileNotFoundError, json.JSONDecodeError):  # It is being written.
+        return None
+
+
+class Guard:
+    """Watch what this process changes, by an audit hook and around the writers that open files without an event."""
+
+    def __init__(self, folders: Sequence[str], refusal: str) -> None:
+        self.roots = tuple(os.path.join(os.path.realpath(each), "") for each in folders)
+        self.refusal = refusal
+        self.is_refusing = False
+        sys.addaudithook(self.audit)
+        when_imported("torch", lambda torch: self._wrap(torch, "save", 1, "f"))
+        when_imported("safetensors", lambda safetensors: self._wrap(safetensors, "serialize_file", 1, "filename"))
+        when_imported("h5py", self._wrap_hdf5)
+
+    def audit(self, event: str, arguments: Any) -> None:
+        """Refuse an event that would change a file outside of the folders."""
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(flags, int) and flags & WRITES:
+                self.check("write", path)
+        elif event in CHANGES and not self.is_refusing:
+            operation, places = CHANGES[event]
+            for index, folder in places:
+                relative_to = arguments[folder] if folder is not None and folder < len(arguments) else -1
+                self.check(operation, arguments[index], relative_to)
+
+    def check(self, operation: str, path: Any, relative_to: int = -1) -> None:
+        """Refuse to change a path outside of the folders, unless that would change nothing."""
+        if not isinstance(path, (str, bytes, os.PathLike)) or self.is_refusing:
+            return
+        place = os.fsdecode(path)
+        if isinstance(relative_to, int) and relative_to >= 0 and not os.path.isabs(place):
+            place = os.path.join(os.readlink(f"/proc/self/fd/{relative_to}"), place)
+        if operation in ("write", "truncate"):
+            real = os.path.realpath(place)
+        else:  # A link itself is renamed or removed, and not what it leads to.
+            real = os.path.join(os.path.realpath(os.path.dirname(place) or "."), os.path.basename(place))
+        if os.path.join(real, "").startswith(self.roots) or _is_device(real):
+            return
+        if operation in ("make", "remove") and os.path.lexists(real) == (operation == "make"):
+            return
+        if os.path.basename(os.path.dirname(real)) == "__pycache__":
+            raise PermissionError(f"{real} is outside of the copy of the working folder")
+        self.refuse(operation, real)
+
+    def refuse(self, operation: str, path: str) -> None:
+        """Write down what is refused, and end this process at once."""
+        self.is_refusing = True
+        try:
+            file = os.open(self.refusal, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            os.write(file, json.dumps({"operation": operation, "path": path}).encode())
+        except FileExistsError:  # Another process was first.
+            pass
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _wrap(self, module: Any, name: str, index: int, keyword: str) -> None:
+        """Check the path that a function of a module gets."""
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.check("write", args[index] if len(args) > index else kwargs.get(keyword))
+            return original(*args, **kwargs)
+
+        setattr(module, name, call)
+
+    def _wrap_hdf5(self, module: Any) -> None:
+        original = module.File.__init__
+
+        @functools.wraps(original)
+        def call(file: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+            if mode != "r":
+                self.check("write", name)
+            original(file, name, mode, *args, **kwargs)
+
+        module.File.__init__ = call
+
+
+class _Finder:
+    """Call a function as soon as a module has been imported. To look whether there is one is no import."""
+
+    def __init__(self, name: str, action: Callable[[Any], None]) -> None:
+        self.name = name
+        self.action = action
+        self.is_asking = False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Find the module as the finders after this one do, with a loader that calls the function at its end."""
+        if name != self.name or self.is_asking:
+            return None
+        self.is_asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.is_asking = False
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_act(module: Any) -> None:
+            sys.meta_path.remove(self)
+            execute(module)
+            self.action(module)
+
+        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
+
+
+def when_imported(name: str, action: Callable[[Any], None]) -> None:
+    """Call a function with a module as soon as it has been imported."""
+    if name in sys.modules:
+        action(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, action))
+
+
+def _main(folders: str, *command: str) -> None:
+    """Restrict this process where the kernel can, and become the command."""
+    if has_landlock():
+        restrict(json.loads(folders))
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
