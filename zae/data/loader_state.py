@@ -69,8 +69,6 @@ def facts_of(loader: Any) -> dict[str, Any]:
     samplers = {name.replace("_", " "): sampler for name, sampler in _samplers_of(loader).items()}
     for name, sampler in samplers.items():
         facts[name] = None if sampler is None else type(sampler).__name__
-    for name, sampler in samplers.items():
-        facts[f"order of the {name}"] = getattr(sampler, "signature", None)
     return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
 
 

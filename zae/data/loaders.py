@@ -150,13 +150,6 @@ def check_loader(loader: Any, name: str = "loader", takes_dict: bool = False) ->
         several = "give one loader: DataLoader(torch.utils.data.ConcatDataset(datasets), batch_size=32)"
         remedy = f"give a dict: {name}={{name: loader}}" if takes_dict else several
         raise LoaderError(f"{name} is a {type(loader).__name__} of loaders; {remedy}")
-    batches: Any = getattr(loader, "batch_sampler", None)
-    size = length_of(getattr(loader, "dataset", None))
-    if type(batches).__name__ == "LengthGroupedBatchSampler" and size not in (None, len(batches.lengths)):
-        raise LoaderError(
-            f"{name} has a LengthGroupedBatchSampler of {len(batches.lengths)} lengths, and a dataset of {size} "
-            "samples; give it the length of each sample"
-        )
     if length_of(loader) == 0:
         remedy = "use more data, or drop_last=False" if getattr(loader, "drop_last", False) else "give it data"
         raise LoaderError(f"{name} has 0 batches ({describe(loader)}); {remedy}")

@@ -208,8 +208,7 @@ def is_seeded(dataset: Any) -> bool:
     if isinstance(dataset, SeededDataset):
         return True
     parts = parts_of_dataset(dataset).values()
-    draws_nothing = type(dataset) in (Subset, ConcatDataset) or type(dataset).__module__.startswith("zae.data.")
-    return draws_nothing and bool(parts) and all(map(is_seeded, parts))
+    return type(dataset) in (Subset, ConcatDataset) and bool(parts) and all(map(is_seeded, parts))
 
 
 def _seed_stream(stream: Any, seed: int) -> None:
