@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 
 from zae.addon import AddOnBase, Fact
 from zae.common.argument_checks import check_count
+from zae.common.model_weights import named_parameters
 from zae.common.null_context import NULL_CONTEXT
 from zae.common.torch_private import is_compiled_by_hand
 from zae.common.walk import dense_part, local_part, tensors_in
 from zae.errors import ConfigError, NonFiniteError
-from zae.loop.nonfinite import watching
 from zae.loop.step_output import StepOutput, loss_numbers
 
 __all__ = ["AnomalyAddon"]
@@ -167,9 +168,20 @@ class _Found:
         self._outputs: dict[str, str] = {}
         self.gradient = ""
 
-    def watching(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
         """Look at what the modules return, and at the gradients of the parameters."""
-        return watching(self._model, self._look, self._look_at_gradient)
+        hooks = [
+            module.register_forward_hook(partial(self._look, name)) for name, module in self._model.named_modules()
+        ]
+        for name, parameter in named_parameters(self._model).items():
+            if parameter.requires_grad and parameter.is_leaf:
+                hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._look_at_gradient, name)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """Note the first NaN and the first infinity; inner modules return before those around them."""

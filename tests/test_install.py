@@ -110,13 +110,10 @@ def test_archives_hold_each_file_once(built):
     assert sorted(name for name in names if name.endswith(".py")) == modules()
     assert {name for name in names if name.endswith("py.typed")} == {"zae/py.typed", "zae/addons/py.typed"}
     assert {f"zae/report/report.{kind}" for kind in ("html", "css", "js")} <= set(names)
-    templates = [path.relative_to(ROOT).as_posix() for path in (ROOT / "zae" / "cli" / "templates").rglob("*.txt")]
-    assert set(templates) <= set(names)
     with tarfile.open(archives["sdist"]) as archive:
         members = archive.getmembers()
     assert not any(member.issym() or member.islnk() for member in members)
     inner = [member.name.split("/", 1)[1] for member in members if member.isfile()]
-    assert set(templates) <= set(inner)
     add_ons = [name for name in inner if "addons/" in name and name.endswith(".py")]
     folder = "zae/addons" if is_linked else "addons"
     here = [path.relative_to(ROOT / "addons").as_posix() for path in (ROOT / "addons").rglob("*.py")]

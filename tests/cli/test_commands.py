@@ -62,9 +62,8 @@ def test_a_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "usage: python -m zae" in capsys.readouterr().err
     for command, words in {
-        "plan script.py --lr 3": "unknown arguments: --lr 3; arguments for the script go after --",
-        "plan": "are required: script.py:FUNCTION\n",
-        "new": "are required: project|addon, NAME\n",
+        "launch script.py --lr 3": "unknown arguments: --lr 3; arguments for the script go after --",
+        "consolidate": "are required: path, out\n",
         "doctor --jsn": "usage: python -m zae doctor",
     }.items():
         with pytest.raises(SystemExit, match="2"):

@@ -45,7 +45,6 @@ RULES: dict[str, frozenset[str]] = {
     "script": CORE,
     "testing": CORE,
     "certify": CORE,
-    "replay": CORE,
     "search": CORE,
     "tuning": CORE,
     "cli": CORE,
@@ -72,19 +71,14 @@ BUILT_ON: dict[str, frozenset[str]] = {
     "report": frozenset({"doctor"}),
     "doctor": frozenset({"addons.state_manager"}),
     "certify": frozenset({"report", "script", "testing"}),
-    "replay": frozenset({"addons.state_manager", "diff", "script"}),
     "tuning.batch_size": frozenset({"addons.accumulation"}),
     "cli.certify": frozenset({"certify"}),
     "cli.consolidate": frozenset({"doctor"}),
     "cli.diff": frozenset({"diff"}),
     "cli.doctor": frozenset({"doctor"}),
-    "cli.explain": frozenset({"explain", "cli.script"}),
-    "cli.plan": frozenset({"cli.script", "script"}),
     "cli.plot": frozenset({"report"}),
-    "cli.replay": frozenset({"replay", "cli.script"}),
     "cli.report": frozenset({"report"}),
     "cli.runs": frozenset({"runs"}),
-    "cli.script": frozenset({"script"}),
 }
 """What is built on a tool, or on another feature of addons/, without which it does not work.
 
@@ -119,7 +113,7 @@ def imports_among_features() -> dict[str, set[str]]:
     return {own: others - {own} for own, others in edges.items() if others - {own}}
 
 
-NAMES_ADD_ONS = ("zae.certify.", "zae.compose.foreign_names", "zae.replay.", "zae.tuning.batch_size")
+NAMES_ADD_ONS = ("zae.certify.", "zae.compose.foreign_names", "zae.tuning.batch_size")
 """Where zae/ itself names add-ons in its code: tools that add some to a script, hints on names of other libraries."""
 
 

@@ -24,10 +24,7 @@ __all__ = ["COMMANDS", "Answer", "main"]
 
 _COMMANDS = {
     "doctor": "examine this machine, or the checkpoints of a run, and say what to do about what is wrong",
-    "plan": "show what the run of a script would do, or refuse, without training",
-    "explain": "show the loop of a script's trainer, with the add-ons that override each line",
     "certify": "find out whether a training script resumes to the same run, whatever its trainer",
-    "replay": "run to a step of a run again, and show what happens in it",
     "launch": "start the ranks of a script by torchrun, or print a job of SLURM that does",
     "plot": "draw curves of one run or several in the terminal",
     "report": "write a page with curves, options and checkpoints of one run or several",
@@ -35,12 +32,11 @@ _COMMANDS = {
     "runs": "draw the tree of the runs in a folder: which started from which, and what differs",
     "diff": "name the first step and stage at which two runs differ",
     "addons": "list the installed add-ons, or describe one",
-    "new": "write a project, or the distribution of an add-on, to begin with",
 }
 COMMANDS = {name: line for name, line in _COMMANDS.items() if importlib.util.find_spec(f"zae.cli.{name}") is not None}
 """Each command that is there, with its line in the help."""
 
-_SCRIPT = ("plan", "explain", "replay", "launch")  # What takes arguments for a script.
+_SCRIPT = ("launch",)  # What takes arguments for a script.
 _STATUS = """\
 exit status:
   0  nothing wrong was found

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zae.common.model_weights import named_parameters
 from zae.common.strides import has_own_elements
 from zae.common.torch_private import version_of
 from zae.errors import ConfigError, NonFiniteError, did_you_mean
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
     from zae.loop.step_output import StepOutput
     from zae.optim.optimization import Optimization
 
-__all__ = ["LATEST", "NonFiniteGuard", "bad_parameters", "watching"]
+__all__ = ["LATEST", "NonFiniteGuard", "bad_parameters"]
 
 _log = logging.getLogger("zae")
 _POLICIES = ("raise", "skip", "warn")
@@ -276,24 +273,6 @@ _NO_TARGETS = (
     "A batch has num_targets 0, and the mean over no target is NaN: divide the sum by num_targets.clamp(min=1), for "
     "instance cross_entropy(logits, labels, reduction='sum') / num_targets.clamp(min=1)"
 )
-
-
-@contextmanager
-def watching(
-    model: nn.Module, at_output: Callable[..., None], at_gradient: Callable[[str, Tensor], None]
-) -> Iterator[None]:
-    """Call ``at_output(name, module, inputs, output)`` after each module, and ``at_gradient(name, parameter)``."""
-    hooks = []
-    for name, module in model.named_modules():
-        hooks.append(module.register_forward_hook(partial(at_output, name)))
-    for name, parameter in named_parameters(model).items():
-        if parameter.requires_grad and parameter.is_leaf:
-            hooks.append(parameter.register_post_accumulate_grad_hook(partial(at_gradient, name)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def bad_parameters(named: Mapping[str, Tensor]) -> list[str]:

@@ -1,1 +1,0 @@
-"""Run to a step of a run again, bitwise, and show what happens in it."""
