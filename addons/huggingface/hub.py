@@ -7,6 +7,7 @@ are ``training_args.json``, without tokens.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import math
@@ -14,9 +15,9 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -283,7 +284,7 @@ class _Secret:
 
 
 class Uploader:
-    """Upload folders to one repository of the Hub, one at a time in a thread; a failed upload ends no run.
+    """Upload folders to one repository of the Hub, in the background queue of its client; a failure ends no run.
 
     Parameters
     ----------
@@ -320,33 +321,26 @@ class Uploader:
         self.revision = revision
         self._token = _Secret(token)
         self._api = api
-        self._thread: threading.Thread | None = None
-        self._pending: Push | None = None  # What failed, or came while another upload was on its way.
-        self._ending = threading.Event()
-        self._has_warned = False
+        self._background: Any = None  # The client whose queue has the uploads.
+        self._uploads: list[Future[None]] = []  # Those that have not ended.
+        self._is_ending = False
         self._has_repo = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which has no upload on its way."""
-        return {**vars(self), "_thread": None, "_ending": None, "_pending": None}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state, _ending=threading.Event())
+        return {**vars(self), "_background": None, "_uploads": [], "_is_ending": False}
 
     @property
     def is_busy(self) -> bool:
         """Whether an upload is on its way."""
-        return self._thread is not None and self._thread.is_alive()
+        self._uploads = [upload for upload in self._uploads if not upload.done()]
+        return bool(self._uploads)
 
-    def start(self, push: Push) -> bool:
-        """Begin an upload in a thread; while another one is on its way, keep this one for the end instead."""
-        if self.is_busy:
-            self._pending = push
-            return False
-        self._pending = None
-        self._thread = threading.Thread(target=self._attempt, args=(push,), name="zae-hub", daemon=True)
-        self._thread.start()
-        return True
+    def start(self, push: Push) -> None:
+        """Begin an upload in the background, after those on their way."""
+        if self._background is None:
+            self._background = copy.copy(self._client())  # The queue of a client cannot be copied with the trainer.
+        self._uploads.append(self._background.run_as_future(self._upload_or_warn, push))
 
     def replaced(self, folder: Path, token: str | None, revision: str | None, private: bool | None) -> Uploader:
         """Return an uploader with other settings, or this one if no setting is given."""
@@ -360,31 +354,20 @@ class Uploader:
         return Uploader(self.repo_id, self.strategy, token, private, revision, self._api)
 
     def wait(self) -> None:
-        """Wait for the upload on its way."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait for the uploads on their way."""
+        wait(self._uploads)
 
     def finish(self) -> None:
-        """Wait for the upload on its way, and make what failed or was left out; warn if that fails too."""
-        self._ending.set()
+        """Wait for the uploads on their way, as the run has ended."""
+        self._is_ending = True
         self.wait()
-        push = self._pending
-        self._pending = None
-        self._thread = None
-        if push is not None:
-            try:
-                self.upload(push)
-            except Exception as error:
-                said = "%s was not uploaded to %s: %s. It is in %s; upload it with trainer.push_to_hub()"
-                _log.warning(said, push.message, self.repo_id, self._describe(error), push.folder)
-        self._ending.clear()
+        self._is_ending = False
 
     def abandon(self) -> None:
-        """Forget the uploads: the run has ended by an error."""
-        self._ending.set()
-        self._thread = None
-        self._pending = None
-        self._ending = threading.Event()
+        """Leave out the uploads that have not begun: the run has ended by an error."""
+        self._is_ending = True
+        for upload in self._uploads:
+            upload.cancel()
 
     def upload(self, push: Push) -> Any:
         """Upload now, and return what the client returns."""
@@ -407,16 +390,13 @@ class Uploader:
             "and the network, and call push_to_hub() again"
         )
 
-    def _attempt(self, push: Push) -> None:
-        """Upload in the thread; what fails is tried again at the end."""
+    def _upload_or_warn(self, push: Push) -> None:
+        """Upload in the background; a failure is a warning."""
         try:
             self.upload(push)
         except Exception as error:
-            self._pending = self._pending or push
-            if not self._has_warned:
-                self._has_warned = True
-                said = "%s was not uploaded to %s: %s; training continues, and it is tried again when the run ends"
-                _log.warning(said, push.message, self.repo_id, self._describe(error))
+            said = "%s was not uploaded to %s: %s. It is in %s; upload it with trainer.push_to_hub()"
+            _log.warning(said, push.message, self.repo_id, self._describe(error), push.folder)
 
     def _describe(self, error: Exception) -> str:
         text = redact(f"{type(error).__name__}: {error}", [self._token.value or ""])
@@ -435,8 +415,9 @@ class Uploader:
         """Wait until a checkpoint that another thread writes is whole."""
         ends = time.monotonic() + _SECONDS
         while not is_whole(checkpoint):
-            if time.monotonic() > ends or (self._ending.wait(0.05) and not checkpoint.exists()):
+            if time.monotonic() > ends or (self._is_ending and not checkpoint.exists()):
                 raise CheckpointError(f"{checkpoint} is not there; it was removed, or not saved")
+            time.sleep(0.05)
 
 
 @contextlib.contextmanager

@@ -32,8 +32,8 @@ class SavingPart(AddOnPart):
     metadata : mapping, optional
         What ``save_model`` writes to ``zae.json`` beside versions, class, base model, step, epoch and metrics.
     push_to_hub : bool
-        Upload the model in a thread, when ``hub_strategy`` says. A failed upload is a warning, and is tried again when
-        the run ends. Rank 0 uploads.
+        Upload the model in the background queue of the client, when ``hub_strategy`` says. A failed upload is a
+        warning. Rank 0 uploads.
     hub_model_id : str, optional
         The repository, "user/name"; by default the name of ``output_dir``.
     hub_strategy : {"every_save", "end", "checkpoint", "all_checkpoints"}
@@ -217,7 +217,7 @@ class SavingPart(AddOnPart):
         commit_message : str
             The message of the commit.
         blocking : bool
-            False uploads in a thread; if that fails, it is a warning.
+            False uploads in the background; if that fails, it is a warning.
         token, revision : str, optional
             In place of ``hub_token`` and ``hub_revision``.
         private : bool, optional
@@ -266,7 +266,7 @@ class SavingPart(AddOnPart):
             self._push("End of training", is_last=True)
 
     def _push(self, message: str, checkpoint: Path | None = None, name: str = "", is_last: bool = False) -> None:
-        """Save the model and begin its upload; while another one is on its way, only at the end."""
+        """Save the model and begin its upload; while another one is on its way, only that of the end."""
         if not is_last and not self.hub_always_push and self.gather(self.uploader.is_busy)[0]:
             return
         folder = self._save_folder()
