@@ -12,23 +12,41 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from zae import optim
 from zae.addon import AddOnBase, Fact, replaces
-from zae.common.argument_checks import check_flags
 from zae.common.device import cpu_computes_in_bf16
 from zae.common.null_context import NULL_CONTEXT, both
 from zae.common.torch_private import found_overflow, overflow_flags
-from zae.compose.introspect import with_trait
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
-from zae.optimizers import low_precision
 from zae.parts import Precision
 
 __all__ = ["AMPAddon", "MixedPrecision"]
 
 _log = logging.getLogger("zae")
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+# Batch statistics would be rounded away in bfloat16, and the CPU refuses a norm of another type than its input.
+# Behind a parametrization are the parameters of which a weight is computed, some with buffers in float32.
+_IN_FLOAT32 = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.LazyBatchNorm1d,
+    nn.LazyBatchNorm2d,
+    nn.LazyBatchNorm3d,
+    nn.LazyInstanceNorm1d,
+    nn.LazyInstanceNorm2d,
+    nn.LazyInstanceNorm3d,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    ParametrizationList,
+)
 _OF_LIGHTNING = {
     "bf16-true": "; write dtype='bf16'",
     "bf16-mixed": "; write precision='bf16'",
@@ -173,11 +191,8 @@ class AMPAddon(AddOnBase):
     dtype : {"bf16", "fp32"} or torch.dtype, optional
         "bf16" converts the parameters of the model to bfloat16 when the trainer is made. ``BatchNorm``,
         ``InstanceNorm``, ``LayerNorm``, ``GroupNorm`` and parametrizations are in float32, and other buffers keep their
-        types. ``precision`` is then "bf16". By default, and with "fp32", the model stays as it is.
-    master_weights : bool
-        With ``dtype="bf16"``, whether each optimizer steps float32 weights, in `zae.optimizers.MasterWeights`, of which
-        the model has the rounded ones. Without, the optimizer itself has to round: steps smaller than 1/256 of a weight
-        are lost unless it rounds at random.
+        types. ``precision`` is then "bf16". The optimizer steps these weights, so that steps smaller than 1/256 of a
+        weight are lost, unless it rounds at random. By default, and with "fp32", the model stays as it is.
 
     Raises
     ------
@@ -215,7 +230,6 @@ class AMPAddon(AddOnBase):
         precision: str | Sequence[str] = "auto",
         loss_scale: tuple[float, float] = (65536.0, 1.0),
         dtype: str | torch.dtype | None = None,
-        master_weights: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -232,9 +246,7 @@ class AMPAddon(AddOnBase):
                 f"loss_scale={loss_scale!r}; it must be a pair of the first scale and the smallest one, for instance "
                 "(65536.0, 1.0)"
             )
-        (self.master_weights,) = check_flags(master_weights=master_weights)
-        dividing = with_trait(type(self), "divides_weights")
-        self.dtype = low_precision.check_dtype(dtype, precision, dividing and dividing.__name__)
+        self.dtype = _check_dtype(dtype, precision)
         self._wanted = wanted if self.dtype is None else [self.dtype]
         self._asked_for_one = (isinstance(precision, str) and precision != "auto") or self.dtype is not None
         self.loss_scale = (float(loss_scale[0]), float(loss_scale[1]))
@@ -244,7 +256,7 @@ class AMPAddon(AddOnBase):
         if name == "fp16":
             _check_weights(self.unwrap())
         if self.dtype is not None:
-            self._convert()  # Here: a state may be loaded, or a plan made, before setup.
+            _to_bfloat16(self.unwrap())  # Here: a state may be loaded, or a plan made, before setup.
 
     @property
     def precision(self) -> str:
@@ -256,42 +268,11 @@ class AMPAddon(AddOnBase):
         """The scale of the loss, in a run in float16."""
         return self.precision_part.scaler
 
-    def _convert(self) -> None:
-        """Convert the model, when nothing is left to refuse."""
-        low_precision.check_plain(self.unwrap())
-        if self.master_weights:
-            for each in optim.as_dict(self.optimizer).values():
-                low_precision.check_optimizer(each)
-        low_precision.to_bfloat16(self.unwrap())
-        self.optimizer = self._with_masters(self.optimizer)
-        self.optimization.index_by_name()
-        self._follow_masters(self.scheduler)
-
-    def _with_masters(self, given: Any) -> Any:
-        """Return optimizers, or what makes them, with float32 weights."""
-        if self.dtype is None or not self.master_weights:
-            return given
-        return optim.map_entries(given, lambda _, each: low_precision.with_masters(each))
-
-    def _follow_masters(self, given: Any) -> Any:
-        """Let schedulers of an optimizer be of the one that steps its float32 weights."""
-        low_precision.follow(optim.as_dict(given).values(), self.optimizers.values(), optim.mark_stepped)
-        return given
-
     def materialize(self, module: nn.Module) -> None:
         """Convert what the model has got since the trainer was made."""
         if self.dtype is not None:
-            low_precision.to_bfloat16(module)
+            _to_bfloat16(module)
         super().materialize(module)
-
-    def build_optimizer(self) -> Any:
-        """Put float32 weights into optimizers that were given since the trainer was made, or are made now."""
-        self.optimizer = self._with_masters(self.optimizer)
-        return self._with_masters(super().build_optimizer())
-
-    def build_scheduler(self) -> Any:
-        """Let the schedulers follow the optimizers that step float32 weights."""
-        return self._follow_masters(super().build_scheduler())
 
     def setup(self) -> None:
         """Choose the precision for the device, and prepare the loss scale."""
@@ -368,8 +349,10 @@ class AMPAddon(AddOnBase):
         facts = super().describe()
         if self.dtype is None:
             return facts
-        weights = low_precision.describe(optim.as_dict(self.optimizer).values(), self.master_weights)
-        return [*facts, Fact(weights, where="optimizer_step")]
+        text = (
+            "weights in bfloat16; steps smaller than 1/256 of a weight are lost, unless the optimizer rounds at random"
+        )
+        return [*facts, Fact(text, where="optimizer_step")]
 
     @property
     def _scaler(self) -> dict[str, Any]:
@@ -441,5 +424,39 @@ def _check_weights(model: nn.Module) -> None:
     if low:
         raise ConfigError(
             f"precision='fp16' computes in float16 with weights in float32, and {low[0]} is in float16; leave "
-            "model.half() out, or write model.to(torch.bfloat16) with MasterWeights of zae.optimizers"
+            "model.half() out, or write model.to(torch.bfloat16) and precision='bf16'"
         )
+
+
+def _check_dtype(dtype: Any, precision: Any) -> str | None:
+    """Return "bf16", or None for a model that keeps its types; refuse what cannot be trained."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", None: "fp32"}
+    name = names.get(dtype, dtype) if dtype is None or isinstance(dtype, torch.dtype) else dtype
+    if not isinstance(name, str) or name not in _TYPES:
+        raise ConfigError(f"dtype={dtype!r}; it must be 'bf16', 'fp32' or None" + did_you_mean(str(name), _TYPES))
+    if name == "fp32":
+        return None
+    if name == "fp16":
+        raise ConfigError(
+            f"dtype={dtype!r}: gradients of weights in float16 underflow, and torch's GradScaler refuses them; write "
+            "precision='fp16', which keeps the weights in float32, or dtype='bf16'"
+        )
+    if precision not in ("auto", "bf16"):
+        raise ConfigError(
+            f"precision={precision!r} with dtype='bf16': weights in bfloat16 compute in it; leave precision out"
+        )
+    return name
+
+
+def _to_bfloat16(model: nn.Module) -> None:
+    """Convert the floating parameters of a model in place; norms and parametrizations are in float32.
+
+    Other buffers keep their types: the frequencies of rotary embeddings are multiplied by positions.
+    """
+    for module in model.modules():
+        is_kept = isinstance(module, _IN_FLOAT32)
+        dtype = torch.float32 if is_kept else torch.bfloat16
+        for each in (*module.parameters(recurse=False), *(module.buffers(recurse=False) if is_kept else ())):
+            if each.is_floating_point() and each.dtype != dtype and type(each.data) is Tensor:
+                each.grad = None
+                each.data = each.data.to(dtype)

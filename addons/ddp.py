@@ -18,7 +18,6 @@ from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check
 from zae.distributed.blocks import check_shapes, check_tables
 from zae.distributed.collectives import average, broadcast
 from zae.errors import DistributedError
-from zae.optimizers.quantized import check_replicated
 from zae.parts import Engine
 
 if TYPE_CHECKING:
@@ -297,12 +296,6 @@ class ReplicatedAddon(AddOnPart):
     def build_engine(self) -> Engine:
         """Return the engine that averages gradients."""
         return DDPEngine(super().build_engine(), self.device)
-
-    def setup(self) -> None:
-        """Refuse an optimizer that draws other numbers on each rank."""
-        super().setup()
-        if self._is_parallel:
-            check_replicated(self.optimizers)
 
     def teardown(self) -> None:
         """Drop the wrapper."""

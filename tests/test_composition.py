@@ -28,7 +28,7 @@ CONFIGURATIONS = [
     Options(precision="fp16", scale=2.0**19, accumulate=4, decay=0.8, patience=3, clip=0.5, scheduler="batch",
             validate=2, epochs=3),
     # Two networks with an optimizer each, targets that are counted, a plateau scheduler, validation by epochs.
-    # Weights in bfloat16, of which the optimizers step float32 copies.
+    # Weights in bfloat16.
     Options(precision="weights", accumulate=3, decay=0.9, patience=2, clip=0.1, count_targets=True, networks=2,
             scheduler="plateau", validate="epoch", epochs=3),
     # Nothing is validated: training's own loss decides; the last epoch stays open.

@@ -329,14 +329,10 @@ class SingleProcess(Engine):
         load_fitted(module, weights, strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
-        from zae.optimizers.quantized import flatten_states
-
-        return flatten_states(optimizer.state_dict())
+        return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        from zae.optimizers.quantized import quantize_states
-
-        load_optimizer_state(optimizer, quantize_states(state))
+        load_optimizer_state(optimizer, state)
 
 
 class Precision:

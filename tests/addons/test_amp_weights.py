@@ -1,4 +1,4 @@
-"""AMPAddon with dtype="bf16": weights in bfloat16 and their optimizers are those of the loop by hand, bitwise."""
+"""AMPAddon with dtype="bf16": weights in bfloat16 are those of the loop by hand, bitwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 
@@ -27,11 +26,8 @@ from zae.addons import (
     FSDPAddon,
     GradientAccumulationAddon,
     MultiGPUAddon,
-    PipelineAddon,
     StateManagerAddon,
-    TensorParallelAddon,
 )
-from zae.optimizers import MasterWeights, float32_weights, muon
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MAKES: dict[str, Any] = {
@@ -52,10 +48,6 @@ def build(*add_ons: Any, model: Any = hand.network, **options: Any) -> Any:
     return Task.add_on(AMPAddon, *add_ons)(model, "cpu", **options)
 
 
-def masters(trainer: Any) -> dict[str, torch.Tensor]:
-    return float32_weights(trainer.unwrap(), *trainer.optimizers.values())
-
-
 def linear_then_steps(optimizer: Any) -> Any:
     warmup = LinearLR(optimizer, 0.1, total_iters=3)
     return SequentialLR(optimizer, [warmup, StepLR(optimizer, 2, 0.5)], [3])
@@ -66,9 +58,11 @@ def linear_then_steps(optimizer: Any) -> Any:
 
 @pytest.mark.parametrize("given", ["object", "function"])
 @pytest.mark.parametrize("name", MAKES)
-def test_it_is_the_loop_with_float32_copies(name: str, given: str) -> None:
+def test_the_weights_are_those_of_the_loop_by_hand(name: str, given: str) -> None:
     """Of each optimizer, with clipping, accumulation, an average and a schedule of objects or of functions."""
     make, model = MAKES[name], hand.network()
+    if given == "function":  # It is called when the model is converted, and some optimizers make their state then.
+        hand.lower(model)
     optimizer = make(model.parameters())
     torch.manual_seed(0)
     options = {"accumulate": 2, "clip": 0.5, "decay": 0.5, "scheduler": linear_then_steps(optimizer)}
@@ -88,55 +82,7 @@ def test_it_is_the_loop_with_float32_copies(name: str, given: str) -> None:
     assert hand.digest(trainer.unwrap()) == hand.digest(model)
     assert hand.losses(trainer) == out["means"]
     assert all(torch.equal(trainer.average[key], value) for key, value in out["average"].items())
-    found = masters(trainer)
-    for key, parameter in model.named_parameters():
-        assert torch.equal(found[key], out["copies"].get(parameter, parameter)), key
     assert trainer.optimizers["0"].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-
-
-def test_of_several_optimizers_each_steps_float32_weights() -> None:
-    """Muon for the hidden matrix, AdamW for all others, by hand."""
-
-    def network() -> nn.Module:
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-
-    model = network()
-    hand.lower(model)
-    optimizers = [make(model) for make in muon(lr=0.01).values()]
-    copies = hand.float32_copies(model, *optimizers)
-    torch.manual_seed(0)
-    for inputs, targets in hand.loader():
-        with torch.autocast("cpu", dtype=BF16):
-            loss = cross_entropy(model(inputs), targets)
-        loss.backward()
-        for p, weights in copies.items():
-            weights.grad = p.grad.float()
-        for optimizer in optimizers:
-            optimizer.step()
-        with torch.no_grad():
-            for p, weights in copies.items():
-                p.copy_(weights)
-        model.zero_grad()
-    trainer = build(model=network, optimizer=muon(lr=0.01))
-    torch.manual_seed(0)
-    trainer.run(1, hand.loader())
-    assert hand.digest(trainer.unwrap()) == hand.digest(model)
-    assert {type(each) for each in trainer.optimizers.values()} == {MasterWeights}
-
-
-def test_without_float32_weights_the_optimizer_rounds() -> None:
-    """As the same optimizer of a model in bfloat16 does by hand."""
-    model = hand.network()
-    hand.lower(model)
-    optimizer = adamw(model.parameters())
-    torch.manual_seed(0)
-    hand.train(model, optimizer, hand.loader(), 2, precision="bf16")
-    trainer = build(master_weights=False)
-    torch.manual_seed(0)
-    trainer.run(2, hand.loader())
-    assert hand.digest(trainer.unwrap()) == hand.digest(model)
-    assert type(trainer.optimizers["0"]) is torch.optim.AdamW
 
 
 # --------------------------------------------------------------------------------------------------- what is converted
@@ -218,14 +164,6 @@ def test_the_forward_is_in_autocast_and_so_is_an_evaluation() -> None:
     assert {each.dtype for each in trainer.unwrap().parameters()} == {BF16, FP32}
 
 
-def test_an_optimizer_that_was_given_later_gets_float32_weights_too() -> None:
-    trainer = build()
-    trainer.run(1, hand.loader())
-    trainer.optimizer = torch.optim.SGD(trainer.unwrap().parameters(), lr=0.1)
-    trainer.run(1, hand.loader())
-    assert repr(trainer.optimizers["0"]).startswith("MasterWeights(SGD")
-
-
 def test_a_layer_that_was_added_later_is_converted_too() -> None:
     trainer = build()
     trainer.run(1, hand.loader())
@@ -233,7 +171,6 @@ def test_a_layer_that_was_added_later_is_converted_too() -> None:
     trainer.optimizer = adamw(trainer.unwrap().parameters())
     trainer.run(1, hand.loader())
     assert trainer.unwrap()[4].weight.dtype == BF16
-    assert "master" in trainer.optimizers["0"].state[trainer.unwrap()[4].weight]
 
 
 # ------------------------------------------------------------------------------------------------------ what is saved
@@ -249,7 +186,7 @@ def run(folder: Path, resume: Any, seed: int, *add_ons: Any, **options: Any) -> 
     faults.ambient(seed)
     trainer = resumable(folder, resume, *add_ons, **options)
     trainer.run(2, hand.loader(), hand.loader(8))
-    return everything(trainer), hand.digest(*masters(trainer).values())
+    return everything(trainer)
 
 
 def test_a_run_that_was_killed_resumes_bitwise(tmp_path: Path) -> None:
@@ -263,7 +200,7 @@ def test_a_run_that_was_killed_resumes_bitwise(tmp_path: Path) -> None:
 
 
 def test_a_state_is_loaded_before_the_first_run() -> None:
-    """The float32 weights are in the optimizer that was made for it, and training continues bitwise."""
+    """Into the model that is in bfloat16 by then, and training continues bitwise."""
     trainer = build(model=hand.network)
     torch.manual_seed(0)
     trainer.run(1, hand.loader())
@@ -272,7 +209,7 @@ def test_a_state_is_loaded_before_the_first_run() -> None:
         model = hand.network(seed=2)
         twin = build(model=model, optimizer=adamw(model.parameters()) if given == "object" else adamw)
         twin.load_state_dict(copy.deepcopy(state))
-        assert all(map(torch.equal, masters(twin).values(), masters(trainer).values()))
+        assert hand.digest(twin.unwrap()) == hand.digest(trainer.unwrap())
         again = build(model=hand.network)
         again.load_state_dict(copy.deepcopy(state))
         for each in (twin, again):
@@ -307,10 +244,6 @@ def test_files_of_weights_have_the_types_of_the_model(tmp_path: Path) -> None:
     assert {key: each.dtype for key, each in found.items()} == {
         key: each.dtype for key, each in trainer.unwrap().state_dict().items()
     }
-    exported = masters(trainer)
-    assert {each.dtype for each in exported.values() if each.is_floating_point()} == {FP32}
-    assert not torch.equal(exported["0.weight"], found["0.weight"].float())
-    assert torch.equal(exported["0.weight"].to(BF16), found["0.weight"])
 
 
 # ------------------------------------------------------------------------------------------------------ several ranks
@@ -322,7 +255,7 @@ def on_two_ranks(engine: Any, folder: Path) -> Any:
         more = {"accelerator_args": {"cpu": True}} if engine is AccelerateAddon else {}
         trainer = build(engine, StateManagerAddon, gradient_clip=0.5, **options, **more)
         trainer.run(2, hand.loader())
-        return hand.digest(trainer.unwrap(), *masters(trainer).values())
+        return hand.digest(trainer.unwrap())
 
     return train(False, "a"), train(str(folder / "a" / "step-00000002"), "b")
 
@@ -333,49 +266,12 @@ def test_two_ranks_have_the_same_weights_and_resume(engine: Any, tmp_path: Path)
     assert len({*outcomes[0], *outcomes[1]}) == 1
 
 
-@pytest.mark.exhaustive
-def test_the_caller_of_two_ranks_gets_their_weights() -> None:
-    """And float32 weights; it continues from there in one process."""
-    trainer = Task.add_on(AMPAddon, MultiGPUAddon)(
-        hand.network(), ["cpu", "cpu"], optimizer=torch.optim.AdamW, dtype="bf16", log_bar=False, seed=1
-    )
-    trainer.run(1, hand.loader())
-    found = masters(trainer)
-    assert any(not torch.equal(each, each.to(BF16).float()) for each in found.values() if each.is_floating_point())
-    assert all(torch.equal(found[key].to(each.dtype), each) for key, each in trainer.unwrap().state_dict().items())
-
-
 # -------------------------------------------------------------------------------------------------- plan and refusals
 
 
-def test_the_plan_knows_the_types() -> None:
-    """Bytes of weights, gradients and the optimizer, and what rounds."""
-    model = hand.network()
-    count = {kind: sum(p.numel() for p in each.parameters()) for kind, each in {"all": model, "norm": model[1]}.items()}
-    low, high = count["all"] - count["norm"], count["norm"]
-    for given in (adamw, "object"):
-        net = hand.network()
-        plan = build(model=net, optimizer=adamw(net.parameters()) if given == "object" else given).plan(
-            2, hand.loader()
-        )
-        assert plan.memory.gradients == 2 * low + 4 * high
-        assert plan.memory.parameters == plan.memory.gradients + sum(each.nbytes for each in net.buffers())
-        assert 12 * low + 8 * high <= plan.memory.optimizer <= 12 * low + 8 * high + 64
-        assert plan.notes == ["weights in bfloat16; the optimizers step float32 weights (master_weights=True)"]
-    (note,) = build(master_weights=False).plan(2, hand.loader()).notes
+def test_the_plan_says_what_is_lost() -> None:
+    (note,) = build().plan(2, hand.loader()).notes
     assert "steps smaller than 1/256 of a weight are lost, unless the optimizer rounds at random" in note
-
-
-class Rounding(torch.optim.SGD):
-    bf16_stochastic_round = True
-
-
-def test_the_plan_tells_of_an_optimizer_that_rounds_at_random() -> None:
-    model = hand.network()
-    plan = build(model=model, optimizer=Rounding(model.parameters(), lr=0.1), master_weights=False).plan(
-        2, hand.loader()
-    )
-    assert plan.notes == ["weights in bfloat16, which the optimizers round at random (bf16_stochastic_round=True)"]
 
 
 @pytest.mark.parametrize(("options", "text"), [
@@ -390,7 +286,6 @@ def test_the_plan_tells_of_an_optimizer_that_rounds_at_random() -> None:
     ({"precision": "bf16-true", "dtype": None}, "or a list of them; write dtype='bf16'"),
     ({"precision": "16-true", "dtype": None}, "write precision='fp16', which keeps the weights in float32"),
     ({"precision": "bf16-mixed", "dtype": None}, "or a list of them; write precision='bf16'"),
-    ({"master_weights": 1}, "master_weights=1; it must be True or False"),
 ])  # fmt: skip
 def test_bad_options_are_refused(options: Any, text: str) -> None:
     model = hand.network()
@@ -399,37 +294,16 @@ def test_bad_options_are_refused(options: Any, text: str) -> None:
     assert {each.dtype for each in model.parameters()} == {FP32}
 
 
-@pytest.mark.parametrize(("add_on", "text"), [
-    (FSDPAddon, r"mp_policy=MixedPrecisionPolicy\(param_dtype=torch\.bfloat16\); leave dtype out"),
-    (TensorParallelAddon, "MasterWeights needs whole ones; precision='bf16'"),
-    (PipelineAddon, "MasterWeights needs whole ones; precision='bf16'"),
-])  # fmt: skip
-def test_divided_weights_are_refused(add_on: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        build(add_on)
+def norms_in_shards() -> str:
+    with pytest.raises(ConfigError, match="must have one dtype") as caught:
+        build(FSDPAddon).run(1, hand.loader())
+    return str(caught.value)
 
 
-def test_optimizers_that_cannot_step_float32_weights_are_refused() -> None:
-    """Before the model is converted, where they are given as objects."""
-    import schedulefree
-
-    for make, text in {
-        schedulefree.AdamWScheduleFree: "exchanges the weights of the model",
-        torch.optim.LBFGS: "through a closure",
-    }.items():
-        model = hand.network()
-        with pytest.raises(ConfigError, match=text):
-            build(model=model, optimizer=make(model.parameters()))
-        assert {each.dtype for each in model.parameters()} == {FP32}
-        with pytest.raises(ConfigError, match=text):
-            build(optimizer=make).run(1, hand.loader())
-
-
-def test_a_model_without_values_is_refused() -> None:
-    with torch.device("meta"):
-        model = hand.network()
-    with pytest.raises(ConfigError, match=r"0\.weight is on the meta device, without values"):
-        build(model=model)
+def test_shards_of_two_types_are_refused() -> None:
+    """Norms are in float32, and FSDP gathers them with the other weights."""
+    for text in each_rank(2, norms_in_shards):
+        assert "4.bias (bfloat16) and 1.bias (float32) are gathered together" in text
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])

@@ -49,9 +49,9 @@ LEFT_OUT: dict[str, str] = {
     """,
     # They compare with a loop by hand on the CPU, whose stream draws other dropout than the device's.
     "by hand": """
-        a_fused_optimizer_is_not_called_ classes_are_factories_ evaluation_and_files_have_ it_is_the_loop_with_float32
-        of_several_optimizers_each_steps_ steps_and_epochs_without_run the_average_is_that_of_torch
-        the_weights_are_those_of_the_loop_by_hand training_is_left_as_it_is without_float32_weights_
+        a_fused_optimizer_is_not_called_ classes_are_factories_ evaluation_and_files_have_
+        steps_and_epochs_without_run the_average_is_that_of_torch the_weights_are_those_of_the_loop_by_hand
+        training_is_left_as_it_is
     """,
     # NaN is found in its step; on an accelerator it is looked for every 64 steps (on_device/test_static_outputs.py).
     "later": """

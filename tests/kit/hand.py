@@ -60,17 +60,6 @@ def lower(model: nn.Module) -> None:
                 p.data = p.data.to(torch.bfloat16)
 
 
-def float32_copies(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[nn.Parameter, nn.Parameter]:
-    """Let optimizers hold a float32 copy of each parameter in bfloat16."""
-    copies = {p: nn.Parameter(p.detach().float()) for p in model.parameters() if p.dtype == torch.bfloat16}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [copies.get(p, p) for p in group["params"]]
-        for p in [each for each in optimizer.state if each in copies]:  # Some make it with the parameters.
-            optimizer.state[copies[p]] = optimizer.state.pop(p)
-    return copies
-
-
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -92,10 +81,8 @@ def train(
 ) -> dict[str, Any]:
     """Train a classifier with everything that a loop is usually given, in the order in which it is right."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale) if precision == "fp16" else None
-    copies: dict[nn.Parameter, nn.Parameter] = {}
     if dtype == "bf16":
         lower(model)
-        copies = float32_copies(model, optimizer)
     average = {name: value.detach().clone() for name, value in model.state_dict().items()}
     average |= {name: value.float() for name, value in average.items() if value.dtype == torch.bfloat16}
     means, scores, waited, best = [], [], 0, float("inf")
@@ -117,8 +104,6 @@ def train(
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             if watch is not None:
                 watch()
-            for p, weights in copies.items():
-                weights.grad = p.grad.float()
             if scaler is None:
                 optimizer.step()
                 stepped = True
@@ -127,9 +112,6 @@ def train(
                 before = scaler.get_scale()
                 scaler.update()
                 stepped = scaler.get_scale() >= before
-            with torch.no_grad():
-                for p, weights in copies.items():
-                    p.copy_(weights)
             model.zero_grad()
             optimizer.zero_grad()
             if stepped and scheduler is not None and every_step:
@@ -151,7 +133,7 @@ def train(
                 waited += 1
             if patience is not None and waited >= patience:
                 break
-    return {"means": means, "scores": scores, "average": average, "scaler": scaler, "copies": copies}
+    return {"means": means, "scores": scores, "average": average, "scaler": scaler}
 
 
 def evaluate(

@@ -14,13 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-EVERYBODY = frozenset({"errors", "metrics", "optimizers", "schedulers"})
+EVERYBODY = frozenset({"errors", "metrics", "schedulers"})
 _BELOW = frozenset({"checkpoint", "common", "compose", "data", "display", "fact", "loop", "optim", "parts"})
 CORE = _BELOW | {"addon", "description", "distributed", "trainer"}
 RULES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "metrics": frozenset(),
-    "optimizers": frozenset(),
     "schedulers": frozenset(),
     "common": frozenset(),
     "display": frozenset(),

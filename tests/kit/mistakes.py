@@ -16,7 +16,6 @@ from zae.addons import (
     AMPAddon,
     EarlyStoppingAddon,
     EMAAddon,
-    FSDPAddon,
     GradientAccumulationAddon,
     JSONLLoggerAddon,
     StateManagerAddon,
@@ -428,15 +427,6 @@ def precision_of_another_trainer():
 )
 def weights_in_float16():
     trainer_of(Task.add_on(AMPAddon), dtype="fp16")
-
-
-@mistake(
-    zae.ConfigError,
-    "dtype='bf16': FSDPAddon divides the weights, of which MasterWeights needs whole ones",
-    "FSDPAddon with mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16); leave dtype out",
-)
-def weights_in_bfloat16_in_shards():
-    trainer_of(Task.add_on(AMPAddon, FSDPAddon), dtype="bf16")
 
 
 @mistake(zae.ConfigError, "decay=1.0", "it must be a number in [0, 1), for instance 0.999")

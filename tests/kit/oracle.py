@@ -124,12 +124,12 @@ def train(options: Options) -> Outcome:
     """Train by hand."""
     model, optimizers, schedulers, loader, valid_loader = make(options)
     scaler = torch.amp.GradScaler("cpu", init_scale=options.scale) if options.precision == "fp16" else None
-    copies = to_bfloat16(model, optimizers) if options.precision == "weights" else {}
+    if options.precision == "weights":
+        to_bfloat16(model)
     average = None
     if options.decay is not None:
-        average = {
-            key: copies.get(value, value).detach().clone() for key, value in model.state_dict(keep_vars=True).items()
-        }
+        average = {key: value.detach().clone() for key, value in model.state_dict().items()}
+        average |= {key: value.float() for key, value in average.items() if value.dtype == torch.bfloat16}
     outcome = Outcome({}, [], [], None, None, [], [], [], 0, 0, False, torch.empty(0))
     best, waited = None, 0
 
@@ -160,7 +160,7 @@ def train(options: Options) -> Outcome:
             if len(window) > 1 and options.count_targets:
                 for parameter in model.parameters():
                     parameter.grad.div_(targets)
-            stepped = step_optimizers(model, optimizers, scaler, options, copies)
+            stepped = step_optimizers(model, optimizers, scaler, options)
             if stepped and options.scheduler == "batch":
                 for scheduler in schedulers:
                     scheduler.step()
@@ -197,7 +197,7 @@ def train(options: Options) -> Outcome:
             break
 
     outcome.weights = model.state_dict()
-    outcome.optimizers = [state_of(optimizer, copies) for optimizer in optimizers]
+    outcome.optimizers = [optimizer.state_dict() for optimizer in optimizers]
     outcome.schedulers = [scheduler.state_dict() for scheduler in schedulers]
     outcome.average, outcome.scaler = average, scaler.state_dict() if scaler else None
     outcome.random = torch.get_rng_state()
@@ -242,32 +242,14 @@ def step_gradients(
     return all_targets, recorded
 
 
-def to_bfloat16(model: nn.Module, optimizers: list[Any]) -> dict[Any, Any]:
-    """Convert the linear layers, and let the optimizers step float32 copies of their parameters."""
-    copies: dict[Any, Any] = {}
+def to_bfloat16(model: nn.Module) -> None:
+    """Convert the linear layers."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear) else ():
             parameter.data = parameter.data.to(torch.bfloat16)
-            copies[parameter] = nn.Parameter(parameter.detach().float())
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [copies.get(each, each) for each in group["params"]]
-    return copies
 
 
-def state_of(optimizer: Any, copies: dict[Any, Any]) -> Any:
-    """The state of an optimizer, with the float32 copies that it has stepped."""
-    state = optimizer.state_dict()
-    held = [each for group in optimizer.param_groups for each in group["params"]]
-    for index, each in enumerate(held):
-        if any(each is other for other in copies.values()) and index in state["state"]:
-            state["state"][index]["master"] = each.detach()
-    return state
-
-
-def step_optimizers(
-    model: nn.Module, optimizers: list[Any], scaler: Any, options: Options, copies: dict[Any, Any]
-) -> bool:
+def step_optimizers(model: nn.Module, optimizers: list[Any], scaler: Any, options: Options) -> bool:
     """Unscale, clip, step; whether it took place."""
     if scaler is not None:
         for optimizer in optimizers:
@@ -276,13 +258,8 @@ def step_optimizers(
         for network in networks_of(model, options):
             nn.utils.clip_grad_norm_(network.parameters(), options.clip)
     if scaler is None:
-        for parameter, weights in copies.items():
-            weights.grad = parameter.grad.float()
         for optimizer in optimizers:
             optimizer.step()
-        with torch.no_grad():
-            for parameter, weights in copies.items():
-                parameter.copy_(weights)
         return True
     before = scaler.get_scale()
     for optimizer in optimizers:

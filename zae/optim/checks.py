@@ -55,7 +55,7 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
         ):
             raise ConfigError(
                 f"{label('optimizer', optimizer, name)} is torch.optim.Muon, which is for matrices alone; write "
-                "optimizer=zae.optimizers.muon(), which gives the other parameters to AdamW"
+                "optimizer={'muon': ..., 'adamw': ...}, functions of the model, with AdamW for the other parameters"
             )
     check_disjoint({name: each for name, each in as_dict(optimizer).items() if isinstance(each, Optimizer)}, model)
     for name, each in as_dict(scheduler).items():
@@ -156,7 +156,7 @@ def _check_factory(what: str, where: str, factory: Any) -> None:
         name = getattr(factory, "__name__", "make")
         raise ConfigError(
             f"{where} is {name}, a function that does not take the {_ARGUMENT[what]}; where it returns what makes one, "
-            f"as zae.optimizers.muon does, call it: {what}={name}()"
+            f"call it: {what}={name}()"
         )
     needed = [p.name for p in list(signature.parameters.values())[1:] if p.default is p.empty and p.kind not in _REST]
     is_class = isinstance(factory, type)

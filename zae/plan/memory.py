@@ -19,7 +19,6 @@ from zae.common.walk import tensors_in
 from zae.display.text import format_size
 from zae.optim.modes import has_modes
 from zae.optim.state import copy_optimizer
-from zae.optimizers.quantized import bytes_of
 
 __all__ = ["Memory", "Part", "bytes_in", "state_after_a_step"]
 
@@ -162,7 +161,7 @@ def bytes_in(value: Any) -> int:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(map(bytes_of, tensors))
+    return sum(each.nbytes for each in tensors)
 
 
 def state_after_a_step(optimizer: Optimizer) -> Any:
