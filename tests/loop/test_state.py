@@ -361,7 +361,7 @@ def test_many_differences_are_listed_by_tens() -> None:
         trainer.apply_weights({"0.bias": torch.ones(3)}, strict=False)
 
 
-@pytest.mark.parametrize("name", ["AutoBatchAddon", "SilentFaultGuardAddon"])
+@pytest.mark.parametrize("name", ["AutoBatchAddon", "LightningAddon", "SilentFaultGuardAddon"])
 def test_the_state_of_an_add_on_that_was_removed_is_left_out_with_one_line(name: str, caplog: Any) -> None:
     saved = trained()
     trainer = build()

@@ -28,7 +28,7 @@ from zae.common.model_weights import (
 from zae.common.strides import contiguous_strides, copy_with_strides, is_laid_out, strides_to_save, with_strides
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointMismatch, ZaeError, printable
-from zae.loop import addon_state
+from zae.loop import addon_state, older_states
 from zae.loop.progress import ProgressChecker
 from zae.optim import modes
 from zae.optim.state import device_of, move_to_device, places_on_device
@@ -40,7 +40,8 @@ __all__ = ["CoreState"]
 
 _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position", "order", "module")
-_REMOVED = ("AutoBatchAddon", "SilentFaultGuardAddon")  # Add-ons of which older checkpoints have a state.
+# Add-ons that are no longer there, of which older checkpoints have a state.
+_REMOVED = ("AutoBatchAddon", "LightningAddon", "SilentFaultGuardAddon")
 _OPTIONAL = ("validation", "training_weights", "generators", "extra_state", "devices")
 _LOAD = torch.optim.Optimizer.load_state_dict
 _SHOWN = 5
@@ -123,6 +124,8 @@ class CoreState:
         if not trainer.current_run.is_ready and optimization.has_factory:  # A later setup uses what they make.
             optimization.build(trainer.build_optimizer, trainer.build_scheduler)
         optimization.note_settings()
+        with _explaining_misfits():
+            state = older_states.convert_wrapped(state, optimization, module, trainer.is_main)
         is_ours = addon_state.is_in_mode(trainer, addon_state.FROM_FILE)  # Else others hold the tensors too.
 
         def load_optimizer(name: str, values: Any) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zae.errors import CheckpointMismatch, printable
 from zae.schedulers.lengths import milestones_of, parts_of
 
-__all__ = ["REMEDY", "ScriptSettings"]
+__all__ = ["REMEDY", "ScriptSettings", "describe"]
 
 _log = logging.getLogger("zae")
 REMEDY = (
@@ -36,7 +36,7 @@ class _Settings(NamedTuple):
     loaded: dict[str, Any]
 
 
-def _describe(each: Any) -> dict[str, Any]:
+def describe(each: Any) -> dict[str, Any]:
     """Return the class of an optimizer or a scheduler, and its settings as plain values."""
     parts: list[dict[str, Any]] = []
     if isinstance(each, Optimizer):
@@ -46,7 +46,7 @@ def _describe(each: Any) -> dict[str, Any]:
         milestones = milestones_of(each)
         if milestones is not None:
             found["milestones"] = milestones
-        parts += [_describe(part) for part in parts_of(each)]
+        parts += [describe(part) for part in parts_of(each)]
     plain = {key: _plain(value) for key, value in found.items()}
     settings = {key: value for key, value in plain.items() if value is not _NO_VALUE}
     return {"class": type(each).__name__, "settings": settings, "parts": parts}
@@ -92,7 +92,7 @@ class ScriptSettings:
             for name, each in held.items():
                 known = self._noted.get((what, name))
                 if known is None or known.object is not each:
-                    description = _describe(each)
+                    description = describe(each)
                     known = _Settings(each, description, description)
                 noted[what, name] = known
         self._noted = noted
