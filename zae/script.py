@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-__all__ = ["explain_failure", "import_file", "making", "options_for", "variant"]
+__all__ = ["explain_failure", "making", "options_for", "variant"]
 
 _MOST = 12  # Frames of a traceback.
 
@@ -73,13 +69,3 @@ def explain_failure(error: BaseException) -> str:
     left_out = [f"  ({len(entries) - _MOST} more above)\n"] if len(entries) > _MOST else []
     frames = traceback.format_list(entries[-_MOST:])
     return "".join([*left_out, *frames, *traceback.format_exception_only(error)]).rstrip()
-
-
-def import_file(path: Path, name: str) -> ModuleType:
-    """Import a file as a module of this name."""
-    loader = SourceFileLoader(name, str(path))
-    spec = spec_from_loader(name, loader)
-    assert spec is not None
-    module = sys.modules[name] = module_from_spec(spec)
-    loader.exec_module(module)
-    return module

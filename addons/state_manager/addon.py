@@ -15,7 +15,7 @@ from zae.addons.state_manager.checkpointer import Checkpointer, Content, FolderC
 from zae.addons.state_manager.crash import EXACT, CrashSaver
 from zae.addons.state_manager.keep import Checkpoints, Retention, WeightFiles
 from zae.addons.state_manager.load_check import LoadCheck
-from zae.addons.state_manager.provenance import describe_code, describe_run
+from zae.addons.state_manager.provenance import describe_run
 from zae.addons.state_manager.resume import Resumption, find, newest_whole, read
 from zae.addons.state_manager.saver import Job, check_moment, format_for, lies_in_parts
 from zae.addons.state_manager.start_from import Start
@@ -245,7 +245,7 @@ class StateManagerAddon(AddOnBase):
                 self._load_check.skip(self.optimization)
                 resumption.note_resumed(found[0], self.progress_checker.run_calls)
                 resumption.restart_epoch(self.progress_checker, self.loader_position)
-        self.checkpoints.begin_run(secrets.token_hex(8), partial(describe_code, type(self), self.unwrap()))
+        self.checkpoints.begin_run(secrets.token_hex(8))
 
     def on_run_begin(self) -> None:
         """Take the folder, refuse to mix the checkpoints of two runs in it, and listen to signals."""

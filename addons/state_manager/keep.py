@@ -207,8 +207,6 @@ class Checkpoints:
         "sha256" of its manifest. Each checkpoint of the run has it in the ``info`` of its manifest.
     resumed_at : list of int
         The steps of the checkpoints that the run was resumed from; they are in the ``info`` of its manifests too.
-    code : dict
-        What ``describe_code`` of ``provenance.py`` returned when the run was set up; it is in the ``info`` too.
     about_run : dict
         What ``describe_run`` of ``provenance.py`` returned at the first save of a call of ``run``: all of them have it.
     has_failed : bool
@@ -247,7 +245,6 @@ class Checkpoints:
         self.has_failed = False
         self.parent: dict[str, Any] | None = None
         self.resumed_at: list[int] = []
-        self.code: dict[str, dict[str, str]] = {}
         self.about_run: dict[str, Any] = {}
         self.saved_at: _Moment | None = None
         self.passed_over: set[str] = set()
@@ -468,10 +465,9 @@ class Checkpoints:
         if path.parent == self.folder and name in self._names():
             self.retention.scores.setdefault(name, None)  # Its state was saved before it was in its own list.
 
-    def begin_run(self, name: str, describe_code: Callable[[], dict[str, dict[str, str]]]) -> None:
-        """Name the run unless it continues another one, and note its code the first time."""
+    def begin_run(self, name: str) -> None:
+        """Name the run unless it continues another one."""
         self.run_id = self.run_id or name
-        self.code = self.code or describe_code()
 
     @property
     def lineage(self) -> dict[str, Any]:
@@ -492,7 +488,7 @@ class Checkpoints:
             "epoch": progress.epoch,
             "composition": self.composition,
             "world_size": world_size,
-            "info": {"resumed_at": list(self.resumed_at), **self.code, **self.lineage, **self.about_run, **info},
+            "info": {"resumed_at": list(self.resumed_at), **self.lineage, **self.about_run, **info},
         }
 
     def restore(self, saved: Mapping[str, Any], by_step: Mapping[int, Mapping[str, Any]] | None) -> None:

@@ -40,7 +40,6 @@ RULES: dict[str, frozenset[str]] = {
     "report": CORE,
     "diff": CORE,
     "doctor": CORE,
-    "runs": CORE,
     "script": CORE,
     "testing": CORE,
     "certify": CORE,
@@ -77,7 +76,6 @@ BUILT_ON: dict[str, frozenset[str]] = {
     "cli.doctor": frozenset({"doctor"}),
     "cli.plot": frozenset({"report"}),
     "cli.report": frozenset({"report"}),
-    "cli.runs": frozenset({"runs"}),
 }
 """What is built on a tool, or on another feature of addons/, without which it does not work.
 

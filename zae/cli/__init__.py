@@ -29,7 +29,6 @@ _COMMANDS = {
     "plot": "draw curves of one run or several in the terminal",
     "report": "write a page with curves, options and checkpoints of one run or several",
     "consolidate": "write the weights of a checkpoint, sharded or not, as one file",
-    "runs": "draw the tree of the runs in a folder: which started from which, and what differs",
     "diff": "name the first step and stage at which two runs differ",
     "addons": "list the installed add-ons, or describe one",
 }
