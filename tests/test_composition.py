@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,3 +197,11 @@ def test_every_add_on_is_in_the_proof_or_said_to_be_elsewhere() -> None:
 
 def test_no_pair_is_refused_for_a_name() -> None:
     assert "both define" not in composition.page(), "two add-ons use a name by chance"
+
+
+def test_the_loop_by_hand_imports_nothing_of_zae() -> None:
+    tree = ast.parse(Path(inspect.getfile(oracle)).read_text())
+    imported = [each.module or "" for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)]
+    imported += [name.name for each in ast.walk(tree) if isinstance(each, ast.Import) for name in each.names]
+    assert "torch" in imported
+    assert not [name for name in imported if name.partition(".")[0] == "zae"]

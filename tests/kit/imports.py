@@ -68,7 +68,7 @@ BUILT_ON: dict[str, frozenset[str]] = {
     "addons.tensor_parallel": frozenset({"addons.distributed"}),
     "report": frozenset({"doctor"}),
     "doctor": frozenset({"addons.state_manager"}),
-    "certify": frozenset({"report", "script", "testing"}),
+    "certify": frozenset({"report"}),
     "tuning.batch_size": frozenset({"addons.accumulation"}),
     "cli.certify": frozenset({"certify"}),
     "cli.consolidate": frozenset({"doctor"}),
@@ -110,7 +110,7 @@ def imports_among_features() -> dict[str, set[str]]:
     return {own: others - {own} for own, others in edges.items() if others - {own}}
 
 
-NAMES_ADD_ONS = ("zae.certify.", "zae.compose.foreign_names", "zae.tuning.batch_size")
+NAMES_ADD_ONS = ("zae.compose.foreign_names", "zae.tuning.batch_size")
 """Where zae/ itself names add-ons in its code: tools that add some to a script, hints on names of other libraries."""
 
 

@@ -109,14 +109,11 @@ class Certificate:
 
     def choose(self) -> None:
         """Refuse names of promises that there are not."""
-        from zae.certify import own
-
-        names = (*PROMISES, *own.PROMISES)
         if self.options.signal not in Signals.__members__:
             raise ConfigError(f"--signal {self.options.signal!r} is no signal; write SIGTERM or SIGUSR1")
         for each in self.options.only:
-            if not any(each in name for name in names):
-                raise ConfigError(f"--only {each!r} is part of no promise; there are {', '.join(names)}")
+            if not any(each in name for name in PROMISES):
+                raise ConfigError(f"--only {each!r} is part of no promise; there are {', '.join(PROMISES)}")
 
     def is_chosen(self, name: str) -> bool:
         """Whether a promise is to be tried."""
@@ -133,7 +130,7 @@ class Certificate:
         return self.reference.attempts[0]
 
     def make(self) -> None:
-        """Run the script as it is, twice; then kill it; then try what zae promises of its own trainers."""
+        """Run the script as it is, twice; then kill it."""
         self.runs.append((self.script.run("reference"), None))
         _check(self.base)
         self.attempt("repeatable", self._repeat)
@@ -141,20 +138,6 @@ class Certificate:
             self._kill_all()
         else:
             for name in _PROMISE_OF.values():
-                self._note(Promise(name, NOT_TRIED, _UNSTEADY))
-        start = self.base.first("start")
-        if start and "zae" in start["versions"]:
-            self._try_own()
-
-    def _try_own(self) -> None:
-        """Try what zae promises of its own trainers."""
-        from zae.certify import own
-
-        shop = own.Own(self.script)
-        for name in filter(self.is_chosen, own.PROMISES):
-            if self.found["repeatable"].verdict == PASSED:
-                self.attempt(name, lambda name=name: self._note(Promise(name, *own.find(shop, name))))  # type: ignore[misc]
-            else:
                 self._note(Promise(name, NOT_TRIED, _UNSTEADY))
 
     def attempt(self, name: str, function: Callable[[], None]) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -131,17 +130,6 @@ class Script:
             self._clean(home)
         return found
 
-    def do(self, job: Mapping[str, Any], world: int = 1) -> tuple[Attempt, Path]:
-        """Do a job in the processes of so many ranks, without the launcher of the script; return its folder as well."""
-        self.count += 1
-        home = self.folder / f"{self.count:02d}"
-        self._copy(home / "work")
-        try:
-            attempt = self._start(home, {}, [], job, world)
-        finally:
-            self._clean(home)
-        return attempt, home / "log-0"
-
     # --- the folder
 
     def _copy(self, target: Path) -> None:
@@ -198,14 +186,7 @@ class Script:
 
     # --- processes
 
-    def _start(
-        self,
-        home: Path,
-        kill: dict[str, Any],
-        more: Sequence[str],
-        job: Mapping[str, Any] | None = None,
-        world: int = 1,
-    ) -> Attempt:
+    def _start(self, home: Path, kill: dict[str, Any], more: Sequence[str]) -> Attempt:
         """Start the script once, and wait for its end."""
         if time.monotonic() > self.deadline:
             raise OutOfTime("the time was over")
@@ -226,40 +207,30 @@ class Script:
         path = os.pathsep.join(filter(None, [own, given.get("PYTHONPATH", "")]))
         environment = {**given, **moved_caches, watcher.PLAN: json.dumps(plan), "PYTHONPATH": path}
         environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        command, starts = [self._map(each, work) for each in (*self.command, *more)], [environment]
-        if job is not None:
-            command = self._without_launcher()
-            environment[watcher.PLAN] = json.dumps({**plan, "job": dict(job)})
-            starts = [environment | ranks for ranks in _ranks(world)]
-        command = [sys.executable, "-I", guard.__file__, json.dumps(plan["writable"]), *command]
-        began, late = time.monotonic(), False
-        processes: list[subprocess.Popen[bytes]] = []
+        launcher = [sys.executable, "-I", guard.__file__, json.dumps(plan["writable"])]
+        command = [*launcher, *(self._map(each, work) for each in (*self.command, *more))]
+        began = time.monotonic()
         with open(log / "output.txt", "ab") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=work,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
-                for each in starts:
-                    processes.append(
-                        subprocess.Popen(
-                            command,
-                            cwd=work,
-                            env=each,
-                            stdin=subprocess.DEVNULL,
-                            stdout=output,
-                            stderr=subprocess.STDOUT,
-                            start_new_session=True,
-                        )
-                    )
-                for process in processes:
-                    late |= self._wait(process, log, kill, refusal)
+                late = self._wait(process, log, kill, refusal)
             finally:
-                for process in processes:
-                    _kill_all(process)
+                _kill_all(process)
         events: dict[int, list[dict[str, Any]]] = {}
         logs = [_read(file) for file in log.glob("log-*.jsonl")]
         for lines in sorted(filter(None, logs), key=lambda lines: float(lines[0]["wall"])):
             events.setdefault(lines[0]["rank"], []).extend(lines)
         words = (log / "output.txt").read_bytes()[-8000:].decode(errors="replace")
         self._check_refusal(guard.read_refusal(refusal), words, work)
-        return Attempt(events, processes[0].returncode, words, time.monotonic() - began, late)
+        return Attempt(events, process.returncode, words, time.monotonic() - began, late)
 
     def _map(self, text: str, work: Path) -> str:
         """Let a text that names the working folder name a copy of it."""
@@ -283,13 +254,6 @@ class Script:
                 f"{denied.strip()[:300]}. Nothing is changed. Let it write below the folder, or name an empty folder "
                 "where it saves: --checkpoints FOLDER"
             )
-
-    def _without_launcher(self) -> list[str]:
-        """Return the command of one process of the script."""
-        for index, word in enumerate(self.command):
-            if word.endswith(".py"):
-                return [sys.executable, *self.command[index:]]
-        return self.command
 
     def _wait(self, process: subprocess.Popen[bytes], log: Path, kill: Mapping[str, Any], refusal: str) -> bool:
         """Wait for the end; return whether a signal did not end it."""
@@ -337,17 +301,6 @@ def _executable(command: Sequence[str]) -> list[str]:
             "certify -- torchrun --nproc-per-node 2 train.py"
         )
     return [found, *words[1:]]
-
-
-def _ranks(world: int) -> list[dict[str, str]]:
-    """Return the variables by which each of several ranks finds the others; one process needs none."""
-    if world == 1:
-        return [{}]
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
-    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
-    return [common | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(world)]
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:

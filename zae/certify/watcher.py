@@ -614,28 +614,12 @@ def _guard() -> Any:
 
 
 def _start() -> None:
-    """Wait for torch, or, for a job of zae's own trainers, for their class; what starts Python may have imported it."""
+    """Watch torch as soon as it is imported; what starts Python may have imported it."""
     plan = json.loads(os.environ[PLAN])
     guard = _guard()
     guard.Guard(plan["writable"], plan["refusal"])
-    if "job" in plan:
-        guard.when_imported("zae.compose.metaclass", lambda module: _wait_for_a_trainer(plan, module))
-    else:
-        guard.when_imported("torch", lambda torch: Watcher(plan, torch))
+    guard.when_imported("torch", lambda torch: Watcher(plan, torch))
     _chain()
-
-
-def _wait_for_a_trainer(plan: dict[str, Any], module: Any) -> None:
-    """Let what does the job make the first trainer of zae: before, zae is not imported as a whole."""
-    meta = module.TrainerMeta
-    original = meta.__call__
-
-    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        meta.__call__ = original
-        importlib.import_module("zae.certify.child").install(plan)
-        return cls(*args, **kwargs)
-
-    meta.__call__ = call
 
 
 if __name__ == "sitecustomize" and PLAN in os.environ:
