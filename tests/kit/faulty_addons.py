@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
@@ -61,18 +60,6 @@ class TwiceWrongAddon(DropsClippingAddon):
         torch.rand(1)
 
 
-class SchedulesTwiceAddon(AddOnBase):
-    """Step the scheduler by hand too."""
-
-    layer = "loop"
-
-    def optimizer_step(self) -> bool:
-        stepped = super().optimizer_step()
-        for scheduler in self.schedulers.values():
-            scheduler.step()
-        return stepped
-
-
 class CallsTwiceAddon(AddOnBase):
     """Step the scheduler through its hook, twice."""
 
@@ -122,16 +109,6 @@ class UnpicklableAddon(AddOnBase):
         self.shorten = lambda text: text[:10]
 
 
-class MutatesBatchAddon(AddOnBase):
-    """Normalize the loader's own tensors."""
-
-    layer = "model"
-
-    def to_device(self, batch: Any) -> Any:
-        batch[0].div_(2)
-        return super().to_device(batch)
-
-
 class ReplacesRunBatchAddon(AddOnBase):
     """Put another loop in, where the class is built."""
 
@@ -167,86 +144,12 @@ class LeavesContextAddon(AddOnBase):
         super().on_epoch_end()
 
 
-class TamperingAddon(AddOnBase):
-    """Say that it observes, and change the weights."""
-
-    layer = "observe"
-
-    def optimizer_step(self) -> bool:
-        stepped = super().optimizer_step()
-        with torch.no_grad():
-            for parameter in self.parameters:
-                parameter.mul_(0.999)
-        return stepped
-
-
 class LeavesThingsAddon(AddOnBase):
     """Hook the model, and never unhook it; keep a file open."""
 
     def setup(self) -> None:
         super().setup()
         self.handle = self.model.register_forward_hook(lambda *_: None)
-
-
-class ForgetfulAddon(AddOnBase):
-    """Drop the metrics of the user's class."""
-
-    layer = "control"
-
-    def metric_on_epoch_end(self) -> Any:
-        super().metric_on_epoch_end()
-        return {"mine": 1.0}
-
-
-class DropsFromStepAddon(AddOnBase):
-    """Return the loss, and nothing else of what the step returned."""
-
-    layer = "model"
-
-    def train_step(self, batch: Any) -> Any:
-        return {"loss": super().train_step(batch)["loss"]}
-
-
-class DropsFromLogAddon(AddOnBase):
-    """Log the metrics of training alone."""
-
-    def log(self, metrics: Any, step: int) -> None:
-        super().log({name: value for name, value in metrics.items() if name.startswith("train")}, step)
-
-
-class DoubleAddon(AddOnBase):
-    """Leave another default dtype behind."""
-
-    layer = "loop"
-
-    def setup(self) -> None:
-        super().setup()
-        torch.set_default_dtype(torch.float64)
-
-
-class OneThreadAddon(AddOnBase):
-    """Leave another number of threads behind."""
-
-    def setup(self) -> None:
-        super().setup()
-        torch.set_num_threads(torch.get_num_threads() + 1)
-
-
-class DeterministicAddon(AddOnBase):
-    """Leave deterministic algorithms behind."""
-
-    def on_run_begin(self) -> None:
-        super().on_run_begin()
-        torch.use_deterministic_algorithms(True)
-
-
-class ChangesFolderAddon(AddOnBase):
-    """Work in another folder."""
-
-    def setup(self) -> None:
-        super().setup()
-        os.makedirs("runs", exist_ok=True)
-        os.chdir("runs")
 
 
 class SwallowsRuntimeErrorAddon(AddOnBase):
@@ -343,25 +246,15 @@ def _look(parameter: Any) -> None:
 FAULTS: list[tuple[Any, str, str, str]] = [
     (ForgetsSuperAddon, "super", r"forgets super\(\)\.logging\(\)", "call it on every path"),
     (DropsClippingAddon, "clip", "drops clipping: with gradient_clip=0.01, a gradient of norm 0.03", "not after"),
-    (SchedulesTwiceAddon, "scheduler", "steps the scheduler 24 times in 12 optimizer steps", "leave it to sched"),
     (CallsTwiceAddon, "super", r"calls super\(\)\.scheduler_step\(\) more than once", "zae.repeats"),
-    (UndeclaredStateAddon, "state", "keeps undeclared state: self.seen is 12 .* and 10 ", "under the key 'Undecl"),
+    (UndeclaredStateAddon, "resume", "keeps undeclared state: self.seen is 12 .* and 10 ", "under the key 'Undecl"),
     (DrawsAddon, "random", "draws from the global random stream 'torch'", "draw from self.generator"),
     (LogsEverywhereAddon, "ranks", "writes on every rank: on rank 1 it writes 'log.txt'", "ask self.is_main first"),
     (UnpicklableAddon, "pickle", "cannot be pickled before a run", "keep no lambda"),
-    (MutatesBatchAddon, "batch", r"mutates the batch: batches\[0\]\[0\]", "change a copy, in to_device"),
     (ReplacesRunBatchAddon, "class", "replaces run_batch, which is the loop itself", "override a hook"),
     (ChangesModeAddon, "mode", "changes model.training: it is False inside train_step", "put it back"),
     (LeavesContextAddon, "exception", "leaves a context open after an exception in train_step: the anomaly", "yield"),
-    (TamperingAddon, "neutral", "is in layer 'observe' and changes training", "move to the layer 'loop'"),
     (LeavesThingsAddon, "exception", "leaves hooks behind after an exception", r"remove them in teardown\(\)"),
-    (ForgetfulAddon, "metrics", "drops the user's metrics: train_kit_epoch are not in train_history", "return {"),
-    (DropsFromStepAddon, "metrics", "drops the user's metrics: train_kit_step", "in train_step, logging and log"),
-    (DropsFromLogAddon, "metrics", "drops the user's metrics: valid/loss, .* are not in log_history", "likewise"),
-    (DoubleAddon, "settings", r"the default dtype \(torch.float32 became torch.float64\)", "in teardown"),
-    (OneThreadAddon, "settings", "the threads of torch", "restore it in"),
-    (DeterministicAddon, "settings", "the deterministic algorithms", "restore it in"),
-    (ChangesFolderAddon, "settings", "the working folder", "restore it in"),
     (SwallowsRuntimeErrorAddon, "exception", "swallows an exception of train_step", "let it pass"),
     (SwallowsValueErrorAddon, "exception", "swallows an exception of loader", "raise it again"),
     (SwallowsInOptimizerAddon, "exception", "swallows an exception of step_one", "let it"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,27 +80,6 @@ class HiddenStateAddon(AddOnBase):
         super().backward(loss * torch.rand((), generator=self.stream))
 
 
-class ResetsAddon(AddOnBase):
-    """Begin to count again with each call of run, and step by the count."""
-
-    layer = "loop"
-
-    def setup(self) -> None:
-        super().setup()
-        self.seen = 0
-
-    def backward(self, loss: Any) -> None:
-        self.seen += 1
-        super().backward(loss / self.seen)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "ResetsAddon": self.seen}
-
-    def load_state_dict(self, state: Any, strict: bool = True) -> None:
-        self.seen, rest = self.take(state, "ResetsAddon", strict)
-        super().load_state_dict(rest, strict)
-
-
 class ForgetsBestAddon(AddOnBase):
     """Keep a best value that no checkpoint holds."""
 
@@ -123,19 +100,6 @@ class DeclaresUnsetAddon(AddOnBase):
     state_attributes = ("seen",)
 
 
-class LeavesAverageAddon(AddOnBase):
-    """Evaluate with smaller weights, and leave them."""
-
-    layer = "loop"
-
-    @contextlib.contextmanager
-    def evaluation_context(self) -> Iterator[None]:
-        with super().evaluation_context():
-            for weight in self.unwrap().parameters():
-                weight.data.mul_(0.99)
-            yield
-
-
 class MainOnlyAddon(AddOnBase):
     """Wait for the other ranks on rank 0 alone."""
 
@@ -145,32 +109,12 @@ class MainOnlyAddon(AddOnBase):
             self.barrier()
 
 
-class ReadsEarlyAddon(AddOnBase):
-    """Read the optimizer before it is built."""
-
-    layer = "loop"
-
-    def setup(self) -> None:
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        super().setup()
-
-
 class SeedsAddon(AddOnBase):
     """Seed the streams of training."""
 
     def on_epoch_begin(self) -> None:
         super().on_epoch_begin()
         torch.manual_seed(3)
-
-
-class ForgetsScheduleAddon(AddOnBase):
-    """Never tell the schedulers of a step."""
-
-    layer = "loop"
-
-    def optimizer_step(self) -> bool:
-        super().optimizer_step()
-        return False
 
 
 class NeverRunsAddon(AddOnBase):
@@ -196,22 +140,18 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (AliasesAddon, "state", "changes the state that it was loaded from: state\\['AliasesAddon'\\]", "copy what"),
     (WrongKeyAddon, "state", "saves its state under 'count'", "'WrongKeyAddon': ..."),
     (UnsavableAddon, "state", "has a state that no checkpoint can contain: .*Path", "return numbers, text, tensors"),
-    (IgnoresStateAddon, "state", "keeps undeclared state: self.count is 12 .* and 10 ", r"load_state_dict\(\)"),
-    (HiddenStateAddon, "state", "keeps undeclared state: self.stream", r"add it to state_dict\(\)"),
-    (ResetsAddon, "again", r"forgets something between two calls of run: .* model", r"do not reset in setup\(\)"),
-    (ForgetsBestAddon, "state", "keeps undeclared state: self.lowest is .* and ", "add it to state_dict"),
+    (IgnoresStateAddon, "resume", "keeps undeclared state: self.count is 12 .* and 10 ", r"load_state_dict\(\)"),
+    (HiddenStateAddon, "resume", "keeps undeclared state: self.stream", r"add it to state_dict\(\)"),
+    (ForgetsBestAddon, "resume", "keeps undeclared state: self.lowest is .* and ", "add it to state_dict"),
     (
         DeclaresUnsetAddon,
         "state",
         "declares the state attribute 'seen', which it has not set",
         "set self.seen in __init",
     ),
-    (LeavesAverageAddon, "evaluation", "leaves other weights in the model after a validation", "in the finally of"),
     (MainOnlyAddon, "ranks", "calls a collective on some ranks only: rank 0 calls barrier, .*", "every rank"),
-    (ReadsEarlyAddon, "factory", "fails where optimizer= and .* 'function' object has no attribute", "after super"),
     (NeverRunsAddon, "super", "has hooks of which none ran .*: on_exception", "by a run of your own"),
     (MisspeltAddon, "super", "overrides no hook, so that the loop never calls it: epoch_finished", "misspelt"),
     (SeedsAddon, "random", "draws from the global random stream 'torch'", "draw from self.generator"),
-    (ForgetsScheduleAddon, "scheduler", "steps the scheduler 0 times in", "leave it to scheduler_step"),
 ]
 """Each with the check that finds it, and what the message says of the fault and of its remedy."""

@@ -15,7 +15,7 @@ from zae.testing import checks
 from zae.testing.kit import AddOnFault, Kit, PlainTask, in_new_folder
 from zae.trainer import Trainer
 
-__all__ = ["CHECKS", "AddOnFault", "Kit", "PlainTask", "check_addon"]
+__all__ = ["CHECKS", "AddOnFault", "PlainTask", "check_addon"]
 
 CHECKS: dict[str, Callable[[Kit], Iterator[str]]] = checks.ALL
 """Every check, by the name that ``allow`` takes, in the order in which they run."""
@@ -34,29 +34,22 @@ def check_addon(
 ) -> None:
     """Check an add-on by training with it; one call in your own tests.
 
-    It trains a small model on the CPU, about twenty times for two epochs of six steps, each time in a new folder. The
+    It trains a small model on the CPU, about fifteen times for two epochs of six steps, each time in a new folder. The
     random streams of the process stay as they were.
 
     ========== ==================================================================================================
     check      what it finds
     ========== ==================================================================================================
     class      an override of the loop itself; no docstring
-    settings   settings of torch, and a working folder, that a run has changed when it has ended
     pickle     a trainer that cannot be sent to another process
     super      an override that does not call ``super()`` once; see `zae.replaces` and `zae.repeats`; hooks of which
                none ran
-    factory    what fails where ``optimizer=`` is a function that makes one
     clip       gradients larger than ``gradient_clip`` that reach the optimizer
-    scheduler  schedulers that are stepped too often, or not often enough
-    batch      batches of the user that are changed in place
     mode       steps that run while the model is in the wrong mode
-    evaluation a validation that leaves other weights in the model
-    metrics    metrics of the user that are not in the history or in the log
     random     numbers drawn from training's random streams
-    neutral    an add-on of the layers "observe" and "state" that changes training
     exception  exceptions that are swallowed or replaced; threads, hooks and settings left after one
-    state      state that a checkpoint lacks, and a state of the caller that is changed by loading it
-    again      what is lost between two calls of ``run``
+    state      a state that no checkpoint can contain, and one that is changed by loading it
+    resume     what a resumed run loses: an attribute that no state has, another end
     ranks      files that every rank writes, and a collective that only some ranks call
     ========== ==================================================================================================
 

@@ -5,24 +5,28 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import math
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from zae.addon import AddOnBase, as_saved
+from zae.addon import as_saved
 from zae.compose.introspect import is_engine_slot, is_marked
 from zae.errors import CheckpointError
 from zae.parts import SingleProcess
 from zae.testing import watch
-from zae.testing.kit import CLIP, Kit, Loader, build_optimizer, build_scheduler, in_new_folder
+from zae.testing.kit import Kit, Loader, in_new_folder
 from zae.trainer import Trainer
 
 __all__ = ["ALL"]
+
+CLIP = 0.01
+"""The norm that the check of clipping clips gradients to."""
 
 FIXED = ("run", "run_epoch", "run_batch", "evaluate", "inference", "predict", "_run")
 
@@ -45,25 +49,13 @@ class Stopped(KeyboardInterrupt):
 
 
 def check_class(kit: Kit) -> Iterator[str]:
-    """Find an override of the loop, options that no signature shows, and a missing docstring."""
+    """Find an override of the loop, and a missing docstring."""
     cls = kit.task.add_on(kit.add_on, *kit.beside)
     for name in FIXED:
         if getattr(cls, name) is not getattr(kit.task, name):
             yield f"replaces {name}, which is the loop itself; override a hook inside it instead (see zae.AddOnBase)"
     if not (kit.add_on.__doc__ or "").strip():
         yield "has no docstring; write what it does in one line: explain() and help() show it"
-
-
-def check_settings(kit: Kit) -> Iterator[str]:
-    """Find settings of torch and of the process that a run does not restore."""
-    with in_new_folder():
-        kit.run(kit.make())
-    for name, how in kit.changes.items():
-        kit.reported.add(name)
-        yield (
-            f"changes a setting of the process and does not restore it: the {name} ({how}); restore it in "
-            "teardown(), or use a context manager in one of the context hooks"
-        )
 
 
 def check_pickle(kit: Kit) -> Iterator[str]:
@@ -147,25 +139,14 @@ def _code(value: Any) -> Any:
     return getattr(value, "__wrapped__", value).__code__
 
 
-def check_factory(kit: Kit) -> Iterator[str]:
-    """Find add-ons that read the optimizer before it is built: a user may give a function that makes it."""
-    try:
-        trainer = kit.make(optimizer=build_optimizer, scheduler=build_scheduler)
-        kit.run(trainer)
-    except Exception as error:
-        yield (
-            f"fails where optimizer= and scheduler= are functions that make them ({type(error).__name__}: {error}); "
-            "read self.optimizer in setup(), after super().setup(), not before"
-        )
-
-
 # ------------------------------------------------------------------------------------------------ the steps
 
 
 def check_clip(kit: Kit) -> Iterator[str]:
     """Find gradients larger than ``gradient_clip`` that reach the optimizer."""
-    norms = kit.clipped_run.notes.norms
-    largest = max((norm for norm in norms if norm == norm and norm != float("inf")), default=0.0)
+    with in_new_folder():
+        norms = kit.run(kit.make(gradient_clip=CLIP)).notes.norms
+    largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
     if largest > CLIP * 1.001:
         yield (
             f"drops clipping: with gradient_clip={CLIP}, a gradient of norm {largest:.3g} reached the optimizer; call "
@@ -173,35 +154,9 @@ def check_clip(kit: Kit) -> Iterator[str]:
         )
 
 
-def check_scheduler(kit: Kit) -> Iterator[str]:
-    """Find a scheduler that is not stepped once for each optimizer step, or once for each epoch."""
-    for trainer, unit in ((kit.standard.trainer, "optimizer steps"), (kit.clipped_run, "epochs")):
-        progress = trainer.progress_checker
-        taken = trainer.schedulers["0"].last_epoch
-        due = progress.step - progress.skipped_steps if unit == "optimizer steps" else progress.epoch
-        if unit == "optimizer steps" and not due:  # It may be hidden that steps took place.
-            due = trainer.notes.steps
-        if taken != due:
-            yield (
-                f"steps the scheduler {taken} times in {due} {unit}; leave it to scheduler_step, and call "
-                "super().scheduler_step(when) once"
-            )
-            return
-
-
-def check_batch(kit: Kit) -> Iterator[str]:
-    """Find batches of the user that are changed."""
-    run = kit.standard
-    for label, before, now in (("batches", kit.data(), run.data), ("valid_batches", kit.valid_data(), run.valid)):
-        found = watch.difference(before, now, label)
-        if found is not None:
-            yield f"mutates the batch: {found} is not what the loader gave; change a copy, in to_device"
-            return
-
-
 def check_mode(kit: Kit) -> Iterator[str]:
     """Find steps that run with the model in the wrong mode."""
-    trainer = kit.standard.trainer
+    trainer = kit.standard
     for step, training in dict.fromkeys(trainer.notes.modes):
         if training != (step == "train_step"):
             yield (
@@ -212,52 +167,15 @@ def check_mode(kit: Kit) -> Iterator[str]:
         yield "changes model.training: it is False after a run in mode 'train'; put it back where you change it"
 
 
-def check_evaluation(kit: Kit) -> Iterator[str]:
-    """Find a validation that leaves other weights in the model."""
-    found = kit.standard.trainer.notes.disturbed
-    if found is not None:
-        yield (
-            f"leaves other weights in the model after a validation: {found} is not what it was; put them back in the "
-            "finally of evaluation_context()"
-        )
-
-
-def check_metrics(kit: Kit) -> Iterator[str]:
-    """Find metrics of the user that do not arrive in the history or in the log."""
-    bare = kit.bare.trainer
-    watched = kit.standard.trainer
-    for label in ("train_history", "valid_history", "log_history"):
-        wanted = {key: None for row in getattr(bare, label) for key in row if key.startswith(("train", "valid"))}
-        present = {key for row in getattr(watched, label) for key in row}
-        lost = [key for key in wanted if key not in present]
-        if lost:
-            yield (
-                f"drops the user's metrics: {', '.join(lost)} are not in {label}; keep what the inner method gives: "
-                "return {**super().metric_on_epoch_end(), ...}, and in train_step, logging and log likewise"
-            )
-            return
-
-
 def check_random(kit: Kit) -> Iterator[str]:
     """Find draws from training's random streams."""
-    usual = kit.bare.streams
-    now = kit.standard.streams
+    usual = kit.bare.notes.streams
+    now = kit.standard.notes.streams
     drawn = [name for name in now if now[name] != usual[name]]
     if drawn:
         yield (
             f"draws from the global random stream {drawn[0]!r}, and so changes training: a run ends with another state "
             "of it; draw from self.generator(name), or inside zae.common.random_state.isolated()"
-        )
-
-
-def check_neutral(kit: Kit) -> Iterator[str]:
-    """Find an observer, or an add-on that keeps state, that changes training."""
-    if kit.add_on.layer not in ("observe", "state"):
-        return
-    for part, found in list(watch.differing_parts(kit.bare.trainer, kit.standard.trainer, may_add=True))[:1]:
-        yield (
-            f"is in layer {kit.add_on.layer!r} and changes training: the {part} ends as another than without it "
-            f"({found}); only look at what there is, or move to the layer 'loop'"
         )
 
 
@@ -284,13 +202,11 @@ def _fail(kit: Kit, place: str, error: type[BaseException]) -> Iterator[tuple[st
         changed = kit.changes
         yield from _error_faults(place, error, raised) if trainer.notes.has_failed else ()
         for name, how in changed.items():
-            if name not in kit.reported:
-                kit.reported.add(name)
-                yield (
-                    name,
-                    f"leaves a context open after an exception in {place}: the {name} is not what it was ({how}); "
-                    "enter and leave in one generator (with super().forward_context(), mine(): yield)",
-                )
+            yield (
+                name,
+                f"leaves a context open after an exception in {place}: the {name} is not what it was ({how}); "
+                "enter and leave in one generator (with super().forward_context(), mine(): yield)",
+            )
         if watch.hooks_of(trainer.unwrap(), [trainer.optimizer]) != hooks:
             yield "hooks", f"leaves hooks behind after an exception in {place}; remove them in teardown()"
         if _threads_left(threads):
@@ -343,81 +259,63 @@ def _threads_left(before: set[threading.Thread]) -> bool:
 # ------------------------------------------------------------------------------------------------------ in a state
 
 
-class KitResumeAddon(AddOnBase):
-    """Load a state where a resume does, at the end of setup."""
-
-    layer = "state"
-
-    def __init__(self, *args: Any, kit_state: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.kit_state = kit_state
-
-    def setup(self) -> None:
-        super().setup()
-        if self.kit_state is not None:
-            state = self.kit_state
-            self.kit_state = None
-            self.load_state_dict(state)
-            self.progress_checker.run_calls.index = 0  # The interrupted call of run continues.
-
-
 def check_state(kit: Kit) -> Iterator[str]:
-    """Find a resumed run that ends differently from an uninterrupted one."""
-    whole = kit.standard.trainer
-    bare = kit.bare.trainer
-    known = vars(bare).keys() | set(kit.transient)
-    standard = bare.notes.states[0].keys()
-    for state in whole.notes.states:
-        entries = {key: value for key, value in state.items() if key not in standard}
-        faults = list(_entries(kit, entries))
-        if not faults:
-            resumed, faults = _resume(kit, state, entries)
-            faults += _compare(kit, state["progress"]["step"], whole, resumed, known)
-        yield from faults
-        if faults:
-            return
-
-
-def _entries(kit: Kit, entries: dict[str, Any]) -> Iterator[str]:
-    """Find entries that no checkpoint can contain, and those that are not under the name of the add-on."""
+    """Find a state that no checkpoint can contain, and one that is changed by loading it."""
     names = {*(c.__name__ for c in kit.own_classes), "generators"}  # The last is AddOnBase.generator's.
+    state = kit.standard.notes.states[0]
+    entries = {key: value for key, value in state.items() if key not in kit.bare.notes.states[0]}
+    faults = []
     for key, value in entries.items():
         if key not in names:
-            yield (
+            faults.append(
                 f"saves its state under {key!r}, where another add-on may save its own; write "
                 f"{{**super().state_dict(), {kit.name!r}: ...}}"
             )
         try:
             as_saved(value)
         except CheckpointError as error:
-            yield f"has a state that no checkpoint can contain: {error}; return numbers, text, tensors and containers"
+            faults.append(
+                f"has a state that no checkpoint can contain: {error}; return numbers, text, tensors and containers"
+            )
+    yield from faults or _changes_of_given(kit, state, entries)
 
 
-def _resume(kit: Kit, state: dict[str, Any], entries: dict[str, Any]) -> tuple[Any, list[str]]:
-    """Resume from a state."""
+def _changes_of_given(kit: Kit, state: dict[str, Any], entries: dict[str, Any]) -> Iterator[str]:
+    """Find what is taken out of a state that is loaded, and what training changes in it afterwards."""
     given = {**copy.deepcopy(state), **{key: as_saved(value) for key, value in entries.items()}}
     before = copy.deepcopy(given)
     with in_new_folder():
-        resumed = kit.run(kit.make(add=[KitResumeAddon], kit_state=given))
-    faults = []
+        kit.resume(given)
     if given.keys() != before.keys():
         lost = ", ".join(repr(key) for key in before.keys() - given.keys())
-        faults.append(
+        yield (
             f"takes {lost} out of the state that load_state_dict was given, which belongs to the caller; write "
             f"own, rest = self.take(state, {kit.name!r}, strict), and super().load_state_dict(rest, strict)"
         )
     for key in entries.keys() & given.keys():
         found = watch.difference(before[key], given[key], f"state[{key!r}]")
         if found is not None:
-            faults.append(
+            yield (
                 f"changes the state that it was loaded from: {found} is not what it was when the resumed run ends; "
                 "copy what load_state_dict takes: tensor.clone(), list(...)"
             )
-    return resumed, faults
 
 
-def _compare(kit: Kit, step: int, whole: Any, resumed: Any, known: Any) -> Iterator[str]:
+def check_resume(kit: Kit) -> Iterator[str]:
+    """Find a resumed run that ends differently from an uninterrupted one."""
+    known = vars(kit.bare).keys() | set(kit.transient)
+    for state in kit.standard.notes.states:
+        with in_new_folder():
+            resumed = kit.resume(copy.deepcopy(state))
+        faults = list(_compare(kit, state["progress"]["step"], resumed, known))
+        yield from faults
+        if faults:
+            return
+
+
+def _compare(kit: Kit, step: int, resumed: Any, known: Collection[str]) -> Iterator[str]:
     """Find attributes and results that differ between a whole run and a resumed one."""
+    whole = kit.standard
     lost = [name for name in _differing(whole, resumed) if name not in known]
     if lost:  # A clock differs between any two runs.
         with in_new_folder():
@@ -438,18 +336,6 @@ def _compare(kit: Kit, step: int, whole: Any, resumed: Any, known: Any) -> Itera
 def _differing(a: Any, b: Any) -> list[str]:
     """Name the attributes that differ between two trainers."""
     return [name for name, value in vars(a).items() if watch.difference(value, vars(b).get(name)) is not None]
-
-
-def check_again(kit: Kit) -> Iterator[str]:
-    """Find what is lost between two calls of ``run``, unless the add-on acts when a run ends."""
-    if any("on_run_end" in klass.__dict__ for klass in kit.own_classes):
-        return
-    trainer = kit.run(kit.run(kit.make(), 1), 1)
-    for part, found in list(watch.differing_parts(kit.standard.trainer, trainer))[:1]:
-        yield (
-            f"forgets something between two calls of run: run(1) and run(1) end with another {part} than run(2) "
-            f"({found}); do not reset in setup(), on_run_begin() or teardown() what the next call needs"
-        )
 
 
 # ------------------------------------------------------------------------------------------------ several ranks

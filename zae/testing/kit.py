@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zae.addon import AddOnBase
 from zae.common.random_state import seed_everything
 from zae.compose.introspect import function_of, hooks_of, kinds_of
 from zae.compose.options import options_of
@@ -21,10 +22,7 @@ from zae.errors import ZaeError
 from zae.testing import watch
 from zae.trainer import Trainer
 
-__all__ = ["CLIP", "AddOnFault", "Kit", "Loader", "Notes", "PlainTask", "in_new_folder"]
-
-CLIP = 0.01
-"""The norm that `Kit.clipped_run` clips gradients to."""
+__all__ = ["AddOnFault", "Kit", "Loader", "PlainTask", "in_new_folder"]
 
 
 class AddOnFault(ZaeError, AssertionError):
@@ -59,16 +57,15 @@ class PlainTask(Trainer):
 class Notes:
     """What is observed in one run."""
 
-    given: Any = None
     fail_in: str = ""
     error: type[BaseException] = Exception
     has_failed: bool = False
     calls: dict[str, int] = field(default_factory=dict)
     modes: list[tuple[str, bool]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    steps: int = 0
+    keeps_states: bool = False
     states: list[dict[str, Any]] = field(default_factory=list)
-    disturbed: str | None = None
+    streams: dict[str, Any] = field(default_factory=dict)
 
     def enter(self, step: str, model: nn.Module, at: int = 1) -> None:
         """Note the mode of a step, and raise where ``fail_in`` says so."""
@@ -98,37 +95,27 @@ class Loader:
             yield batch
 
 
-@dataclass
-class Standard:
-    """A run of two epochs, for the checks that only look at it."""
+class KitResumeAddon(AddOnBase):
+    """Load a state where a resume does, at the end of setup."""
 
-    trainer: Any
-    data: list[Any]
-    valid: list[Any]
-    streams: dict[str, Any]
+    layer = "state"
+
+    def __init__(self, *args: Any, kit_state: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kit_state = kit_state
+
+    def setup(self) -> None:
+        super().setup()
+        if self.kit_state is not None:
+            state = self.kit_state
+            self.kit_state = None
+            self.load_state_dict(state)
+            self.progress_checker.run_calls.index = 0  # The interrupted call of run continues.
 
 
 @dataclass
 class Kit:
-    """Make and run trainers with the add-on; each function in ``CHECKS`` takes a kit, and yields the faults it finds.
-
-    Parameters
-    ----------
-    add_on : type
-        The add-on to check.
-    options : mapping
-        Its options.
-    task, model, batches, beside, transient
-        As in `check_addon`.
-
-    Examples
-    --------
-    >>> from zae.addons import EMAAddon
-    >>> from zae.testing import CHECKS, Kit
-    >>> kit = Kit(EMAAddon, {"decay": 0.9})
-    >>> list(CHECKS["class"](kit)), kit.run(kit.make()).progress_checker.step
-    ([], 12)
-    """
+    """Make and run trainers with the add-on; its attributes are the arguments of `check_addon`."""
 
     add_on: Any
     options: Mapping[str, Any]
@@ -137,11 +124,8 @@ class Kit:
     batches: Callable[[], Any] | None = None
     beside: Sequence[Any] = ()
     transient: Collection[str] = ()
-    reported: set[str] = field(default_factory=set)
     changes: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._streams: dict[str, Any] = {}
+    """The settings of the process that the last run has changed."""
 
     @property
     def name(self) -> str:
@@ -187,7 +171,7 @@ class Kit:
             **options,
         }
         trainer = cls(model, "cpu", optimizer=optimizer, scheduler=scheduler, **more)
-        trainer.notes = Notes(given=optimizer)
+        trainer.notes = Notes()
         return trainer
 
     def data(self) -> list[Any]:
@@ -210,33 +194,28 @@ class Kit:
             try:
                 trainer.run(n_epoch, data, valid, valid_every=2 if valid else None)
             finally:
-                self._streams = watch.streams()
+                trainer.notes.streams = watch.streams()
                 self.changes = settings.restore()
         return trainer
 
     @cached_property
-    def standard(self) -> Standard:
-        """A run with the add-on, which several checks look at."""
+    def standard(self) -> Any:
+        """A trainer with the add-on after a run, which several checks look at."""
         return self._observe(self.make())
 
     @cached_property
-    def bare(self) -> Standard:
-        """The same run without the add-on."""
+    def bare(self) -> Any:
+        """A trainer without the add-on after the same run."""
         return self._observe(self.make(without_it=True))
 
-    @cached_property
-    def clipped_run(self) -> Any:
-        """A trainer after a run with a small ``gradient_clip``, whose schedulers are stepped by epoch."""
-        with in_new_folder():
-            return self.run(self.make(gradient_clip=CLIP, scheduler_step_on_batch=False))
+    def resume(self, state: Mapping[str, Any]) -> Any:
+        """Return a trainer that has continued from a state to the end of the run."""
+        return self.run(self.make(add=[KitResumeAddon], kit_state=state))
 
-    def _observe(self, trainer: Any) -> Standard:
+    def _observe(self, trainer: Any) -> Any:
+        trainer.notes.keeps_states = True
         with in_new_folder():
-            data = self.data()
-            valid = self.valid_data()
-            trainer.notes.fail_in = "nowhere: keep states"
-            self.run(trainer, data=data, valid=valid)
-        return Standard(trainer, data, valid, self._streams)
+            return self.run(trainer)
 
     @cached_property
     def own_codes(self) -> dict[Any, str]:
@@ -285,32 +264,24 @@ def _probing(task: Any) -> Any:
             if self.mode == "test":  # A test_step that calls it.
                 return super().train_step(batch)
             self.notes.enter("train_step", self.unwrap(), at=3)
-            return _with_metric(super().train_step(batch))
+            return super().train_step(batch)
 
         def test_step(self, batch: Any) -> Any:
             self.notes.enter("test_step", self.unwrap())
-            return _with_metric(super().test_step(batch))
+            return super().test_step(batch)
 
         def metric_on_epoch_end(self) -> Any:
             self.notes.fail("metric_on_epoch_end")
-            return {**super().metric_on_epoch_end(), "kit_epoch": 1.0}
+            return super().metric_on_epoch_end()
 
         def step_one(self, optimizer: Any) -> bool:
             self.notes.norms.append(_gradient_norm(optimizer))
             self.notes.fail("step_one", at=3)
-            stepped = bool(super().step_one(optimizer))
-            self.notes.steps += stepped
-            return stepped
-
-        def validate(self) -> Any:
-            before = watch.snapshot(self.unwrap())
-            metrics = super().validate()
-            self.notes.disturbed = self.notes.disturbed or watch.difference(before, watch.snapshot(self.unwrap()))
-            return metrics
+            return bool(super().step_one(optimizer))
 
         def checkpoint(self) -> None:
             super().checkpoint()
-            if self.notes.fail_in == "nowhere: keep states" and self.progress_checker.step in (2, 6):
+            if self.notes.keeps_states and self.progress_checker.step in (2, 6):
                 self.notes.states.append(copy.deepcopy(self.state_dict()))
 
     return Probe
@@ -320,11 +291,6 @@ def _gradient_norm(optimizer: Any) -> float:
     gradients = [p.grad.double() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     norms = [(gradient.to_dense() if gradient.is_sparse else gradient).norm() for gradient in gradients]
     return float(torch.stack(norms).norm()) if norms else 0.0
-
-
-def _with_metric(output: Any) -> Any:
-    """Add a metric to what a step returned."""
-    return {**output, "kit_step": 1.0} if isinstance(output, Mapping) else output
 
 
 @contextlib.contextmanager

@@ -26,7 +26,6 @@ __all__ = [
     "differing_parts",
     "hooks_of",
     "shared_entries",
-    "snapshot",
     "streams",
 ]
 
@@ -136,11 +135,6 @@ def _inside(value: Any) -> Any:
     return None
 
 
-def snapshot(model: nn.Module) -> dict[str, Any]:
-    """Copy the weights and buffers of a model."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
@@ -169,8 +163,8 @@ class Calls:
             self._seen[id(frame)] = frame
 
 
-def differing_parts(a: Any, b: Any, may_add: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the parts in which two trainers differ at the end; with ``may_add``, ``b`` may have more metrics."""
+def differing_parts(a: Any, b: Any) -> Iterator[tuple[str, str]]:
+    """Yield the parts in which two trainers differ at the end."""
     rows: dict[str, Callable[[Any], Any]] = {
         "model": lambda t: dict(t.unwrap().state_dict()),
         "optimizer": lambda t: [each.state_dict() for each in t.optimizers.values()],
@@ -179,11 +173,7 @@ def differing_parts(a: Any, b: Any, may_add: bool = False) -> Iterator[tuple[str
         "progress": lambda t: [t.progress_checker.step, t.progress_checker.epoch, t.progress_checker.skipped_steps],
     }
     for part, read in rows.items():
-        before = read(a)
-        after = read(b)
-        if part == "history" and may_add:
-            after = shared_entries(after, before)
-        found = difference(before, after, part)
+        found = difference(read(a), read(b), part)
         if found is not None:
             yield part, found
 
