@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zae.addon import Fact
@@ -31,7 +30,6 @@ from zae.distributed.blocks import (
 from zae.distributed.collectives import broadcast
 from zae.distributed.mesh import DATA
 from zae.distributed.ranks import RanksEngine
-from zae.distributed.spawn import launched_world
 from zae.errors import ConfigError
 from zae.parts import Engine, Precision
 
@@ -280,8 +278,6 @@ class FSDPAddon(DistributedAddon):
         if self.meta_init:
             self._meta, args, kwargs = MetaInit.in_place_of_model(args, kwargs)
         super().__init__(*args, **kwargs)
-        if self.meta_init and len(self.devices) > 1 and not dist.is_initialized() and launched_world() is None:
-            self._meta.check_sent()
         self.fsdp_blocks = parse_blocks(fsdp_blocks)
         self.mp_policy = mp_policy
         self.compile_blocks = compile_blocks

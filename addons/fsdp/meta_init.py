@@ -11,7 +11,6 @@ from zae.common import random_state
 from zae.common.argument_checks import check_model
 from zae.distributed import shards
 from zae.distributed.collectives import broadcast
-from zae.distributed.transfer import find_unpicklable
 from zae.errors import ConfigError
 
 __all__ = ["MetaInit", "is_meta"]
@@ -45,14 +44,6 @@ class MetaInit:
         with torch.device("meta"):
             made: nn.Module = self.factory()
         return made
-
-    def check_sent(self) -> None:
-        """Refuse a factory that processes which ``run`` starts cannot be sent."""
-        if find_unpicklable(self.factory, "model") is not None:
-            raise ConfigError(
-                "meta_init=True calls model again in the processes that run() starts, and a function is found there "
-                f"only by its name at the top level of a module; write {_AS_CLASS}, or start with torchrun"
-            )
 
     def make(self, seed: int | None) -> nn.Module:
         """Return the model that one process makes."""

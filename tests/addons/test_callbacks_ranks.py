@@ -150,5 +150,5 @@ def test_callbacks_travel_to_ranks_that_run_starts(tmp_path):
     assert "the callback Asks set should_training_stop" in metrics["stop_reason"]
     trainer.add_callback(type("Held", (Seen,), {"held": None}))
     trainer.callbacks[-1].held = lambda: None
-    with pytest.raises(ConfigError, match=r"items\[2\].held cannot be sent to another process"), forks():
+    with pytest.raises(ConfigError, match=r"trainer, a Task.* cannot be sent to another process: .*Held"), forks():
         trainer.run(1, loader(16, 2))

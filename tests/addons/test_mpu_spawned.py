@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -107,27 +106,27 @@ class Drawn(Sampler):
 
 
 def test_what_cannot_travel_is_named_before_anything_starts():
-    """The attribute's path and the remedy."""
+    """The object that is sent, its class, the reason of pickle, and the remedy."""
     trainer = spawned(["cpu", "cpu"])
     trainer.hooks = {"end": [lambda: None]}
-    with pytest.raises(ConfigError, match=re.escape("trainer.hooks['end'][0] cannot be sent")):
+    with pytest.raises(ConfigError, match=r"^trainer, a Seen.*, cannot be sent .*lambda"):
         trainer.run(1, loader(4, 2))
     del trainer.hooks
-    with open(__file__) as trainer.source, pytest.raises(ConfigError, match=r"trainer.source .*open file"):
+    with open(__file__) as trainer.source, pytest.raises(ConfigError, match=r"^trainer, .*TextIOWrapper.*open files"):
         trainer.run(1, loader(4, 2))
     del trainer.source
     # What torch refuses to pickle nobody can define elsewhere.
     trainer.spare = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match=r"trainer.spare .*parametrized(.|\n)*begin the whole script with torchrun"):
+    with pytest.raises(ConfigError, match=r"^trainer, .*parametrized(.|\n)*start the script with torchrun"):
         trainer.run(1, loader(4, 2))
     del trainer.spare
-    with pytest.raises(ConfigError, match=r"loader cannot be sent .*generator"):
+    with pytest.raises(ConfigError, match=r"^loader, a generator, cannot be sent .*generators in setup"):
         trainer.run(1, (batch for batch in loader(4, 2)))
 
     class Local(Task):
         pass
 
-    with pytest.raises(ConfigError, match=r"class .*Local.*top level of a module"):
+    with pytest.raises(ConfigError, match=r"^trainer, a Local.*Local.*classes and functions at the top level"):
         build(Local, (MultiGPUAddon,), ["cpu", "cpu"]).run(1, loader(4, 2))
     assert trainer.world_size == 1
 

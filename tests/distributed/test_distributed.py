@@ -232,27 +232,20 @@ def test_a_killed_rank_is_named(who):
 
 
 def test_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
-    """A rank that does not go on ends with `timeout`, by its name, also after its work; so does an early end.
-
-    One that waits says where; one that is stopped cannot.
-    """
+    """A rank that does not go on ends with `timeout`, by its name, also after its work; so does an early end."""
     monkeypatch.setattr(launching, "GRACE", 1.0)  # Seconds that nobody is going to use.
     stopped = r"rank 1 \(process \d+\) and rank 2 \(process \d+\) of 3 did not answer within timeout=8 s"
-    with forks(), pytest.raises(DistributedError, match=stopped) as caught:
+    with forks(), pytest.raises(DistributedError, match=stopped):
         spawn(misbehave, {"how": "stop", "who": 1, "world": 3}, [torch.device("cpu")] * 3, timeout=8)
     assert still_there(3) == []
-    assert re.search(r"\n  rank 2 was, the latest call first, in\n    File \S+ line \d+ in wait_for_nothing\n    File "
-                     r"\S+ line \d+ in misbehave\n", str(caught.value))  # fmt: skip
-    assert "rank 1 was, the latest" not in str(caught.value)
     Path("rank-2").unlink()
     ended = r"rank 0 of 2 \(process \d+\) ended with exit code 0 in the middle"
     with forks(), pytest.raises(DistributedError, match=ended):
         spawn(misbehave, {"how": "exit", "who": 0}, CPUS)
     assert still_there() == []
     lingers = r"^rank 1 of 2 \(process \d+\) had done its work and did not end within timeout=8 s"
-    with forks(), pytest.raises(DistributedError, match=lingers) as caught:
+    with forks(), pytest.raises(DistributedError, match=lingers):
         spawn(misbehave, {"how": "linger", "who": 1}, CPUS, timeout=8)
-    assert re.search(r"\n  rank 1 was, the latest call first, in\n    File \S+threading\S+ ", str(caught.value))
     assert still_there() == []
 
 

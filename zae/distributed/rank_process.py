@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -12,13 +11,11 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,6 @@ from zae.distributed import transfer
 from zae.errors import DistributedError
 
 __all__ = [
-    "WHERE",
     "Report",
     "Task",
     "has_lost_peer",
@@ -61,9 +57,6 @@ _WITH_FP32_PRECISION = (
     "mkldnn.conv",
     "mkldnn.rnn",
 )
-
-WHERE: Any = getattr(signal, "SIGUSR2", None)
-"""The signal that asks a rank for its stack; None on Windows."""
 
 
 def _settings() -> dict[str, Any]:
@@ -135,11 +128,6 @@ class Task:
     @property
     def world(self) -> int:
         return len(self.devices)
-
-    @property
-    def where(self) -> Path:
-        """The file to which it writes its stack."""
-        return Path(self.folder, f"where-{self.rank}")
 
 
 @dataclass
@@ -257,7 +245,6 @@ def main_of_rank(task: Task, connection: Connection) -> None:
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C in the terminal goes to the parent only, which passes it on once.
     _interrupt_once()
-    _answer_where(task.where)
     line = _line = _Line(connection)
     line.send(Report("began"))
     try:
@@ -329,24 +316,10 @@ def _interrupt_once() -> None:
         signal.signal(signal.SIGINT, interrupt)
 
 
-def _answer_where(path: Path) -> None:
-    """Let the parent ask for the stack of this rank, which works during a deadlock as well."""
-    if WHERE is not None and signal.getsignal(WHERE) == signal.SIG_DFL:  # Else it is the script's own.
-        faulthandler.register(WHERE, os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), all_threads=False)
-
-
 def _die_with(parent: int) -> None:
-    """Kill this process when the parent dies."""
-    if platform.system() == "Linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before that line.
-            os._exit(1)
+    """Let the system kill this process when the parent dies; only Linux does."""
+    if platform.system() != "Linux":
         return
-    process = parent_process()
-    if process is not None:
-        threading.Thread(target=_watch, args=(process.sentinel,), name="zae-parent-watch", daemon=True).start()
-
-
-def _watch(sentinel: int) -> None:
-    wait([sentinel])
-    os._exit(1)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # It died before that line.
+        os._exit(1)

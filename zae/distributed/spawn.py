@@ -1,12 +1,11 @@
 """Ranks: processes that are started, watched and ended together, or those of a launcher such as torchrun.
 
 `spawn` is the whole of it for the caller: it starts one process for each device, calls a function there, returns what
-rank 0 returned, and raises what went wrong. No process outlives it, whatever happens to it.
+rank 0 returned, and raises what went wrong. No process outlives it; on Linux not even where it is killed.
 """
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import signal
@@ -15,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from zae.distributed import transfer
 from zae.distributed.launcher import join, launched_world, local_rank, planned_world
-from zae.distributed.rank_process import WHERE, Report, Task, main_of_rank
+from zae.distributed.rank_process import Report, Task, main_of_rank
 from zae.errors import ConfigError, DistributedError, exit_status
 
 __all__ = ["join", "launched_world", "local_rank", "planned_world", "spawn"]
@@ -39,15 +38,11 @@ GRACE = 5.0
 UNWIND = 9.0
 """Seconds from a rank's error to its end, in which it may save."""
 
-ANSWER = 0.3
-"""Seconds in which a rank writes its stack before it is killed."""
-
 _WHY: dict[int, str] = {  # What a signal often means.
     signal.SIGKILL: "; the system kills a process so when memory runs out",
     signal.SIGABRT: "; gloo ends a process so when ranks exchange different tensors: all ranks must call the same "
     "blocks of the model in the same order. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment for a traceback",
 }
-_CALLS = 20
 
 
 def spawn(
@@ -173,7 +168,6 @@ class _Ranks:
         self._died: dict[int, float] = {}  # When a rank was found dead that had not reported its end.
         self._ended_here: set[int] = set()
         self._stopped: set[int] = set()  # Those of them that a signal had stopped.
-        self._stood: dict[int, list[str]] = {}  # The calls that a rank was in before it was ended, the latest first.
         self._deadline: float | None = None
         self._done: dict[int, float] = {}  # When a rank has reported that its work is done.
 
@@ -223,7 +217,6 @@ class _Ranks:
             limits += [] if self._deadline is None else [self._deadline]
             left = min(limits) - time.monotonic() if limits else None
             if left is not None and left <= 0:
-                self._ask_where()
                 return
             for ready in wait([*open_ends, *sentinels], left):
                 if ready in open_ends and not self._receive(ready):
@@ -265,19 +258,6 @@ class _Ranks:
         latest = time.monotonic() + seconds
         self._deadline = latest if self._deadline is None else min(self._deadline, latest)
 
-    def _ask_where(self) -> None:
-        """Ask the ranks that will be killed for their stacks."""
-        if WHERE is None:
-            return
-        self._signal(WHERE, self._reports)
-        time.sleep(ANSWER)
-        for task in self._tasks:
-            with suppress(OSError):
-                lines = task.where.read_text(errors="replace").splitlines()
-                calls = [line.strip() for line in lines if line.lstrip().startswith("File ")]
-                own = itertools.takewhile(lambda call: not call.endswith("in main_of_rank"), calls)
-                self._stood[task.rank] = list(own)[:_CALLS]
-
     def _kill(self) -> None:
         """Kill the remaining processes, stopped ones as well."""
         for rank, process in enumerate(self._processes):
@@ -289,9 +269,9 @@ class _Ranks:
         for process in self._processes:
             process.join()
 
-    def _signal(self, number: int, ranks: Collection[int] | None = None) -> None:
-        for rank, process in enumerate(self._processes):
-            if process.is_alive() and process.pid and (ranks is None or rank in ranks):
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            if process.is_alive() and process.pid:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
@@ -348,7 +328,7 @@ class _Ranks:
             raise DistributedError(
                 f"rank {rank} of {world} (process {self._processes[rank].pid}) had done its work and did not end "
                 f"within timeout={self._tasks[0].timeout:g} s, and was ended; look for a thread that it waits for: "
-                "Thread(daemon=True), or one that is joined before run() returns" + self._where([rank])
+                "Thread(daemon=True), or one that is joined before run() returns"
             )
 
     def _describe_silence(self, missing: Sequence[int]) -> str:
@@ -369,7 +349,7 @@ class _Ranks:
                 "not return, a collective that the others do not call. If the work takes that long, write a longer "
                 "timeout=..."
             )
-        return text + self._where(missing)
+        return text
 
     def _describe_death(self, rank: int, code: int | None) -> str:
         who = f"rank {rank} of {len(self._processes)} (process {self._processes[rank].pid})"
@@ -382,11 +362,6 @@ class _Ranks:
                 'on several devices begins its run under: if __name__ == "__main__":'
             )
         return f"{who} ended with exit code {code} in the middle of the run; the others were ended"
-
-    def _where(self, missing: Sequence[int]) -> str:
-        """Describe the stacks of the ranks that were killed; a stopped one has none."""
-        stood = {rank: "\n    ".join(self._stood.get(rank, [])) for rank in missing}
-        return "".join(f"\n  rank {rank} was, the latest call first, in\n    {at}" for rank, at in stood.items() if at)
 
     @staticmethod
     def _list_failures(failed: dict[int, Report]) -> str:

@@ -1,28 +1,28 @@
-"""Send values to another process through a file; name the attribute that cannot be pickled."""
+"""Send values to another process through a file."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 
 from zae.errors import ConfigError, DistributedError
 
-__all__ = ["find_unpicklable", "main_is_a_file", "pack", "unpack"]
+__all__ = ["main_is_a_file", "pack", "unpack"]
 
-_DEPTH = 12
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
-_ELSE = ", or begin the whole script with torchrun: nothing is sent then"  # It need not be the user's own to mend.
+_REMEDY = (
+    "Define classes and functions at the top level of a file, and make open files, locks and generators in setup(); or "
+    "start the script with torchrun, which sends nothing: torchrun --nproc_per_node 2 script.py"
+)
 
 
 def pack(value: Any, path: Path, name: str = "") -> None:
@@ -114,89 +114,19 @@ def main_is_a_file() -> bool:
 
 
 def _refusal(value: Any, name: str, error: Exception) -> str:
-    """Return the error that names the attribute, and the remedy."""
-    named = {name: value} if name or not isinstance(value, Mapping) else value
+    """Return the error that names what cannot be sent and its class, and the remedy."""
+    named = value if isinstance(value, Mapping) and not name else {name: value}
     for key, each in named.items():
-        found = find_unpicklable(each, key)
-        if found is not None:
-            path, thing, why = found
-            return f"{path} cannot be sent to another process: {_describe(thing, why)}{_ELSE}"
-    return f"{name or 'what is to be sent'} cannot be sent to another process: {error}"
+        reason = _pickle_error(each)
+        if reason is not None:
+            return f"{key}, a {type(each).__name__}, cannot be sent to another process: {reason}. {_REMEDY}"
+    return f"{name or 'what is to be sent'} cannot be sent to another process: {error}. {_REMEDY}"
 
 
-def find_unpicklable(value: Any, path: str) -> tuple[str, Any, Exception] | None:
-    """Find the innermost value that pickle refuses."""
-    return _find(value, path, set(), _DEPTH)
-
-
-def _find(value: Any, path: str, seen: set[int], depth: int) -> tuple[str, Any, Exception] | None:
-    error = _error_of(value)
-    if error is None or id(value) in seen:
-        return None
-    seen.add(id(value))
-    if depth:
-        for name, child in _parts(value):
-            found = _find(child, path + name, seen, depth - 1)
-            if found is not None:
-                return found
-    return path, value, error
-
-
-def _error_of(value: Any) -> Exception | None:
+def _pickle_error(value: Any) -> Exception | None:
+    """Return why pickle refuses a value."""
     try:
         _Pickler(io.BytesIO(), protocol=4).dump(value)
     except Exception as error:
         return error
     return None
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """List the parts of a value, with their expressions."""
-    if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
-        return
-    if isinstance(value, MethodType):
-        yield ".__self__", value.__self__
-    elif isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", each) for key, each in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"[{index}]", each) for index, each in enumerate(value))
-    else:
-        if isinstance(value, nn.Module):
-            yield from ((f".{name}", child) for name, child in value.named_children())
-        # Whatever its __reduce_ex__ does, a failure there is the value's own.
-        with contextlib.suppress(Exception):
-            made = value.__reduce_ex__(4)
-            if isinstance(made, tuple):
-                yield from _parts_of_reduced(made)
-
-
-def _parts_of_reduced(made: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """List the parts of what ``__reduce_ex__`` returned: the state first, because it has names."""
-    _, arguments, *rest = made
-    state = rest[0] if rest else None
-    for each in state if isinstance(state, tuple) else (state,):
-        if isinstance(each, Mapping):
-            yield from ((f".{key}", part) for key, part in each.items())
-    for argument in arguments:
-        if isinstance(argument, type):
-            yield " (its class)", argument
-        elif argument is not None:
-            yield "", argument
-
-
-def _describe(thing: Any, error: Exception) -> str:
-    """Describe a value that cannot be pickled, and the remedy."""
-    if isinstance(thing, (type, FunctionType)):
-        kind, keyword = ("class", "class") if isinstance(thing, type) else ("function", "def")
-        return (
-            f"it is the {kind} {thing.__qualname__}, and that is found by its name only; define it with {keyword} at "
-            "the top level of a module"
-        )
-    if isinstance(thing, io.IOBase):
-        return f"it is an open file ({getattr(thing, 'name', '?')}); open it in setup(), or where it is used"
-    if isinstance(thing, GeneratorType):
-        return "it is a generator, which runs in this process only; give a DataLoader, or a list of batches"
-    return (
-        f"it is a {type(thing).__name__} ({error}); make it in setup(), or give its class a __getstate__ that leaves "
-        "it out"
-    )
