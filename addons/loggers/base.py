@@ -43,7 +43,7 @@ class RunInfo:
         How many records had been logged when that state was saved: those after them will be written again. Of a logger
         that was added later, these are more than its file has, and ``resumed_at`` says what to keep.
     timeout : float
-        Seconds that opening and closing may take.
+        Seconds that opening, flushing and closing may take.
     config : mapping
         The options of the trainer, without secrets.
     explain : str
@@ -77,7 +77,8 @@ class Sink:
     """A destination of records; subclass it for another client.
 
     Its methods are called in sequence, all but ``load`` in a separate thread, so that training continues when they
-    block or fail. A `zae.ZaeError` raised by ``load`` or ``open`` is a mistake of the user, and ends the run.
+    block or fail. With ``has_queue`` records are written in the thread of training. A `zae.ZaeError` raised by ``load``
+    or ``open`` is a mistake of the user, and ends the run.
 
     Attributes
     ----------
@@ -85,6 +86,8 @@ class Sink:
         Used in messages, and in the name of the local file.
     remedy : str
         What to do when it fails, as the end of a sentence.
+    has_queue : bool
+        Whether the client itself puts records into a queue or a file, so that a write does not wait for a network.
     logged_at : float
         When the record that is being written was logged, in seconds since 1970; `write` itself may be called later.
     client : object
@@ -102,6 +105,7 @@ class Sink:
 
     name: ClassVar[str] = "sink"
     remedy: ClassVar[str] = "see the message above"
+    has_queue: ClassVar[bool] = False
     logged_at: float = 0.0
     client: Any = None
 
@@ -249,6 +253,7 @@ class JSONLSink(Sink):
     """
 
     name = "jsonl"
+    has_queue = True
     remedy = "free some space, or give another jsonl_path"
 
     def __init__(self, path: Path) -> None:

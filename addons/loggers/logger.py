@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from zae.addon import AddOnBase, hook
 from zae.addons.loggers.base import ClientSink, RunInfo, Sink
 from zae.addons.loggers.media import figure_pixels, histogram_of, image_pixels
-from zae.addons.loggers.worker import SinkWorker
+from zae.addons.loggers.worker import SinkGroup
 from zae.common import random_state
 from zae.common.argument_checks import check_flags, check_number
 from zae.common.redact import redact, secrets_in
@@ -43,8 +42,8 @@ class LoggerAddon(AddOnBase):
     logger_fallback : str or Path
         The folder of the local files, ``<sink>-<run id>.jsonl``.
     logger_timeout : float
-        Seconds that training waits for all sinks together: when they are opened, when a state is saved and when they
-        are closed. A sink that takes longer has failed.
+        Seconds that training waits for a sink: when it is opened, when a state is saved and when it is closed. A sink
+        that takes longer has failed.
     hyperparameters : dict, optional
         Values of your script to show beside the options of the trainer, which every logger writes by itself.
 
@@ -83,7 +82,7 @@ class LoggerAddon(AddOnBase):
     layer = "observe"
     traits = ("writes_records",)
     state_attributes = ("_run_id", "_records")
-    process_attributes = {"_workers": [], "_opened": False}
+    process_attributes = {"_group": None}
 
     def __init__(
         self,
@@ -106,11 +105,10 @@ class LoggerAddon(AddOnBase):
         self.logger_fallback = Path(os.path.expanduser(logger_fallback))
         # A lock cannot wait for arbitrarily long; eleven days are as good as forever.
         self.logger_timeout = min(check_number("logger_timeout", logger_timeout, 0.1), 1e6)
-        self._workers: list[SinkWorker] = []
-        self._opened = False
+        self._group: SinkGroup | None = None  # While a run is logged.
         self._failed = False
         self._asked_all = False
-        self._lost: set[str] = set()  # Sinks that have failed: a second run does not wait for them again.
+        self._failed_sinks: set[str] = set()  # Sinks that have failed: a second run does not wait for them again.
         self._run_id: str | None = None  # None until the sinks are first opened.
         self._records = 0
         self._resumed_at: int | None = None
@@ -131,12 +129,11 @@ class LoggerAddon(AddOnBase):
         super().log(metrics, step)
         self._open_sinks()
         self._records += 1
-        if self._workers:
+        if self._group is not None:
             progress = self.progress_checker
             at = {"epoch": progress.epoch + bool(progress.epoch_batch), "batch": progress.batch}
             record = {**at, **{str(key): _plain(value) for key, value in metrics.items()}}
-            for worker in self._workers:
-                worker.write(record, step)
+            self._group.write("write", record, step)
 
     def log_image(self, name: str, image: Any, step: int | None = None) -> None:
         """Pass an image to every sink that has images; `JSONLLoggerAddon` writes a PNG file beside its own.
@@ -198,16 +195,15 @@ class LoggerAddon(AddOnBase):
         """What the libraries of the loggers have opened for this run, by the names of their sinks; on the main rank.
 
         ``trainer.clients["wandb"]`` is the run of wandb, ``["tensorboard"]`` the SummaryWriter, ``["neptune"]`` and
-        ``["trackio"]`` their runs, ``["mlflow"]`` a pair of the MlflowClient and the id of the run. Records are written
-        by another thread, which the client must allow. The dict is empty before and after a run.
+        ``["trackio"]`` their runs, ``["mlflow"]`` a pair of the MlflowClient and the id of the run. MLflow is called by
+        another thread. The dict is empty before and after a run.
         """
-        clients = {worker.sink.name: worker.sink.client for worker in self._workers}
-        return {name: client for name, client in clients.items() if client is not None}
+        return {} if self._group is None else self._group.clients
 
     def _pass(self, call: str, *args: Any, step: int | None) -> None:
         self._open_sinks()
-        for worker in self._workers:
-            worker.call(call, *args, self.progress_checker.step if step is None else step)
+        if self._group is not None:
+            self._group.write(call, *args, self.progress_checker.step if step is None else step)
 
     def on_exception(self, error: BaseException) -> None:
         """Note that the run has failed, for sinks that show it."""
@@ -223,7 +219,8 @@ class LoggerAddon(AddOnBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Wait until the sinks have written what the state counts."""
-        self._wait(flush=True)
+        if self._group is not None:
+            self._group.flush()
         return super().state_dict()
 
     def adapt_state(self, entry: Any) -> Any:
@@ -252,65 +249,55 @@ class LoggerAddon(AddOnBase):
         )
 
     def _open_sinks(self) -> None:
-        """Open all sinks at the same time, and wait at most ``logger_timeout`` seconds."""
-        if self._opened or not self.is_main:
+        """Open the sinks, once for a call of ``run``."""
+        if self._group is not None or not self.is_main:
             return
-        self._opened = True
         self._asked_all = False
         sinks = self.sinks()
         if not self._asked_all:
             raise TypeError(self._name_greedy())
-        if not sinks:
-            return
         continued = self._run_id is not None
-        self._run_id = self._run_id or secrets.token_hex(8)
+        if sinks:
+            self._run_id = self._run_id or secrets.token_hex(8)
         hidden = self._secrets()
         info = RunInfo(
-            id=self._run_id,
+            id=self._run_id or "",
             continued=continued,
             resumed_at=self._resumed_at,
             records=None if self._resumed_at is None else self._records,
             timeout=self.logger_timeout,
             **redact(describe(self), hidden),
         )
-        folder = self.logger_fallback.absolute()
-        self._workers = [
-            SinkWorker(s, info, folder, required=self.logger_required, secrets=hidden, lost=s.name in self._lost)
-            for s in sinks
-        ]
+        self._group = SinkGroup(
+            sinks,
+            info,
+            self.logger_fallback.absolute(),
+            required=self.logger_required,
+            secrets=hidden,
+            failed_names=self._failed_sinks,
+        )
         # A client may draw random numbers, for the name of a folder or the time until a retry.
         with random_state.isolated():
-            for worker in self._workers:
-                worker.start()
-            self._wait()
+            self._group.open()
         self._resumed_at = None
-
-    def _wait(self, flush: bool = False) -> None:
-        deadline = time.monotonic() + self.logger_timeout
-        for worker in self._workers:
-            worker.wait(deadline, flush=flush)
 
     def _close_sinks(self) -> None:
         """Close every sink; raise the first error of a required one, unless the run has failed already."""
-        workers = self._workers
-        self._workers = []
-        self._opened = False
-        failed = self._failed
+        group = self._group
+        self._group = None
+        run_failed = self._failed
         self._failed = False
-        if not workers:
+        if group is None:
             return
-        deadline = time.monotonic() + self.logger_timeout
-        errors = []
-        with random_state.isolated():
-            for worker in workers:
-                try:
-                    worker.close(failed, deadline)
-                except ZaeError as error:
-                    errors.append(error)
-        if not self.logger_required:
-            self._lost |= {worker.sink.name for worker in workers if worker.failed}
-        if errors and not failed:
-            raise errors[0]
+        try:
+            with random_state.isolated():
+                group.close(run_failed)
+        except ZaeError:
+            if not run_failed:
+                raise
+        finally:
+            if not self.logger_required:
+                self._failed_sinks |= group.failed_names
 
     def _secrets(self) -> list[str]:
         """Return texts to remove from messages."""

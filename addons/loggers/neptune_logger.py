@@ -21,6 +21,7 @@ class NeptuneSink(ClientSink):
     """A run of the Neptune client."""
 
     name = "neptune"
+    has_queue = True
     remedy = (
         f"note that Neptune's hosted service has ended: set NEPTUNE_API_TOKEN to one of your own server, log to files "
         f'with {_OFFLINE} (pip install "zae[neptune]"), or take TensorBoardLoggerAddon or JSONLLoggerAddon instead'

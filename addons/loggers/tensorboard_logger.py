@@ -73,6 +73,7 @@ class TensorBoardSink(Sink):
     """Event files in one folder, which is created."""
 
     name = "tensorboard"
+    has_queue = True
     remedy = "free some space, or give another log_dir"
 
     def __init__(self, folder: Path) -> None:

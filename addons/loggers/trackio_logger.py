@@ -17,6 +17,7 @@ class TrackioSink(ClientSink):
     """A run of Trackio."""
 
     name = "trackio"
+    has_queue = True
     remedy = (
         "mend what this says; if it says that no answer came, "
         "check the network and space_id, raise logger_timeout, or leave space_id out, which logs to this machine"

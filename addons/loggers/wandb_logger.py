@@ -30,6 +30,7 @@ class WandBSink(ClientSink):
     """A run of the wandb client."""
 
     name = "wandb"
+    has_queue = True
     remedy = (
         "mend what this says; if it says that no answer came, "
         "check the network and WANDB_BASE_URL, raise logger_timeout, or log to files with "

@@ -1,17 +1,16 @@
-"""Call a sink in a thread, with a deadline, and write its records to a local file when it fails."""
+"""Call sinks so that none of them fails a run or holds it up: a queue with a thread, and a local file for records."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,213 +18,305 @@ from zae.addons.loggers.base import JSONLSink, RunInfo, Sink
 from zae.common.redact import redact
 from zae.errors import LoggerError, ZaeError
 
-__all__ = ["SinkWorker"]
+__all__ = ["SinkGroup"]
 
 _log = logging.getLogger("zae")
 _NOISE = re.compile(r"(?:\x1b\[[0-9;]*m|[\x00-\x1f\x7f\s])+")
 _LONGEST = 400
 
 
-class SinkWorker:
-    """Call one sink in its own thread, and write its records to a local file when it fails.
+@dataclass(frozen=True)
+class Call:
+    """A call of one method of a sink, and when it was submitted, in seconds since 1970."""
 
-    A call that raises, or that does not return before a deadline, causes one warning. From then on every record goes to
-    the local file, starting with the first that the sink has not confirmed; the sink is not called again.
+    sink: GuardedSink
+    name: str
+    arguments: tuple[Any, ...]
+    submitted_at: float
+
+
+class CallQueue:
+    """Make the calls of all sinks in one thread, in their order.
+
+    A call that does not return while the run waits for it makes its sink fail, and another thread makes the rest.
     """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.lock = threading.Condition()  # It protects the calls, and whether a sink has failed.
+        self._calls: deque[Call] = deque()  # The first one is being made.
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: Call) -> None:
+        """Append a call, without waiting."""
+        with self.lock:
+            self._calls.append(call)
+            if self._thread is None:
+                self._start_thread()
+            self.lock.notify_all()
+
+    def wait(self) -> None:
+        """Wait until all calls have returned, or their sinks have failed."""
+        with self.lock:
+            while not self.lock.wait_for(lambda: not self._calls, self.timeout):
+                call = self._calls[0]
+                self._thread = None
+                call.sink.fail(f"its {call.name}() has not returned within {self.timeout:g} s", is_blocked=True)
+                if self._calls:
+                    self._start_thread()
+
+    def remove(self, sink: GuardedSink) -> list[Call]:
+        """Remove the calls of a sink, and return them."""
+        removed = [call for call in self._calls if call.sink is sink]
+        self._calls = deque(call for call in self._calls if call.sink is not sink)
+        self.lock.notify_all()
+        return removed
+
+    def end(self) -> None:
+        """End the thread, unless a call blocks it."""
+        with self.lock:
+            thread = self._thread
+            self._thread = None
+            self.lock.notify_all()
+        if thread is not None:
+            thread.join(self.timeout)
+
+    def _start_thread(self) -> None:
+        # A daemon: a client that blocks forever does not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name="zae-loggers", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        thread = threading.current_thread()
+        while True:
+            with self.lock:
+                self.lock.wait_for(lambda: self._calls or self._thread is not thread)
+                if self._thread is not thread:  # The queue has ended, or another thread makes the rest.
+                    return
+                call = self._calls[0]
+            call.sink.make(call)
+            with self.lock:
+                if self._thread is thread and self._calls and self._calls[0] is call:
+                    self._calls.popleft()
+                self.lock.notify_all()
+
+
+class GuardedSink:
+    """A sink whose failure costs one warning, and no record: from then on they go to a local file."""
 
     def __init__(
         self,
         sink: Sink,
         info: RunInfo,
         folder: Path,
-        *,
-        required: bool = False,
-        secrets: Iterable[str] = (),
-        lost: bool = False,
+        queue: CallQueue,
+        required: bool,
+        secrets: Iterable[str],
+        has_failed: bool,
     ) -> None:
         self.sink = sink
         self.info = info
         self.path = folder / f"{sink.name}-{info.id}.jsonl"
-        self._required, self._secrets = required, tuple(secrets)
-        self._change = threading.Condition()  # Its lock protects everything below.
-        self._calls: deque[tuple[str, tuple[Any, ...], float]] = deque()  # Pending, each with its time.
-        self._given_up = lost
-        self._closed = False
-        self._process = os.getpid()
-        self._thread: threading.Thread | None = None
-        self._blocked = False  # Whether a call has exceeded its deadline and not returned.
-        self._left = False  # Whether the worker was closed during such a call.
-        self._ended = threading.Event()
+        self.has_failed = has_failed
+        self._queue = queue
+        self._required = required
+        self._secrets = tuple(secrets)
+        self._has_begun = False  # Whether the client may have to be closed.
+        self._is_blocked = False
         self._error: ZaeError | None = None
         self._local: JSONLSink | None = None
         self._kept = 0
         self._dropped = 0
 
-    @property
-    def failed(self) -> bool:
-        """Whether the sink has failed."""
-        return self._given_up
-
-    def start(self) -> None:
-        """Import the sink's client and begin to open it; `wait` waits for that."""
-        atexit.register(self.close, False)
-        if self._given_up:
+    def open(self) -> None:
+        """Import the client, and submit that it is opened; ``queue.wait`` waits for that."""
+        if self.has_failed:
             return
         try:
             self.sink.load()
         except Exception as error:
-            self._fail(error)
-            return
-        self._calls.append(("open", (self.info,), time.time()))
-        # A daemon: a client that blocks forever does not keep the process from ending.
-        self._thread = threading.Thread(target=self._work, name=f"zae-{self.sink.name}", daemon=True)
-        self._thread.start()
+            self.fail(self._in_words(error), error)
+        else:
+            self._has_begun = True
+            self.submit("open", self.info)
 
-    def write(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Submit one record, without waiting, unless the sink is required; ``metrics`` must not change afterwards."""
-        self.call("write", metrics, step)
+    def write(self, name: str, *arguments: Any) -> None:
+        """Call a method whose name begins with "write"; the arguments must not change afterwards."""
+        if self.sink.has_queue and not self.has_failed:
+            self.make(Call(self, name, arguments, time.time()))
+        else:
+            self.submit(name, *arguments)
+            if self._required:
+                self._queue.wait()
+        self.raise_error()
 
-    def call(self, name: str, *args: Any) -> None:
-        """Submit a call of a method whose name begins with "write"; see `write`."""
-        self._submit(name, *args)
-        if self._required:
-            self.wait()
+    def submit(self, name: str, *arguments: Any) -> None:
+        """Submit a call; where the sink has failed, a record goes to the local file."""
+        call = Call(self, name, arguments, time.time())
+        with self._queue.lock:
+            if not self.has_failed:
+                self._queue.submit(call)
+            elif name.startswith("write"):
+                self._keep(call)
 
-    def wait(self, deadline: float | None = None, *, flush: bool = False) -> None:
-        """Wait until the sink has finished every call, at most until a deadline, after which it has failed.
+    def make(self, call: Call) -> None:
+        """Make a call; an exception makes the sink fail."""
+        self.sink.logged_at = call.submitted_at
+        try:
+            getattr(self.sink, call.name)(*call.arguments)
+        except (Exception, SystemExit) as error:
+            self.fail(self._in_words(error), error if call.name == "open" else None, call)
 
-        The deadline is a value of ``time.monotonic``, by default ``info.timeout`` seconds from now. Raise LoggerError
-        if a required sink has failed.
-        """
-        if flush:
-            self._submit("flush")
-        deadline = time.monotonic() + self.info.timeout if deadline is None else deadline
-        with self._change:
-            self._change.wait_for(lambda: not self._calls or self._given_up, max(0.0, deadline - time.monotonic()))
-            if self._calls and not self._given_up:
-                self._blocked = True
-                self._give_up(f"its {self._calls[0][0]}() has not returned within {self.info.timeout:g} s")
-            error = self._error
-            self._error = None
+    def raise_error(self) -> None:
+        """Raise the error of a required sink that has failed, or what the user must mend, once."""
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
-    def close(self, failed: bool, deadline: float | None = None) -> None:
-        """Close the sink, and log how many records are in the local file; ``failed`` says how the run has ended.
+    def begin_close(self, run_failed: bool) -> None:
+        """Submit that the client is closed, also after an exception of it."""
+        if self.has_failed and self._has_begun and not self._is_blocked:
+            self._queue.submit(Call(self, "close", (True,), time.time()))
+        self.submit("close", run_failed)
 
-        Raise LoggerError if a required sink has failed since the last call.
+    def report(self) -> None:
+        """Close the local file, and log how many records it has."""
+        if self._local is not None:
+            self._local.close(False)
+        if self._kept or self._dropped:
+            lost = f"; {self._dropped} more could not be written" if self._dropped else ""
+            _log.warning("%d records of %s were kept in %s%s", self._kept, self.sink.name, self.path, lost)
+
+    def fail(
+        self,
+        reason: str,
+        error: BaseException | None = None,
+        call: Call | None = None,
+        is_blocked: bool = False,
+    ) -> None:
+        """Warn once, and write the records that the sink has not confirmed to the local file.
+
+        A ZaeError of ``load`` and ``open`` is a mistake of the user, and is raised.
         """
-        if self._closed or self._process != os.getpid():  # A forked process has no such thread.
-            return
-        self._closed = True
-        atexit.unregister(self.close)
-        deadline = time.monotonic() + self.info.timeout if deadline is None else deadline
-        self._submit("close", failed)
-        try:
-            self.wait(deadline)
-        finally:
-            with self._change:
-                self._left = self._blocked
-            self._ended.set()
-            if self._thread is not None and not self._left:
-                self._thread.join(max(0.0, deadline - time.monotonic()))
-            self._report()
-
-    def _submit(self, name: str, *args: Any) -> None:
-        with self._change:
-            if not self._given_up:
-                self._calls.append((name, args, time.time()))
-                self._change.notify_all()
-            elif name.startswith("write"):
-                self._keep(time.time(), name, *args)
-
-    def _work(self) -> None:
-        """Make the calls in their order, until the sink is closed or has failed."""
-        while (call := self._next()) is not None:
-            name, args, self.sink.logged_at = call
-            try:
-                getattr(self.sink, name)(*args)
-            except BaseException as error:
-                self._fail(error, beginning=name == "open")
-            if self._is_done() and name == "close":
+        with self._queue.lock:
+            if self.has_failed:
                 return
-        with self._change:
-            self._blocked = False
-        # The sink is closed when the worker is, not now: a client may draw from the random streams of training. A call
-        # that returns after that stays as it is, because another run may have begun.
-        self._ended.wait()
-        if not self._left:
-            with contextlib.suppress(BaseException):
-                self.sink.close(True)
-
-    def _next(self) -> tuple[str, tuple[Any, ...], float] | None:
-        """Wait for a call; return None when the sink has failed."""
-        with self._change:
-            self._change.wait_for(lambda: self._calls or self._given_up)
-            return None if self._given_up else self._calls[0]
-
-    def _is_done(self) -> bool:
-        """Remove the call that has returned, unless the sink has failed in the meantime."""
-        with self._change:
-            if not self._given_up:
-                self._calls.popleft()
-                self._change.notify_all()
-            return not self._given_up
-
-    def _fail(self, error: BaseException, beginning: bool = True) -> None:
-        """Fail by an exception; a ZaeError of ``open`` is a mistake of the user, and is raised."""
-        self._give_up(self._in_words(error), error if beginning and isinstance(error, ZaeError) else None)
-
-    def _give_up(self, reason: str, error: ZaeError | None = None) -> None:
-        """Warn once, and write the pending records to the local file."""
-        with self._change:
-            if self._given_up:
+            self.has_failed = True
+            self._is_blocked = is_blocked
+            unconfirmed = self._queue.remove(self)
+            if call is not None and call not in unconfirmed:  # It was made directly.
+                unconfirmed.append(call)
+            name, remedy = self.sink.name, self.sink.remedy
+            if isinstance(error, ZaeError):
+                self._error = error
                 return
-            self._given_up = True
-            name = self.sink.name
-            remedy = self.sink.remedy
-            if error is not None or self._required:
-                self._error = error or LoggerError(
+            if self._required:
+                self._error = LoggerError(
                     f"the logger {name} failed: {reason}; {remedy}; or give logger_required=False, which keeps the "
                     "records in a local file and trains on"
                 )
-            else:
-                text = "the logger %s failed: %s. Training continues, and its records go to %s. To fix it, %s"
-                _log.warning(text, name, reason, self.path, remedy)
-                for call, args, at in self._calls:
-                    if call.startswith("write"):
-                        self._keep(at, call, *args)
-            self._calls.clear()
-            self._change.notify_all()
+                return
+            text = "the logger %s failed: %s. Training continues, and its records go to %s. To fix it, %s"
+            _log.warning(text, name, reason, self.path, remedy)
+            for each in unconfirmed:
+                if each.name.startswith("write"):
+                    self._keep(each)
 
-    def _keep(self, at: float, call: str, *args: Any) -> None:
+    def _keep(self, call: Call) -> None:
         """Write one record, image or histogram to the local file."""
-        if self._required or self._dropped:
+        if self._required:
+            return
+        if self._dropped:
             self._dropped += 1
             return
         try:
             if self._local is None:
                 self._local = JSONLSink(self.path)
                 self._local.open(replace(self.info, continued=True, records=None))
-            self._local.logged_at = at
-            getattr(self._local, call)(*args)
+            self._local.logged_at = call.submitted_at
+            getattr(self._local, call.name)(*call.arguments)
             self._kept += 1
         except Exception as error:
             self._dropped = 1
             _log.warning("the records of %s cannot be kept in %s: %s", self.sink.name, self.path, self._in_words(error))
 
-    def _report(self) -> None:
-        """Close the local file, and log how many records it has."""
-        with self._change:
-            if self._local is not None:
-                self._local.close(False)
-            lost = f"; {self._dropped} more could not be written" if self._dropped else ""
-            if self._given_up and not self._required and (self._kept or self._dropped):
-                _log.warning("%d records of %s were kept in %s%s", self._kept, self.sink.name, self.path, lost)
-            self._kept = 0
-            self._dropped = 0
-
     def _in_words(self, error: BaseException) -> str:
         """Return an exception as one line, without colours and secrets."""
         text = redact(_NOISE.sub(" ", str(error)).strip(), self._secrets)
         return f"{type(error).__name__}: {text[:_LONGEST]}" if text else type(error).__name__
+
+
+class SinkGroup:
+    """The sinks of a run: open all, write each record to all, and close all, also as the process ends."""
+
+    def __init__(
+        self,
+        sinks: Iterable[Sink],
+        info: RunInfo,
+        folder: Path,
+        *,
+        required: bool = False,
+        secrets: Iterable[str] = (),
+        failed_names: Collection[str] = (),
+    ) -> None:
+        self._queue = CallQueue(info.timeout)
+        self._process = os.getpid()
+        self._is_closed = False
+        self.sinks = [
+            GuardedSink(sink, info, folder, self._queue, required, secrets, sink.name in failed_names) for sink in sinks
+        ]
+
+    def open(self) -> None:
+        """Open all sinks; raise the error of a required one, and a mistake of the user."""
+        atexit.register(self._close_at_exit)
+        for sink in self.sinks:
+            sink.open()
+        self._wait()
+
+    def write(self, name: str, *arguments: Any) -> None:
+        """Write a record, an image or a histogram to each sink."""
+        for sink in self.sinks:
+            sink.write(name, *arguments)
+
+    def flush(self) -> None:
+        """Wait until all sinks have written what they were given."""
+        for sink in self.sinks:
+            sink.submit("flush")
+        self._wait()
+
+    def close(self, run_failed: bool) -> None:
+        """Close all sinks; raise the first error of a required one."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self._close_at_exit)
+        for sink in self.sinks:
+            sink.begin_close(run_failed)
+        self._queue.wait()
+        self._queue.end()
+        for sink in self.sinks:
+            sink.report()
+        self._raise_first()
+
+    @property
+    def failed_names(self) -> set[str]:
+        return {sink.sink.name for sink in self.sinks if sink.has_failed}
+
+    @property
+    def clients(self) -> dict[str, Any]:
+        """What the libraries have opened, by the names of the sinks."""
+        clients = {sink.sink.name: sink.sink.client for sink in self.sinks}
+        return {name: client for name, client in clients.items() if client is not None}
+
+    def _wait(self) -> None:
+        self._queue.wait()
+        self._raise_first()
+
+    def _raise_first(self) -> None:
+        for sink in self.sinks:
+            sink.raise_error()
+
+    def _close_at_exit(self) -> None:
+        if self._process == os.getpid():  # A forked process has no such thread.
+            self.close(False)

@@ -104,7 +104,7 @@ def fixed(**options: Any) -> Options:
 
 def logger(add_on: type[AddOnBase], options: Options, *packages: str) -> Entry:
     """A logger: its clients do nothing here, what they write is in the tests of each."""
-    opened = ("_workers", "_opened", "_failed", "_resumed_at", "_run_id")
+    opened = ("_group", "_failed", "_resumed_at", "_run_id")
     return Entry(add_on, options, options, {}, packages, stateful=True, name="LoggerAddon", transient=opened,
                  comparable=lambda own: own["records"])  # fmt: skip
 

@@ -65,7 +65,7 @@ def test_fault_the_weights_are_those_without_a_logger(caplog, sink):
     assert digest(trainer) == expected
     getattr(sink, "free", threading.Event()).set()
     for thread in threading.enumerate():
-        if thread.name == "zae-list":
+        if thread.name == "zae-loggers":
             thread.join(120)  # One that comes back now draws nothing either.
             assert not thread.is_alive()
     assert torch.equal(torch.rand(1), after)
@@ -161,7 +161,7 @@ def test_only_the_main_rank_logs():
     trainer = build(ListLoggerAddon, SecondRankAddon)
     trainer.run(2, loader(), loader(1))
     assert not ListLoggerAddon.sink.calls
-    assert not trainer._workers
+    assert trainer._group is None
 
 
 def test_one_run_in_two_calls():
@@ -175,7 +175,7 @@ def test_one_run_in_two_calls():
     assert (first.id, first.continued, first.resumed_at, first.records) == (second.id, False, None, None)
     assert (second.continued, second.resumed_at, second.records) == (True, None, None)
     assert calls[1] == ("close", False)
-    assert not [t for t in threading.enumerate() if t.name == "zae-list" and (t.join(120) or t.is_alive())]
+    assert not [t for t in threading.enumerate() if t.name == "zae-loggers" and (t.join(120) or t.is_alive())]
 
 
 def test_a_failed_run_is_told():
@@ -301,9 +301,9 @@ def test_a_trainer_with_open_sinks_travels():
     ListLoggerAddon.sink = ListSink()
     trainer = build(ListLoggerAddon, task=Copying)
     trainer.run(1, loader())
-    assert trainer.twin._workers == []
+    assert trainer.twin._group is None
     assert digest(trainer.twin) == digest(trainer)
-    assert pickle.loads(pickle.dumps(listing()))._workers == []
+    assert pickle.loads(pickle.dumps(listing()))._group is None
 
 
 # --------------------------------------------------------------------------------------------- options and composition

@@ -130,7 +130,7 @@ def test_a_server_that_is_not_there_is_a_warning(caplog, monkeypatch):
     assert "the logger mlflow failed" in warned(caplog)[0]
     state = random.getstate()
     for thread in threading.enumerate():
-        if thread.name == "zae-mlflow":
+        if thread.name == "zae-loggers":
             thread.join(120)
             assert not thread.is_alive()
     assert random.getstate() == state

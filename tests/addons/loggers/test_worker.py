@@ -1,20 +1,19 @@
-"""A sink that raises or blocks costs neither records nor time."""
+"""A sink that raises or blocks costs neither records nor time, nor the other sinks anything."""
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kit.faults import wait_for
 from kit.loggers import ListSink, forked, lines, warned
 from zae import ConfigError, LoggerError, ZaeError
 from zae.addons.loggers.base import RunInfo
-from zae.addons.loggers.worker import SinkWorker
+from zae.addons.loggers.worker import SinkGroup
 
 FOLDER = Path("zae-offline")
 FILE = FOLDER / "list-r1.jsonl"
@@ -67,52 +66,56 @@ class Raising(ListSink):
         setattr(self, method, fail)
 
 
-def guarded(sink, timeout=120.0, **options):
-    """A worker that has begun."""
-    worker = SinkWorker(sink, RunInfo("r1", timeout=timeout), FOLDER, **options)
-    worker.start()
-    return worker
+class Direct(ListSink):
+    """Of a client with a queue of its own."""
+
+    name = "direct"
+    has_queue = True
 
 
-def hurry(worker, method):
+def group_of(*sinks, timeout=120.0, **options):
+    """The sinks of a run, which are not open yet."""
+    return SinkGroup(sinks, RunInfo("r1", timeout=timeout), FOLDER, **options)
+
+
+def hurry(group, method):
     """Give the call that is to block, and it alone, a time limit that is soon over."""
-    if getattr(worker.sink, "method", "") == method:
+    (sink,) = group.sinks
+    if getattr(sink.sink, "method", "") == method:
         if method == "write":
-            assert worker.sink.reached.wait(120)
-        elif method != "open":
-            worker.wait()
-        worker.info = replace(worker.info, timeout=0.3)
+            assert sink.sink.reached.wait(120)
+        group._queue.timeout = 0.3
 
 
-def drive(worker, count=10, waits=1):
-    """Open, write, wait so often for what was written, and close; return the seconds that took."""
+def drive(group, count=10, flushes=1):
+    """Open, write, flush so often, and close; return the seconds that took."""
     begin = time.monotonic()
-    hurry(worker, "open")
-    worker.wait()
+    hurry(group, "open")
+    group.open()
     for step in range(1, count + 1):
-        worker.write({"x": step / 2}, step)
-    hurry(worker, "write")
-    hurry(worker, "flush")
-    for _ in range(waits):
-        worker.wait(flush=True)
-    hurry(worker, "close")
-    worker.close(False)
+        group.write("write", {"x": step / 2}, step)
+    hurry(group, "write")
+    hurry(group, "flush")
+    for _ in range(flushes):
+        group.flush()
+    hurry(group, "close")
+    group.close(False)
     return time.monotonic() - begin
 
 
 def test_calls_arrive_in_order():
     sink = ListSink()
-    drive(guarded(sink), 3)
+    drive(group_of(sink), 3)
     assert [call[0] for call in sink.calls] == ["open", "write", "write", "write", "flush", "close"]
     assert not FOLDER.exists()
-    assert not [t for t in threading.enumerate() if t.name == "zae-list" and (t.join(120) or t.is_alive())]
+    assert not [t for t in threading.enumerate() if t.name == "zae-loggers" and (t.join(120) or t.is_alive())]
 
 
 @pytest.mark.parametrize("at", [0, 6, 9])
 def test_fault_a_write_that_raises(caplog, at):
     """One warning with reason and remedy, every record kept, and their number told once, at the end."""
     sink = Raising("write", ValueError("bad\n  \x1b[31mnews\x1b[0m"), at)
-    drive(guarded(sink))
+    drive(group_of(sink))
     failed, told = warned(caplog)
     assert "the logger list failed: ValueError: bad news" in failed
     assert str(FILE) in failed
@@ -129,7 +132,7 @@ def test_fault_a_write_that_raises(caplog, at):
 )
 def test_fault_a_sink_that_cannot_be_opened(caplog, method, error):
     sink = Raising(method, error)
-    drive(guarded(sink))
+    drive(group_of(sink))
     assert len(warned(caplog)) == 2
     assert str(error) in warned(caplog)[0]
     assert [row["step"] for row in lines(FILE)] == list(range(1, 11))
@@ -141,7 +144,7 @@ def test_fault_a_sink_that_cannot_be_opened(caplog, method, error):
 def test_fault_a_sink_that_blocks(caplog, method, at, kept):
     """It costs its time limit once, not at every call."""
     sink = Blocking(method, at)
-    took = drive(guarded(sink), waits=100)
+    took = drive(group_of(sink), flushes=100)
     assert 0.25 < took < 15
     assert f"its {method}() has not returned within 0.3 s" in warned(caplog)[0]
     assert len(warned(caplog)) == 1 + bool(kept)
@@ -151,7 +154,7 @@ def test_fault_a_sink_that_blocks(caplog, method, at, kept):
 
 def test_fault_a_close_that_blocks(caplog):
     sink = Blocking("close")
-    assert drive(guarded(sink)) < 100
+    assert drive(group_of(sink)) < 100
     assert "its close() has not returned" in warned(caplog)[0]
     assert len(warned(caplog)) == 1
     assert len(sink.rows) == 10
@@ -161,82 +164,105 @@ def test_fault_a_close_that_blocks(caplog):
 def test_a_slow_sink_is_no_failed_one(caplog):
     """Training does not wait while a record is written, whose limit begins when somebody waits for it."""
     sink = Blocking("write")
-    worker = guarded(sink)
-    worker.wait()
+    group = group_of(sink)
+    group.open()
     for step in range(20):
-        worker.write({}, step)
+        group.write("write", {}, step)
     assert sink.rows == []
     sink.free.set()
-    worker.close(False)
+    group.close(False)
     assert len(sink.rows) == 20
     assert not warned(caplog)
 
 
-def test_what_a_late_client_opens_is_closed_again():
-    sink = Blocking("open")
-    worker = guarded(sink, timeout=0.3)
-    worker.wait()
-    worker.write({"x": 1}, 1)
-    sink.free.set()
-    wait_for(lambda: not worker._blocked)
-    assert [call[0] for call in sink.calls] == ["open"]  # closing may draw random numbers: not while training runs
-    worker.info = replace(worker.info, timeout=120.0)
-    worker.close(False)
-    assert [call[0] for call in sink.calls] == ["open", "close"]
-    assert [row["step"] for row in lines(FILE)] == [1]
+@pytest.mark.parametrize("method", ["open", "write", "flush", "close"])
+def test_fault_a_sink_that_blocks_holds_up_no_other_one(caplog, method):
+    """Another thread makes the calls of the others; a client with a queue of its own has each record at once."""
+    blocking, other, direct = Blocking(method), ListSink(), Direct()
+    group = group_of(blocking, other, direct, timeout=0.3)
+    group.open()
+    for step in range(1, 4):
+        group.write("write", {"x": step}, step)
+        assert [at for _, at in direct.rows] == [*range(1, step + 1)]
+    group.flush()
+    group.close(False)
+    for sink in (other, direct):
+        assert [call[0] for call in sink.calls] == ["open", "write", "write", "write", "flush", "close"]
+    assert f"its {method}() has not returned within 0.3 s" in warned(caplog)[0]
+    blocking.free.set()
+
+
+def test_fault_a_direct_write_that_raises(caplog):
+    """Training goes on, and the record that was refused is the first one in the local file."""
+
+    class Refusing(Direct):
+        def write(self, metrics, step):
+            if step == 3:
+                raise SystemExit(3)
+            super().write(metrics, step)
+
+    sink = Refusing()
+    drive(group_of(sink), 5)
+    assert [step for _, step in sink.rows] == [1, 2]
+    assert [row["step"] for row in lines(FOLDER / "direct-r1.jsonl")] == [3, 4, 5]
+    assert len(warned(caplog)) == 2
 
 
 @pytest.mark.parametrize("method", ["open", "write"])
-def test_fault_what_comes_back_after_the_end_is_left_as_it_is(method):
-    """Closing may draw random numbers, and the next run may be training by then."""
+def test_fault_what_comes_back_late_is_left_as_it_is(method):
+    """Closing may draw random numbers, and the run, or the next one, may be training by then."""
     sink = Blocking(method)
-    worker = guarded(sink)
-    drive(worker, 2)
+    group = group_of(sink)
+    drive(group, 2)
+    before = threading.active_count()
     sink.free.set()
-    worker._thread.join(120)
-    assert not worker._thread.is_alive()
+    while threading.active_count() == before:
+        time.sleep(0.01)
     assert [call[0] for call in sink.calls] == ["open", "write"][: 1 + (method == "write")]
 
 
 @pytest.mark.parametrize("make", [lambda: Raising("open", OSError("no route")), lambda: Blocking("open")])
 def test_fault_required_raises_instead(caplog, make):
     sink = make()
-    worker = guarded(sink, required=True, timeout=0.3 if isinstance(sink, Blocking) else 120.0)
+    group = group_of(sink, required=True, timeout=0.3 if isinstance(sink, Blocking) else 120.0)
     with pytest.raises(LoggerError, match="logger_required=False") as caught:
-        worker.wait()
+        group.open()
     assert isinstance(caught.value, ZaeError)
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None  # the client's own error, with what it was given, is not shown
-    worker.write({"x": 1}, 1)
-    worker.close(True)
+    group.write("write", {"x": 1}, 1)
+    group.close(True)
     assert not warned(caplog)
     assert not FOLDER.exists()
     getattr(sink, "free", threading.Event()).set()
 
 
-def test_fault_required_raises_at_the_record(caplog):
-    worker = guarded(Raising("write", ValueError("bad"), at=6), required=True)
-    worker.wait()
+@pytest.mark.parametrize("has_queue", [False, True])
+def test_fault_required_raises_at_the_record(caplog, has_queue):
+    sink = Raising("write", ValueError("bad"), at=6)
+    sink.has_queue = has_queue
+    group = group_of(sink, required=True)
+    group.open()
     for step in range(1, 7):
-        worker.write({"x": 1}, step)
+        group.write("write", {"x": 1}, step)
     with pytest.raises(LoggerError, match="list failed: ValueError: bad"):
-        worker.write({"x": 1}, 7)
-    worker.close(True)
+        group.write("write", {"x": 1}, 7)
+    group.close(True)
 
 
 @pytest.mark.parametrize("method", ["load", "open"])
 def test_what_the_user_must_mend_is_raised(caplog, method):
-    worker = guarded(Raising(method, ConfigError("write it so")))
+    group = group_of(Raising(method, ConfigError("write it so")))
     with pytest.raises(ConfigError, match="write it so"):
-        worker.wait()
-    worker.close(True)
+        group.open()
+    group.close(True)
     assert not warned(caplog)
 
 
 def test_the_local_file_fails_too(caplog):
     """Training continues even then, and the end says how much is lost."""
     FOLDER.write_text("a file")
-    drive(guarded(Raising("write", OSError("no route"))))
+    drive(group_of(Raising("write", OSError("no route"))))
     failed, second, told = warned(caplog)
     assert "no route" in failed
     assert "cannot be kept" in second
@@ -246,38 +272,53 @@ def test_the_local_file_fails_too(caplog):
 def test_no_secret_in_a_warning(caplog, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary-environment")
     error = ValueError("bad canary-given, canary-environment, https://me:canary@host, api_key=canary1")
-    drive(guarded(Raising("open", error), secrets=["canary-given"]))
+    drive(group_of(Raising("open", error), secrets=["canary-given"]))
     text = " ".join(warned(caplog))
     assert "canary" not in text
     assert "bad ***, ***, https://***@host, api_key=***" in text
 
 
 def test_a_long_reason_is_cut(caplog):
-    drive(guarded(Raising("open", ValueError("x" * 10_000))))
+    drive(group_of(Raising("open", ValueError("x" * 10_000))))
     assert len(warned(caplog)[0]) < 1000
 
 
 def test_a_forked_process_leaves_it_alone(caplog):
     sink = ListSink()
-    worker = guarded(sink)
-    worker.wait()
-
-    def child():
-        begin = time.monotonic()
-        worker.close(False)
-        assert time.monotonic() - begin < 100
-
-    assert forked(child) == 0
-    worker.write({"x": 1}, 1)
-    worker.close(False)
+    group = group_of(sink)
+    group.open()
+    begin = time.monotonic()
+    assert forked(group._close_at_exit) == 0
+    assert time.monotonic() - begin < 100
+    group.write("write", {"x": 1}, 1)
+    group.close(False)
     assert len(sink.rows) == 1
-    assert worker._process == os.getpid()
+
+
+def test_an_exit_writes_what_is_pending(tmp_path):
+    """Of a script that never closes its trainer."""
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from zae.addons.loggers.base import RunInfo, Sink\n"
+        "from zae.addons.loggers.worker import SinkGroup\n"
+        "class Slow(Sink):\n"
+        "    def write(self, metrics, step):\n"
+        "        time.sleep(0.05); print('write', step, flush=True)\n"
+        "    def close(self, failed):\n"
+        "        print('close', failed, flush=True)\n"
+        "group = SinkGroup([Slow()], RunInfo('r1', timeout=60), Path('offline'))\n"
+        "group.open()\n"
+        "for step in range(5): group.write('write', {}, step)\n"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines() == [*(f"write {step}" for step in range(5)), "close False"]
 
 
 def test_closing_twice_is_once():
     sink = ListSink()
-    worker = guarded(sink)
-    worker.close(True)
-    worker.close(False)
+    group = group_of(sink)
+    group.open()
+    group.close(True)
+    group.close(False)
     assert sink.calls[-1] == ("close", True)
     assert len(sink.calls) == 2
