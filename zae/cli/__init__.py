@@ -30,7 +30,6 @@ _COMMANDS = {
     "report": "write a page with curves, options and checkpoints of one run or several",
     "consolidate": "write the weights of a checkpoint, sharded or not, as one file",
     "diff": "name the first step and stage at which two runs differ",
-    "addons": "list the installed add-ons, or describe one",
 }
 COMMANDS = {name: line for name, line in _COMMANDS.items() if importlib.util.find_spec(f"zae.cli.{name}") is not None}
 """Each command that is there, with its line in the help."""
