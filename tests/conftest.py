@@ -54,7 +54,7 @@ LONGEST = ("any_script", "emulated_cuda", "certify", "gpu_checks", "distributed"
            "gallery", "state_manager", "torch_private", "frozen", "loading", "stop_signals", "readme", "addon_examples",
            "fault_signals", "loader_state", "class_identity", "foreign_names", "resume_scripts", "seed_transformers",
            "unsaved_elsewhere", "ledger", "gather", "huggingface", "optimizer_state", "from_arguments", "jsonl_logger",
-           "callbacks_ranks", "launch", "mpu_data", "papers", "trainer_runs", "start_from",
+           "callbacks_ranks", "mpu_data", "papers", "trainer_runs", "start_from",
            "stopped_ranks")  # fmt: skip
 """The files that take more than five seconds of a processor, the longest first."""
 

@@ -62,7 +62,7 @@ def test_a_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "usage: python -m zae" in capsys.readouterr().err
     for command, words in {
-        "launch script.py --lr 3": "unknown arguments: --lr 3; arguments for the script go after --",
+        "consolidate a b --lr 3": "unknown arguments: --lr 3\n",
         "consolidate": "are required: path, out\n",
         "doctor --jsn": "usage: python -m zae doctor",
     }.items():

@@ -180,7 +180,6 @@ SCRIPT = """
 """
 
 LAUNCHERS = {
-    "zae": "-m zae launch -n 2 script.py -- {}",
     "torchrun": "-m torch.distributed.run --standalone --nproc_per_node 2 script.py {}",
     "accelerate": "-m accelerate.commands.accelerate_cli launch --num_processes 2 --num_machines 1 "
     "--mixed_precision no --dynamo_backend no --multi_gpu script.py {}",
@@ -189,7 +188,7 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize(
     ("launcher", "workers", "count"),
-    [("zae", 2, 1), *(pytest.param(name, workers, 20, marks=MANY) for name in LAUNCHERS for workers in (0, 2))],
+    [("torchrun", 2, 1), *(pytest.param(name, workers, 20, marks=MANY) for name in LAUNCHERS for workers in (0, 2))],
 )
 def test_a_launcher_is_told_to_end(launcher: str, workers: int, count: int) -> None:
     """The launcher alone, or it and all processes below it, in turn; then the script is started again."""

@@ -25,7 +25,6 @@ __all__ = ["COMMANDS", "Answer", "main"]
 _COMMANDS = {
     "doctor": "examine this machine, or the checkpoints of a run, and say what to do about what is wrong",
     "certify": "find out whether a training script resumes to the same run, whatever its trainer",
-    "launch": "start the ranks of a script by torchrun, or print a job of SLURM that does",
     "plot": "draw curves of one run or several in the terminal",
     "report": "write a page with curves, options and checkpoints of one run or several",
     "consolidate": "write the weights of a checkpoint, sharded or not, as one file",
@@ -34,7 +33,6 @@ _COMMANDS = {
 COMMANDS = {name: line for name, line in _COMMANDS.items() if importlib.util.find_spec(f"zae.cli.{name}") is not None}
 """Each command that is there, with its line in the help."""
 
-_SCRIPT = ("launch",)  # What takes arguments for a script.
 _STATUS = """\
 exit status:
   0  nothing wrong was found
@@ -65,14 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name is not None and name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or "."
         parser.error(f"there is no command {name!r}{hint} Commands: {', '.join(COMMANDS)}")
-    # Python 3.11 gives what follows -- to no positional once options stand behind the script.
-    end = given.index("--") if name in _SCRIPT and "--" in given else len(given)
-    arguments, unknown = parser.parse_known_args(given[:end])
-    if end < len(given):
-        arguments.given = [*arguments.given, *given[end + 1 :]]
+    arguments, unknown = parser.parse_known_args(given)
     if unknown:
-        hint = "; arguments for the script go after --" if name in _SCRIPT else ""
-        commands.choices.get(name or "", parser).error(f"unknown arguments: {' '.join(unknown)}{hint}")
+        commands.choices.get(name or "", parser).error(f"unknown arguments: {' '.join(unknown)}")
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2

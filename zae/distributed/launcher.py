@@ -133,7 +133,7 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
         raise DistributedError(
             f"srun has started {world} tasks, with SLURM_JOB_NODELIST={nodes!r} and SLURM_JOB_ID={job!r}, from which "
             "they cannot tell where to meet; set MASTER_ADDR, MASTER_PORT, RANK=$SLURM_PROCID and "
-            "WORLD_SIZE=$SLURM_NTASKS in each task, or start torchrun by srun: python -m zae launch script.py --slurm"
+            "WORLD_SIZE=$SLURM_NTASKS in each task, or let srun start torchrun on each node"
         )
     step = environment.get("SLURM_STEP_ID", "0")
     port = 20000 + (int(job) + 997 * int(step if step.isdecimal() else 0)) % 40000
