@@ -75,7 +75,7 @@ def test_a_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["consolidate absent out.pt", "diff absent other", "doctor absent",
-                                     "plot absent", "report absent"])  # fmt: skip
+                                     "report absent"])  # fmt: skip
 def test_what_is_absent_is_said_in_a_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit status 2, the name, what to give instead, and nothing on standard output."""
     assert main(command.split()) == 2

@@ -74,7 +74,6 @@ BUILT_ON: dict[str, frozenset[str]] = {
     "cli.consolidate": frozenset({"doctor"}),
     "cli.diff": frozenset({"diff"}),
     "cli.doctor": frozenset({"doctor"}),
-    "cli.plot": frozenset({"report"}),
     "cli.report": frozenset({"report"}),
 }
 """What is built on a tool, or on another feature of addons/, without which it does not work.

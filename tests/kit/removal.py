@@ -27,7 +27,7 @@ LOGGERS = ROOT / "addons" / "loggers"
 
 @cache
 def removable() -> list[str]:
-    """List what can be removed, by the name of its module or package below zae: "addons.ema", "search", "cli.plot"."""
+    """List what can be removed, by the name of its module or package below zae: "addons.ema", "search", "cli.diff"."""
     features = [f"addons.{name}" for name in imports.features()]
     loggers = [f"addons.loggers.{path.stem}" for path in LOGGERS.glob("*_logger.py")]
     commands = [f"cli.{path.stem}" for path in COMMANDS.glob("*.py") if path.stem != "__init__"]

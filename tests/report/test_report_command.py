@@ -109,7 +109,7 @@ def test_a_folder_of_runs_is_not_taken_for_one(
     run = load_run(above, "a")
     assert (next(iter(run.records.series)), run.checkpoints[0]["healthy"]) == ("train/loss", True)
     shutil.copytree(folder / "saved", above / "second")
-    assert main(["plot", str(above)]) == 2
+    assert main(["report", str(above)]) == 2
     said = f"{above} contains 2 runs; give the ones that you mean: {above / 'first'} {above / 'second'}\n"
     assert capsys.readouterr().err == said
     assert main(["doctor", str(above)]) == 1

@@ -25,7 +25,6 @@ __all__ = ["COMMANDS", "Answer", "main"]
 _COMMANDS = {
     "doctor": "examine this machine, or the checkpoints of a run, and say what to do about what is wrong",
     "certify": "find out whether a training script resumes to the same run, whatever its trainer",
-    "plot": "draw curves of one run or several in the terminal",
     "report": "write a page with curves, options and checkpoints of one run or several",
     "consolidate": "write the weights of a checkpoint, sharded or not, as one file",
     "diff": "name the first step and stage at which two runs differ",

@@ -17,8 +17,7 @@ from typing import Any
 
 import zae
 from zae.checkpoint.filesystem import replace_file
-from zae.display.text_plot import Series
-from zae.report.records import THROUGHPUT, Run, metrics_of, split_key
+from zae.report.records import THROUGHPUT, Run, Series, metrics_of, split_key
 from zae.report.sections import SECTIONS, overview, subtitle, text_of
 
 __all__ = ["render", "write"]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zae.display.text_plot import Series
 from zae.errors import ConfigError
 
 __all__ = ["THROUGHPUT", "Records", "Run", "find_log", "metrics_of", "read_log", "split_key"]
@@ -22,6 +21,23 @@ _PLACE = ("step", "epoch", "batch", "unix_time")
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _LAST = ("lr", "grad_norm", THROUGHPUT)
 _LARGEST = 2**53  # Larger steps are not exact as numbers of JavaScript.
+
+
+@dataclass
+class Series:
+    """The values of one metric; steps increase, times are seconds since 1970 or NaN."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    def add(self, step: int, value: float, time: float) -> None:
+        """Append a point; points of this step and of later ones are from before a resume, and are removed."""
+        while self.steps and self.steps[-1] >= step:
+            del self.steps[-1], self.values[-1], self.times[-1]
+        self.steps.append(step)
+        self.values.append(value)
+        self.times.append(time)
 
 
 @dataclass

@@ -10,9 +10,8 @@ from typing import Any
 
 from zae.common.walk import flatten
 from zae.display.text import duration, format_size, number
-from zae.display.text_plot import Series
 from zae.errors import printable
-from zae.report.records import THROUGHPUT, Run, metrics_of, split_key
+from zae.report.records import THROUGHPUT, Run, Series, metrics_of, split_key
 
 __all__ = ["SECTIONS", "make_section", "make_table", "overview", "subtitle", "text_of"]
 

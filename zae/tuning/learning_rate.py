@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import check_count
 from zae.display.text import number
-from zae.display.text_plot import Series, draw
 from zae.errors import ConfigError
 from zae.optim import as_dict
+from zae.tuning.text_plot import draw
 from zae.tuning.trials import trial, trial_loader
 
 if TYPE_CHECKING:
@@ -69,20 +69,16 @@ class RangeTest:
     def __str__(self) -> str:
         if not self.losses:
             return f"learning-rate range test: {self.stopped}"
-        steps = [*range(len(self.losses))]
-        curves = {name: Series(steps, values, []) for name, values in self._curves().items()}
-        plot = draw(curves, 78, 12, ends=self._ends()).splitlines()[: -len(curves)]  # The legend has cut off values.
-        return "\n".join([*plot, self._conclusion()])
+        return "\n".join([*draw(self._curves(), self._ends()), self._conclusion()])
 
     __repr__ = __str__
 
-    def _curves(self) -> dict[str, list[float]]:
+    def _curves(self) -> list[list[float]]:
         """Return the losses and their average, cut off where they are so high that nothing else could be seen."""
         low = min(self.losses)
         first = self.smoothed[0]
         top = first + max(first - low, 0.1 * abs(first))
-        curves = {"each step": self.losses, "smoothed": self.smoothed}
-        return {name: [min(each, top) for each in values] for name, values in curves.items()}
+        return [[min(each, top) for each in values] for values in (self.losses, self.smoothed)]
 
     def _ends(self) -> tuple[str, str]:
         return f"lr {number(self.learning_rates[0], 3)}", f"lr {number(self.learning_rates[-1], 3)}"
