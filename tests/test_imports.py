@@ -203,8 +203,6 @@ def test_optional_packages_are_imported_only_when_they_are_used(path):
         light = (
             "zae.errors",
             "zae.cli",
-            "zae.common.lazy",
-            "zae.script",
             "zae.display.answer",
             "zae.display.text",
         )  # They import the standard library alone.

@@ -40,7 +40,6 @@ RULES: dict[str, frozenset[str]] = {
     "report": CORE,
     "diff": CORE,
     "doctor": CORE,
-    "script": CORE,
     "testing": CORE,
     "certify": CORE,
     "search": CORE,

@@ -10,14 +10,14 @@ from zae.compose.introspect import add_ons_of, kinds_of
 __all__ = ["leave_out"]
 
 
-def leave_out(cls: Any, layers: Container[str] = (), add_ons: Container[Any] = ()) -> Any:
-    """Return a class like this one without its add-ons of these layers, and without these; their methods do nothing.
+def leave_out(cls: Any, layers: Container[str]) -> Any:
+    """Return a class like this one without its add-ons of these layers; their methods do nothing.
 
     A class that derives from such an add-on keeps its own methods: the method resolution order passes by the add-on.
     Other public attributes of the add-on are None.
     """
     present = add_ons_of(cls)
-    left_out = [each for each in present if each.layer in layers or each in add_ons]
+    left_out = [each for each in present if each.layer in layers]
     gone: set[Any] = set()
     for add_on in left_out:
         gone.update(kinds_of(add_on))
