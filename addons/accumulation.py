@@ -117,6 +117,11 @@ class GradientAccumulationAddon(AddOnBase):
     slot = "accumulation"
     step_window: AccumulationWindow
 
+    replicated_options = {
+        "gradient_accumulation_steps": "micro_batches",
+        "global_batch_size": "micro_batches",
+    }
+
     def __init__(
         self, *args: Any, gradient_accumulation_steps: int = 1, global_batch_size: int | None = None, **kwargs: Any
     ) -> None:

@@ -224,6 +224,12 @@ class AMPAddon(AddOnBase):
     precision_part: MixedPrecision
     state_attributes = ("_scaler",)
 
+    replicated_options = {
+        "precision": "forward_context",
+        "loss_scale": "scale_loss",
+        "dtype": "setup",
+    }
+
     def __init__(
         self,
         *args: Any,

@@ -15,10 +15,10 @@ from zae.common import random_state
 from zae.common.null_context import NULL_CONTEXT
 from zae.compose.introspect import AddOnPart
 from zae.data import sharding
-from zae.data.divided import check_same_data, marks_of
 from zae.distributed.collectives import host_group
 from zae.distributed.ranks import NotJoined
 from zae.errors import ConfigError
+from zae.record import between_ranks
 
 __all__ = ["DataShardsAddon"]
 
@@ -60,8 +60,7 @@ class DataShardsAddon(AddOnPart):
             return loader
         shares = [share for known, use, share in self._shared if known is loader and use == training]
         if not shares:
-            if not getattr(loader, "is_sharded", False):
-                check_same_data(self.gather(marks_of(loader)), self.is_main)
+            between_ranks.check_loader(loader, "loader", self.gather)
             ranks = sharding.Ranks(
                 self.engine.dp_rank, self.engine.dp_world_size, self._from_main, self._all_agree, self.gather
             )

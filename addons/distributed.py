@@ -45,6 +45,7 @@ from zae.errors import ConfigError, DistributedError
 from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
 from zae.loop.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
 from zae.parts import Engine
+from zae.record import between_ranks
 
 __all__ = ["DistributedAddon"]
 
@@ -91,6 +92,10 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
     slot = "parallel"
     mesh_dimensions: ClassVar[tuple[str, ...]] = ("replicate",)
     process_attributes = {"_outer_error": None, "_placed": False, "_replaced": {}}
+
+    replicated_options = {
+        "mesh": "setup",
+    }
 
     def __init__(
         self,
@@ -185,6 +190,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
             self.device = self._own_device(dist.get_world_size())
             self._take_engine(dist.get_world_size())
             self.engine.rendezvous("run" if self.current_run.is_call else "evaluate, inference or run_epoch")
+            if self._is_parallel:  # Before any other exchange, which would wait for what a rank does differently.
+                between_ranks.check_begin(self, self.gather, has_whole_model=not self._placed)
             self._begin_streams()
             if self.engine.dp_world_size < self.world_size:  # Ranks with the same batches draw alike.
                 leader = self._mesh().dp_leaders()[self.engine.dp_rank]
@@ -279,6 +286,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
 
     def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Let the optimizers hold the parameters that sharding has put in place of those they were made with."""
+        if self._is_parallel:
+            between_ranks.check_optimizers(optimizers, self.gather)
         super().wrap_optimizers(optimizers)
         self.optimization.tensors_to_clip = shards.local_gradients if self._is_parallel else list
         replaced = self._replaced
@@ -438,6 +447,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         progress = self.progress_checker
         self._stop_flag.requests.clear()
         _check_places(self.gather((progress.epoch, progress.step, progress.epoch_batch)))
+        if self._is_parallel:
+            between_ranks.check_schedules(self.schedulers, self.gather)
         self._drift.begin(progress.step)
         super().on_run_begin()
 

@@ -80,6 +80,12 @@ class EMAAddon(AddOnBase):
     traits = ("copies_weights",)
     state_attributes = ("average", "averaged")
 
+    replicated_options = {
+        "decay": "on_step_end",
+        "averaging": "on_step_end",
+        "average_start": "on_step_end",
+    }
+
     def __init__(
         self,
         *args: Any,

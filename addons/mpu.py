@@ -70,6 +70,10 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
     slot = "parallel.data"
     traits = ("replicates_weights",)
 
+    replicated_options = {
+        "find_unused_parameters": "wrap_model",
+    }
+
     def __init__(
         self,
         *args: Any,

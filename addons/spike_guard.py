@@ -75,6 +75,13 @@ class SpikeGuardAddon(AddOnBase):
     layer = "control"
     state_attributes = ("spikes", "_losses", "_norms", "_in_a_row")
 
+    replicated_options = {
+        "spike_threshold": "should_step",
+        "spike_window": "should_step",
+        "spike_warmup": "should_step",
+        "max_spikes": "should_step",
+    }
+
     def __init__(
         self,
         *args: Any,

@@ -199,6 +199,10 @@ class TensorParallelAddon(DistributedAddon):
         "compiles_model": "compiled code trains divided layers to other weights; leave CompileAddon out",
     }
 
+    replicated_options = {
+        "tensor_plan": "wrap_model",
+    }
+
     def __init__(self, *args: Any, tensor_plan: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tensor_plan = {} if tensor_plan is None else tensor_plan

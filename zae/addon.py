@@ -55,6 +55,9 @@ class AddOnBase(Trainer):
         values of rank 0, and warns, unless the add-on overrides ``merge_ranks``.
     process_attributes : dict of str to object
         Attributes that belong to this process, such as an open file, with the values that a copy of the trainer has.
+    replicated_options : dict of str to str
+        Options that must be the same on all ranks, each with the hook that reads it: what a step computes, and when
+        ranks exchange something. A rank with another value is refused as a run begins.
     lockstep_forward : bool
         Whether the ranks of its engine compute every forward together, so that none may compute one more than others.
     checks_model : bool
@@ -88,6 +91,7 @@ class AddOnBase(Trainer):
     state_attributes: ClassVar[tuple[str, ...]] = ()
     rank_state_attributes: ClassVar[tuple[str, ...]] = ()
     process_attributes: ClassVar[Mapping[str, Any]] = {}
+    replicated_options: ClassVar[Mapping[str, str]] = {}
     lockstep_forward: ClassVar[bool] = False
     checks_model: ClassVar[bool] = False
 

@@ -146,6 +146,17 @@ class Trainer(Processes, metaclass=TrainerMeta):
     (20, 2)
     """
 
+    replicated_options: ClassVar[Mapping[str, str]] = {
+        "mode": "run",
+        "gradient_clip": "clip",
+        "scheduler_step_on_batch": "scheduler_step",
+        "monitor": "check_better",
+        "monitor_mode": "check_better",
+        "log_every": "log",
+        "on_nonfinite": "should_step",
+        "keep_train_outputs": "metric_on_epoch_end",
+    }
+
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -1307,7 +1318,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
         return self.history.score_of(metrics)
 
     # Options that a part of the trainer holds.
-    _option_places: ClassVar[Any] = {"fast_data": "loader_position.is_fast", "monitor_mode": "history.direction"}
+    _option_places: ClassVar[Any] = {
+        "fast_data": "loader_position.is_fast",
+        "monitor_mode": "history.direction",
+        "on_nonfinite": "nonfinite.policy",
+    }
 
     @classmethod
     @explained_call("Task.add_on(AMPAddon)(model, ..., precision='bf16'): options are those of the class that it makes")

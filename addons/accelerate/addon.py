@@ -84,6 +84,10 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
     traits = ("takes_launch_precision",)
     process_attributes = {"accelerator": None, "_prepared_parts": None}
 
+    replicated_options = {
+        "accelerator_args": "wrap_model",
+    }
+
     def __init__(
         self,
         *args: Any,

@@ -153,6 +153,12 @@ class DeepSpeedAddon(DistributedAddon):
         "LedgerAddon out, or train with MultiGPUAddon or FSDPAddon",
     }
 
+    replicated_options = {
+        "zero_stage": "wrap_optimizers",
+        "deepspeed_bf16": "wrap_optimizers",
+        "deepspeed_config": "wrap_optimizers",
+    }
+
     def __init__(
         self,
         *args: Any,

@@ -258,6 +258,15 @@ class FSDPAddon(DistributedAddon):
         "write compile_blocks=True"
     }
 
+    replicated_options = {
+        "fsdp_blocks": "wrap_model",
+        "reshard_after_forward": "wrap_model",
+        "mp_policy": "wrap_model",
+        "cpu_offload": "wrap_model",
+        "meta_init": "materialize",
+        "fsdp_methods": "wrap_model",
+    }
+
     def __init__(
         self,
         *args: Any,

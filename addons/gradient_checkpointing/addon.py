@@ -71,6 +71,11 @@ class GradientCheckpointingAddon(AddOnBase):
         "out, and call torch.utils.checkpoint in the forward of the model",
     }
 
+    replicated_options = {
+        "checkpoint_modules": "wrap_model",
+        "checkpoint_keep": "wrap_model",
+    }
+
     def __init__(self, *args: Any, checkpoint_modules: Any = None, checkpoint_keep: Any = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.checkpoint_modules = parse_blocks(checkpoint_modules, "checkpoint_modules")

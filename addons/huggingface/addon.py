@@ -124,6 +124,14 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
     rank_state_attributes = ("_loss_sum",)
     process_attributes: ClassVar[Mapping[str, Any]] = {"_last_step": 0}  # Of a run that ends within an epoch.
 
+    replicated_options = {
+        "label_smoothing_factor": "train_step",
+        "load_best_model_at_end": "on_run_end",
+        "predict_with_generate": "predict_step",
+        "generation_max_length": "predict_step",
+        "generation_num_beams": "predict_step",
+    }
+
     def __init__(
         self,
         *args: Any,

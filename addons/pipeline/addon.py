@@ -238,6 +238,13 @@ class PipelineAddon(DistributedAddon):
         "PipelineAddon out, and train adapters with FSDPAddon",
     }
 
+    replicated_options = {
+        "split": "wrap_model",
+        "pipeline_schedule": "wrap_model",
+        "pipeline_microbatches": "gradients",
+        "stages_per_rank": "wrap_model",
+    }
+
     def __init__(
         self,
         *args: Any,

@@ -150,6 +150,21 @@ class StateManagerAddon(AddOnBase):
         "mid_epoch": "_resumption.mid_epoch",
         "reshard": "_resumption.reshard",
         "allow_partial": "_resumption.allow_partial",
+        "save_weights_every": "checkpoints.weights.every",
+        "keep_best_weights": "checkpoints.weights.rule.best",
+    }
+
+    replicated_options = {
+        "save_format": "save_state",
+        "save_every": "checkpoint",
+        "keep_last": "checkpoint",
+        "keep_best": "checkpoint",
+        "mid_epoch": "setup",
+        "reshard": "setup",
+        "save_async": "save_state",
+        "on_save_error": "save_state",
+        "save_weights_every": "checkpoint",
+        "keep_best_weights": "checkpoint",
     }
 
     def __init__(

@@ -86,6 +86,11 @@ class TorchMetricsAddon(AddOnBase):
     layer = "control"
     rank_state_attributes = ("torch_metric_states",)
 
+    replicated_options = {
+        "torch_metrics": "metric_on_epoch_end",
+        "torch_metrics_splits": "metric_on_epoch_end",
+    }
+
     def __init__(
         self,
         *args: Any,

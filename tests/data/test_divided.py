@@ -30,7 +30,7 @@ from kit.rank_tasks import forks
 from kit.ranks import each_rank
 from zae import LoaderError, Trainer
 from zae.addons import MultiGPUAddon
-from zae.data.divided import check_same_data, marks_of
+from zae.record.between_ranks import check_loader
 
 SIZE, WORLD = 16, 2
 
@@ -107,42 +107,65 @@ SAMPLERS = {
 }
 
 
-DRAWN = ("tensors", "a list", "an array", "ConcatDataset")  # Or the script has drawn other numbers on each rank.
+def refusals(cases):
+    """Return for each case what a rank says of its own loaders: "" where it takes them."""
+    import torch.distributed as dist
+
+    def gather(value):
+        values = [None] * WORLD
+        dist.all_gather_object(values, value)
+        return values
+
+    found = []
+    for loader_of in cases:
+        try:
+            check_loader(loader_of(dist.get_rank()), "loader", gather)
+            found.append("")
+        except LoaderError as error:
+            found.append(str(error))
+    return found
 
 
-@pytest.mark.parametrize("kind", DIVIDED)
-def test_a_dataset_that_differs_between_the_ranks_is_refused_or_named(kind, caplog):
-    """Numbers of tensors may be drawn at random by each rank: they are named."""
-    says = r"differs between rank 0 and rank 1.*divided again.*loader.is_sharded = True"
-    of_ranks = [marks_of(DataLoader(DIVIDED[kind](rank, WORLD), batch_size=2)) for rank in range(WORLD)]
-    if kind in DRAWN:
-        check_same_data(of_ranks, True)
-        check_same_data(of_ranks, False)
-        [record] = caplog.records
-        assert re.search(says, record.getMessage())
-        caplog.clear()
-    else:
-        with pytest.raises(LoaderError, match=says):
-            check_same_data(of_ranks, True)
-    same = [marks_of(DataLoader(DIVIDED[kind](0, 1), batch_size=2)) for _ in range(WORLD)]
-    check_same_data(same, True)
-    assert not caplog.records
+def test_a_dataset_that_differs_between_the_ranks_is_refused():
+    """What a script has divided, and what it has drawn with another seed on each rank."""
+    cases = [lambda rank, kind=kind: DataLoader(DIVIDED[kind](rank, WORLD), batch_size=2) for kind in DIVIDED]
+    same = [lambda rank, kind=kind: DataLoader(DIVIDED[kind](0, 1), batch_size=2) for kind in DIVIDED]
+    for texts in each_rank(WORLD, refusals, cases):
+        for kind, text in zip(DIVIDED, texts, strict=True):
+            assert re.search(r"differs between rank 0 and rank 1.*divided again.*loader.is_sharded = True", text), kind
+    assert each_rank(WORLD, refusals, same) == [[""] * len(DIVIDED)] * WORLD
 
 
-@pytest.mark.parametrize("kind", [name for name in SAMPLERS if name != "a list"])
-def test_a_sampler_that_differs_between_the_ranks_is_refused(kind):
-    of_ranks = [marks_of(over(SAMPLERS[kind](rank, WORLD))) for rank in range(WORLD)]
-    with pytest.raises(LoaderError, match=r"loader.sampler.* differs between rank 0 and rank 1"):
-        check_same_data(of_ranks, True)
-    check_same_data([marks_of(over(SAMPLERS[kind](0, 1))) for _ in range(WORLD)], True)
+def test_a_sampler_that_differs_between_the_ranks_is_refused():
+    kinds = [name for name in SAMPLERS if name != "a list"]
+    cases = [lambda rank, kind=kind: over(SAMPLERS[kind](rank, WORLD)) for kind in kinds]
+    same = [lambda rank, kind=kind: over(SAMPLERS[kind](0, 1)) for kind in kinds]
+    for texts in each_rank(WORLD, refusals, cases):
+        assert all("loader.sampler" in text and "differs between rank 0 and rank 1" in text for text in texts)
+    assert each_rank(WORLD, refusals, same) == [[""] * len(kinds)] * WORLD
 
 
-def test_lists_of_batches_are_compared(caplog):
+def test_one_value_among_many_is_found():
+    """Nothing is sampled: neither of a tensor nor of a list."""
+    size = 100_000
+
+    def numbers(rank):
+        values = torch.zeros(size, 1)
+        values[size // 3] = rank
+        return DataLoader(TensorDataset(values), batch_size=2)
+
+    def names(rank):
+        return DataLoader(Files([f"{index}{rank if index == 77_777 else 0}.png" for index in range(size)]))
+
+    for texts in each_rank(WORLD, refusals, [numbers, names]):
+        assert all("differs" in text for text in texts)
+
+
+def test_lists_of_batches_are_compared():
     batches = [{"x": X[index : index + 2]} for index in range(0, SIZE, 2)]
-    check_same_data([marks_of(batches[rank::2]) for rank in range(2)], True)
-    assert "loader itself differs" in caplog.text
-    caplog.clear()
-    check_same_data([marks_of(batches), marks_of(list(batches))], True)
+    for divided, same in each_rank(WORLD, refusals, [lambda rank: batches[rank::2], lambda rank: list(batches)]):
+        assert "loader itself differs" in divided
+        assert not same
 
 
 def test_what_is_alike_or_belongs_to_a_rank_is_accepted():
@@ -158,7 +181,27 @@ def test_what_is_alike_or_belongs_to_a_rank_is_accepted():
         sampler = DistributedSampler(Augmented(rank), WORLD, rank)
         return DataLoader(Augmented(rank), batch_size=2, sampler=sampler, generator=torch.Generator().manual_seed(rank))
 
-    check_same_data([marks_of(loader(rank)) for rank in range(WORLD)], True)
+    assert each_rank(WORLD, refusals, [loader]) == [[""]] * WORLD
+
+
+def test_a_cache_that_training_fills_on_each_rank_is_no_difference():
+    """A second run in the process has other entries in it on each rank."""
+
+    class Cached(Files):
+        def __init__(self):
+            super().__init__(PATHS)
+            self.cache = [None] * SIZE
+
+    cached = Cached()
+
+    def fill_and_compare():
+        import torch.distributed as dist
+
+        first = refusals([lambda rank: DataLoader(cached, batch_size=2)])
+        cached.cache[dist.get_rank()] = "read"
+        return first + refusals([lambda rank: DataLoader(cached, batch_size=2)])
+
+    assert each_rank(WORLD, fill_and_compare) == [["", ""]] * WORLD
 
 
 def run(loader, valid=None, epochs=1, **options):
@@ -189,7 +232,8 @@ def test_ranks_are_refused_what_they_have_divided():
     for kind in ("train", "valid"):
         for name, text in each_rank(WORLD, rank, kind):
             assert name == "LoaderError"
-            assert "the ranks have different data: loader.dataset.indices differs between rank 0 and rank 1" in text
+            name = "loader" if kind == "train" else "valid_loader"
+            assert f"the ranks have different data: {name}.dataset.indices differs between rank 0 and rank 1" in text
     even, odd = each_rank(WORLD, rank, "its own")
     assert even == (4, [float(each) for each in range(0, SIZE, 2)])
     assert odd == (4, [float(each) for each in range(1, SIZE, 2)])

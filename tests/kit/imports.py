@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 EVERYBODY = frozenset({"errors", "metrics", "schedulers"})
-_BELOW = frozenset({"checkpoint", "common", "compose", "data", "display", "fact", "loop", "optim", "parts"})
+_BELOW = frozenset({"checkpoint", "common", "compose", "data", "display", "fact", "loop", "optim", "parts", "record"})
 CORE = _BELOW | {"addon", "description", "distributed", "trainer"}
 RULES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -30,6 +30,7 @@ RULES: dict[str, frozenset[str]] = {
     "distributed": frozenset({"common", "optim", "parts"}),
     "checkpoint": frozenset({"common"}),
     "data": frozenset({"common"}),
+    "record": frozenset({"common", "compose", "data"}),
     "loop": _BELOW - {"loop"},
     "description": _BELOW,
     "trainer": _BELOW | {"description"},

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zae.common import random_state
+from zae.common.plain_values import STREAMS
 from zae.common.torch_private import fingerprint_of
 from zae.common.walk import has_same_bits, names_read_by, search
 from zae.data.loaders import is_stateful, length_of, parts_of_dataset, unwrap_sampler
@@ -39,9 +40,6 @@ __all__ = [
 
 FINGERPRINT = "dataset fingerprint"
 """The fact that only warns where it differs: some datasets get a new one in each process."""
-
-STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-"""The kinds of random stream."""
 
 _log = logging.getLogger("zae")
 _DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
