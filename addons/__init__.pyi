@@ -27,7 +27,6 @@ from zae.addons.peft.addon import PEFTAddon as PEFTAddon
 from zae.addons.pipeline.addon import PipelineAddon as PipelineAddon
 from zae.addons.prefetch import PrefetchAddon as PrefetchAddon
 from zae.addons.profiler import ProfilerAddon as ProfilerAddon
-from zae.addons.report import ReportAddon as ReportAddon
 from zae.addons.spike_guard import SpikeGuardAddon as SpikeGuardAddon
 from zae.addons.state_manager.addon import StateManagerAddon as StateManagerAddon
 from zae.addons.tensor_parallel import TensorParallelAddon as TensorParallelAddon

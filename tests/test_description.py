@@ -11,8 +11,9 @@ import torch
 
 from kit import hand
 from zae import AddOnBase, Fact, Trainer
-from zae.addons import EMAAddon, JSONLLoggerAddon, ReportAddon, StateManagerAddon
+from zae.addons import EMAAddon, JSONLLoggerAddon, StateManagerAddon
 from zae.checkpoint.manifest import read_manifest
+from zae.cli import main
 
 
 class TellingAddon(AddOnBase):
@@ -68,15 +69,14 @@ def test_logs_reports_and_checkpoints_have_how_a_trainer_is_made(tmp_path: Path)
         StateManagerAddon,
         TellingAddon,
         JSONLLoggerAddon,
-        ReportAddon,
         save_path=tmp_path / "saved",
         jsonl_path=tmp_path / "log.jsonl",
-        report_path=tmp_path / "report.html",
     )
     trainer.run(1, hand.loader())
     header = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
     assert header["run"]["config"]["corpus"] == "wiki-2024"
     assert header["run"]["config"]["model"] == type(trainer.unwrap()).__name__
+    assert main(["report", str(tmp_path / "log.jsonl"), "-o", str(tmp_path / "report.html")]) == 0
     assert "wiki-2024" in (tmp_path / "report.html").read_text()
     (saved,) = (tmp_path / "saved").glob("step-*")
     assert read_manifest(saved)["info"]["options"]["corpus"] == "wiki-2024"

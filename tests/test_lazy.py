@@ -19,7 +19,6 @@ from zae.addons import (
     LedgerAddon,
     MultiGPUAddon,
     PrefetchAddon,
-    ReportAddon,
     StateManagerAddon,
     TensorBoardLoggerAddon,
 )
@@ -36,7 +35,6 @@ ADD_ONS: dict[Any, dict[str, Any]] = {
     AMPAddon: {"precision": "bf16"},
     EarlyStoppingAddon: {"patience": 9},
     PrefetchAddon: {},
-    ReportAddon: {"report_path": "report.html"},
     GradientAccumulationAddon: {"gradient_accumulation_steps": 2},
 }
 

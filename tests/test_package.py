@@ -257,7 +257,7 @@ def test_a_name_that_is_nearly_one_names_the_line_to_write(statement, meant):
 
 def test_other_names_are_missing_as_in_any_module():
     """A submodule is found, whose name is nearly that of its class."""
-    exec("from zae.addons import accelerate, amp, ema, report\nfrom zae import trainer", {})
+    exec("from zae.addons import accelerate, amp, ema, profiler\nfrom zae import trainer", {})
     for name in ("zae", "zae.addons"):
         module = importlib.import_module(name)
         assert not hasattr(module, "__wrapped__")

@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["ModelInit"]
 
-_PLACES = ("save_path", "jsonl_path", "log_dir", "ledger_path", "report_path")
+_PLACES = ("save_path", "jsonl_path", "log_dir", "ledger_path")
 """Options that are files and folders; each trial has them in its own folder."""
 
 

@@ -33,7 +33,6 @@ OPTIONS = {
     "JSONLLoggerAddon": 'jsonl_path="runs/log.jsonl"',
     "LedgerAddon": 'ledger_path="runs/ledger.jsonl"',
     "ProfilerAddon": 'profile_dir="runs/profile"',
-    "ReportAddon": 'report_path="runs/report.html"',
     "SpikeGuardAddon": "spike_threshold=10.0",
     "StateManagerAddon": 'save_path="runs/saved", resume="auto"',
     "TensorBoardLoggerAddon": 'log_dir="runs/board"',

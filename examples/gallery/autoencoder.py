@@ -1,8 +1,7 @@
 """An autoencoder compresses digits of 64 pixels to 6 numbers, and loses less than
 principal components do.
 
-`log_image` of the logger shows after each validation what is left of some digits; a
-report ends the run.
+`trainer.predict` returns what is left of the test digits.
 """
 
 from functools import partial
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from zae import Trainer
-from zae.addons import JSONLLoggerAddon, ReportAddon
+from zae.addons import JSONLLoggerAddon
 from zae.schedulers import cosine
 
 SIZE = 6  # Numbers in the code of a digit.
@@ -62,14 +61,13 @@ def main():
     train, valid, test = (
         DataLoader(each, 64, shuffle=each is sets[0]) for each in sets
     )
-    trainer = Autoencoder.add_on(JSONLLoggerAddon, ReportAddon)(
+    trainer = Autoencoder.add_on(JSONLLoggerAddon)(
         network,
         "cpu",
         optimizer=partial(torch.optim.AdamW, lr=3e-3),
         scheduler=cosine(warmup=0.1),
         seed=0,
         jsonl_path="runs/autoencoder.jsonl",
-        report_path="runs/autoencoder.html",
     )
     trainer.run(60, train, valid)
     shown = trainer.predict(test)

@@ -40,7 +40,6 @@ from zae.addons import (
     MultiGPUAddon,
     PEFTAddon,
     PrefetchAddon,
-    ReportAddon,
     SpikeGuardAddon,
     StateManagerAddon,
     TensorBoardLoggerAddon,
@@ -536,10 +535,10 @@ def test_loggers_have_each_row_once(stage: int, tmp_path: Path) -> None:
 @on_ranks(0, 1, 2, 3)
 def test_observers_and_sharded_checkpoints(stage: int, tmp_path: Path) -> None:
     """What only looks changes nothing; a state whose tensors have no parts that zae knows is written whole."""
-    add_ons = (CallbackAddon, PrefetchAddon, ReportAddon, StateManagerAddon)
+    add_ons = (CallbackAddon, PrefetchAddon, StateManagerAddon)
 
     def run(name: str, **options: Any) -> Any:
-        paths = {"save_path": tmp_path / name, "report_path": tmp_path / f"{name}.html", "save_format": "sharded"}
+        paths = {"save_path": tmp_path / name, "save_format": "sharded"}
         limits = {} if "resume" in options else {"max_steps": 3}
         trainer = make(stage, *add_ons, callbacks=[], save_every=3, **paths, **options)
         trainer.run(3, data(16, 4, False), data(3, 1, False), **limits)

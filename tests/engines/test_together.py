@@ -31,7 +31,6 @@ from zae.addons import (
     NeptuneLoggerAddon,
     PipelineAddon,
     PrefetchAddon,
-    ReportAddon,
     SpikeGuardAddon,
     StateManagerAddon,
     TensorBoardLoggerAddon,
@@ -243,11 +242,11 @@ def test_spawned_ranks_leave_the_result_in_the_trainer(name: str) -> None:
 
 @pytest.mark.sample(count=1)
 @on_engine
-def test_loggers_a_report_and_prefetched_batches(engine: Engine, tmp_path: Path) -> None:
+def test_loggers_and_prefetched_batches(engine: Engine, tmp_path: Path) -> None:
     """The clients of W&B and Neptune, offline: rank 0 alone writes, and the weights are bitwise those without them."""
-    add_ons = (TensorBoardLoggerAddon, WandBLoggerAddon, NeptuneLoggerAddon, ReportAddon, PrefetchAddon)
+    add_ons = (TensorBoardLoggerAddon, WandBLoggerAddon, NeptuneLoggerAddon, PrefetchAddon)
     web = {"wandb": {"project": "p", "mode": "offline", "dir": str(tmp_path)}, "neptune": {"mode": "offline"}}
-    options = {"log_dir": tmp_path / "events", "report_path": tmp_path / "report.html", "web_logger": web}
+    options = {"log_dir": tmp_path / "events", "web_logger": web}
     before, ends = Path.cwd(), []
     os.chdir(tmp_path)  # Neptune writes there.
     try:

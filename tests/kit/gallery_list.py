@@ -85,7 +85,7 @@ GALLERY = (
         "mean squared error {error}",
         "below the {components} of six principal components",
         lambda found: found["error"] < found["components"],
-        ("runs/autoencoder.html", "runs/autoencoder.jsonl", "runs/autoencoder.png"),
+        ("runs/autoencoder.jsonl", "runs/autoencoder.png"),
         (
             Plot(
                 "mean squared error",

@@ -64,7 +64,6 @@ BUILT_ON: dict[str, frozenset[str]] = {
     "addons.huggingface": frozenset({"search"}),
     "addons.mpu": frozenset({"addons.ddp", "addons.distributed"}),
     "addons.pipeline": frozenset({"addons.distributed"}),
-    "addons.report": frozenset({"doctor", "report"}),
     "addons.tensor_parallel": frozenset({"addons.distributed"}),
     "report": frozenset({"doctor"}),
     "doctor": frozenset({"addons.state_manager"}),

@@ -81,7 +81,6 @@ PIECES: dict[str, Piece] = {
             "torch_metrics_splits": ("train", "valid"),
         },
     ),
-    "ReportAddon": Piece(_nothing, lambda _, folder: {"report_path": folder / "report.html"}),
 }
 """Every add-on that one process runs with, and that a test can afford in all combinations."""
 

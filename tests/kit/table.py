@@ -38,7 +38,6 @@ from zae.addons import (
     PipelineAddon,
     PrefetchAddon,
     ProfilerAddon,
-    ReportAddon,
     SpikeGuardAddon,
     StateManagerAddon,
     TensorBoardLoggerAddon,
@@ -236,12 +235,6 @@ TABLE = [
     Entry(
         ThroughputAddon, fixed(count_flops=False), fixed(peak_flops=1e12),
         transient=("_meter", "step_flops"),
-    ),
-    Entry(
-        ReportAddon,
-        lambda folder: {"report_path": folder / "neutral.html"},
-        lambda folder: {"report_path": folder / "biting.html"},
-        transient=("_report_times", "_report_began", "_report_status"),
     ),
     logger(JSONLLoggerAddon, lambda folder: {"jsonl_path": folder / "log.jsonl"}),
     logger(TensorBoardLoggerAddon, lambda folder: {"log_dir": folder / "events"}, "tensorboard"),

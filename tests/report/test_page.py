@@ -42,13 +42,13 @@ def test_what_is_known_of_a_run_is_on_its_page() -> None:
             {"name": "step-00000004", "whole": False, "bytes": 5, "wrong": "model.safetensors: was changed"},
         ],
     }  # fmt: skip
-    text = render([Run("first", Records.of(rows()), [doctor], status="ended by itself")])
+    text = render([Run("first", Records.of(rows()), [doctor])])
     page = Page(text)
     assert page.texts["h1"] == ["first"]
     assert [each.strip() for each in page.texts["h2"]] == [
         "Curves", "Metrics", "Checkpoints", "Composition", "Options", "Environment",
     ]  # fmt: skip
-    assert any("Net, 1,234 parameters · cpu · started 2023-11-14 22:13:20 UTC · ended by itself" in each
+    assert any("Net, 1,234 parameters · cpu · started 2023-11-14 22:13:20 UTC" in each
                for each in page.texts["p"])  # fmt: skip
     tiles = [each.strip() for each in page.texts["dd"]]
     assert {"0.2667", "0.1667", "6", "2", "0.8s", "8"} <= set(tiles)
@@ -101,7 +101,7 @@ def test_hostile_names_are_only_text(name: str) -> None:
     def of(name: str, about: dict[str, Any], runs: int) -> Page:
         given = [{"step": 0, "run": about}, {"step": 1, name: 1.0, f"train/{name}": 2.0}, {"step": 2, "run": about}]
         records = Records.of([*given, {"step": 3, f"train/{name}": 2.0}])
-        return Page(render([Run(name, records, [doctor], [name], name) for _ in range(runs)]))
+        return Page(render([Run(name, records, [doctor], [name]) for _ in range(runs)]))
 
     for runs in (1, 2):
         page = of(name, about, runs)

@@ -155,7 +155,6 @@ OWN = {
         ],
         "allow": ["ranks"],
     },  # Each rank writes a trace of its own.
-    "ReportAddon": {"report_path": "report.html"},
     "LedgerAddon": {"ledger_path": "ledger.jsonl", "ledger_every": Every(steps=100)},
     "SpikeGuardAddon": {
         "spike_threshold": 1e9,

@@ -30,8 +30,8 @@ def diagnose(target: str) -> Answer:
     return Answer(report, _table(report), 0 if report["healthy"] else 1)
 
 
-def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str, Any]:
-    """Verify every checkpoint in a folder, reading all of their bytes, or only their manifests; nothing is changed."""
+def examine(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Verify every checkpoint in a folder; nothing is changed."""
     from zae.addons.state_manager.checkpointer import weight_files
     from zae.addons.state_manager.crash import crashes_in
     from zae.checkpoint.folder import list_checkpoints  # It imports torch, which takes seconds: not for --help.
@@ -39,14 +39,12 @@ def examine(path: str | os.PathLike[str], *, reads_all: bool = True) -> dict[str
     folder = Path(path)
     paths = [folder] if (folder / "manifest.json").exists() else list_checkpoints(folder)
     crashes = crashes_in(folder) if paths != [folder] else []
-    checkpoints = [_examine_one(each, reads_all) for each in paths]
+    checkpoints = [_examine_one(each) for each in paths]
     found = _report(str(folder), folder, checkpoints)
     found["weights"] = [each.name for each in weight_files(folder)]
-    found["crashes"] = [_examine_one(each, reads_all) for each in crashes]
+    found["crashes"] = [_examine_one(each) for each in crashes]
     found["left_behind"] = _left_behind(folder) if paths != [folder] else []
     found["holder"] = _holder(folder)
-    if not reads_all:
-        found["advice"] = [f"python -m zae doctor {folder} verifies them"]
     return found
 
 
@@ -84,7 +82,7 @@ def _examine_stored(store: Any, path: Path) -> dict[str, Any]:
     path.mkdir()
     try:
         store.get(path.name, path)
-        return _examine_one(path, reads_all=True)
+        return _examine_one(path)
     except CheckpointDamaged as error:
         return {"name": path.name, "whole": False, "bytes": _size(path), "wrong": _plain(error)}
     finally:
@@ -99,13 +97,13 @@ def folders_below(folder: Path) -> list[str]:
     return sorted(str(each) for each in near if each.is_dir() and not each.is_symlink() and list_checkpoints(each))
 
 
-def _examine_one(path: Path, reads_all: bool) -> dict[str, Any]:
+def _examine_one(path: Path) -> dict[str, Any]:
     """Read the manifest of one checkpoint, and verify it."""
-    from zae.checkpoint.manifest import read_manifest, verify
+    from zae.checkpoint.manifest import verify
 
     found: dict[str, Any] = {"name": path.name, "whole": False, "bytes": _size(path)}
     try:
-        manifest = verify(path) if reads_all else read_manifest(path)
+        manifest = verify(path)
     except CheckpointError as error:
         return {**found, "wrong": _plain(error)}
     kept = ("step", "epoch", "composition", "world_size", "format", "zae", "run_id", "model_format")
@@ -113,7 +111,7 @@ def _examine_one(path: Path, reads_all: bool) -> dict[str, Any]:
     if isinstance(parent := manifest["info"].get("parent"), dict):
         info["parent"] = parent
     facts: dict[str, Any] = {key: manifest[key] for key in kept}  # type: ignore[literal-required]
-    return {**found, "whole": True, **facts, **info, **({} if reads_all else {"verified": False})}
+    return {**found, "whole": True, **facts, **info}
 
 
 def _advice(folder: Path, checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[str]:

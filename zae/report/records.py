@@ -135,15 +135,12 @@ class Run:
         What ``python -m zae doctor --json`` reports of each folder of checkpoints.
     composition : list of str
         The names of its add-ons, where its log does not tell them.
-    status : str
-        How it ended, where that is known.
     """
 
     name: str
     records: Records
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     composition: list[str] = field(default_factory=list)
-    status: str = ""
 
 
 def split_key(key: str) -> tuple[str, str]:

