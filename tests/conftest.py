@@ -52,7 +52,7 @@ LONGEST = ("any_script", "emulated_cuda", "certify", "gpu_checks", "distributed"
            "resume", "package", "testing", "search", "wandb_logger", "notebook", "docs", "mpu", "group_signals",
            "compile", "composition", "examples", "mpu_resume", "rank_failures", "random_streams", "launchers",
            "gallery", "state_manager", "torch_private", "frozen", "loading", "stop_signals", "readme", "addon_examples",
-           "fault_signals", "loader_state", "class_identity", "foreign_names", "resume_scripts", "seed_transformers",
+           "fault_signals", "loader_state", "class_identity", "hints", "resume_scripts", "seed_transformers",
            "unsaved_elsewhere", "ledger", "gather", "huggingface", "optimizer_state", "from_arguments", "jsonl_logger",
            "callbacks_ranks", "mpu_data", "papers", "trainer_runs", "start_from",
            "stopped_ranks")  # fmt: skip

@@ -66,7 +66,7 @@ def test_a_trainer_loads_what_its_loop_needs():
     assert not packages & {*imports.LAST, "checkpoint", "description", "fact", "optimizers"}
     assert not loaded & {
         "zae.display.notebook",
-        "zae.compose.foreign_names",
+        "zae.compose.hints",
         "zae.loop.predictions",
         "zae.schedulers.ramps",
     }
@@ -207,6 +207,5 @@ def test_optional_packages_are_imported_only_when_they_are_used(path):
             "zae.display.text",
         )  # They import the standard library alone.
         assert all(name.startswith(light) for name in at_import if name.startswith("zae."))
-    if path.name in ("errors.py", "foreign_hooks.py", "foreign_names.py"):
-        allowed = ("zae.errors.", "zae.compose.foreign_hooks")
-        assert not any(name.startswith("zae.") and not name.startswith(allowed) for name in at_import)
+    if path.name in ("errors.py", "hints.py"):
+        assert not any(name.startswith("zae.") and not name.startswith("zae.errors.") for name in at_import)

@@ -1454,7 +1454,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
             """Explain a name that nothing has; Python calls this where it has found no attribute."""
             if hasattr(type(self), name):
                 return object.__getattribute__(self, name)  # A property has raised an AttributeError: that one counts.
-            from zae.compose.foreign_names import missing_attribute
+            from zae.compose.hints import missing_attribute
 
             raise missing_attribute(self, name)
 

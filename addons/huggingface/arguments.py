@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from zae.compose.composition import load_installed
-from zae.compose.foreign_names import foreign_option
+from zae.compose.hints import hint
 from zae.compose.options import options_of
 from zae.errors import AddOnError, ConfigError, did_you_mean, kind_of
 
@@ -193,9 +193,9 @@ def _present(
 
 def _unknown(name: str, fields: tuple[str, ...]) -> str:
     """Return the text about a name that is not an argument."""
-    foreign = foreign_option(name)
+    here = hint(name)
     near = did_you_mean(name, [*fields, *OLD_NAMES, *HERE])
-    remedy = (f"; {foreign}; leave it out of the arguments" if foreign else near) or (
+    remedy = (f"; {here}; leave it out of the arguments" if here else near) or (
         "; arguments of your own classes are read by "
         "transformers.HfArgumentParser((MyArguments, TrainingArguments)).parse_dict(...), which returns the "
         "TrainingArguments to give"

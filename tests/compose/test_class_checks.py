@@ -25,7 +25,7 @@ from zae import (
     replaces,
 )
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon
-from zae.compose import foreign_hooks
+from zae.compose.hints import HOOKS
 
 # ------------------------------------------------------------------------------------------------- super() and hooks
 
@@ -389,13 +389,11 @@ def test_a_name_one_letter_from_a_hook_is_warned_of(name, meant, base):
     assert [each.filename for each in caught] == [__file__]
 
 
-@pytest.mark.parametrize("name", sorted(set(foreign_hooks.HOOKS) - set(foreign_hooks.HELPERS)))
+@pytest.mark.parametrize("name", sorted(HOOKS))
 def test_a_hook_of_another_trainer_is_warned_of(name):
     with pytest.warns(UserWarning, match="is not called by the loop") as caught:
         type(Task)("X", (Task,), {name: lambda self, batch: None})
-    text = (
-        f"X.{name} is not called by the loop (here it is {foreign_hooks.HOOKS[name]}). If your code calls it, nothing"
-    )
+    text = f"X.{name} is not called by the loop (here it is {HOOKS[name]}). If your code calls it, nothing"
     assert [str(each.message) for each in caught] == [f"{text} is wrong"]
 
 

@@ -108,7 +108,7 @@ def imports_among_features() -> dict[str, set[str]]:
     return {own: others - {own} for own, others in edges.items() if others - {own}}
 
 
-NAMES_ADD_ONS = ("zae.compose.foreign_names", "zae.tuning.batch_size")
+NAMES_ADD_ONS = ("zae.compose.hints", "zae.tuning.batch_size")
 """Where zae/ itself names add-ons in its code: tools that add some to a script, hints on names of other libraries."""
 
 

@@ -130,7 +130,7 @@ def option_of_lightning():
 @mistake(
     zae.OptionError,
     "unknown argument 'num_train_epochs' for Task",
-    "here it is run(n_epoch, loader), or the same option of HuggingFaceAddon",
+    "here it is n_epoch of run(n_epoch, loader), or the same option of HuggingFaceAddon",
 )
 def option_of_transformers():
     trainer_of(num_train_epochs=3)

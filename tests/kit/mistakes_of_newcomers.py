@@ -154,7 +154,7 @@ def validate_with_a_loader():
 @mistake(
     zae.OptionError,
     "'criterion'; here it is train_step(batch), which returns {'loss': ...}",
-    "'train_loader'; here it is loader, an argument of run(n_epoch, loader, valid_loader)",
+    "'train_loader'; here it is loader of run(n_epoch, loader)",
 )
 def loop_by_hand_in_the_constructor():
     trainer_of(criterion=torch.nn.MSELoss(), train_loader=loader())

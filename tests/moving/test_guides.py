@@ -9,7 +9,7 @@ import torch
 import zae
 import zae.addons
 from kit.blocks import FIRST, ROOT, table_rows
-from zae.compose import foreign_names
+from zae.compose.hints import HINTS
 
 
 def rows(name):
@@ -68,13 +68,13 @@ def test_weights_of_a_checkpoint_of_lightning_load(tmp_path, monkeypatch):
     assert torch.equal(whole.model.model.weight, weight)
 
 
-@pytest.mark.parametrize(("library", "names"), [("accelerate", "ATTRIBUTES"), ("lightning", "OPTIONS")])
-def test_the_names_of_a_guide_are_those_of_the_errors(library, names):
+@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+def test_the_names_of_a_guide_are_those_of_the_errors(library):
     text = (ROOT / "docs" / "moving" / f"from_{library}.md").read_text(encoding="utf-8")
     listed = table_rows(text.split(f"<!-- names: {library} -->")[1], "| there | here")
     assert len(listed) > 8
     for there, here in listed:
-        known = getattr(foreign_names, names).get(there.strip("`"))
+        known = HINTS.get(there.strip("`"))
         assert here == (known or "the same")
         assert known or there.strip("`") in dir(zae.Trainer)
 

@@ -101,19 +101,19 @@ def _explain(names: list[str], cls: Any, args: list[Any], kwargs: Mapping[str, A
 
 def _meant(name: str, names: list[str]) -> str:
     """Return the argument that a name of another trainer, or a misspelt one, stands for; else an empty string."""
-    from zae.compose.foreign_names import foreign_argument
+    from zae.compose.hints import argument_of_run
 
-    return foreign_argument(name) or did_you_mean(name, names, cutoff=0.8)[len("; did you mean '") : -2]
+    return argument_of_run(name) or did_you_mean(name, names, cutoff=0.8)[len("; did you mean '") : -2]
 
 
 def _hint_for(cls: Any, name: str) -> str:
     """Return where an argument belongs that ``run`` does not take."""
     if name in options_of(cls):
         return f": {name!r} is an option of the constructor, {cls.__name__}(model, ..., {name}=...)"
-    from zae.compose.foreign_names import foreign_option
+    from zae.compose.hints import hint
 
-    foreign = foreign_option(name)
-    return f": {foreign}" if foreign else ""
+    here = hint(name)
+    return f": {here}" if here else ""
 
 
 def _line(names: list[str], args: list[Any], given: Mapping[str, Any]) -> str:

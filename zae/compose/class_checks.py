@@ -9,7 +9,6 @@ from functools import cached_property
 from types import FunctionType
 from typing import Any
 
-from zae.compose.foreign_hooks import foreign_hook
 from zae.compose.introspect import (
     LAYERS,
     add_ons_of,
@@ -230,11 +229,12 @@ def _warn_of_names(cls: Any) -> None:
     for name, value in cls.__dict__.items():
         if name in inherited or not isinstance(function_of(value), FunctionType) or is_marked(value, "__hook__"):
             continue
-        hint = foreign_hook(name)
-        near = "" if hint or name.startswith("_") else next((s for s in hooks if is_one_letter_off(name, s)), "")
-        hint = hint or (f"did you mean {near!r}?" if near else "")
-        if hint:
-            texts.append(f"{cls.__name__}.{name} is not called by the loop ({hint})")
+        from zae.compose.hints import HOOKS  # A class with hooks alone does not need the table.
+
+        if name in HOOKS:
+            texts.append(f"{cls.__name__}.{name} is not called by the loop (here it is {HOOKS[name]})")
+        elif name[0] != "_" and (near := next((hook for hook in hooks if is_one_letter_off(name, hook)), "")):
+            texts.append(f"{cls.__name__}.{name} is not called by the loop (did you mean {near!r}?)")
     if texts:
         text = f"{'; '.join(texts)}. If your code calls it, nothing is wrong"
         warnings.warn(text, UserWarning, stacklevel=4)  # At the class statement.

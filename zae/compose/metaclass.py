@@ -88,7 +88,7 @@ class TrainerMeta(ABCMeta):
         __call__ = _make
 
         def __getattr__(cls, name: str) -> Any:
-            from zae.compose.foreign_names import missing_attribute
+            from zae.compose.hints import missing_attribute
 
             raise missing_attribute(cls, name, is_class=True)
 

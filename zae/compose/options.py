@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -192,13 +191,51 @@ def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> No
         raise OptionError(f"{cls.__name__} needs {join(names)}; write {cls.__name__}(..., {written})")
 
 
-def _hint_for(cls: Any, name: str, options: Iterable[str]) -> str:
+def _hint_for(cls: Any, name: str, options: Collection[str]) -> str:
     """Return what to write instead of an option that the class does not have."""
-    from zae.compose.foreign_names import foreign_argument, foreign_option
+    if reason := _not_passed_on(cls, name):
+        return reason
+    from zae.compose.hints import HINTS
 
-    initialized = [
-        klass for klass in _classes_to_initialize(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)
-    ]
+    owners = _owners(cls)
+    owner = owners[name].__name__ if name in owners else ""
+    if name in HINTS:
+        alike = [option for option in options if HINTS.get(option) == HINTS[name]]
+        near_alike = difflib.get_close_matches(name, alike, n=1)
+        is_option = HINTS[name].split()[0] in options
+        shown = near_alike or ([] if is_option else alike)
+        first = f"{' or '.join(shown)}, or " if shown else ""
+        also = f", or the same option of {owner}" if owner and owner not in HINTS[name] else ""
+        return f"; here it is {first}{HINTS[name]}{also}"
+    if owner:
+        return f": it is an option of {owner}; add it with .add_on({owner})"
+    if near := did_you_mean(name, options):
+        return near
+    for option, of in owners.items():
+        prefix = name.removesuffix(f"_{option}")  # Of ema_decay: ema, as in EMAAddon.
+        if prefix != name and prefix.replace("_", "") in of.__name__.lower():
+            return f"; did you mean {option!r}, an option of {of.__name__}? Add it with .add_on({of.__name__})"
+    if near := did_you_mean(name, owners):
+        owner = owners[near.split("'")[1]].__name__
+        return f"{near[:-1]}, an option of {owner}? Add it with .add_on({owner})"
+    there = f"; it has {', '.join(options)}"
+    own = next((klass for klass in _initialized(cls) if not klass.__module__.startswith("zae.")), None)
+    if own is None:
+        return there
+    return (
+        f"{there}; if {own.__name__}.__init__ takes it out of its **kwargs, write "
+        f"def __init__(self, *args, {name}=..., **kwargs) there"
+    )
+
+
+def _initialized(cls: Any) -> list[Any]:
+    """Return the classes that have an ``__init__`` of their own, the outermost first."""
+    return [klass for klass in _classes_to_initialize(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)]
+
+
+def _not_passed_on(cls: Any, name: str) -> str:
+    """Say which ``__init__`` does not pass an option on to the one that declares it; empty where none does."""
+    initialized = _initialized(cls)
     for index, klass in enumerate(initialized):
         if not any(p.kind is p.VAR_KEYWORD for p in _parameters(klass)):
             owner = next((inner for inner in initialized[index + 1 :] if name in own_options(inner)), None)
@@ -208,37 +245,7 @@ def _hint_for(cls: Any, name: str, options: Iterable[str]) -> str:
                 f": {klass.__name__}.__init__ does not pass it on to {owner.__name__}.__init__, which declares it; "
                 "write def __init__(self, ..., **kwargs) there, and super().__init__(..., **kwargs)"
             )
-    owners = _owners(cls)
-    foreign = foreign_option(name)
-    owner = owners[name].__name__ if name in owners else ""
-    if foreign:
-        foreign = _own_option_first(name, foreign, options) + _refusal(cls, foreign, owners.values())
-        is_named = not owner or f"({owner})" in foreign or foreign.endswith(f" {owner}")
-        return f"; {foreign}{'' if is_named else f', or the same option of {owner}'}"
-    if owner:
-        return f": it is an option of {owner}; add it with .add_on({owner})"
-    near = did_you_mean(name, options)
-    if near:
-        return near
-    of_run = foreign_argument(name)
-    if of_run:
-        return f"; here it is {of_run}, an argument of run(n_epoch, loader, valid_loader)"
-    for option, of in owners.items():
-        prefix = name.removesuffix(f"_{option}")  # Of ema_decay: ema, as in EMAAddon.
-        if prefix != name and prefix.replace("_", "") in of.__name__.lower():
-            return f"; did you mean {option!r}, an option of {of.__name__}? Add it with .add_on({of.__name__})"
-    near = did_you_mean(name, owners)
-    if near:
-        owner = owners[near.split("'")[1]].__name__
-        return f"{near[:-1]}, an option of {owner}? Add it with .add_on({owner})"
-    own = next((klass for klass in initialized if not klass.__module__.startswith("zae.")), None)
-    there = f"; it has {', '.join(options)}"
-    if own is None:
-        return there
-    return (
-        f"{there}; if {own.__name__}.__init__ takes it out of its **kwargs, write "
-        f"def __init__(self, *args, {name}=..., **kwargs) there"
-    )
+    return ""
 
 
 def _owners(cls: Any) -> dict[str, Any]:
@@ -251,40 +258,13 @@ def _owners(cls: Any) -> dict[str, Any]:
     return owners
 
 
-def _own_option_first(name: str, foreign: str, options: Iterable[str]) -> str:
-    """Name an option that the class has itself, where one stands for the same as the name of another trainer."""
-    from zae.compose.foreign_names import synonyms
-
-    known = set(options)
-    here = foreign.removeprefix("here it is ")
-    alike = [each for each in synonyms(name) if each in known]
-    near = difflib.get_close_matches(name, alike, n=1)
-    if not alike or (not near and here.split()[0].rstrip(",;") in known):
-        return foreign
-    return f"here it is {' or '.join(near or alike)}, or {here}"
-
-
-def _refusal(cls: Any, text: str, add_ons: Iterable[Any]) -> str:
-    """Say why the class refuses every add-on that a remedy names; empty where it takes, or has, one of them."""
-    reasons = []
-    for add_on in dict.fromkeys(add_ons):
-        if re.search(rf"\b{add_on.__name__}\b", text):
-            try:
-                cls.add_on(add_on)
-            except AddOnConflict as error:
-                reasons.append(str(error))
-            else:
-                return ""
-    return f"; but {'; '.join(reasons)}" if reasons else ""
-
-
 def meant_class(cls: Any, kwargs: Mapping[str, Any]) -> str:
     """Describe the class that the arguments of an abstract one belong to, and the names that it has for others.
 
     It is empty where no add-on that owns one of the arguments brings the steps that the class lacks, and no argument is
     one of another trainer.
     """
-    from zae.compose.foreign_names import foreign_option
+    from zae.compose.hints import HINTS
 
     unknown = [name for name in kwargs if name not in options_of(cls)]
     owners = _owners(cls)
@@ -303,7 +283,7 @@ def meant_class(cls: Any, kwargs: Mapping[str, Any]) -> str:
             f"trainer = {root.__name__}.add_on({names})(model, ...)"
         )
     options = {name: entry for name, entry in options_of(found).items() if name != "*"}
-    others = [name for name in unknown if name not in options and (foreign_option(name) or name in owners)]
+    others = [name for name in unknown if name not in options and (name in HINTS or name in owners)]
     if others:
         text += "\n\nArguments of other trainers:"
         text += "".join(f"\n  {name!r}{_hint_for(found, name, options)}" for name in others)

@@ -284,7 +284,7 @@ HERE_IT_IS = {
     "split_spec": "split (PipelineAddon)",
     "pipeline_chunks": "pipeline_microbatches (PipelineAddon)",
     "schedule_class": "pipeline_schedule (PipelineAddon)",
-    "checkpoint_sequential": "GradientCheckpointingAddon; but GradientCheckpointingAddon and PipelineAddon do not go",
+    "checkpoint_sequential": "GradientCheckpointingAddon",
     "pipeline_parallel_size": "mesh={'pipeline': ...} (PipelineAddon)",
 }
 
