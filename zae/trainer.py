@@ -26,6 +26,7 @@ from zae.common.model_weights import without_wrappers
 from zae.common.null_context import NULL_CONTEXT
 from zae.compose.calls import explained_call, of_class_or_instance, run_call
 from zae.compose.composition import compose
+from zae.compose.first_call import without_first_calls
 from zae.compose.introspect import hook, slots_of, with_trait
 from zae.compose.metaclass import TrainerMeta
 from zae.data.gather import batches_of
@@ -1461,7 +1462,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, without those of this run: it sets itself up, and continues from here."""
         run = self.current_run  # A copy of a trainer that evaluates has the weights of the evaluation.
-        own = {name: value for name, value in vars(self).items() if name != "current_run"}
+        own = {name: value for name, value in without_first_calls(vars(self)).items() if name != "current_run"}
         engine = copy.deepcopy(self.engine)  # It has no process group, and has wrapped no model.
         return {**own, "model": self._module, "engine": engine, "is_evaluating": run.is_evaluating}
 

@@ -34,6 +34,7 @@ __all__ = [
     "slots_of",
     "traits_of",
     "with_trait",
+    "wrappers_of",
 ]
 
 LAYERS = ("model", "loop", "precision", "parallel", "state", "control", "observe")
@@ -75,7 +76,7 @@ def hook(function: AnyFunction) -> AnyFunction:
 
 
 def replaces(function: AnyFunction) -> AnyFunction:
-    """Mark an override that does the whole work of a hook and does not call ``super()``.
+    """Mark an override that does the whole work of a hook: it does not call ``super()``, or in some calls only.
 
     Parameters
     ----------
@@ -135,15 +136,15 @@ def is_marked(value: Any, mark: str) -> bool:
     """Return whether a method carries a mark, on any of the wrappers around it."""
     if isinstance(value, FunctionType) and not value.__dict__:
         return False  # Most methods: neither marked nor around another one.
-    return any(getattr(layer, mark, False) is True for layer in _wrappers(value))
+    return any(getattr(layer, mark, False) is True for layer in wrappers_of(value))
 
 
 def function_of(value: Any) -> Any:
     """Return the function inside a property, a classmethod, a partial or a wrapper; else the value itself."""
-    return list(_wrappers(value))[-1]
+    return list(wrappers_of(value))[-1]
 
 
-def _wrappers(value: Any) -> Iterator[Any]:
+def wrappers_of(value: Any) -> Iterator[Any]:
     """Yield a value of a class body and what it wraps, outermost first."""
     while True:
         yield value
@@ -163,7 +164,7 @@ def _wrappers(value: Any) -> Iterator[Any]:
 
 def mentions_super(value: Any) -> bool:
     """Return whether a method, or one that it wraps or holds, has the cell that ``super()`` without arguments needs."""
-    functions = [each for each in _wrappers(value) if isinstance(each, FunctionType)]
+    functions = [each for each in wrappers_of(value) if isinstance(each, FunctionType)]
     for layer in list(functions):
         functions += [held for held in _cell_values(layer) if isinstance(held, FunctionType)]
     return any("__class__" in each.__code__.co_freevars for each in functions)

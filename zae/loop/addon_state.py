@@ -18,6 +18,7 @@ from torch import Tensor
 from zae.checkpoint.encoding import decode, encode
 from zae.checkpoint.tensor_bytes import byte_view
 from zae.common.walk import copy_of, tensors_in
+from zae.compose.first_call import watching_first_calls
 from zae.compose.introspect import is_add_on
 from zae.errors import AddOnError, CheckpointError, CheckpointMismatch
 
@@ -68,7 +69,8 @@ def state_mode(trainer: Trainer, mode: str) -> Iterator[None]:
     """Read or load the state of a trainer in a mode, within the block."""
     token = _mode.set((trainer, mode))
     try:
-        yield
+        with watching_first_calls(trainer):
+            yield
     finally:
         _mode.reset(token)
 

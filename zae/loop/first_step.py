@@ -1,15 +1,15 @@
 """Look, in the first step of a run, for what would train to other weights in silence: before the optimizer moves.
 
-The hooks of the loop are called through this object for one step. Where an override may lack its ``super()``, the
-method inside of it notes whether it was reached; a value that the loop needs and did not get is found where it is
-returned; and the gradients are looked at before and after ``train_step``, for the idioms of a loop by hand.
+Some hooks of the loop are called through this object for one step: gradients, schedules and the model's mode are
+looked at before and after ``train_step``, for the idioms of a loop by hand, and a closure for what it leaves out.
+`zae.compose.first_call` looks at what any hook does, in its first call.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from zae.common.torch_private import version_of
 from zae.common.walk import local_part, names_in
-from zae.compose.introspect import is_add_on, is_base, is_marked, mentions_super
-from zae.errors import AddOnError, StepError, TaskError
+from zae.compose.first_call import check_properties
+from zae.compose.introspect import is_add_on, is_base
+from zae.errors import StepError, TaskError
 from zae.loop.step_output import say_not_numbers, say_uncounted
 from zae.optim import needs_closure, parameters_of
 from zae.schedulers.lengths import steps_taken
@@ -32,19 +33,7 @@ __all__ = ["FirstStep", "WeightSample", "warn_of_unmoved", "weights_of"]
 _log = logging.getLogger("zae")
 _SHOWN = 16  # Numbers of each parameter that are kept for an epoch.
 _CLIPS = {"clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"}
-_WITHOUT_VALUE = ("on_step_begin", "backward", "normalize", "unscale", "clip", "zero_grad", "logging", "on_step_end")
-_WITH_VALUE = (
-    "batch_context",
-    "gradients",
-    "micro_batches",
-    "sync_context",
-    "to_device",
-    "micro_step",
-    "forward_context",
-    "should_step",
-    "step_one",
-    "optimizer_step",
-)
+_WATCHED = ("forward_context", "micro_step", "backward", "clip", "optimizer_step")
 _OF_GRADIENTS = (
     "gradients",
     "micro_batches",
@@ -57,92 +46,52 @@ _OF_GRADIENTS = (
 )
 
 
-class _Suspect(NamedTuple):
-    """An override of a hook that cannot have called ``super()`` itself, and what is inside of it."""
-
-    name: str
-    klass: Any
-    inner: Any  # The class whose method ``super()`` would call.
-    skipped: str
-
-
 class FirstStep:
     """The first step of a run."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._called: list[str] = []
-        self._reached: set[str] = set()
-        self._suspects = [*_suspects(type(trainer))]
 
     def run_batch(self, batch: Any) -> None:
-        """Make the step, with each of its hooks watched."""
+        """Make the step, with some of its hooks watched."""
+        trainer = self._trainer
         with self._watching():
-            type(self._trainer).run_batch(self._trainer, batch)
-            self._check_reached()
-        say_not_numbers(self._trainer.current_run, self._trainer.log_train, "train_step")
+            type(trainer).run_batch(trainer, batch)
+        check_properties(trainer)
+        say_not_numbers(trainer.current_run, trainer.log_train, "train_step")
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
         attributes = vars(self._trainer)
-        watched = [name for name in (*_WITHOUT_VALUE, *_WITH_VALUE) if name not in attributes]
-        with ExitStack() as stack:
-            for each in self._suspects:
-                stack.enter_context(self._noting(each))
-            # On the object, before the methods of its class: afterwards nothing of it is left.
-            attributes |= {name: partial(self._call, name, getattr(self._trainer, name)) for name in watched}
-            try:
-                yield
-            finally:
-                for name in watched:
-                    attributes.pop(name, None)
-
-    @contextmanager
-    def _noting(self, suspect: _Suspect) -> Iterator[None]:
-        """Let the method inside of an override note that it was called."""
-        name = suspect.name
-        method = vars(suspect.inner)[name]
-
-        def noting(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
-            self._reached.add(name)
-            return method.__get__(trainer, type(trainer))(*args, **kwargs)
-
-        # On the class: ``super()`` does not look at the attributes of an object.
-        setattr(suspect.inner, name, noting)
+        before = {name: attributes[name] for name in _WATCHED if name in attributes}
+        # On the object, before the methods of its class: afterwards nothing of it is left.
+        attributes |= {name: partial(self._call, name, getattr(self._trainer, name)) for name in _WATCHED}
         try:
             yield
         finally:
-            setattr(suspect.inner, name, method)
+            for name in _WATCHED:
+                attributes.pop(name, None)
+            attributes |= before
 
     def _call(self, name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a hook, and look at what it needs and returns."""
+        """Call a hook, and look at what it is given and returns."""
         if self._trainer.mode != "train":  # An evaluation within the step.
             return hook(*args, **kwargs)
-        if name == "optimizer_step":
-            self._check_reached()
-        elif name == "backward":
+        if name == "backward":
             self._warn_of_cut_loss(*args)
         called_before = len(self._called)
         result = hook(*args, **kwargs)
+        self._called.append(name)
         if name == "optimizer_step":
             self._check_closure(self._called[called_before:])
-        if result is None and name in _WITH_VALUE and (name != "to_device" or args[0] is not None):
-            self._refuse_none(name)
-        if name == "micro_step":
+        elif name == "micro_step":
             say_uncounted(self._trainer.current_run, args[0], result[0])
-        self._called.append(name)
-        return self._forward(result) if name == "forward_context" else result
+        elif name == "forward_context":
+            return self._forward(result)
+        return result
 
-    # ------------------------------------------------------------------------------------------------------ hooks
-
-    def _check_reached(self) -> None:
-        """Refuse an override that was called, and that has called nothing of what is inside of it."""
-        for name, klass, _, skipped in self._suspects:
-            if name in self._called and name not in self._reached:
-                raise _error(klass)(
-                    f"{klass.__name__}.{name} overrides a hook without calling super(), and so skips {skipped}; call "
-                    f"super().{name}(...), or mark the method with @zae.replaces if it replaces them on purpose"
-                )
+    # -------------------------------------------------------------------------------------- an optimizer's closure
 
     def _check_closure(self, called: list[str]) -> None:
         """Refuse the closure of an optimizer that computes gradients without what the trainer does to them."""
@@ -165,17 +114,6 @@ class FirstStep:
                 f"{', '.join(without)}; let it call self.gradients(batch), self.unscale() and self.clip(): "
                 "docs/howto/optimizers.md has it in full"
             )
-
-    def _refuse_none(self, name: str) -> None:
-        """Refuse an override that has returned nothing where the loop needs a value."""
-        holders: list[Any] = [c for c in type(self._trainer).__mro__ if name in c.__dict__ and not is_base(c)]
-        klass = holders[0]
-        others = [c.__name__ for c in holders[1:-1]]
-        passes_on = f" (or {' or '.join(others)} inside of it)" if others else ""
-        raise _error(klass)(
-            f"{klass.__name__}.{name}{passes_on} returned None, and the loop needs its return value; write return "
-            f"super().{name}(...), or store it and return it at the end"
-        )
 
     # ------------------------------------------------------------------------------------------------- train_step
 
@@ -261,24 +199,6 @@ class FirstStep:
         )
 
 
-def _suspects(cls: Any) -> Iterator[_Suspect]:
-    """Yield the outermost override of each hook that mentions no ``super()``; a helper may still call it.
-
-    One that mentions it may have a reason not to call it in this step.
-    """
-    for name in (*_WITHOUT_VALUE, *_WITH_VALUE):
-        holders = [c for c in cls.__mro__ if name in c.__dict__ and not is_base(c)]
-        for index, klass in enumerate(holders[:-1]):
-            value = klass.__dict__[name]
-            if is_marked(value, "__replaces__"):
-                break
-            below = [c for c in holders[index + 1 :] if is_add_on(c)]
-            if not mentions_super(value) and (below or is_add_on(klass)):
-                skipped = f"what {below[0].__name__} does there" if below else "the add-ons inside it and the default"
-                yield _Suspect(name, klass, holders[index + 1], skipped)
-                break
-
-
 class WeightSample(NamedTuple):
     """The first numbers of a parameter, to see later whether it has changed."""
 
@@ -342,7 +262,3 @@ def warn_of_unmoved(trainer: Trainer, before: Mapping[str, list[WeightSample]]) 
         trainer.progress_checker.epoch_step,
         own,
     )
-
-
-def _error(klass: type) -> type[TaskError]:
-    return AddOnError if is_add_on(klass) else TaskError

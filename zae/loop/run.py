@@ -32,6 +32,7 @@ from torch import nn
 
 from zae import optim
 from zae.common.argument_checks import check_metrics
+from zae.compose.first_call import watching_first_calls
 from zae.compose.introspect import is_overridden, mentions_super
 from zae.data.loaders import describe, length_of
 from zae.data.workers import check_epoch_of_workers, ignore_dead_workers
@@ -192,23 +193,24 @@ class Run:
             yield
             return
         trainer = self.trainer
-        try:
-            self.set_up()
-            yield
-        except BaseException as error:
-            with ignore_dead_workers():
-                if self._has_display:  # First: what is said of the error begins on its own line.
-                    self.display.fail(RunView(self), error)
-                if self.is_call:
-                    trainer.on_exception(error)
-                else:
-                    from zae.loop.error_notes import add_notes
+        with watching_first_calls(trainer):
+            try:
+                self.set_up()
+                yield
+            except BaseException as error:
+                with ignore_dead_workers():
+                    if self._has_display:  # First: what is said of the error begins on its own line.
+                        self.display.fail(RunView(self), error)
+                    if self.is_call:
+                        trainer.on_exception(error)
+                    else:
+                        from zae.loop.error_notes import add_notes
 
-                    add_notes(error, self)
-            raise
-        finally:
-            if trainer.current_run is self:  # Else a call of ``run`` in the block has torn down.
-                trainer.teardown()
+                        add_notes(error, self)
+                raise
+            finally:
+                if trainer.current_run is self:  # Else a call of ``run`` in the block has torn down.
+                    trainer.teardown()
 
     def set_up(self) -> None:
         """Set the trainer up, unless it is."""
