@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-DEFAULT = ("doctor", "bitwise", "resume", "waits", "memory", "speed")
+DEFAULT = ("device", "bitwise", "resume", "waits", "memory", "speed")
 FULL = (*DEFAULT, "certify", "graphs", "saves", "out_of_memory", "compiled", "copies", "ranks")
 NEEDED = ("torch", "numpy", "safetensors", "tqdm")
 PEERS = ("lightning", "transformers", "accelerate")

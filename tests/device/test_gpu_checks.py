@@ -13,7 +13,7 @@ from device.emulation.build import build, compiler
 from device.on_emulation import HERE, ROOT
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the emulated device is not built")
-DEFAULT = ["doctor", "bitwise", "resume", "waits", "memory", "speed"]
+DEFAULT = ["device", "bitwise", "resume", "waits", "memory", "speed"]
 MORE = ["certify", "graphs", "saves", "out_of_memory", "compiled", "copies", "ranks"]
 
 
@@ -75,13 +75,13 @@ def test_a_failed_check_is_named_and_stops_nothing(tmp_path, monkeypatch):
     """Memory of the device that is too small fails each check of memory, and the next section runs all the same."""
     build("cuda")
     monkeypatch.setenv("ZAE_EMULATED_LIMIT", str(1 << 20))
-    done, results = run_checks(tmp_path, "memory", "doctor")
+    done, results = run_checks(tmp_path, "memory", "device")
     assert done.returncode == 1
-    assert list(results["seconds"]) == ["memory", "doctor"]
+    assert list(results["seconds"]) == ["memory", "device"]
     last = done.stdout.splitlines()[-1]
     assert "failed" in last
     assert "memory: the section" in last
-    assert "doctor" not in last
+    assert "device: " not in last
 
 
 def test_without_a_gpu_it_says_so(tmp_path):
