@@ -65,17 +65,10 @@ class MixedPrecision(Precision):
         The type of the forward; it may be set until `begin`.
     loss_scale : (float, float)
         The initial and the smallest scale.
-    weights : torch.dtype, optional
-        The type that the weights were converted to.
     """
 
-    def __init__(
-        self,
-        name: str = "fp32",
-        loss_scale: tuple[float, float] = (65536.0, 1.0),
-        weights: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(name, weights)
+    def __init__(self, name: str = "fp32", loss_scale: tuple[float, float] = (65536.0, 1.0)) -> None:
+        super().__init__(name)
         self.loss_scale = loss_scale
         self.scaler = cast("torch.amp.GradScaler | None", None)
         self.is_unscaled = False  # Whether gradients were divided by the scale that have not been stepped yet.
@@ -257,8 +250,7 @@ class AMPAddon(AddOnBase):
         self._asked_for_one = (isinstance(precision, str) and precision != "auto") or self.dtype is not None
         self.loss_scale = (float(loss_scale[0]), float(loss_scale[1]))
         name = self._wanted[0] if self._asked_for_one else "fp32"  # Decided in setup.
-        weights = None if self.dtype is None else torch.bfloat16
-        self.precision_part = MixedPrecision(name, self.loss_scale, weights)
+        self.precision_part = MixedPrecision(name, self.loss_scale)
         if name == "fp16":
             _check_weights(self.unwrap())
         if self.dtype is not None:

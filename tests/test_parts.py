@@ -37,7 +37,7 @@ def step(precision, model, optimizer, factor=1.0):
 def test_the_default_precision_changes_nothing():
     model, optimizer = network()
     precision, loss = Precision(), torch.ones(())
-    assert (precision.name, precision.weights, precision.is_scaled) == ("fp32", None, False)
+    assert (precision.name, precision.is_scaled) == ("fp32", False)
     assert precision.scale(loss) is loss
     with precision.forward_context():
         assert model(torch.ones(4, 2)).dtype == torch.float32

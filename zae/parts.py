@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -336,7 +335,7 @@ class SingleProcess(Engine):
 
 
 class Precision:
-    """In which type a step computes, what its loss is scaled by, and which type the weights have.
+    """In which type a step computes, and what its loss is scaled by.
 
     Here: the forward is left as it is, and nothing is scaled. An engine that computes in a type of its own puts one in
     that says so, ``Precision("bf16")``.
@@ -345,8 +344,6 @@ class Precision:
     ----------
     name : {"fp32", "bf16", "fp16"}
         The type in which the forward computes; "fp32" is that of the weights.
-    weights : torch.dtype, optional
-        The type that the weights of the model were converted to; None leaves each as it is.
 
     Attributes
     ----------
@@ -356,9 +353,8 @@ class Precision:
 
     is_scaled = False
 
-    def __init__(self, name: str = "fp32", weights: torch.dtype | None = None) -> None:
+    def __init__(self, name: str = "fp32") -> None:
         self.name = name
-        self.weights = weights
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

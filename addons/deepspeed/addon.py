@@ -175,7 +175,7 @@ class DeepSpeedAddon(DistributedAddon):
         bf16 = self._option("deepspeed_bf16", deepspeed_bf16, "bf16", "enabled", False)
         (self.deepspeed_bf16,) = check_flags(deepspeed_bf16=bf16)
         if self.deepspeed_bf16:
-            self.precision_part = Precision("bf16", weights=torch.bfloat16)
+            self.precision_part = Precision("bf16")
         self._check_options()
 
     def _option(self, name: str, given: Any, section: str, key: str, default: Any) -> Any:
