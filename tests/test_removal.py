@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
 import zae.addons
-from kit import removal
+from kit import leftovers, removal
 from zae.common.lazy import names_in_stub
 
 EVERY_RUN = ("addons.ema", "addons.loggers", "search")
@@ -43,3 +44,55 @@ def test_what_is_removed_is_there() -> None:
     assert set().union(*map(removal.needs, known)) <= set(known)
     places = [removal.ROOT.joinpath("zae", *name.split(".")) for name in known]
     assert [path for path in places if not path.is_dir() and not path.with_suffix(".py").is_file()] == []
+
+
+# ------------------------------------------------------------------------------------------ what a removal leaves
+
+TREES = {str(each.path): each.tree for each in leftovers.sources()}
+READERS = (*leftovers.pages().values(), Path(__file__).with_name("test_zae_engine.py").read_text(encoding="utf-8"))
+"""What users read, and the test of the names that zae-engine has too."""
+
+
+def test_a_public_name_of_the_core_is_read() -> None:
+    """By other code, or by the pages; of the trainer, its parts, its run and its engines."""
+    assert leftovers.CORE.keys() <= TREES.keys()
+    assert leftovers.unread_names(TREES, READERS) == []
+    unread = ast.parse(
+        "class Run:\n    def __init__(self):\n        self.answered_by_nobody = 1\n    def asks(self): ..."
+    )
+    found = leftovers.unread_names({**TREES, "zae/loop/run.py": unread}, READERS)
+    assert "Run.answered_by_nobody" in found
+
+
+def test_an_option_is_taken() -> None:
+    assert leftovers.untaken_options(TREES) == []
+    untaken = ast.parse("class IdleAddon:\n    def __init__(self, *args, idle_rate=1, **kwargs): ...")
+    assert leftovers.untaken_options({"addons/idle.py": untaken}) == ["IdleAddon(idle_rate)"]
+
+
+def test_messages_and_pages_name_what_is_there() -> None:
+    """Add-ons, commands, pages and arguments. One that a page or a docstring defines is there."""
+    code = [*leftovers.texts_of_code(TREES)]
+    pages = leftovers.pages()
+    known = leftovers.arguments_of(TREES.values())
+    others = [each for each in code if not each[0].startswith("zae/loop/state.py")]  # It lists what older states have.
+    assert leftovers.absent_names([*others, *pages.items()]) == []
+    messages = [(path, text) for path, text in code if not path.startswith(OF_OTHERS)]
+    assert leftovers.absent_arguments(messages, known) == []
+    inline = [(path, leftovers.inline_code(text)) for path, text in pages.items()]
+    assert leftovers.absent_arguments(inline, known) == []
+    gone = [("x", "write GoneAddon, python -m zae vanish, docs/gone.md or gone_rate=1")]
+    assert leftovers.absent_names(gone) == ["x: GoneAddon", "x: python -m zae vanish", "x: docs/gone.md"]
+    assert leftovers.absent_arguments(gone, known) == ["x: gone_rate="]
+
+
+OF_OTHERS = (
+    "addons/huggingface",
+    "addons/fairseq2",
+    "addons/peft",
+    "addons/accelerate",
+    "zae/display/html.py",
+    "zae/report",
+    "zae/compose/foreign",
+)
+"""Code whose texts name the arguments of other libraries, or are HTML."""
