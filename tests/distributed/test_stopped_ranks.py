@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.faults import wait_for
 from kit.rank_tasks import Task, build, forks, loader, same, weights
+from kit.ranks import on_ranks
 from kit.scripts import Script, Torchrun
 from zae import DistributedError
 from zae.addons import FSDPAddon, MultiGPUAddon, StateManagerAddon
@@ -175,6 +177,42 @@ def test_ranks_that_all_lost_a_connection():
     assert (
         summarize_ranks({1: "", 2: "ValueError: bad sample"}, 3, 0, "") == "rank 2 of 3 failed: ValueError: bad sample"
     )
+
+
+class Fails(Task):
+    """Raises on some ranks when step 3 has ended, after which the state is saved."""
+
+    who = (1,)
+
+    def on_step_end(self, outputs):
+        super().on_step_end(outputs)
+        if self.rank in self.who and self.progress_checker.step == 3:
+            raise ValueError("bad sample")
+
+
+@on_ranks(2, 3)
+def test_ranks_that_wait_to_save_are_told_that_another_one_fails(world, tmp_path):
+    """They do not wait for the timeout, though its process is still there."""
+    trainer = build(Fails, (MultiGPUAddon, StateManagerAddon), save_path=tmp_path / "run", save_every=3, seed=1)
+    rank = trainer.rank
+    told = rf"rank {rank} of {world} called save_state, and rank 1 of {world} failed: ValueError: bad sample"
+    with pytest.raises(ValueError if rank == 1 else DistributedError, match="bad sample" if rank == 1 else told):
+        trainer.run(1, loader(12 * world, 2))
+    Path(tmp_path, f"ended-{rank}").touch()
+    wait_for(lambda: len(list(tmp_path.glob("ended-*"))) == world)
+    os._exit(0)  # What rank 1 has not exchanged is still under way.
+
+
+@on_ranks(2)
+def test_ranks_that_have_all_failed_may_make_a_call_together(world, tmp_path):
+    """One of them later than the others look for failures."""
+    trainer = build(Fails, (MultiGPUAddon, StateManagerAddon), save_path=tmp_path / "run", save_every=3, seed=1)
+    trainer.who = (0, 1)
+    with pytest.raises(ValueError, match="bad sample"):
+        trainer.run(1, loader(12 * world, 2))
+    if trainer.rank == 1:
+        time.sleep(3)
+    trainer.engine.rendezvous("save_state")
 
 
 # ------------------------------------------------------------------------------------------------ under torchrun

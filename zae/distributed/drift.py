@@ -6,8 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -21,8 +20,17 @@ __all__ = ["CollectiveCalls", "DriftCheck", "add_failed_rank_note"]
 _LEAST = 2.0
 _MOST = 20.0
 _PAUSE = 0.02
+_LONGEST_PAUSE = 0.5
 _T = TypeVar("_T")
 _AGAIN = "start the script again: with resume='auto' it continues from the newest checkpoint"
+
+
+class _Answer(NamedTuple):
+    """What a rank has learned about a call that all ranks make together."""
+
+    call: str  # That of another rank where it differs, else its own.
+    missing: Sequence[int] = ()  # The ranks that did not make it in time.
+    failure: str = ""  # The rank that has failed before it, and its error.
 
 
 class CollectiveCalls:
@@ -33,50 +41,69 @@ class CollectiveCalls:
     """
 
     count = 0
+    failed_at = -1  # The count at which this rank has failed: what others have written there is the same failure.
+
+    @classmethod
+    def _store(cls, whole: Any) -> Any:
+        """Return the part of the store for the next call."""
+        return dist.PrefixStore(f"zae/calls/{cls.count}", whole)
+
+    @classmethod
+    def fail(cls, whole: Any, failure: str) -> None:
+        """Tell the ranks that wait in the next call that this one has failed; an empty text only notes it here."""
+        cls.failed_at = cls.count
+        if failure:
+            cls._store(whole).compare_set("failure", "", failure)  # The first one is the cause of the others.
 
     @classmethod
     def rendezvous(cls, call: str, timeout: float) -> None:
         """Wait until all ranks make this call; raise DistributedError where one makes another call, or none."""
         if (whole := default_store()) is None:
             return
-        store = dist.PrefixStore(f"zae/calls/{cls.count}", whole)
+        store = cls._store(whole)
+        looks = cls.failed_at < cls.count
         rank = dist.get_rank()
         world = dist.get_world_size()
         who = f"rank {rank} of {world} called {call}"
         remedy = f"Call {call} on every rank, not under `if self.is_main`; only rank 0 writes files"
         try:
-            other, missing = ask_store(lambda: cls._exchange(store, call, rank, world, timeout), timeout + _LEAST)
+            answer = ask_store(lambda: cls._exchange(store, call, rank, world, timeout, looks), timeout + _LEAST)
         except RuntimeError as error:
             raise DistributedError(f"{who}, and {describe_store()}; {_AGAIN}") from error
-        if missing:
-            names = " and ".join(f"rank {each}" for each in missing)
+        if answer.failure:
+            raise DistributedError(f"{who}, and {answer.failure}")
+        if answer.missing:
+            names = " and ".join(f"rank {each}" for each in answer.missing)
             raise DistributedError(
                 f"{who}, and {names} did not within {timeout:g} s. {remedy}. If it is called everywhere, {names} is "
                 "stopped or takes longer: write a longer timeout=..."
             )
         cls.count += 1
-        if other != call:
-            raise DistributedError(f"{who}, and another rank called {other}. {remedy}")
+        if answer.call != call:
+            raise DistributedError(f"{who}, and another rank called {answer.call}. {remedy}")
 
-    @staticmethod
-    def _exchange(store: Any, call: str, rank: int, world: int, timeout: float) -> tuple[str, list[int]]:
-        """Return the call of another rank where it differs, else this one, and the ranks that make none."""
+    @classmethod
+    def _exchange(cls, store: Any, call: str, rank: int, world: int, timeout: float, looks: bool) -> _Answer:
+        """Wait for the others, which may make another call, none in time, or have failed."""
         if (other := store.compare_set("call", "", call).decode()) != call:
             store.set("go", call)  # The others end with this error too, and meet again at their next call.
-            return other, []
+            return _Answer(other)
         store.set(f"rank/{rank}", "")
         if store.add("ranks", 1) == world:
             store.set("go", call)
-            return call, []
-        try:
-            store.wait(["go"], timedelta(seconds=timeout))
-            return store.get("go").decode(), []
-        except RuntimeError:  # Not DistStoreError with a store of files; a lost store fails the next call.
-            missing = [each for each in range(world) if not store.check([f"rank/{each}"])]
-            store.delete_key(f"rank/{rank}")
-            if store.add("ranks", -1) <= 0:  # It was alone, and the others may continue.
-                store.delete_key("call")
-            return call, missing
+            return _Answer(call)
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < timeout:
+            if store.check(["go"]):
+                return _Answer(store.get("go").decode())
+            if looks and store.check(["failure"]):
+                return _Answer(call, failure=store.get("failure").decode())
+            time.sleep(min(max(0.001, waited / 10), _LONGEST_PAUSE))  # A wait of the store would not see a failure.
+        missing = [each for each in range(world) if not store.check([f"rank/{each}"])]
+        store.delete_key(f"rank/{rank}")
+        if store.add("ranks", -1) <= 0:  # It was alone, and the others may continue.
+            store.delete_key("call")
+        return _Answer(call, missing)
 
 
 class DriftCheck:
@@ -150,6 +177,7 @@ def _find_failed_rank(error: Exception, timeout: float) -> str:
 
     def collect() -> dict[int, str]:
         store.set(names[rank], "" if is_lost else summarize(error))
+        CollectiveCalls.fail(store, "" if is_lost else f"rank {rank} of {world} failed: {summarize(error)}")
         answers = dict[int, str]()
         deadline = time.monotonic() + seconds
         others = [each for each in range(world) if each != rank] if is_lost else []
