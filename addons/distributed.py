@@ -428,7 +428,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         return Group(self.rank, self.gather).together(save, Path(path or "the model"))[self.rank]
 
     @replaces
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str = "stop() was called") -> None:
         """End the run on all ranks after the next step, whichever rank calls it; see `checkpoint`."""
         if not self._is_parallel:
             return super().stop(reason)

@@ -969,7 +969,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     @explained_call("stop(reason), for instance stop('it has converged')")
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str = "stop() was called") -> None:
         """End the run after this step.
 
         Parameters

@@ -81,6 +81,27 @@ def test_all_ranks_end_together_where_the_time_of_one_is_over(world: int, tmp_pa
     assert trainer.gather(trainer.metrics["stop_reason"]) == ["max_time has passed"] * world
 
 
+class Stops(faults.Task):
+    """Asks one rank to stop after a step, without a reason."""
+
+    def on_step_end(self, outputs: Any) -> None:
+        super().on_step_end(outputs)
+        if self.progress_checker.step == 2 and self.rank == self.world_size - 1:
+            self.stop()
+
+
+def test_a_run_is_stopped_without_a_reason() -> None:
+    metrics = build(Stops).run(1, hand.loader())
+    assert (metrics["step"], metrics["stop_reason"]) == (2, "stop() was called")
+
+
+@on_ranks(2)
+def test_a_rank_stops_all_without_a_reason(world: int) -> None:
+    trainer = build(Stops, MultiGPUAddon)
+    trainer.run(1, hand.loader(40, batch_size=2))
+    assert trainer.gather(trainer.metrics["stop_reason"]) == ["stop() was called"] * world
+
+
 @pytest.mark.parametrize("limit", [-1, "1h", float("nan"), timedelta(seconds=-1)])
 def test_a_time_that_cannot_be_meant(limit: Any) -> None:
     with pytest.raises(ConfigError, match="max_time"):

@@ -42,7 +42,7 @@ class TrialAddon(AddOnBase):
             super().stop("the trial has seen enough")
 
     @replaces
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str = "stop() was called") -> None:
         """Ignore what other add-ons say, early stopping for instance."""
 
 
