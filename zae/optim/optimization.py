@@ -371,7 +371,7 @@ class Optimization:
         for name, each in self.schedulers.items():
             check_rates("scheduler", schedulers[name], each.state_dict())
             if is_plateau(each) and not keeps_best:
-                best = {"mode": each.mode, "best": each.mode_worse, "num_bad_epochs": 0}
+                best = {"mode": each.mode, "mode_worse": each.mode_worse, "best": each.mode_worse, "num_bad_epochs": 0}
                 schedulers[name] = {**schedulers[name], **best}
         records = state["records"]
         is_begun = bool(state["progress"]["step"])

@@ -264,12 +264,14 @@ def match_order(
     differ = sorted(places.keys() ^ set(itertools.chain(*present)))
     begun = [place for place in places.values() if place in state["state"]]
     if not differ and (len(begun) != 1 or len(places) == 1):
+        numbers = {places[key]: number for number, key in enumerate(itertools.chain(*present))}
         groups = []
         for group, keys in zip(state["param_groups"], present):
             # torch's own list of names would be in the old order.
             settings = {key: each for key, each in group.items() if key != "param_names"}
-            groups.append({**settings, "params": [places[key] for key in keys]})
-        return {**state, "param_groups": groups}
+            groups.append({**settings, "params": [numbers[places[key]] for key in keys]})
+        values = {numbers.get(place, place): each for place, each in state["state"].items()}
+        return {**state, "state": values, "param_groups": groups}
     if not strict:
         return state
     how = f"with other parameters ({', '.join(differ[:_SHOWN])})" if differ else "with its parameters in another order"
