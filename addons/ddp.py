@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zae.addon import Fact
 from zae.common.model_weights import named_parameters
 from zae.common.null_context import NULL_CONTEXT, both
 from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check_reducer
@@ -325,13 +324,6 @@ class ReplicatedAddon(AddOnPart):
         """Refuse tables whose forward changes weights."""
         super()._check_model(model)
         check_tables(model)
-
-    def describe(self) -> list[Fact]:
-        """Tell of the buckets in which the wrapper averages gradients."""
-        return [*super().describe(), Fact("buckets", self._bytes_of_buckets, "bytes", where="memory")]
-
-    def _bytes_of_buckets(self, plan: Any) -> int | None:
-        return plan.memory.gradients if plan.world_size > 1 else None
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Average the gradients over the ranks."""

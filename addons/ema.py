@@ -18,7 +18,7 @@ from zae.checkpoint.folder import Group
 from zae.checkpoint.weights import save_weights
 from zae.common import random_state
 from zae.common.argument_checks import check_count
-from zae.common.model_weights import fit_name, is_half_weight, own_names, plain_names, plain_state, shapes_of_average
+from zae.common.model_weights import fit_name, is_half_weight, own_names, plain_names, plain_state
 from zae.common.strides import has_own_elements
 from zae.common.torch_private import alike, in_place
 from zae.common.walk import is_sharded, local_part
@@ -302,22 +302,12 @@ class EMAAddon(AddOnBase):
         )
 
     def describe(self) -> list[Fact]:
-        """Tell what room the average takes in memory, where it lies as the weights do, and in a checkpoint."""
+        """Tell what a uniform average needs afterwards."""
         facts = super().describe()
-        facts.append(Fact("average", lambda plan: plan.memory.in_float32, "bytes", where="memory"))
-        facts.append(Fact("average", self._bytes_to_save, "bytes", where="checkpoint"))
         if self.averaging == "uniform" and any(isinstance(each, _NORMS) for each in self.unwrap().modules()):
             later = "trainer.update_batch_norm(loader) afterwards"
             facts.append(Fact("the uniform average needs BatchNorm statistics", later, where="on_run_end"))
         return facts
-
-    def _bytes_to_save(self, plan: Any) -> int:
-        """Return by how many bytes a checkpoint of a plan is larger, where the average is not there yet."""
-        if self.average:
-            return 0
-        state = plain_state(self.unwrap(), keep_vars=True)
-        held = shapes_of_average({key: state[key] for key in self._names_to_average(state)})
-        return sum(each.nbytes for each in held.values())
 
     def adapt_state(self, entry: Any) -> Any:
         """Refuse an average of another model; replace names of wrappers, which older versions saved."""

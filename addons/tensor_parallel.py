@@ -19,7 +19,7 @@ from zae.common.null_context import NULL_CONTEXT, both
 from zae.common.torch_private import is_compiled
 from zae.common.walk import is_sharded, tensors_in
 from zae.distributed import shards
-from zae.distributed.blocks import check_divisible, check_even, check_shapes, divided_dimensions
+from zae.distributed.blocks import check_divisible, check_even, check_shapes
 from zae.distributed.collectives import broadcast, gather_objects
 from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError, DistributedError
@@ -301,10 +301,9 @@ class TensorParallelAddon(DistributedAddon):
                 group["foreach"] = None
 
     def describe(self) -> list[Fact]:
-        """Name the layers that are divided, and divide their parameters."""
+        """Name the layers that are divided."""
         return [
             *super().describe(),
-            Fact("parts of a rank", self._divide_layers_in_plan, where="memory"),
             Fact("divided layers", self._describe_layers, where="wrap_model"),
         ]
 
@@ -314,17 +313,6 @@ class TensorParallelAddon(DistributedAddon):
         for name, style in self.styles().items():
             kinds.setdefault(type(style).__name__, []).append(name)
         return "; ".join(f"{kind} of {', '.join(names)}" for kind, names in kinds.items()) or "none"
-
-    def _divide_layers_in_plan(self, plan: Any) -> None:
-        """Divide the parameters of these layers in a plan."""
-        if plan.world_size == 1:
-            return
-        ranks = plan.mesh.get("tensor", 1)
-        modules = dict(self.unwrap().named_modules())
-        for name, style in self.styles().items():
-            for key, dimension in divided_dimensions(style, modules[name]).items():
-                if part := plan.memory.parts.get(f"{name}.{key}" if name else key):  # One of two tied names.
-                    part.divide(dimension, ranks)
 
     # ------------------------------------------------------------------------------------------------ a step
 

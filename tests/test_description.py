@@ -17,7 +17,7 @@ from zae.cli import main
 
 
 class TellingAddon(AddOnBase):
-    """Hold a buffer, watch some steps, and tell it all."""
+    """Watch some steps, and tell it."""
 
     layer = "observe"
 
@@ -26,9 +26,6 @@ class TellingAddon(AddOnBase):
         return [
             *super().describe(),
             Fact("corpus", "wiki-2024", where="trainer"),
-            Fact("buffer", 4096, "bytes", where="memory"),
-            Fact("twice the parameters", lambda plan: 2 * plan.memory.parameters, "bytes", where="memory"),
-            Fact("buffer", 4096, "bytes", where="checkpoint"),
             Fact("looks at the outputs", where="on_step_end"),
             Fact("window", 3, "steps", where="on_step_end"),
             Fact("the last step looked at", lambda plan: plan.last_step, where="on_step_end"),
@@ -53,12 +50,8 @@ def make(*add_ons: Any, **options: Any) -> Any:
 
 
 def test_a_plan_has_what_an_add_on_tells_of_the_run(tmp_path: Path) -> None:
-    """Notes in the order of the add-ons, memory, and the size of a checkpoint; a function is given the plan."""
-    plain = make(StateManagerAddon, save_path=tmp_path / "a").plan(2, hand.loader())
+    """Notes in the order of the add-ons; a function is given the plan."""
     plan = make(StateManagerAddon, TellingAddon, save_path=tmp_path / "b").plan(2, hand.loader())
-    assert plan.memory.held == {"buffer": 4096, "twice the parameters": 2 * plain.memory.parameters}
-    assert plan.bytes_per_checkpoint == plain.bytes_per_checkpoint + 4096
-    assert plan.disk > plain.disk
     told = ["looks at the outputs", "window: 3 steps", f"the last step looked at: {plan.last_step}"]
     assert [note for note in plan.notes if note in told] == told
     assert not any("wiki-2024" in note or "nothing" in note for note in plan.notes)
@@ -92,4 +85,4 @@ def test_facts_can_be_asked_for_at_any_time(moment: str) -> None:
     assert facts["composition"].value == ["TellingAddon", "EMAAddon"]
     assert facts["log_bar"].value is False
     assert facts["parameters"].value == sum(each.numel() for each in trainer.unwrap().parameters())
-    assert callable(facts["average"].value)
+    assert callable(facts["the last step looked at"].value)

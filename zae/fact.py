@@ -23,15 +23,12 @@ class Fact:
         tell. A function is given the ``RunPreview`` of a call of ``plan``, and returns the value: for what depends on
         the run, its ranks for instance, and for what takes long to find.
     unit : str
-        Of a number, for instance "bytes".
+        Of a number, for instance "samples".
     where : str
         Where it acts: the name of a hook, or one of these.
 
         - "option", "optimizer", "trainer": how the trainer is made, which logs, reports and checkpoints record.
         - "ranks": how the processes divide the work. The name is an attribute of the RunPreview that is set.
-        - "memory": what a process holds beside activations, in bytes. A function may change ``plan.memory`` instead,
-          and return None, where an engine divides it.
-        - "checkpoint": what is saved: the bytes that a checkpoint has more, or when and how much is saved.
 
     Examples
     --------

@@ -1419,7 +1419,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
           lr         0.1
           validates  at steps 5, 10
           logs       at steps 5, 10
-          memory     24 bytes beside activations and temporaries: parameters 12 bytes, gradients 12 bytes
           monitor    loss
         """
         from zae.plan.preview import plan

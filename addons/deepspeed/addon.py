@@ -247,11 +247,10 @@ class DeepSpeedAddon(DistributedAddon):
             self.current_run.wrapped_model = self.model
 
     def describe(self) -> list[Fact]:
-        """Tell the stage, and what it divides."""
+        """Tell the stage."""
         return [
             *super().describe(),
             Fact("DeepSpeed, ZeRO stage", self._planned_stage, where="optimizer_step"),
-            Fact("parts of a rank", self._divide_by_stage, where="memory"),
         ]
 
     def _planned_size(self, plan: Any) -> int:
@@ -269,24 +268,6 @@ class DeepSpeedAddon(DistributedAddon):
             return None
         self._fill(plan.world_size, plan.batch_size)
         return self.zero_stage
-
-    def _divide_by_stage(self, plan: Any) -> None:
-        """Divide what the stage divides; the buckets of DeepSpeed are not counted."""
-        memory = plan.memory
-        ranks = plan.world_size
-        if ranks == 1 or self.zero_stage == 0:
-            return
-        part = -(-sum(each.count for each in memory.parts.values() if each.is_trained) // ranks)
-        gradients = memory.gradients
-        optimizer = memory.optimizer
-        memory.held["float32 weights and optimizer"] = 4 * part + optimizer // ranks
-        memory.held["gradients"] = 4 * part if self.zero_stage > 1 else gradients
-        for each in memory.parts.values():
-            each.itemsize = 2 if self.deepspeed_bf16 else 4
-            each.is_trained = False
-            each.slots = 0.0
-            if self.zero_stage == 3:
-                each.divide(0, ranks)
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model whose weights DeepSpeed would keep in another precision, or not divide rightly."""

@@ -380,10 +380,9 @@ class FSDPAddon(DistributedAddon):
         return choose_blocks(self.unwrap(), self.fsdp_blocks)
 
     def describe(self) -> list[Fact]:
-        """Name the blocks, and divide all that belongs to the model."""
+        """Name the blocks."""
         return [
             *super().describe(),
-            Fact("parts of a rank", self._shard_in_plan, where="memory"),
             Fact("sharded in blocks", self._describe_sharded, where="wrap_model"),
         ]
 
@@ -394,13 +393,6 @@ class FSDPAddon(DistributedAddon):
         if plan.leaves_out:
             self._check_padding()
         return f"{describe_blocks(self.blocks()) or 'none'}; the rest of the model is one more"
-
-    def _shard_in_plan(self, plan: Any) -> None:
-        """Divide each parameter of a plan among the ranks of a replica."""
-        if plan.world_size > 1:
-            for name, _ in self.unwrap().named_parameters():
-                plan.memory.parts[name].divide(0, plan.mesh.get("shard", 1))
-            plan.memory.is_offloaded = self.cpu_offload
 
     # ------------------------------------------------------------------------------------------------ a step
 

@@ -293,7 +293,7 @@ REPORTED = {
     "enable_jit_checkpoint": "checkpoints are saved at SIGTERM in any case, see save_on_signal",
     "restore_callback_states_from_checkpoint": "the state of callbacks is always restored",
     "debug": "add AnomalyAddon, which names the module and the operation",
-    "skip_memory_metrics": "plan() and the report show memory",
+    "skip_memory_metrics": "torch.cuda.max_memory_allocated() is the peak of the memory",
     "local_rank": "the rank is that of the launcher",
     "ddp_bucket_cap_mb": "buckets have the size of torch",
     "ddp_broadcast_buffers": "buffers are sent once before each evaluation and save, not in each forward",

@@ -445,19 +445,11 @@ class PipelineAddon(DistributedAddon):
     # ---------------------------------------------------------------------------------------------------- the plan
 
     def describe(self) -> list[Fact]:
-        """Name the stages, how long the ranks wait for each other, and which parameters a rank has."""
+        """Name the stages, and how long the ranks wait for each other."""
         return [
             *super().describe(),
-            Fact("parameters of a rank", self._keep_heaviest, where="memory"),
             Fact("stages", self._describe_stages, where="gradients"),
         ]
-
-    def _keep_heaviest(self, plan: Any) -> None:
-        """Keep the parameters of the rank that has most in a plan."""
-        if plan.world_size > 1 and self._chain is None:
-            memory = plan.memory
-            chain = self._divide(self.unwrap())
-            memory.parts = self._arrangement().heaviest(chain, memory.parts, lambda part: part.bytes)
 
     def _describe_stages(self, plan: Any) -> list[str] | None:
         """Return a line for the schedule, and one for each stage."""

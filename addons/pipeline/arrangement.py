@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +15,6 @@ __all__ = ["Arrangement", "check_split"]
 
 _SHOWN = 5
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_Value = TypeVar("_Value")
 
 
 def check_split(split: Any) -> Any:
@@ -109,14 +108,6 @@ class Arrangement:
             where = f"stage {stage} (rank {rank} of the pipeline): {_roots(chain.names[stage])}"
             lines.append(f"{where}; {elements:,} parameters, {weight}")
         return lines
-
-    def heaviest(self, chain: Chain, parts: Mapping[str, _Value], weigh: Any) -> dict[str, _Value]:
-        """Return the parts of the rank with the most parameters, and what belongs to no stage."""
-        held: dict[int, dict[str, _Value]] = {rank: {} for rank in range(self.ranks)}
-        for stage, rank in enumerate(self.owners):
-            held[rank] |= {name: parts[name] for name in chain.names[stage] if name in parts}
-        outside = {name: each for name, each in parts.items() if not any(name in own for own in held.values())}
-        return max(held.values(), key=lambda own: sum(map(weigh, own.values()))) | outside
 
 
 def _roots(names: Iterable[str]) -> str:

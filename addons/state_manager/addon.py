@@ -556,7 +556,7 @@ class StateManagerAddon(AddOnBase):
     # ------------------------------------------------------------------------------------------- state and plan
 
     def describe(self) -> list[Fact]:
-        """Tell when it saves, and what room that takes."""
+        """Tell when it saves, and what it keeps."""
         kept = partial(self.checkpoints.plan_lines, every=self.save_every)
         return [*super().describe(), Fact("checkpoints", kept, where="checkpoint")]
 

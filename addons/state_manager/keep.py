@@ -448,8 +448,11 @@ class Checkpoints:
 
     def plan_lines(self, plan: Any, every: Every) -> list[str]:
         """Set in a plan when is saved, and describe what is kept."""
-        kept = self.retention
-        return [*plan.keep(every, kept.last, kept.best, self.folder), *self.weights.plan_lines()]
+        plan.save(every)
+        last, best = self.retention.last, self.retention.best
+        kept = "all are kept" if last is None else f"the newest {last}{f' and the best {best}' * (best > 0)} are kept"
+        more = "; and where a validation is the best so far" if best and plan.validates_at else ""
+        return [f"checkpoints are saved in {self.folder}, and {kept}{more}", *self.weights.plan_lines()]
 
     # -------------------------------------------------------------------------------------------------------- loading
 

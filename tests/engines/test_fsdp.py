@@ -7,12 +7,12 @@ import ctypes
 import functools
 import os
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_plan_memory import MMAP_THRESHOLD, resident
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -283,6 +283,15 @@ def test_other_methods_than_forward_are_named(world):
         assert distance(trainer, single) < 1e-12
         assert trainer.evaluate(data(6)) == pytest.approx(single.evaluate(data(6)), rel=1e-9)
     assert trainer.world_size == world
+
+
+MMAP_THRESHOLD = -3  # Of mallopt: larger tensors get memory of their own, which is given back when they are freed.
+
+
+def resident(field):
+    """Return the bytes of this process that are in memory, by the name of the entry."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024
 
 
 @on_ranks(2)

@@ -313,28 +313,6 @@ def test_looking_changes_no_scheduler_of_torch(name: str) -> None:
     assert_untouched(trainer, optimizers.batches(2))
 
 
-class Counting(torch.optim.SGD):
-    """It counts its steps in a tensor and in its own list, and draws a number in each."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.count, self.seen = torch.zeros(2), [0]
-
-    def step(self, closure: Any = None) -> Any:
-        self.count.add_(1)
-        self.seen[0] += 1
-        torch.rand(1)
-        return super().step(closure)
-
-
-def test_the_disk_is_counted_without_a_trace_on_the_optimizer() -> None:
-    trainer = optimizers.make(Counting, cls=optimizers.Task.add_on(StateManagerAddon), save_path="save")
-    random_before = repr(random_state.capture())
-    assert trainer.plan(1, optimizers.batches()).bytes_per_checkpoint > 0
-    assert (trainer.optimizer.count.tolist(), trainer.optimizer.seen) == ([0, 0], [0])
-    assert repr(random_state.capture()) == random_before
-
-
 def test_plan_takes_nothing_from_an_iterator() -> None:
     batches = [(torch.ones(4, 3), torch.ones(4, 2))] * 5
     trainer, stream = make(), iter(batches)
@@ -373,32 +351,6 @@ class Alike(Trainer):
         return {"loss": nn.functional.mse_loss(self.model(batch[0]), batch[1])}
 
     test_step = train_step
-
-
-@pytest.mark.parametrize(
-    ("add_ons", "options"),
-    [
-        ([], {}),
-        ([EMAAddon, EarlyStoppingAddon, GradientAccumulationAddon], {"save_every": 4}),
-        ([], {"save_format": "ckpt"}),
-    ],
-    ids=["plain", "add-ons", "ckpt"],
-)
-def test_plan_counts_the_disk_that_checkpoints_take(add_ons: Any, options: Any) -> None:
-    """The tensors of a checkpoint are nearly all of it, before anything was trained and before a second run."""
-    made = nn.Sequential(nn.Linear(3, 5000), nn.Linear(5000, 2))
-    options = {"optimizer": torch.optim.AdamW(made.parameters()), "keep_last": 2, "keep_best": 0, **options}
-    trainer = Alike.add_on(StateManagerAddon, *add_ons)(made, "cpu", seed=0, save_path="save", **options)
-    loader = DataLoader(TensorDataset(torch.randn(20, 3), torch.randn(20, 2)), 4, shuffle=True)
-    for _ in range(2):
-        plan = trainer.plan(2, loader, loader)
-        trainer.run(2, loader, loader)
-        checkpoints = list(Path("save").glob("step-*"))
-        largest = max(sum(file.stat().st_size for file in path.rglob("*")) for path in checkpoints)
-        assert len(checkpoints) == 2
-        assert plan.disk == 3 * plan.bytes_per_checkpoint
-        assert plan.bytes_per_checkpoint == pytest.approx(largest, rel=0.1)
-        assert "the tensors of a checkpoint are" in str(plan)
 
 
 def test_plan_prints_a_page() -> None:

@@ -33,7 +33,6 @@ __all__ = [
     "own_names",
     "plain_names",
     "plain_state",
-    "shapes_of_average",
     "without_wrappers",
 ]
 
@@ -240,12 +239,3 @@ def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def is_half_weight(value: Tensor) -> bool:
     """Return whether a tensor is a parameter in half precision, whose average is in float32."""
     return isinstance(value, nn.Parameter) and value.dtype in (torch.bfloat16, torch.float16)
-
-
-def shapes_of_average(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors without data like the average of weights; tied ones share one."""
-    shapes = {
-        id(value): torch.empty_like(value, dtype=torch.float32 if is_half_weight(value) else None, device="meta")
-        for value in state.values()
-    }
-    return {key: shapes[id(value)] for key, value in state.items()}

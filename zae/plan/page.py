@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any
 
-from zae.display.text import format_size, number, terminal_columns, wrapped
+from zae.display.text import number, terminal_columns, wrapped
 from zae.loop.progress import Every
-from zae.plan.memory import Memory
 
 __all__ = ["RunPreview"]
 
@@ -42,12 +40,8 @@ class RunPreview:
         For each name, the rate that each step uses.
     validates_at, logs_at, saves_at : list of int
         The steps after which each happens; ``saves_at`` has the certain ones.
-    bytes_per_checkpoint, disk : int
-        The size of the tensors of a checkpoint, and of all that are kept at once; 0 without a state manager.
     monitor : str
         The metric that decides which epoch is the best.
-    memory : Memory or None
-        The bytes that each process takes beside the activations; None where they are not known.
     notes : list of str
         Remarks of add-ons, and what is uncertain.
     """
@@ -69,9 +63,6 @@ class RunPreview:
     logs_at: list[int] = field(default_factory=list)
     saves_at: list[int] = field(default_factory=list)
     monitor: str = ""
-    bytes_per_checkpoint: int = 0
-    disk: int = 0
-    memory: Memory | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -95,19 +86,10 @@ class RunPreview:
         stop = self.first_step - 1 if self.last_step is None else self.last_step
         return [step for step in range(start, stop + 1, every.steps) if step > every.after]
 
-    def keep(self, every: Every, keep_last: int | None, keep_best: int, folder: Any) -> list[str]:
-        """Set when checkpoints are saved, and the disk space that they take; return what is not certain.
-
-        The end of the run is saved beside what ``every`` says. ``keep_last`` and ``keep_best`` are how many of the
-        newest and of the best are kept; None keeps all.
-        """
+    def save(self, every: Every) -> None:
+        """Set when checkpoints are certain to be saved: as often as ``every`` says, and at the end of the run."""
         end = [] if self.last_step is None else [self.last_step]
         self.saves_at = sorted({*self.due(every), *end})
-        possible = len({*self.saves_at, *(self.validates_at if keep_best else [])})
-        kept = possible if keep_last is None else min(possible, keep_last + keep_best)
-        self.disk = self.bytes_per_checkpoint * (kept + 1)
-        best = "; and where a validation is the best so far" if keep_best and self.validates_at else ""
-        return [f"{kept} checkpoints are kept in {folder}, and there is one more while it is written{best}"]
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of the page: a title and a text each."""
@@ -125,12 +107,8 @@ class RunPreview:
         ]
         rows += [(name, _curve(rates, self.first_step)) for name, rates in self.learning_rates.items()]
         rows += [("validates", _steps(self.validates_at)), ("logs", _steps(self.logs_at))]
-        if self.memory is not None:
-            rows.append(("memory", f"{'each process ' if self.world_size > 1 else ''}{self.memory}"))
-        if self.bytes_per_checkpoint:
+        if self.saves_at:
             rows.append(("saves", _steps(self.saves_at)))
-            size = format_size(self.bytes_per_checkpoint)
-            rows.append(("disk", f"about {format_size(self.disk)} at most; the tensors of a checkpoint are {size}"))
         if self.monitor:
             rows.append(("monitor", self.monitor))
         return rows + [("note", note) for note in self.notes]

@@ -6,25 +6,22 @@ optimizer without parameters. No batch is loaded, and no step is made.
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zae import optim
 from zae.common import random_state
-from zae.compose.introspect import is_overridden, slots_of
+from zae.compose.introspect import is_overridden
 from zae.data import sharding
 from zae.data.gather import why_not
 from zae.data.loader_state import facts_of
 from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.reshard import own_batch_sampler
-from zae.loop import addon_state
 from zae.loop.limits import RunLimits
 from zae.loop.progress import NO_LIMIT
 from zae.optim.checks import check_schedules
-from zae.plan.memory import Memory, bytes_in, state_after_a_step
 from zae.plan.page import RunPreview
 from zae.schedulers.lengths import is_per_step, is_plateau
 
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Preview", "plan"]
 
-_SHOWN_OTHERWISE = ("option", "optimizer", "trainer", "ranks", "memory")  # Of facts: they are no notes.
+_SHOWN_OTHERWISE = ("option", "optimizer", "trainer", "ranks")  # Of facts: they are no notes.
 _LONGEST = 200_000  # Steps whose learning rates are simulated; longer runs show those of the first ones.
 
 
@@ -72,10 +69,7 @@ class Preview:
         for name, what in (("should_validate", "valid_every"), ("should_checkpoint", "save_every")):
             if is_overridden(trainer, name):
                 found.notes.append(f"{name} is overridden: it decides, and what follows from {what} may differ")
-        self.measure_memory()
         self.note_facts()
-        if not found.disk:
-            found.bytes_per_checkpoint = 0
         reason = why_not(run.loader) if trainer.loader_position.is_fast else "fast_data=False"
         if reason is not None and hasattr(run.loader, "dataset"):
             found.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
@@ -102,15 +96,11 @@ class Preview:
         found.batches_per_step = batches or 1
 
     def note_facts(self) -> None:
-        """Note what else is told; first what a checkpoint holds, which decides how much disk is needed."""
-        found = self.found
-        if found.bytes_per_checkpoint:
-            sizes = [fact.value for fact in self.told("checkpoint") if fact.unit == "bytes"]
-            found.bytes_per_checkpoint += sum(size for size in sizes if size is not None)
-        elsewhere = [fact for fact in self.facts if fact.where not in _SHOWN_OTHERWISE and fact.unit != "bytes"]
+        """Note what else is told."""
+        elsewhere = [fact for fact in self.facts if fact.where not in _SHOWN_OTHERWISE]
         for fact in map(self.for_this_run, elsewhere):
             if fact.value is not None:
-                found.notes += fact.value if isinstance(fact.value, list) else [str(fact)]
+                self.found.notes += fact.value if isinstance(fact.value, list) else [str(fact)]
 
     # ------------------------------------------------------------------------------------------- steps and epochs
 
@@ -210,36 +200,3 @@ class Preview:
                         scheduler.step()
         if found.steps is not None and found.steps > _LONGEST:
             found.notes.append(f"the learning rates are those of the first {_LONGEST} steps")
-
-    # ------------------------------------------------------------------------------------- memory and checkpoints
-
-    def measure_memory(self) -> None:
-        """Find the memory of a process, which engines divide, and the size of a checkpoint."""
-        trainer = self.trainer
-        found = self.found
-        module = trainer.unwrap()
-        saves = "state" in slots_of(type(trainer))
-        if optim.has_lazy(module.parameters()):
-            if saves:
-                found.notes.append("the model is lazy: what a checkpoint holds is known after its first batch")
-            return
-        settings = copy.copy(trainer.optimization.settings)
-        try:
-            made = dict(trainer.optimization.optimizers_for(module))
-            stepped = {name: state_after_a_step(each) for name, each in made.items()}
-            steps = [(optim.parameters_of(each), stepped[name]) for name, each in made.items()]
-            found.memory = Memory.of_model(module, steps)
-            for fact in self.told("memory"):
-                if fact.value is not None:
-                    found.memory.held[fact.name] = fact.value
-            if saves:
-                self._measure_checkpoint(stepped)
-        finally:
-            # A state notes the settings that it was read with; the run does so itself.
-            trainer.optimization.settings = settings
-
-    def _measure_checkpoint(self, stepped: Mapping[str, Any]) -> None:
-        """Count the tensors of a checkpoint with these states of the optimizers."""
-        with addon_state.state_mode(self.trainer, addon_state.ALONE):
-            state = self.trainer.state_dict()
-        self.found.bytes_per_checkpoint = bytes_in({**state, "optimizer": stepped})
