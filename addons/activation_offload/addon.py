@@ -71,7 +71,7 @@ class ActivationOffloadAddon(AddOnBase):
     outside = ("recomputes_activations",)  # So that the inputs of what is computed again are offloaded.
     process_attributes = {"_undo_offload": None}
     excludes = {
-        "traces_model": "the stages of a pipeline are traced, and hooks of saved tensors are not; leave "
+        "divides_forward": "a schedule computes the backwards of its stages in an order of its own; leave "
         "ActivationOffloadAddon out, or train with FSDPAddon",
         "hooks_forwards": "its hooks find the parameters of a module by its forward; leave ActivationOffloadAddon out, "
         "or train with FSDPAddon",

@@ -182,9 +182,10 @@ class PipelineAddon(DistributedAddon):
     Parameters
     ----------
     split : list of str, int or callable, optional
-        The modules that begin the second stage and later ones, by path: ``["layers.4"]``. Or the number of stages,
-        which are then balanced by parameters, as without it. Or a function of the model and the number of stages,
-        which returns their modules in order; each is called with what the one before returns.
+        The modules that begin the second stage and later ones, by path: ``["layers.4"]``, of a model that calls its
+        modules one after another. Or the number of stages, which are then balanced by parameters, as without it, of a
+        plain ``nn.Sequential`` or a model with a list of equal blocks. Or a function of the model and the number of
+        stages, which returns their modules in order; each is called with what the one before returns.
     pipeline_schedule : str, type or callable
         "GPipe" or "1F1B", with one stage on each rank; "Interleaved1F1B", "LoopedBFS" or "InterleavedZeroBubble", with
         several; "ZBVZeroBubble" or "DualPipeV", with two. Or a schedule class of torch, or a function of the stages of
@@ -222,7 +223,7 @@ class PipelineAddon(DistributedAddon):
     """
 
     slot = "parallel.pipeline"
-    traits = ("divides_weights", "divides_batches", "traces_model")
+    traits = ("divides_weights", "divides_batches", "divides_forward")
     mesh_dimensions = ("replicate", "pipeline")
     lockstep_forward = True
     process_attributes = {"_runner": None}

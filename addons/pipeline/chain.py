@@ -1,36 +1,256 @@
-"""Find the stages of a model: which modules each computes, and what it passes on to the next one."""
+"""Divide a model that calls its modules one after another into stages.
+
+The forward is called once with placeholders, and with placeholders for its modules: what it does beside calling one
+module after another with what the one before returned is an error, and is answered with what to write.
+"""
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from inspect import signature
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from zae.addons.pipeline.tracing import REMEDY, constants_in, defaults_of, trace
+from zae.common import random_state
+from zae.common.torch_private import call_hooks
 from zae.common.walk import tensors_in
 from zae.distributed.blocks import class_name, has_forward, repeated_modules
 from zae.errors import ConfigError
 
-__all__ = ["Chain", "Program", "check_passed", "fake_loss"]
+__all__ = ["Chain", "Program", "bind", "check_passed", "constants_in", "fake_loss"]
 
 _SHOWN = 10
-_DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson")
-_KEPT = 8  # Programs for calls with different numbers.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_DECIDING = (bool, int, float, str, type(None))
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_REMEDY = (
+    "A divided forward calls modules one after another, each with what the one before returned, inputs of the model "
+    "and numbers. Put other computation into a module, or give split=a function of the model and of the number of "
+    "stages that returns the modules of the stages in their order; each is called with what the one before returns"
+)
 
 
-class Program(NamedTuple):
-    """What one stage computes: called with the arguments of the model it needs, and with what it received."""
+# ------------------------------------------------------------------------------------------- what a forward calls
 
-    call: Callable[..., Any]
-    arguments: tuple[str, ...]
 
-    def __call__(self, arguments: Mapping[str, Any], received: Sequence[Any]) -> Any:
-        return self.call(*(arguments[name] for name in self.arguments), *received)
+class _Value(Tensor):
+    """Stands for a tensor in the forward that is recorded; nothing can be computed with it, or read of it."""
+
+    @staticmethod
+    def __new__(cls, *args: Any) -> _Value:
+        return Tensor._make_subclass(cls, torch.empty(0))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(f"{getattr(func, '__name__', func)} of what passes from one module to the next")
+
+
+class _Input(_Value):
+    """Stands for an input of the model."""
+
+    def __init__(self, argument: str) -> None:
+        self.argument = argument
+
+
+class _Output(_Value):
+    """Stands for what a module has returned."""
+
+
+class _Held:
+    """Stands for a parameter or buffer of the model that is given to a module."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Call(NamedTuple):
+    """A call of a module; its arguments have placeholders."""
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class _Recorded(NamedTuple):
+    """The calls of a forward, in their order, and what it returns."""
+
+    calls: list[_Call]
+    returned: Any
+
+
+class _Placeholder(nn.Module):
+    """Stands for a module: a call of it is recorded."""
+
+    def __init__(self, path: str, record: Callable[[_Call], _Output]) -> None:
+        super().__init__()
+        self.path = path
+        vars(self)["record"] = record
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)["record"](_Call(self.path, args, kwargs))
+
+
+def _modes() -> tuple[bool, ...]:
+    autocast = (torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+def _record(model: nn.Module, opened: Collection[str], constants: Mapping[str, Any]) -> _Recorded:
+    """Call the forward of the opened modules, and return which other modules it calls."""
+    _check_forward(model, opened)
+    held = {id(each): name for name, each in _tensors_of(model, "").items()}
+    calls: list[_Call] = []
+    outputs: list[_Output] = []
+    modes = _modes()
+
+    def replace(value: Any, where: str) -> Any:
+        """Return an argument with the names of tensors in place of them; refuse what stages would not have."""
+        if isinstance(value, Tensor) and id(value) in held:
+            return _Held(held[id(value)])
+        if isinstance(value, _Output) and value is not outputs[-1]:
+            source = next(call.path for call, output in zip(calls, outputs) if output is value)
+            raise ConfigError(
+                f"the forward of {class_name(model)} gives {where} what {source} returned, past the modules between "
+                f"them. {_REMEDY}"
+            )
+        if not isinstance(value, (*_DECIDING, _Input, _Output)):
+            raise ConfigError(
+                f"the forward of {class_name(model)} gives {where} a {type(value).__name__} that it has made. {_REMEDY}"
+            )
+        return value
+
+    def record(call: _Call) -> _Output:
+        if _modes() != modes:
+            raise ConfigError(
+                f"the forward of {class_name(model)} calls {call.path} under no_grad or autocast, which a stage would "
+                f"leave out. {_REMEDY}"
+            )
+        args, kwargs = _map(lambda each: replace(each, call.path), (call.args, dict(call.kwargs)))
+        if outputs and not any(each is outputs[-1] for each in _leaves((args, kwargs))):
+            raise ConfigError(
+                f"the forward of {class_name(model)} calls {call.path} without what {calls[-1].path} has returned. "
+                f"{_REMEDY}"
+            )
+        calls.append(_Call(call.path, args, kwargs))
+        outputs.append(_Output())
+        return outputs[-1]
+
+    arguments = {**_inputs_of(model), **constants}
+    try:
+        with random_state.isolated(), _with_placeholders(model, opened, record), _unchanged(model, opened):
+            streams = random_state.comparable()
+            returned = model.forward(**arguments)
+            if random_state.comparable() != streams:
+                raise ConfigError(
+                    f"the forward of {class_name(model)} draws random numbers, which each rank would do for itself. "
+                    f"{_REMEDY}"
+                )
+    except ConfigError:
+        raise
+    except Exception as error:
+        text = f"{_line_of(error)}{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"split: the forward of {class_name(model)} cannot be divided ({text:.300}). {_REMEDY}"
+        ) from error
+    return _Recorded(calls, _map(lambda each: replace(each, "its caller"), returned))
+
+
+def _inputs_of(model: nn.Module) -> dict[str, _Input]:
+    """Return a placeholder for each argument of the forward that has no default."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    return {name: _Input(name) for name in named}
+
+
+@contextmanager
+def _with_placeholders(model: nn.Module, opened: Collection[str], record: Callable[[_Call], _Output]) -> Iterator[None]:
+    """Put placeholders in the place of the modules that a stage calls."""
+    owners = {path: model.get_submodule(path) for path in opened}
+    modules = {path: dict(owner._modules) for path, owner in owners.items()}
+    try:
+        for path, owner in owners.items():
+            for name, module in modules[path].items():
+                child = f"{path}.{name}" if path else name
+                if module is not None and child not in opened:
+                    owner._modules[name] = _Placeholder(child, record)
+        yield
+    finally:
+        for path, owner in owners.items():
+            owner._modules.update(modules[path])
+
+
+@contextmanager
+def _unchanged(model: nn.Module, opened: Collection[str]) -> Iterator[None]:
+    """Refuse a forward that sets attributes of the model: it is called here once, and by no stage."""
+    before = {name: dict(vars(model.get_submodule(name))) for name in opened}
+    yield
+    for name, attributes in before.items():
+        module = model.get_submodule(name)
+        for key, value in list(vars(module).items()):
+            was = attributes.get(key)
+            if value is not was and not (isinstance(value, _DECIDING) and value == was):
+                vars(module)[key] = was
+                raise ConfigError(
+                    f"the forward of {class_name(model)} sets {f'{name}.' * bool(name)}{key}, which no stage would do, "
+                    "because this forward is divided: return it, or let a module of its own, within a stage, set it"
+                )
+
+
+def _check_forward(model: nn.Module, opened: Collection[str]) -> None:
+    """Refuse inputs without a name, and hooks of modules whose forward is divided: no stage would call them."""
+    for each in inspect.signature(model.forward).parameters.values():
+        if each.kind is each.VAR_POSITIONAL:
+            raise ConfigError(
+                f"the forward of {class_name(model)} takes *{each.name}: name each input of the model there"
+            )
+    for name in opened:
+        module = model.get_submodule(name)
+        if kind := call_hooks(module):
+            raise ConfigError(
+                f"{name or 'the model'} ({type(module).__name__}) has a {kind}, which no stage would call, because its "
+                "forward is divided; remove it, or register it on a module within a stage"
+            )
+
+
+def _line_of(error: Exception) -> str:
+    """Return the line of the model that failed."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OWN)]
+    last = frames[-1] if frames else None
+    return f"{Path(last.filename).name}, line {last.lineno}, `{last.line}`: " if last and last.line else ""
+
+
+def bind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by the names of the forward."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments: dict[str, Any] = {}
+    for name, each in bound.signature.parameters.items():
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            arguments[name] = bound.arguments[name]
+        elif bound.arguments[name]:
+            raise ConfigError(
+                f"self.model was called with {bound.arguments[name]!r:.80} for {name}, where the forward of "
+                f"{type(model).__name__} names no parameter; name each input of the model there"
+            )
+    return arguments
+
+
+def constants_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments by which a forward may decide: numbers, text and None."""
+    return {name: each for name, each in values.items() if isinstance(each, _DECIDING)}
+
+
+# --------------------------------------------------------------------------------------------------- the stages
+
+
+Program = Callable[[Mapping[str, Any], Sequence[Any]], Any]
+"""What one stage computes: called with the arguments of the model, and with what it received."""
 
 
 class Chain:
@@ -58,60 +278,44 @@ class Chain:
 
     def __init__(self, model: nn.Module, split: Any, count: int) -> None:
         self._model = model
-        self._modules = dict(model.named_modules())
-        self.begins: list[str] = []
-        self._opened: set[str] = set()
         self._chosen: list[nn.Module] = []
-        self._programs: dict[Any, dict[int, Program]] = {}
         if callable(split):
             self._chosen = _check_modules(split(model, count), count)
             self.names = [self._names_of(each) for each in self._chosen]
         else:
-            self.begins = self._choose(split, count)
-            self._opened = _above(self.begins)
-            graph, stage_of, _ = self._divide(defaults_of(model))
-            self.names = self._names_in(graph, stage_of)
+            paths = _check_paths(model, split, count) if isinstance(split, (list, tuple)) else []
+            self._opened = _opened(model, paths or repeated_modules(model))
+            recorded = _record(model, self._opened, {})
+            self.begins = paths or self._balanced(recorded.calls, count)
+            self._paths = [[call.path for call in calls] for calls in self._divide(recorded.calls)]
+            self.names = [self._names_in(calls) for calls in self._divide(recorded.calls)]
         self._check()
-        self._computed = [set(each) for each in self.names]
         used = set(map(id, self.tensors(range(count))))
         rest = {name: each for name, each in _tensors_of(model, "").items() if id(each) not in used}
         self.names[0] |= rest  # What no stage computes with.
 
     # ------------------------------------------------------------------------------------- which stages there are
 
-    def _choose(self, split: Any, count: int) -> list[str]:
-        """Return the paths of the modules that begin the second stage and all later ones."""
-        if split is None or isinstance(split, int):
-            return self._balanced(count)
-        for path in split:
-            if path not in self._modules or not path:
-                raise ConfigError(
-                    f"split: {class_name(self._model)} has no module {path!r}; its modules are "
-                    f"{', '.join(list(filter(None, self._modules))[:_SHOWN])}; write one of these paths"
-                )
-        if len(split) != count - 1:
-            raise ConfigError(
-                f"split={list(split)!r} names {len(split)} modules that begin a stage, and there are {count} stages; "
-                f"name {count - 1}, since the first one begins with the model, or change stages_per_rank or the number "
-                "of ranks"
-            )
-        return [*split]
-
-    def _balanced(self, count: int) -> list[str]:
+    def _balanced(self, calls: Sequence[_Call], count: int) -> list[str]:
         """Return modules so that each stage has about as many parameters."""
-        candidates = self._candidates(count)
-        graph, _ = trace(self._model, _above(candidates), defaults_of(self._model))
+        model = self._model
+        blocks = repeated_modules(model)
+        if type(model) is not nn.Sequential and len(blocks) < count:
+            raise ConfigError(
+                f"{class_name(model)} is no nn.Sequential, and has no list of {count} or more equal blocks, to be "
+                f"divided into {count} stages by their parameters; name the modules that begin the later stages: "
+                f"split=[{', '.join(repr(call.path) for call in calls[1:count])}]"
+            )
         places: dict[str, int] = {}  # How many parameters are used before a module, by its path.
         before = 0
-        for node in graph.nodes:
-            size = _size(self._held(node))
-            path = str(node.target)
-            if path in candidates and size and before:
-                places.setdefault(path, before)
+        for call in calls:
+            size = sum(each.numel() for each in model.get_submodule(call.path).parameters())
+            if size and before and (call.path in blocks or len(blocks) < count):
+                places.setdefault(call.path, before)
             before += size
         if len(places) < count - 1:
             raise ConfigError(
-                f"{class_name(self._model)} has {len(places)} modules with which a stage could begin "
+                f"{class_name(model)} has {len(places)} modules with which a stage could begin "
                 f"({', '.join(list(places)[:_SHOWN])}), too few for {count} stages; use fewer ranks or "
                 "stages_per_rank, or name deeper modules: split=['layers.3.feed_forward']"
             )
@@ -125,10 +329,18 @@ class Chain:
             left = left[left.index(begin) + 1 :]
         return begins
 
-    def _candidates(self, count: int) -> list[str]:
-        """Return the repeated modules if they suffice, else the children of the model and of its containers."""
-        repeated = list(repeated_modules(self._model))
-        return repeated if len(repeated) >= count else list(_children(self._model))
+    def _divide(self, calls: Sequence[_Call]) -> list[list[_Call]]:
+        """Return the calls of each stage."""
+        cuts = []
+        for path in self.begins:
+            first = next((at for at, call in enumerate(calls) if f"{call.path}.".startswith(f"{path}.")), None)
+            if first is None:
+                raise ConfigError(f"split: the forward of {class_name(self._model)} does not call {path!r}")
+            cuts.append(first)
+        if cuts != sorted(set(cuts)):
+            called = [path for _, path in sorted(zip(cuts, self.begins))]
+            raise ConfigError(f"split={self.begins!r} is not in the order of the calls; write split={called!r}")
+        return [[*calls[begin:end]] for begin, end in zip([0, *cuts], [*cuts, len(calls)])]
 
     # -------------------------------------------------------------------------------------------- what they compute
 
@@ -137,112 +349,78 @@ class Chain:
         if self._chosen:
             return {stage: self._call_of(stage, arguments) for stage in own}
         constants = constants_in(arguments)
-        modes = tuple(self._modules[name].training for name in sorted(self._opened))
-        key = tuple((name, type(each), each) for name, each in constants.items()), modes
-        if key not in self._programs:
-            graph, stage_of, made = self._divide(constants)
-            if [set(each) for each in self._names_in(graph, stage_of)] != self._computed:
-                raise ConfigError(
-                    f"called with {', '.join(f'{name}={each!r:.20}' for name, each in constants.items())}, "
-                    f"{class_name(self._model)} computes with other parameters in some stage than with the defaults of "
-                    f"its forward. {REMEDY}"
-                )
-            self._programs[key] = {each: self._program(graph, stage_of, made, each) for each in own}
-            if len(self._programs) > _KEPT:
-                del self._programs[next(iter(self._programs))]
-        return self._programs[key]
+        inputs = {name: _Input(name) for name in arguments if name not in constants}
+        # Anew for each batch: a forward may decide by what has changed since.
+        recorded = _record(self._model, self._opened, {**inputs, **constants})
+        stages = self._divide(recorded.calls)
+        if [[call.path for call in calls] for calls in stages] != self._paths:
+            raise ConfigError(
+                f"called with {', '.join(f'{name}={each!r:.20}' for name, each in constants.items())}, "
+                f"{class_name(self._model)} calls other modules than with the defaults of its forward. {_REMEDY}"
+            )
+        return {stage: self._program(stages, stage, recorded.returned) for stage in own}
 
     def _call_of(self, stage: int, arguments: Mapping[str, Any]) -> Program:
         """Return what a module of the split computes: the first is called as the model is."""
-        defaults = {name: each.default for name, each in signature(self._model.forward).parameters.items()}
-        given = tuple(name for name, each in arguments.items() if each is not defaults.get(name))
-        return Program(self._chosen[stage], () if stage else given)
+        module = self._chosen[stage]
+        if stage:
+            return lambda arguments, received: module(*received)
+        defaults = {name: each.default for name, each in inspect.signature(self._model.forward).parameters.items()}
+        given = [name for name, each in arguments.items() if each is not defaults.get(name)]
+        return lambda arguments, received: module(*(arguments[name] for name in given))
 
-    def _divide(self, constants: Mapping[str, Any]) -> tuple[fx.Graph, dict[fx.Node, int], dict[str, Any]]:
-        """Return the graph of a forward, the stage of each node, and the tensors that the forward makes."""
-        graph, made = trace(self._model, self._opened, constants)
-        first: dict[str, int] = {}  # The place of the first use of each module that begins a stage.
-        for index, node in enumerate(graph.nodes):
-            for path in self.begins:
-                if node.op in ("call_module", "get_attr") and f"{node.target}.".startswith(f"{path}."):
-                    first.setdefault(path, index)
-        for path in self.begins:
-            if path not in first:
-                raise ConfigError(f"split: the forward of {class_name(self._model)} does not call {path!r}")
-        cuts = [first[path] for path in self.begins]
-        if cuts != sorted(set(cuts)):
-            called = sorted(self.begins, key=first.__getitem__)
-            raise ConfigError(f"split={self.begins!r} is not in the order of the calls; write split={called!r}")
-        stage_of = {}
-        for index, node in enumerate(graph.nodes):
-            stage_of[node] = sum(cut <= index for cut in cuts)
-        return graph, stage_of, made
+    def _program(self, stages: Sequence[Sequence[_Call]], stage: int, returned: Any) -> Program:
+        """Return what one stage computes: it calls its modules one after another."""
+        model = self._model
+        is_last = stage == len(stages) - 1
 
-    def _program(
-        self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], made: Mapping[str, Any], stage: int
-    ) -> Program:
-        """Return what one stage computes, as code that calls the modules of the model."""
-        again = _repeatable(graph)
-        own = fx.Graph()
-        passed = _passed(graph, stage_of, again, stage)
-        needed = _needed(graph, stage_of, again, stage, passed)
-        arguments = [each for each in graph.nodes if each.op == "placeholder" and each in needed]
-        values: dict[fx.Node, Any] = {}
-        for node in (*arguments, *_passed(graph, stage_of, again, stage - 1)):
-            values[node] = own.placeholder(node.name)
-        for node in graph.nodes:
-            if node in needed and node not in values:
-                values[node] = own.node_copy(node, lambda each: values[each])
-        if not any(each.op == "output" for each in own.nodes):
-            own.output(tuple(values[each] for each in passed))
-        return Program(fx.GraphModule(self._root(own, made), own).forward, tuple(each.target for each in arguments))
+        def run(arguments: Mapping[str, Any], received: Sequence[Any]) -> Any:
+            value = received[0] if received else None
 
-    def _root(self, graph: fx.Graph, made: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the nodes of a graph call and read, by their targets."""
-        root = {each.target: made.get(each.target) for each in graph.nodes if each.op == "get_attr"}
-        root = {name: self._attribute(name) if each is None else each for name, each in root.items()}
-        return root | {each.target: self._modules[each.target] for each in graph.nodes if each.op == "call_module"}
+            def fill(each: Any) -> Any:
+                if isinstance(each, _Output):
+                    return value
+                if isinstance(each, _Input):
+                    return arguments[each.argument]
+                return _attribute(model, each.name) if isinstance(each, _Held) else each
 
-    def _attribute(self, path: str) -> Any:
-        owner, _, name = path.rpartition(".")
-        return getattr(self._modules[owner], name)
+            for call in stages[stage]:
+                args, kwargs = _map(fill, (call.args, call.kwargs))
+                value = model.get_submodule(call.path)(*args, **kwargs)
+            if is_last:
+                return _map(fill, returned)
+            if not isinstance(value, Tensor):
+                raise ConfigError(
+                    f"{stages[stage][-1].path} returns {type(value).__name__} at the end of stage {stage}, and a list "
+                    f"of paths as split passes on one tensor. {_REMEDY}"
+                )
+            return value
+
+        return run
 
     # --------------------------------------------------------------------------------------------- what they hold
 
-    def _held(self, node: fx.Node) -> dict[str, Tensor]:
-        """Return the parameters and buffers that a node computes with."""
-        path = str(node.target)
-        if node.op == "call_module":
-            return _tensors_of(self._modules[path], f"{path}.")
-        found = self._attribute(path) if node.op == "get_attr" and self._has(path) else None
-        return {path: found} if isinstance(found, Tensor) else {}
-
-    def _has(self, path: str) -> bool:
-        owner, _, name = path.rpartition(".")
-        return owner in self._modules and hasattr(self._modules[owner], name)
-
-    def _names_in(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int]) -> list[dict[str, Tensor]]:
-        """Return what each stage computes with; a parameter belongs where it is used."""
-        names: list[dict[str, Tensor]] = [{} for _ in range(len(self.begins) + 1)]
-        for node in graph.nodes:
-            is_read = node.op == "get_attr"
-            where_used = {stage_of[each] for each in node.users} if is_read else {stage_of[node]}
-            for stage in where_used:
-                names[stage].update(self._held(node))
+    def _names_in(self, calls: Iterable[_Call]) -> dict[str, Tensor]:
+        """Return the tensors that calls compute with, by their names in the model."""
+        names: dict[str, Tensor] = {}
+        for call in calls:
+            names |= _tensors_of(self._model.get_submodule(call.path), f"{call.path}.")
+            held = [each for each in _leaves((call.args, call.kwargs)) if isinstance(each, _Held)]
+            names |= {each.name: _attribute(self._model, each.name) for each in held}
         return names
 
     def _names_of(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of a module of the split by their names in the model."""
         known = {id(each): name for name, each in _tensors_of(self._model, "").items()}
-        found = {}
+        names = {}
         for name, each in _tensors_of(module, "").items():
             if id(each) not in known:
                 raise ConfigError(
                     f"split returned a module with {name}, which is not a parameter or buffer of "
                     f"{class_name(self._model)}; make the stages of its own modules"
                 )
-            found[known[id(each)]] = each
-        return found
+            names[known[id(each)]] = each
+        return names
 
     def _check(self) -> None:
         """Refuse a parameter in two stages, and a stage without any."""
@@ -282,99 +460,90 @@ class Chain:
         return [each for each in self.tensors(stages) if isinstance(each, nn.Parameter)]
 
 
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a value with the results of a function in the place of what its tuples, lists and dicts contain."""
+    if type(value) in (tuple, list):
+        return type(value)(_map(function, each) for each in value)
+    if type(value) is dict:
+        return {key: _map(function, each) for key, each in value.items()}
+    return function(value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Return what tuples, lists and dicts contain."""
+    leaves: list[Any] = []
+    _map(leaves.append, value)
+    return leaves
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
+
+
 def _tensors_of(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     both = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     return {f"{prefix}{name}": each for name, each in itertools.chain(*both)}
 
 
-def _size(held: Mapping[str, Tensor]) -> int:
-    distinct = {id(each): each for each in held.values()}
-    return sum(each.numel() for each in distinct.values())
+def _is_container(module: nn.Module) -> bool:
+    """Return whether a module only lists others: a plain Sequential, a ModuleList, a ModuleDict."""
+    return type(module) is nn.Sequential or isinstance(module, _CONTAINERS) or not has_forward(module)
 
 
-def _above(paths: Iterable[str]) -> set[str]:
-    """Return the paths of the modules that contain one of these."""
-    found = {""}
+def _opened(model: nn.Module, paths: Iterable[str]) -> set[str]:
+    """Return the paths of the modules whose forward is divided: those above these paths, and containers in them."""
+    opened = {""}
     for path in paths:
         while path := path.rpartition(".")[0]:
-            found.add(path)
-    return found
+            opened.add(path)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path.rpartition(".")[0] in opened and _is_container(module):
+            opened.add(path)
+    return opened
 
 
-def _children(module: nn.Module, prefix: str = "") -> Iterable[str]:
-    for name, child in module.named_children():
-        if isinstance(child, _CONTAINERS) or not has_forward(child):
-            yield from _children(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _check_modules(found: Any, count: int) -> list[nn.Module]:
-    chosen = list(found) if isinstance(found, (list, tuple)) else []
-    if len(chosen) != count or not all(isinstance(each, nn.Module) for each in chosen):
-        raise ConfigError(
-            f"split returned {found!r:.80}; there are {count} stages: return a list of {count} modules, in their order"
-        )
-    return chosen
-
-
-# ------------------------------------------------------------------------------------------------------ the graph
-
-
-def _repeatable(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that depend on the arguments of the model alone: each stage has these, and computes them."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "call_method" and node.target.endswith("_") and node.args[0] in found:
+def _check_paths(model: nn.Module, split: Sequence[str], count: int) -> list[str]:
+    """Return the paths of a split; refuse one that is no module, and another number than there are stages."""
+    modules = dict(model.named_modules())
+    for path in split:
+        if path not in modules or not path:
             raise ConfigError(
-                f"the forward changes its inputs in place ({node.args[0]}.{node.target}), of which each stage has a "
-                f"copy; write {node.target.rstrip('_')} instead"
+                f"split: {class_name(model)} has no module {path!r}; its modules are "
+                f"{', '.join(list(filter(None, modules))[:_SHOWN])}; write one of these paths"
             )
-        is_pure = node.op in ("call_function", "call_method") and not any(
-            word in str(getattr(node.target, "__name__", node.target)) for word in _DRAWS
+    if len(split) != count - 1:
+        raise ConfigError(
+            f"split={list(split)!r} names {len(split)} modules that begin a stage, and there are {count} stages; "
+            f"name {count - 1}, since the first one begins with the model, or change stages_per_rank or the number "
+            "of ranks"
         )
-        if node.op == "placeholder" or (is_pure and all(each in found for each in node.all_input_nodes)):
-            found.add(node)
-    return found
+    return [*split]
 
 
-def _passed(graph: fx.Graph, stage_of: Mapping[fx.Node, int], again: set[fx.Node], stage: int) -> list[fx.Node]:
-    """Return what a stage passes on: what it or one before has made, and a later one uses."""
-    found = []
-    for node in graph.nodes:
-        is_made = node not in again and node.op != "get_attr" and stage_of[node] <= stage
-        if is_made and any(stage_of[user] > stage for user in node.users):
-            found.append(node)
-    return found
-
-
-def _needed(
-    graph: fx.Graph, stage_of: Mapping[fx.Node, int], again: set[fx.Node], stage: int, passed: Iterable[fx.Node]
-) -> set[fx.Node]:
-    """Return the nodes that a stage computes, with those that it repeats."""
-    found = {node for node in graph.nodes if stage_of[node] == stage and node not in again and node.op != "get_attr"}
-    left = [*found, *passed]
-    while left:
-        for each in left.pop().all_input_nodes:
-            if each not in found and (each in again or each.op == "get_attr"):
-                found.add(each)
-                left.append(each)
-    return found
+def _check_modules(returned: Any, count: int) -> list[nn.Module]:
+    modules = list(returned) if isinstance(returned, (list, tuple)) else []
+    if len(modules) != count or not all(isinstance(each, nn.Module) for each in modules):
+        raise ConfigError(
+            f"split returned {returned!r:.80}; there are {count} stages: return a list of {count} modules, in their "
+            "order"
+        )
+    return modules
 
 
 def check_passed(values: Any, stage: int) -> tuple[Tensor, ...]:
     """Return what a stage passes on, which must be tensors."""
-    found = tuple(values) if isinstance(values, (tuple, list)) else (values,)
-    if not found or not all(isinstance(each, Tensor) for each in found):
-        kinds = ", ".join(type(each).__name__ for each in found) or "nothing"
+    passed = tuple(values) if isinstance(values, (tuple, list)) else (values,)
+    if not passed or not all(isinstance(each, Tensor) for each in passed):
+        kinds = ", ".join(type(each).__name__ for each in passed) or "nothing"
         raise ConfigError(
             f"stage {stage} would pass on {kinds}, and only tensors are sent to the next one. Compute what is not a "
             "tensor from the inputs of the model, or within one stage, or split elsewhere"
         )
-    return tuple(each.contiguous() for each in found)  # Gloo sends no others.
+    return tuple(each.contiguous() for each in passed)  # Gloo sends no others.
 
 
 def fake_loss(values: Any) -> Tensor:
     """Return a scalar that depends on every tensor in what a model returned."""
-    found = [each.sum() for each in tensors_in(values) if each.requires_grad]
-    return torch.stack([each.real.double() for each in found]).sum() if found else torch.zeros(())
+    tensors = [each.sum() for each in tensors_in(values) if each.requires_grad]
+    return torch.stack([each.real.double() for each in tensors]).sum() if tensors else torch.zeros(())

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zae.addons.pipeline.chain import Chain, Program, check_passed, fake_loss
+from zae.addons.pipeline.chain import Chain, Program, bind, check_passed, constants_in, fake_loss
 from zae.addons.pipeline.schedules import Schedule
-from zae.addons.pipeline.tracing import bind, constants_in
 from zae.common import random_state
 from zae.common.walk import leading_dimension, tensors_in
 from zae.data.rows import fill_up, first_rows, take_apart

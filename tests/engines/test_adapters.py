@@ -77,7 +77,7 @@ def test_adapters_on_ranks(engine: Engine, tmp_path: Path) -> None:
     averages = [each.state_dict()["EMAAddon"]["average"] for each in (trainer, single)]
     assert all(float((averages[0][name] - value).abs().max()) < LIMIT for name, value in averages[1].items())
     trained = weights(trainer)
-    assert averages[0].keys() == averages[1].keys() == {*trained, f"{BASE}.scale"}
+    assert averages[0].keys() == averages[1].keys() == {*trained, f"{BASE}.scale.factor"}
     again = make(engine, tmp_path / "again", resume=str(tmp_path / "all" / "step-00000003"))
     again.run(2, rows(engine), data(5, 2, False))
     assert all(torch.equal(value, trained[name]) for name, value in weights(again).items())

@@ -112,12 +112,20 @@ class Rows(Dataset[Any]):
         return {"tokens": tokens, "shift": shift} if self.several else (tokens,)
 
 
+class Shift(nn.Module):
+    """Add a number to each row, where there is one."""
+
+    def forward(self, inputs: Tensor, shift: Tensor | None) -> Tensor:
+        return inputs if shift is None else inputs + shift[:, None, None]
+
+
 class Fuzzed(nn.Module):
     """The network of the engines, with what a case adds."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.net = Net()
+        self.shift = Shift()
         self.spare = Block() if case.spare else None
         if case.tied:
             self.net.head.weight = self.net.embed.weight
@@ -126,11 +134,10 @@ class Fuzzed(nn.Module):
 
     def forward(self, tokens: Tensor, shift: Tensor | None = None, with_spare: bool = False) -> Tensor:
         x = self.net.embed(tokens)
-        if shift is not None:
-            x = x + shift[:, None, None]
+        x = self.shift(x, shift)
         for block in [*self.net.blocks, *([self.spare] if with_spare else [])]:
             x = block(x)
-        return self.net.head(self.net.norm(x)) * self.net.scale
+        return self.net.scale(self.net.head(self.net.norm(x)))
 
 
 def model_of(case: Case) -> nn.Module:

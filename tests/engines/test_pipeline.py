@@ -137,25 +137,38 @@ def leaves_rows_out(task: type[Task], rest: int) -> None:
 # ------------------------------------------------------------------------------------------------ models and steps
 
 
+class Reads(nn.Linear):
+    """Read one entry of the inputs of the model."""
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        return super().forward(inputs["x"]).tanh()
+
+
+class Masked(nn.Linear):
+    def forward(self, x: torch.Tensor, mask: Any, *, twice: bool) -> torch.Tensor:
+        y = super().forward(x)
+        if mask is not None:
+            y = y * mask[:, None]
+        return y + y if twice else y
+
+
+class Answers(nn.Linear):
+    """Return several things, one of which is of an input of the model."""
+
+    def forward(self, y: torch.Tensor, inputs: Any) -> Any:
+        return {"logits": super().forward(y), "sum": y.sum(-1) + inputs["x"].sum(-1), "rows": len(y)}
+
+
 class Skips(nn.Module):
-    """Passes a value around a stage, reads its inputs in each, and returns several things."""
+    """Each stage reads inputs of the model; a number decides in one of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        self.scale = nn.Parameter(torch.full((6,), 0.5))
+        self.first, self.second, self.third = Reads(4, 6), Masked(6, 6), Answers(6, 3)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, inputs: Any, mask: Any = None, *, twice: bool = False) -> Any:
-        x = inputs["x"]
-        first = self.first(x).tanh()
-        y = self.second(first * self.scale)
-        if mask is not None:
-            y = y * mask[:, None]
-        if twice:
-            y = y + y
-        out = self.third(torch.cat([y], dim=-1) + first)
-        return {"logits": out, "sum": y.sum(-1) + x.sum(-1), "rows": x.shape[0]}
+        return self.third(self.second(self.first(inputs), mask, twice=twice), inputs)
 
 
 class Structured(Task):
@@ -208,15 +221,11 @@ def test_a_step_with_inputs_of_its_own_and_a_model_that_returns_a_dict(engine: E
         assert trainer.predict(structured(7, size))["output"].shape == (7,)
 
 
-class Dropped(nn.Sequential):
-    """Dropout by a module in one stage, and by a function in another."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 4))
+class Drops(nn.Module):
+    """Dropout by a function."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self[2](self[1](self[0](x)))
-        return self[3](nn.functional.dropout(x, 0.5, self.training))
+        return nn.functional.dropout(x, 0.5, self.training)
 
 
 class Mean(Task):
@@ -238,7 +247,8 @@ def rows(count: int = 8, size: int = 4) -> DataLoader[Any]:
 
 def dropped() -> nn.Module:
     torch.manual_seed(0)
-    return Dropped().double()
+    layers = (nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), Drops(), nn.Linear(8, 4))
+    return nn.Sequential(*layers).double()
 
 
 @on_pipeline_exhaustive
@@ -332,16 +342,14 @@ def test_stages_are_named_counted_or_given_by_a_function() -> None:
     deep = Chain(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), nn.Linear(2, 2)), ["0.2"], 2)
     assert [sorted(each) for each in deep.names] == [["0.0.bias", "0.0.weight"],
                                                      ["0.2.bias", "0.2.weight", "1.bias", "1.weight"]]  # fmt: skip
-    own = Chain(
-        dropped(), lambda model, count: [nn.Sequential(model[0], model[1]), nn.Sequential(model[2], model[3])], 2
-    )
+    own = Chain(dropped(), lambda model, count: [nn.Sequential(model[0], model[1]), nn.Sequential(*model[2:])], 2)
     assert [sorted(each) for each in own.names] == [["0.bias", "0.weight"],
-                                                    ["2.bias", "2.weight", "3.bias", "3.weight"]]  # fmt: skip
+                                                    ["2.bias", "2.weight", "4.bias", "4.weight"]]  # fmt: skip
 
 
 @on_pipeline_exhaustive
 def test_a_function_gives_the_stages(engine: Engine) -> None:
-    """Of a model whose forward cannot be traced."""
+    """Of a model whose forward cannot be divided."""
 
     class Decides(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -351,7 +359,7 @@ def test_a_function_gives_the_stages(engine: Engine) -> None:
     model = Decides(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     again = Decides(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     again.load_state_dict(model.state_dict())
-    with pytest.raises(ConfigError, match=r"forward of Decides cannot be traced .*give split=a function"):
+    with pytest.raises(ConfigError, match=r"forward of Decides cannot be divided .*give split=a function"):
         build(made(split=["2"]), task=Mean, model=model, optimizer=sgd).run(1, rows())
 
     def halves(model: Any, count: int) -> list[nn.Module]:
@@ -388,8 +396,14 @@ class Forward(nn.Module):
 
 def without_gradient(model: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        x = x.tanh()
-    return model.b(model.a(x))
+        x = model.a(x)
+    return model.b(x)
+
+
+def past(model: Any, x: torch.Tensor) -> torch.Tensor:
+    first = model.a(x)
+    model.b(first)
+    return first
 
 
 def hooked() -> nn.Module:
@@ -405,9 +419,12 @@ SPLITS = {
     "unused": (lambda: Forward(lambda m, x: m.a(x)), ["b"], "does not call 'b'"),
     "unknown": (Tied, ["d"], r"Tied has no module 'd'; its modules are a, b, c"),
     "many": (Tied, ["b", "c"], r"on 2 ranks gives 3 stages"),
-    "no_grad": (lambda: Forward(without_gradient), ["b"], r"computes tanh under no_grad or autocast"),
-    "random": (lambda: Forward(lambda m, x: m.b(m.a(x + torch.randn(4)))), ["b"], "draws random numbers"),
-    "in place": (lambda: Forward(lambda m, x: m.b(m.a(x.mul_(2)))), ["b"], r"changes its inputs .*write mul instead"),
+    "no_grad": (lambda: Forward(without_gradient), ["b"], r"calls a under no_grad or autocast"),
+    "random": (lambda: Forward(lambda m, x: m.b(m.a(x + torch.randn(4)))), ["b"], r"cannot be divided \(.*randn"),
+    "in place": (lambda: Forward(lambda m, x: m.b(m.a(x.mul_(2)))), ["b"], r"cannot be divided \(.*mul_"),
+    "past": (lambda: Forward(past), ["b"], r"gives its caller what a returned, past the modules between them"),
+    "made": (lambda: Forward(lambda m, x: m.b(m.a(torch.ones(4)))), ["b"], r"gives a a Tensor that it has made"),
+    "number": (lambda: Forward(lambda m, x: m.b(m.a(x))), 2, r"is no nn\.Sequential, and has no list .*split=\['b'\]"),
     "a hook": (hooked, ["b"], r"the model \(Forward\) has a forward hook"),
     "norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), ["2"], "1 is a batch normal"),
     "too few": (lambda: nn.Sequential(nn.Linear(4, 4)), None, r"1 modules|0 modules"),

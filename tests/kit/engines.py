@@ -44,6 +44,17 @@ class Block(nn.Module):
         return inputs + self.down(nn.functional.gelu(self.up(self.second(inputs))))
 
 
+class Scale(nn.Module):
+    """Multiply by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.full((1,), 0.5))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.factor
+
+
 class Net(nn.Module):
     """A language model of two blocks, with a buffer."""
 
@@ -52,13 +63,13 @@ class Net(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.register_buffer("scale", torch.full((1,), 0.5))
+        self.scale = Scale()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)) * self.scale
+        return self.scale(self.head(self.norm(x)))
 
 
 class Task(Trainer):

@@ -355,7 +355,7 @@ def batch_normalization_in_micro_batches():
 
 @mistake(
     zae.ConfigError,
-    "split: the forward of Reads cannot be traced (mistakes_in_engines.py, line",
+    "split: the forward of Reads cannot be divided (mistakes_in_engines.py, line",
     "give split=a function of the model",
 )
 def forward_that_looks_at_values():
@@ -364,8 +364,8 @@ def forward_that_looks_at_values():
 
 @mistake(
     zae.ConfigError,
-    "the forward of Keeps sets penalty, which no stage would do, because this",
-    "return it, or let a module of its own, within a stage, set it",
+    "split: the forward of Keeps cannot be divided (mistakes_in_engines.py, line",
+    "Put other computation into a module",
 )
 def forward_that_keeps_a_loss_on_the_model():
     pipeline(model=layers(Keeps), split=["1"]).plan(1, loader())

@@ -17,14 +17,46 @@ class Skips(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down, self.deep, self.middle = nn.Linear(4, 8), nn.Linear(8, 16), nn.Linear(16, 16)
-        self.up, self.last = nn.Linear(24, 8), nn.Linear(12, 3)
+        self.up, self.last = nn.Linear(24, 8), nn.Linear(16, 3)
 
-    def forward(self, x: torch.Tensor, y: Any = None) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = self.down(x).relu()
         middle = self.middle(self.deep(first).relu()).relu()
         up = self.up(torch.cat([middle, first], 1)).relu()
-        out = self.last(torch.cat([up, x], 1))
-        return out if y is None else {"out": out, "loss": nn.functional.mse_loss(out, y)}
+        return self.last(torch.cat([up, first], 1))
+
+
+class _Beside(nn.Module):
+    """Compute layers, and return the first tensor beside what they make of it, or of both that came."""
+
+    def __init__(self, *layers: nn.Module, joins: bool) -> None:
+        super().__init__()
+        self.layers, self.joins = nn.Sequential(*layers), joins
+
+    def forward(self, x: torch.Tensor, first: Any = None) -> Any:
+        out = self.layers(torch.cat([x, first], 1) if self.joins else x)
+        return out, x if first is None else first
+
+
+class _Joined(nn.Module):
+    """Compute one layer of both tensors that come."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.cat([x, first], 1))
+
+
+def beside(model: Skips, count: int) -> list[nn.Module]:
+    """Return four stages of `Skips`, which pass on two tensors."""
+    return [
+        nn.Sequential(model.down, nn.ReLU()),
+        _Beside(model.deep, nn.ReLU(), model.middle, nn.ReLU(), joins=False),
+        _Beside(model.up, nn.ReLU(), joins=True),
+        _Joined(model.last),
+    ]
 
 
 @dataclasses.dataclass
@@ -43,6 +75,22 @@ class Records(nn.Module):
     def forward(self, x: torch.Tensor) -> Outputs:
         middle = self.first(x).tanh()
         return Outputs(self.last(middle), middle)
+
+
+class _Recorded(nn.Module):
+    """The last stage of `Records`."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.last = last
+
+    def forward(self, middle: torch.Tensor) -> Outputs:
+        return Outputs(self.last(middle), middle)
+
+
+def recorded(model: Records, count: int) -> list[nn.Module]:
+    """Return two stages of `Records`."""
+    return [nn.Sequential(model.first, nn.Tanh()), _Recorded(model.last)]
 
 
 class Language(nn.Module):
