@@ -313,7 +313,7 @@ def test_what_cannot_be_meant_is_refused_on_a_cpu_too(options: Any, text: str) -
 
 
 def test_what_is_computed_again_around_it_is_refused() -> None:
-    with pytest.raises(AddOnConflict, match="the stages of a pipeline are traced"):
+    with pytest.raises(AddOnConflict, match="a schedule computes the backwards of its stages"):
         Task.add_on(OFFLOAD, PipelineAddon)
     with pytest.raises(AddOnConflict, match="find the parameters of a module by its forward"):
         Task.add_on(OFFLOAD, DeepSpeedAddon)

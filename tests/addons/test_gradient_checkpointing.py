@@ -181,7 +181,7 @@ def test_what_cannot_be_meant_is_refused(options: Any, text: str) -> None:
 
 
 def test_it_is_refused_beside_others_that_do_the_same() -> None:
-    with pytest.raises(AddOnConflict, match="the stages of a pipeline are traced"):
+    with pytest.raises(AddOnConflict, match="a schedule computes the backwards of its stages"):
         Task.add_on(CHECKPOINT, PipelineAddon)
     model = network()
     model.is_gradient_checkpointing = True
