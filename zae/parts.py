@@ -291,9 +291,13 @@ class SingleProcess(Engine):
         return tensor
 
     def full_tensors(self, value: Any, keeps: bool = True) -> Any:
+        gathered: dict[Tensor, Tensor] = {}  # A tensor with several names is gathered once.
+
         def gather(tensor: Tensor) -> Tensor:
-            full = self.full_tensor(tensor)
-            return full if full is tensor else full.to("cpu" if keeps else "meta")
+            if tensor not in gathered:
+                full = self.full_tensor(tensor)
+                gathered[tensor] = full if full is tensor else full.to("cpu" if keeps else "meta")
+            return gathered[tensor]
 
         return map_tensors(gather, value)
 

@@ -381,6 +381,35 @@ def test_meta_init_needs_what_other_processes_find():
     trainer_of(lambda: Net(blocks=1), meta_init=True, seed=0).run(1, data(8))
 
 
+class Tied(nn.Module):
+    """One weight of 40 rows embeds tokens and predicts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 8)
+        self.head = nn.Linear(8, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_tied_weights_are_gathered_and_saved_once(world, tmp_path, name):
+    """As one process saves them; a model that is tied loads the file."""
+    trainer = trainer_of(Tied(), seed=0)
+    trainer.run(1, data(8 * world))
+    path = trainer.save_model(tmp_path / name)
+    alone = Task(Tied(), "cpu", optimizer=sgd, log_bar=False)
+    if trainer.is_main:
+        alone.apply_weights(path)
+        size = alone.save_model(tmp_path / f"alone-{name}").stat().st_size
+        assert path.stat().st_size == pytest.approx(size, abs=256)
+    state = trainer.state_dict()["model"]
+    assert state["head.weight"] is state["embed.weight"]
+
+
 def test_a_rank_that_evaluates_alone_is_told_that_all_ranks_do(tmp_path):
     """It waits for the timeout, and not longer."""
 

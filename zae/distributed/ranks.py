@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae.common.model_weights import plain_names
 from zae.common.walk import is_sharded
 from zae.distributed import shards
 from zae.distributed.collectives import all_reduce, average, broadcast, gather_objects
@@ -212,6 +213,19 @@ class RanksEngine(SingleProcess):
             return super().gradient_norm(parameters)
         # Each rank squares its parts; the squares are added up over the dimensions of the mesh that divide a gradient.
         return shards.gradient_norm(gradients)
+
+    def model_state(self, module: nn.Module) -> dict[str, Tensor]:
+        # A state_dict has a tensor for each name of a tied parameter: gathered each by itself, they would be two.
+        state = super().model_state(module)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        names = plain_names(module, parameters)
+        first_names: dict[nn.Parameter, str] = {}
+        for own_name, parameter in parameters.items():
+            name = names[own_name]
+            first = first_names.setdefault(parameter, name)
+            if first != name and first in state and name in state:
+                state[name] = state[first]
+        return state
 
     def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
         present = module.state_dict()
