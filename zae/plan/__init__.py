@@ -1,1 +1,1 @@
-"""Preview a run: its steps and schedules, what it saves, and the memory that it takes."""
+"""Preview a run: its steps, schedules and validations, and when it saves."""
