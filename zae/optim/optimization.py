@@ -306,7 +306,8 @@ class Optimization:
             warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
             for name, optimizer in self.optimizers.items():
                 copied = memo | {id(each): each for each in optim.parameters_of(optimizer)}
-                own = [each for _, each in leaves_of(vars(optimizer), "") if isinstance(each, Tensor)]
+                tensors = [each for _, each in leaves_of(vars(optimizer), "") if isinstance(each, Tensor)]
+                own = [each for each in tensors if id(each) not in copied]  # Without parameters, which may be lazy.
                 if not compares_bits(own):  # Mostly nothing: the state is made in the first step.
                     copied |= {id(each): each for each in own}
                 with suppress(Exception):
