@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zae.compose.introspect import slots_of
 from zae.compose.options import option_value
+from zae.data.loaders import length_of
 from zae.distributed.spawn import local_rank
 from zae.errors import MissingError, did_you_mean
 from zae.loop.history import split_prefix
@@ -196,13 +197,9 @@ def counts_of(loader: Any) -> tuple[int | None, int | None]:
     """Return how many samples and batches a loader has, or several by name together; None is unknown."""
     loaders = list(loader.values()) if isinstance(loader, Mapping) else [loader]
     datasets = [getattr(each, "dataset", None) for each in loaders]
-    samples = [_length_of(each) for each in datasets]
-    batches = [_length_of(each) for each in loaders]
+    samples = [length_of(each) for each in datasets]
+    batches = [length_of(each) for each in loaders]
     return _sum(samples), _sum(batches)
-
-
-def _length_of(value: Any) -> int | None:
-    return len(value) if hasattr(value, "__len__") else None
 
 
 def _sum(counts: list[int | None]) -> int | None:

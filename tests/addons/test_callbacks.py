@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from kit import hand
 from kit.faults import forked
@@ -119,6 +119,39 @@ def test_plain_objects_have_the_events_of_zae(tmp_path):
     ]  # fmt: skip
     trainer.load_state()
     assert recorder.rows[-1] == ("on_load", 2, "path")
+
+
+class Stream(IterableDataset):
+    """Rows that have no length."""
+
+    def __iter__(self):
+        return iter(data())
+
+
+class Batches:
+    """Batches of a loader of one's own, which has no length either."""
+
+    dataset = Stream()
+
+    def __iter__(self):
+        return iter(DataLoader(data(), 4))
+
+    def __len__(self):
+        raise NotImplementedError("the length is not known")
+
+
+@pytest.mark.parametrize("callbacks", [(), (ForeignRecorder,)], ids=["none", "one"])
+@pytest.mark.parametrize("loader", [DataLoader(Stream(), 4), Batches()], ids=["IterableDataset", "own"])
+def test_a_loader_whose_length_raises(loader, callbacks):
+    """Training, validation, evaluate and predict; the speeds that need a length are left out."""
+    trainer = trainer_of(*callbacks)
+    trainer.run(2, loader, {"a": loader, "b": DataLoader(data(), 4)})
+    trainer.evaluate(loader)
+    trainer.predict(loader)
+    *_, valid, end = trainer.state.log_history
+    assert valid["eval_b_loss"] > 0
+    assert [key for key in valid if "per_second" in key] == []
+    assert end.keys() == {"train_runtime", "train_steps_per_second", "total_flos", "train_loss", "epoch", "step"}
 
 
 class Asks:
