@@ -599,18 +599,12 @@ class Trainer(Processes, metaclass=TrainerMeta):
             out = self.train_step(batch)
         try:
             output = read_output(out, batch, self.sample_weight, type(self), self.mode, self.count_targets)
-            values, weight = output
+            values = output[0]
             self.backward(self.scale_loss(values["loss"], values.get("num_targets"), count))
         except Exception as error:
             explain_failure(error, out, batch, type(self), self.optimizers)
             raise
-        if count == 1:
-            return output
-        # Of a window all are read after its last batch. A step may return the same dict for each of them, and on an
-        # accelerator a CUDA graph fills the same memory.
-        if self.device.type == "cpu":
-            return dict(values), weight
-        return copy_output(output, with_outputs=self.log_train.keeps)
+        return copy_output(output, count > 1, with_outputs=self.log_train.keeps)
 
     @hook
     def forward_context(self) -> AbstractContextManager[None]:

@@ -120,22 +120,37 @@ def read_output(
     return out, weight
 
 
-def copy_output(output: tuple[Mapping[str, Any], Any], with_outputs: bool = False) -> tuple[Mapping[str, Any], Any]:
-    """Return the output of a step with copies of its numbers that lie on an accelerator.
+def copy_output(
+    output: tuple[Mapping[str, Any], Any], in_window: bool = False, with_outputs: bool = False
+) -> tuple[Mapping[str, Any], Any]:
+    """Return the output of a step with copies of its numbers that are other ones when they are read.
 
-    The next step may overwrite them: the outputs of a CUDA graph are in the same memory each time. On a CPU none are.
+    The optimizer steps a parameter, and the next batch fills a buffer: what is one, or shares the memory of one, is
+    copied. In a window that is read after its last batch, so are all numbers on an accelerator, whose CUDA graphs
+    write to the same memory, and the dict, which a step may return each time.
     """
     values, weight = output
-    return {key: _copy(value, with_outputs) for key, value in values.items()}, _copy(weight, with_outputs)
+    copies = {}
+    for key in values:
+        value = values[key]
+        copy = _copy(value, in_window, with_outputs)
+        if copy is not value:
+            copies[key] = copy
+    if copies or in_window:
+        return {**values, **copies}, _copy(weight, in_window, with_outputs)
+    return output
 
 
-def _copy(value: Any, with_outputs: bool) -> Any:
-    if isinstance(value, Tensor) and not value.is_cpu and (with_outputs or value.numel() == 1):
-        return value.detach().clone()
+def _copy(value: Any, in_window: bool, with_outputs: bool) -> Any:
+    if isinstance(value, Tensor):
+        if value.numel() != 1 and not with_outputs:
+            return value
+        may_change = value.is_leaf or value._is_view() or (in_window and not value.is_cpu)
+        return value.detach().clone() if may_change else value
     if isinstance(value, Mapping):
-        return {key: _copy(each, with_outputs) for key, each in value.items()}
+        return {key: _copy(each, in_window, with_outputs) for key, each in value.items()}
     if is_typed(value):
-        return type(value)(*(_copy(each, with_outputs) for each in value))
+        return type(value)(*(_copy(each, in_window, with_outputs) for each in value))
     return value
 
 
