@@ -26,15 +26,20 @@ class OfThePage(Task):
 
     def gradients(self, batch):
         self.present = batch
-        return super().gradients(batch)
+        self.outputs = super().gradients(batch)
+        return self.outputs
 
     def step_one(self, optimizer):
+        self.is_evaluated = True
+
         def closure():
-            optimizer.zero_grad()
-            outputs = self.gradients(self.present)
-            self.unscale()
-            self.clip()
-            return sum(values["loss"].detach() for values, _ in outputs) / len(outputs)
+            if not self.is_evaluated:
+                optimizer.zero_grad()
+                self.gradients(self.present)
+                self.unscale()
+                self.clip()
+            self.is_evaluated = False
+            return sum(values["loss"].detach() for values, _ in self.outputs) / len(self.outputs)
 
         optimizer.step(closure)
         return True
@@ -98,6 +103,36 @@ def test_the_closure_of_the_page_keeps_windows_clip_and_precision(window, clip, 
     options = {"precision": precision, "gradient_clip": clip, "gradient_accumulation_steps": window}
     cls(model, "cpu", optimizer=optimizer, log_bar=False, **options).run(1, pairs())
     assert hand.digest(model.weight) == by_hand(window, clip, precision)
+
+
+def layer(kind):
+    return {"dropout": nn.Dropout(0.2), "batch norm": nn.BatchNorm1d(8)}[kind]
+
+
+@pytest.mark.parametrize("kind", ["dropout", "batch norm"])
+@pytest.mark.parametrize("max_iter", [1, 5])
+def test_a_step_evaluates_as_often_as_the_loop_by_hand(kind, max_iter):
+    """Once more would draw other dropout masks, and move the running statistics of a batch norm."""
+
+    def begin():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), layer(kind), nn.Linear(8, 2))
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=max_iter)
+
+    model, optimizer = begin()
+    for inputs, targets in pairs():
+
+        def closure(inputs=inputs, targets=targets):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            return loss
+
+        optimizer.step(closure)
+    other, optimizer = begin()
+    OfThePage(other, "cpu", optimizer=optimizer, log_bar=False, gradient_clip=0.1).run(1, pairs())
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(

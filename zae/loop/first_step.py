@@ -80,40 +80,65 @@ class FirstStep:
             return hook(*args, **kwargs)
         if name == "backward":
             self._warn_of_cut_loss(*args)
-        called_before = len(self._called)
+        if name == "optimizer_step":
+            return self._step_optimizers(partial(hook, *args, **kwargs))
         result = hook(*args, **kwargs)
         self._called.append(name)
-        if name == "optimizer_step":
-            self._check_closure(self._called[called_before:])
-        elif name == "micro_step":
+        if name == "micro_step":
             say_uncounted(self._trainer.current_run, args[0], result[0])
         elif name == "forward_context":
             return self._forward(result)
         return result
 
-    # -------------------------------------------------------------------------------------- an optimizer's closure
+    # --------------------------------------------------------------------------- gradients that a step computes itself
 
-    def _check_closure(self, called: list[str]) -> None:
-        """Refuse the closure of an optimizer that computes gradients without what the trainer does to them."""
+    def _step_optimizers(self, optimizer_step: Callable[[], Any]) -> Any:
+        """Step the optimizers, and look at what computes gradients meanwhile: a closure, or a class's own backward."""
+        computed: list[Tensor] = []
+        hooks = []
+        for optimizer in self._trainer.optimizers.values():
+            trained = [each for each in parameters_of(optimizer) if each.requires_grad and each.is_leaf]
+            hooks += [each.register_post_accumulate_grad_hook(computed.append) for each in trained]
+        self._called.clear()
+        try:
+            result = optimizer_step()
+        except RuntimeError as error:
+            if "dtype" in str(error):  # What is computed outside of autocast meets what was computed in it.
+                self._check_computed()
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if computed:
+            self._check_computed()
+        return result
+
+    def _check_computed(self) -> None:
+        """Refuse gradients that are computed without what the trainer does to them."""
         trainer = self._trainer
-        if not any(needs_closure(each) for each in trainer.optimizers.values()):
-            return
         without = []
-        if trainer.gradient_clip and "clip" not in called:
+        if trainer.gradient_clip and "clip" not in self._called:
             without.append("gradient_clip")
-        if "forward_context" not in called:  # Nor what the add-ons do around it.
+        if "forward_context" not in self._called:  # Nor what the add-ons do around it.
             for klass in type(trainer).__mro__:
                 is_of_add_on = is_add_on(klass) and not is_base(klass)
                 if is_of_add_on and any(name in vars(klass) for name in _OF_GRADIENTS):
                     without.append(klass.__name__)
-        if without:
-            steppers = [c for c in type(trainer).__mro__ if "step_one" in vars(c) or "optimizer_step" in vars(c)]
-            owner = next(c for c in steppers if not is_add_on(c))
+        if not without:
+            return
+        steppers = [c for c in type(trainer).__mro__ if "step_one" in vars(c) or "optimizer_step" in vars(c)]
+        owner = next(c for c in steppers if not is_add_on(c))
+        if any(needs_closure(each) for each in trainer.optimizers.values()):
             raise TaskError(
                 f"the closure that {owner.__name__} gives its optimizer computes gradients without "
                 f"{', '.join(without)}; let it call self.gradients(batch), self.unscale() and self.clip(): "
                 "docs/howto/optimizers.md has it in full"
             )
+        name = "step_one" if "step_one" in vars(owner) else "optimizer_step"
+        raise TaskError(
+            f"{owner.__name__}.{name} computes gradients without {', '.join(without)}; leave these out, or return from "
+            "train_step a loss for each optimizer: {'loss': {name: loss, ...}}"
+        )
 
     # ------------------------------------------------------------------------------------------------- train_step
 
