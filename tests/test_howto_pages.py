@@ -18,10 +18,10 @@ from torch.nn.functional import softplus
 
 from kit import faults, hand
 from kit.blocks import find_page, read_dockerfile
-from zae import Every
-from zae.addons import StateManagerAddon
+from zae import Every, Trainer
+from zae.addons import AMPAddon, GradientAccumulationAddon, StateManagerAddon
 from zae.checkpoint.folder import list_checkpoints, load_checkpoint
-from zae.errors import CheckpointMismatch, ConfigError, StepError
+from zae.errors import CheckpointMismatch, ConfigError, StepError, TaskError
 
 
 def _parts() -> tuple[str, list[str]]:
@@ -65,18 +65,22 @@ def test_the_plain_loop_and_its_checkpoints_need_nothing_of_zae(tmp_path: Path) 
         )
 
 
-def test_the_gan_resumes_between_the_two_steps_of_a_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def _equal(one: Any, other: Any) -> bool:
+    return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+def test_the_gan_resumes_within_an_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     page: dict[str, Any] = {}
     exec(_blocks("dcgan")[0], page)
     saves = page["GanTask"].add_on(StateManagerAddon)
-    steps_of_an_epoch = 2 * len(page["train"])
+    steps_of_an_epoch = len(page["train"])
     for max_steps in (3, steps_of_an_epoch + 1, None):
         model, optimizers = page["make_parts"]()
+        torch.manual_seed(1)
         trainer = saves(model, "cpu", optimizer=optimizers, save_path=tmp_path / "gan", resume="auto")
-        trainer.run(2, page["Twice"](page["train"]), max_steps=max_steps)
+        trainer.run(2, page["train"], max_steps=max_steps)
     assert trainer.progress_checker.step == 2 * steps_of_an_epoch
-    for name, value in page["model"].state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]), name
+    assert _equal(page["model"], model)
     assert "random streams" not in caplog.text
 
 
@@ -86,30 +90,46 @@ def test_five_steps_of_the_discriminator_to_one_of_the_generator() -> None:
     exec(_blocks("dcgan")[0], page)
 
     class Five(page["GanTask"]):  # type: ignore[misc]
-        def train_step(self, batch: torch.Tensor) -> dict[str, Any]:
-            fake = self.model.generator(torch.randn(len(batch), 16))
-            judge = self.model.discriminator
-            if self.progress_checker.step % 6 == 5:
-                return {"loss": {"generator": softplus(-judge(fake)).mean()}}
-            return {"loss": {"discriminator": softplus(-judge(batch)).mean() + softplus(judge(fake.detach())).mean()}}
+        def step_one(self, optimizer: Any) -> bool:
+            if optimizer is self.optimizers["generator"] and self.progress_checker.step % 5 != 4:
+                return Trainer.step_one(self, optimizer)
+            return bool(super().step_one(optimizer))
 
     model, optimizers = page["make_parts"]()
+    torch.manual_seed(1)
     Five(model, "cpu", optimizer=optimizers).run(1, page["train"])
 
     by_hand, optimizers = page["make_parts"]()
     generator, discriminator = by_hand.generator, by_hand.discriminator
+    torch.manual_seed(1)
     for step, real in enumerate(page["train"]):
         fake = generator(torch.randn(len(real), 16))
-        if step % 6 == 5:
-            turn, loss = "generator", softplus(-discriminator(fake)).mean()
-        else:
-            turn = "discriminator"
-            loss = softplus(-discriminator(real)).mean() + softplus(discriminator(fake.detach())).mean()
         by_hand.zero_grad()
-        loss.backward()
-        optimizers[turn].step()
-    for name, value in by_hand.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]), name
+        (softplus(-discriminator(real)).mean() + softplus(discriminator(fake.detach())).mean()).backward()
+        optimizers["discriminator"].step()
+        if step % 5 == 4:
+            softplus(-discriminator(fake)).mean().backward()
+            optimizers["generator"].step()
+    assert _equal(by_hand, model)
+
+
+@pytest.mark.parametrize(
+    ("add_on", "options"),
+    [
+        (AMPAddon, {"precision": "bf16"}),
+        (AMPAddon, {"precision": "fp16"}),
+        (GradientAccumulationAddon, {"gradient_accumulation_steps": 2}),
+        (None, {"gradient_clip": 1.0}),
+    ],
+)
+def test_what_would_not_act_on_the_generator_is_refused(add_on: Any, options: dict[str, Any]) -> None:
+    page: dict[str, Any] = {}
+    exec(_blocks("dcgan")[0], page)
+    model, optimizers = page["make_parts"]()
+    cls = page["GanTask"] if add_on is None else page["GanTask"].add_on(add_on)
+    name = "gradient_clip" if add_on is None else add_on.__name__
+    with pytest.raises(TaskError, match=f"GanTask.step_one computes gradients without {name}; leave these out"):
+        cls(model, "cpu", optimizer=optimizers, **options).run(1, page["train"])
 
 
 @pytest.mark.exhaustive
