@@ -1,6 +1,7 @@
 """What a launcher says in the environment: a class that does not join its ranks, and what only Accelerate takes."""
 
 import json
+import socket
 import time
 
 import pytest
@@ -9,7 +10,7 @@ from distributed.test_slurm import STEP
 from torch.utils.data import DataLoader, Dataset
 
 from kit.rank_tasks import Task, build, forks, loader
-from zae import ConfigError
+from zae import ConfigError, DistributedError
 from zae.addons import (
     AccelerateAddon,
     AMPAddon,
@@ -20,7 +21,7 @@ from zae.addons import (
     TensorParallelAddon,
 )
 from zae.checkpoint.locks import FolderLock
-from zae.distributed.launcher import launcher_variables
+from zae.distributed.launcher import join, launcher_variables
 
 
 def test_a_class_that_does_not_join_the_ranks_of_a_launcher_is_refused(monkeypatch):
@@ -89,6 +90,21 @@ def test_ranks_are_those_of_the_launcher_before_the_first_run(engine, monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     trainer = build(Task, (engine,))
     assert (trainer.rank, trainer.world_size, trainer.is_main) == (1, 2, False)
+
+
+def test_an_address_where_nobody_answers_is_named(monkeypatch):
+    """It is set, so nothing says to set it; without one the variables are named."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    where = rf"^rank 1 of 2 could not meet the others at 127\.0\.0\.1:{port} \(MASTER_ADDR and MASTER_PORT\) within "
+    with pytest.raises(DistributedError, match=rf"{where}.*whether rank 0 has begun.*nc -vz 127\.0\.0\.1 {port}"):
+        join("gloo", 1.0)
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(DistributedError, match="a launcher must set MASTER_ADDR and MASTER_PORT too"):
+        join("gloo", 1.0)
 
 
 def test_a_shell_of_srun_is_no_task():

@@ -244,4 +244,8 @@ def describe_store() -> str:
     if is_spawned():
         return f"the store of the process group{where} does not answer: the process that started the ranks is stopped"
     served = "the agent of torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-    return f"the store of the process group{where} does not answer: {served}, which serves it, has ended or is stopped"
+    network = f", or the network to {host} is down" if host else ""
+    return (
+        f"the store of the process group{where} does not answer: {served}, which serves it, has ended or is stopped"
+        f"{network}"
+    )

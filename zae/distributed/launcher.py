@@ -72,13 +72,34 @@ def join(backend: str, timeout: float, init_method: str | None = None) -> bool:
             backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world, timeout=waiting
         )
     except (ValueError, RuntimeError, OSError) as error:
-        raise DistributedError(
-            f"rank {rank} of {world} could not meet the others at {init_method or 'env://'} within timeout={timeout:g} "
-            f"s: {error}. RANK and WORLD_SIZE are set, so a launcher must set MASTER_ADDR and MASTER_PORT too: "
-            "torchrun --nproc_per_node 2 script.py; without a launcher, unset RANK and WORLD_SIZE"
-        ) from error
+        raise DistributedError(_describe_failed_join(rank, world, init_method or "env://", timeout, error)) from error
     atexit.register(leave)
     return True
+
+
+def _describe_failed_join(rank: int, world: int, init_method: str, timeout: float, error: Exception) -> str:
+    """Return where the ranks were to meet, why a rank could not, and what to look at."""
+    host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    reason = str(error).partition("\n")[0].rstrip(".")
+    failed = f"rank {rank} of {world} could not meet the others at"
+    within = f"within timeout={timeout:g} s: {reason}"
+    if init_method == "env://" and not (host and port):
+        return (
+            f"{failed} env:// {within}. RANK and WORLD_SIZE are set, so a launcher must set MASTER_ADDR and "
+            "MASTER_PORT too: torchrun --nproc_per_node 2 script.py; without a launcher, unset RANK and WORLD_SIZE"
+        )
+    place = f"{host}:{port} (MASTER_ADDR and MASTER_PORT)" if init_method == "env://" else init_method
+    if rank:
+        look = (
+            "Look whether rank 0 has begun, whether this address is one of its machine and the same on all ranks, and "
+            f"whether the network lets this machine reach it: nc -vz {host or 'HOST'} {port or 'PORT'}"
+        )
+    else:
+        look = (
+            "Rank 0 serves this address: look whether it is one of this machine, whether another process has the port, "
+            f"and whether all {world} ranks have begun"
+        )
+    return f"{failed} {place} {within}. {look}. Where ranks take long to begin, write a longer timeout=..."
 
 
 def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:
