@@ -72,7 +72,7 @@ def test_logs_reports_and_checkpoints_have_how_a_trainer_is_made(tmp_path: Path)
     assert main(["report", str(tmp_path / "log.jsonl"), "-o", str(tmp_path / "report.html")]) == 0
     assert "wiki-2024" in (tmp_path / "report.html").read_text()
     (saved,) = (tmp_path / "saved").glob("step-*")
-    assert read_manifest(saved)["info"]["options"]["corpus"] == "wiki-2024"
+    assert read_manifest(saved)["info"]["run"]["script"]["corpus"] == "wiki-2024"
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -47,6 +47,7 @@ from zae.loop.step_output import StepOutput, copy_output, count_targets, explain
 from zae.optim import checks
 from zae.optim.optimization import Optimization
 from zae.parts import Engine, Precision, SingleProcess, StepWindow
+from zae.record.run_record import RunRecord
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed
@@ -203,6 +204,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         )
         self.nonfinite = NonFiniteGuard(on_nonfinite, self.optimization)
         self.progress_checker = ProgressChecker()
+        self.run_record = RunRecord()
         self.loader_position = LoaderPosition(fast)
         self.current_run = Run(self)
         self.precision_part = Precision()  # An add-on for precision, or an engine, puts its own in.
@@ -755,6 +757,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         # After the model: an engine may put other parameters in, which the optimizers then hold.
         self.optimization.build(self.build_optimizer, self.build_scheduler, self.wrap_optimizers)
         self.optimization.track(self._module)
+        self.run_record.note_script(self)
 
     @hook
     def teardown(self) -> None:

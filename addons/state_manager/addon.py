@@ -15,7 +15,6 @@ from zae.addons.state_manager.checkpointer import Checkpointer, Content, FolderC
 from zae.addons.state_manager.crash import EXACT, CrashSaver
 from zae.addons.state_manager.keep import Checkpoints, Retention, WeightFiles
 from zae.addons.state_manager.load_check import LoadCheck
-from zae.addons.state_manager.provenance import describe_run
 from zae.addons.state_manager.resume import Resumption, find, newest_whole, read
 from zae.addons.state_manager.saver import Job, check_moment, format_for, lies_in_parts
 from zae.addons.state_manager.start_from import Start
@@ -23,7 +22,6 @@ from zae.addons.state_manager.stop_signals import StopSignals
 from zae.checkpoint.folder import Group
 from zae.common.argument_checks import check_flags, check_folder, check_partial
 from zae.common.model_weights import named_parameters
-from zae.common.redact import redact
 from zae.compose.introspect import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
 from zae.loop.progress import SIGNALED, Every
@@ -432,7 +430,7 @@ class StateManagerAddon(AddOnBase):
         check_moment(target, self.current_run.is_evaluating, in_step and self.is_main)
         state = RankStates.read_state(self, in_parts=checkpoints.model_format == "sharded" and not has_failed)
         if not checkpoints.about_run:
-            checkpoints.about_run = describe_run(self, redact)
+            checkpoints.about_run = {"monitor": self.monitor, "run": self.run_record.state_dict()}
         group = Group(self.rank, self.engine.gather_in_background)
         plan = partial(
             Job.plan,

@@ -208,7 +208,7 @@ class Checkpoints:
     resumed_at : list of int
         The steps of the checkpoints that the run was resumed from; they are in the ``info`` of its manifests too.
     about_run : dict
-        What ``describe_run`` of ``provenance.py`` returned at the first save of a call of ``run``: all of them have it.
+        The monitor, and what the run was given (`zae.record`), as of the first save of a call of ``run``.
     has_failed : bool
         Whether the run has failed: then no disk hides why.
     saved_at : tuple or None

@@ -285,18 +285,15 @@ def _progress(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _records(saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str]) -> dict[str, Any]:
-    """Return the records of the new run; of the settings, those of the parts that keep them come along."""
-    own = present["records"]["settings"]
-    if not {"optimizer", "scheduler"} & set(parts):
-        return dict(present["records"])
-    settings = saved["records"]["settings"]
-    both = {
-        "optimizer": {
-            name: {**each, "class": own["optimizer"][name]["class"]} for name, each in own["optimizer"].items()
-        },
-        "scheduler": settings["scheduler"] if "scheduler" in parts else own["scheduler"],
+    """Return the records of the new run, which say of the parts that come along what they were made with."""
+    records = dict(present["records"])
+    begun = saved.get("records", {}).get("run", {}).get("script", {})  # Older versions had none.
+    brought = {
+        name: value
+        for name, value in begun.items()
+        if ("optimizer" in parts and name.startswith("optimizer ") and ": " not in name)  # Its class alone.
+        or ("scheduler" in parts and name.startswith("scheduler "))
     }
-    if "optimizer" in parts:  # Another class is refused as the state is loaded.
-        for name, each in both["optimizer"].items():
-            each["class"] = settings["optimizer"][name]["class"]
-    return {**present["records"], "settings": both}
+    own = records["run"]["script"]
+    kept = {name: value for name, value in own.items() if not ("scheduler" in parts and name.startswith("scheduler "))}
+    return {**records, "run": {"script": kept | brought, "calls": []}}

@@ -390,6 +390,7 @@ def everything(trainer: Any) -> dict[str, str]:
     state = copy.deepcopy(trainer.state_dict())
     for add_on in ("StateManagerAddon", "LoggerAddon"):
         state.pop(add_on, None)
+    state["records"].pop("run")  # What it was given.
     return {key: fingerprint(value) for key, value in state.items()}
 
 

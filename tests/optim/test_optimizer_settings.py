@@ -153,7 +153,7 @@ def decayed(value: float) -> Make:
          {"scheduler": lambda o: torchs.CosineAnnealingLR(o, 40)}, ["T_max=40 in the script and 16"]),
         ({"scheduler": sequence(constant, lambda o: torchs.LinearLR(o, 1.0, 0.1, 9))},
          {"scheduler": sequence(constant, lambda o: torchs.LinearLR(o, 1.0, 0.1, 8), milestones=(4,))},
-         ["milestones=[4] in the script and [3]", "part 1 (LinearLR) has total_iters=8 in the script and 9"]),
+         ["milestones=[4] in the script and [3]", "part 1: total_iters=8 in the script and 9"]),
         ({"scheduler": lambda o: torchs.OneCycleLR(o, 0.1, total_steps=40)},
          {"scheduler": lambda o: torchs.OneCycleLR(o, 0.2, total_steps=50)},
          ["lr=0.008 in the script and 0.004", "max_lr=0.2", "min_lr=8e-07", "total_steps=50"]),

@@ -64,16 +64,25 @@ def _plain(value: Any, depth: int, seen: set[int]) -> Any:
     if depth == 0:
         return f"a {type(value).__qualname__}"
     if isinstance(value, Counter):
-        return [_plain(each, depth - 1, seen) for each in sorted(value.elements(), key=repr)]
+        return [_plain(each, depth - 1, seen) for each in _sorted(value.elements())]
     if isinstance(value, Mapping):
         if len(value) > MAX_ENTRIES:
             return content_digest(value)
         return {str(key): _plain(each, depth - 1, seen) for key, each in value.items()}
     if isinstance(value, AbstractSet):
-        return sorted((_plain(each, depth - 1, seen) for each in value), key=repr)
+        return _sorted(_plain(each, depth - 1, seen) for each in value)
     if isinstance(value, (list, tuple, deque)):
         return [_plain(each, depth - 1, seen) for each in value] if len(value) <= MAX_ENTRIES else content_digest(value)
     return _describe_object(value, depth - 1, seen)
+
+
+def _sorted(values: Iterable[Any]) -> list[Any]:
+    """Return values in their order, or where they have none in that of their texts."""
+    found = list(values)
+    try:
+        return sorted(found)
+    except TypeError:
+        return sorted(found, key=repr)
 
 
 def _describe_object(value: Any, depth: int, seen: set[int]) -> Any:
@@ -122,7 +131,7 @@ def _instructions(code: CodeType) -> list[Any]:
 
 
 def _ordered(constant: Any) -> Any:
-    return sorted(constant, key=repr) if isinstance(constant, frozenset) else constant
+    return _sorted(constant) if isinstance(constant, frozenset) else constant
 
 
 def content_digest(value: Any) -> str:
@@ -142,7 +151,7 @@ def content_digest(value: Any) -> str:
     size = len(value)
     entries: Iterable[Any] = value.items() if isinstance(value, Mapping) else value
     if isinstance(value, AbstractSet):
-        entries = sorted(value, key=repr)
+        entries = _sorted(value)
     return f"{size} entries {_digest_of_bytes(_encode(entries))}"
 
 

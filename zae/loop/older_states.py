@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from zae.common.model_weights import fit_name, fit_state, named_parameters
 from zae.optim.optimization import Optimization
-from zae.optim.settings import describe
 
 __all__ = ["convert_wrapped"]
 
@@ -30,12 +29,12 @@ def convert_wrapped(
     present = {"optimizer": optimization.optimizers, "scheduler": optimization.schedulers}
     settings: dict[str, dict[str, Any]] = {}
     unwrapped = []
-    for what, by_name in state["records"]["settings"].items():
+    for what, by_name in state["records"].get("settings", {}).items():
         settings[what] = dict(by_name)
         for name, saved in by_name.items():
             each = present[what].get(name)
             if saved["class"] in _REMOVED_WRAPPERS and type(each).__name__ != saved["class"]:
-                settings[what][name] = {**describe(each), "settings": saved["settings"]}
+                settings[what][name] = {"class": type(each).__name__}
                 unwrapped.append((what, name))
     if not unwrapped:
         return state

@@ -268,6 +268,7 @@ class Run:
         trainer = self.trainer
         progress = self._progress
         calls = progress.run_calls
+        trainer.run_record.note_call(self)  # First: an epoch that is set is no setting of the dataset.
         wrapped_loader = self._fit_loader()
         self.current_loader = wrapped_loader
         optim.check_closures(trainer.optimizers, type(trainer))
@@ -339,9 +340,9 @@ class Run:
         """Repeat the validation that the loaded state was saved in, and what follows it."""
         trainer = self.trainer
         progress = self._progress
+        trainer.run_record.compare(self)
         if progress.run_calls.must_replay:  # The state is of a later call.
             return
-        trainer.optimization.settings.warn(trainer.is_main)
         if progress.pending_validation == "epoch":
             self.end_epoch()
         elif progress.pending_validation:

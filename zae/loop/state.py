@@ -66,7 +66,7 @@ class CoreState:
         progress = trainer.progress_checker
         module = trainer.unwrap()
         parameters = named_parameters(module)
-        optimization.note_settings()
+        trainer.run_record.note_script(trainer)
         trainer.nonfinite.read_pending(progress, trainer)
         weights, training_weights, optimizers = self._read_tensors()
         devices = {}
@@ -84,7 +84,11 @@ class CoreState:
             "optimizer": optimizers,
             **optimization.state_dict(module, parameters),
             **progress.entries(),
-            "records": {**trainer.history.state_dict(is_open), **optimization.records()},
+            "records": {
+                **trainer.history.state_dict(is_open),
+                **optimization.records(),
+                "run": trainer.run_record.state_dict(),
+            },
             "position": position,
             "module": _read_module(module, parameters, trainer._in_training),
         }
@@ -123,7 +127,7 @@ class CoreState:
         module = trainer.unwrap()
         if not trainer.current_run.is_ready and optimization.has_factory:  # A later setup uses what they make.
             optimization.build(trainer.build_optimizer, trainer.build_scheduler)
-        optimization.note_settings()
+        trainer.run_record.note_script(trainer)
         with _explaining_misfits():
             state = older_states.convert_wrapped(state, optimization, module, trainer.is_main)
         is_ours = addon_state.is_in_mode(trainer, addon_state.FROM_FILE)  # Else others hold the tensors too.
@@ -141,6 +145,7 @@ class CoreState:
         weights, is_strict = self._fitting_weights(state, strict)
         with _explaining_misfits():
             is_same = trainer.history.has_criterion_of(state["records"])
+            trainer.run_record.check_classes(state["records"])
             load_optimization = optimization.prepare(state, module, strict, load_optimizer, keeps_best=is_same)
             outside = optimization.pair_outside(state["outside"], module)
             progress = ProgressChecker.from_state(state)
@@ -149,11 +154,12 @@ class CoreState:
         is_unused = trainer.seed is not None and not progress.batch and not progress.run_starts
 
         several = [*optimization.optimizers.values(), *optimization.schedulers.values()]
-        with _restoring_on_error([trainer, position, optimization, optimization.settings], several):
+        with _restoring_on_error([trainer, position, optimization, trainer.run_record], several):
             with _explaining_misfits():
                 position.load_state_dict(state["position"])
                 _load_strides(module, entry)  # Before the optimizers: their state is in the order of the parameters.
                 load_optimization()
+                trainer.run_record.load_state_dict(state["records"], len(progress.run_calls.starts))
             progress.is_seeded = trainer.progress_checker.is_seeded
             if is_unused:
                 # A trainer that has trained is seeded again; one that is set up for the first time was just seeded.

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zae.common.strides import is_laid_out
 from zae.common.walk import has_same_bits, is_sharded, leaves_of
@@ -37,8 +37,9 @@ def check_loaded(what: str, part: Any, state: Any) -> None:
 def compares_bits(state: Any) -> bool:
     """Return whether the tensors of a state are compared bit by bit: if they are small, and whole on this rank."""
     tensors = [each for _, each in leaves_of(state, "") if isinstance(each, Tensor)]
-    size = sum(each.numel() * each.element_size() for each in tensors)
-    return size <= _SMALL and not any(each.is_meta or is_sharded(each) for each in tensors)
+    if any(nn.parameter.is_lazy(each) or each.is_meta or is_sharded(each) for each in tensors):
+        return False
+    return sum(each.numel() * each.element_size() for each in tensors) <= _SMALL
 
 
 def difference(saved: Any, found: Any, path: str, *, compares: bool = True, may_have_more: bool = False) -> str:

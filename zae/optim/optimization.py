@@ -26,7 +26,6 @@ from zae.errors import CheckpointMismatch, ConfigError, MonitorError
 from zae.optim import modes
 from zae.optim.checks import Span, check_disjoint, check_scheduler_owners, check_schedules
 from zae.optim.loaded import check_loaded, compares_bits, with_enums
-from zae.optim.settings import REMEDY, ScriptSettings
 from zae.optim.state import (
     check_groups,
     check_rates,
@@ -62,8 +61,6 @@ class Optimization:
         Those of the model and of the optimizers, each once. It follows ``optimizer.add_param_group``.
     grad_norm : Tensor or None
         The norm of the gradients before they were last clipped.
-    settings : ScriptSettings
-        What the script has set on the optimizers and schedulers.
     structure : int
         It grows when a group is added to an optimizer: what is saved then has another form.
     """
@@ -84,7 +81,6 @@ class Optimization:
         self.parameters: list[Tensor] = []
         self.grad_norm: Tensor | None = None
         self.grad_norms: dict[str, Tensor] = {}
-        self.settings = ScriptSettings()
         self.clipped_parameters: list[list[Tensor]] = []  # Together: all for one optimizer, else those of each.
         self.tensors_to_clip: Callable[[list[Tensor]], list[Any]] = list  # An engine may set it.
         self._clearing: list[Optimizer] = []  # Those whose ``zero_grad`` does more than to drop gradients.
@@ -120,7 +116,6 @@ class Optimization:
         self.scheduler = build_scheduler()
         self.index_by_name()
         check_scheduler_owners(self.schedulers, self.optimizers)
-        self.note_settings()
 
     def make_schedulers(self, total_steps: Callable[[], int | None]) -> Any:
         """Return the schedulers that were given, with what their factories make of the optimizers."""
@@ -298,7 +293,6 @@ class Optimization:
         ``shared`` has other objects that the copy shares, by their ids.
         """
         twin = copy.copy(self)
-        twin.settings = ScriptSettings()
         twin.optimizers = {}
         twin.schedulers = {}
         memo = {**shared}
@@ -317,16 +311,11 @@ class Optimization:
                 if id(scheduler.optimizer) in memo:
                     with suppress(Exception):
                         twin.schedulers[name] = copy.deepcopy(scheduler, dict(memo))
-        twin.note_settings()
         return twin
 
     def learning_rates(self) -> dict[str, float]:
         """Return the learning rate of each group, named as `log` records it."""
         return optim.learning_rates(self.optimizers)
-
-    def note_settings(self) -> None:
-        """Note the settings of optimizers and schedulers that are new: as the script has made them."""
-        self.settings.note(optimizer=self.optimizers, scheduler=self.schedulers)
 
     def state_dict(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
         """Return the entries of a state beside "optimizer", which the engine reads.
@@ -343,7 +332,7 @@ class Optimization:
 
     def records(self) -> dict[str, Any]:
         """Return its part of the entry "records"."""
-        records: dict[str, Any] = {"settings": self.settings.state_dict(), "grad_norm": self.grad_norm}
+        records: dict[str, Any] = {"grad_norm": self.grad_norm}
         if self.grad_norms:
             records["grad_norms"] = self.grad_norms
         return records
@@ -363,7 +352,6 @@ class Optimization:
         that the state has the same monitor; else a scheduler that waits for a metric begins again.
         """
         self._check_names(state)
-        self.settings.check_classes(state)
         named = named_parameters(module)
         names = {id(each): name for name, each in named.items()}
         added = {name: self._added_groups(name, state, named) for name in self.optimizers}
@@ -398,7 +386,6 @@ class Optimization:
                 check_loaded("scheduler", each, schedulers[name])
             self.grad_norm = grad_norm
             self.grad_norms = grad_norms
-            self.settings.load(records["settings"])
 
         return load
 
@@ -408,7 +395,8 @@ class Optimization:
             if set(state[what]) != set(own):
                 raise CheckpointMismatch(
                     f"the state was saved with the {what}s {sorted(state[what])}, and this trainer has {sorted(own)}; "
-                    f"build the trainer as it was, load only the weights: apply_weights(path), or {REMEDY}"
+                    "build the trainer as it was, load only the weights: apply_weights(path), or begin a new run from "
+                    "parts of it: start_from=PATH, start_with=('model',), options of StateManagerAddon"
                 )
 
     def _added_groups(self, name: str, state: Mapping[str, Any], named: Mapping[str, Tensor]) -> list[dict[str, Any]]:

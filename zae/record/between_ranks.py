@@ -37,6 +37,12 @@ READ_BY = {
 }
 """What must be the same on all ranks beside the options that classes declare, and where the loop reads it."""
 
+_OF_SAMPLES = (
+    *("len(", "loader.", "loader ", "number of batches of "),
+    *("valid_loader.", "valid_loader ", "valid_loader["),
+)
+"""What the names begin with of what a loader has for its samples."""
+
 _Gather = Callable[[Any], list[Any]]
 
 
@@ -46,11 +52,11 @@ def check_begin(trainer: Trainer, gather: _Gather, has_whole_model: bool) -> Non
     run = trainer.current_run
     if run.is_call:
         record |= parts.of_call(run)
-        record |= parts.of_loader(run.loader, "loader")
+        record |= _of_loader(run.loader, "loader")
         valid = run.valid_loader if isinstance(run.valid_loader, Mapping) else {"": run.valid_loader}
         for name, loader in valid.items():
             if loader is not None:
-                record |= parts.of_loader(loader, f"valid_loader[{name!r}]" if name else "valid_loader")
+                record |= _of_loader(loader, f"valid_loader[{name!r}]" if name else "valid_loader")
     if has_whole_model:
         record |= parts.of_parameters(trainer.unwrap())
     _compare(record, gather, readers)
@@ -58,7 +64,11 @@ def check_begin(trainer: Trainer, gather: _Gather, has_whole_model: bool) -> Non
 
 def check_loader(loader: Any, name: str, gather: _Gather) -> None:
     """Compare a loader that an evaluation, or an own loop, reads."""
-    _compare(parts.of_loader(loader, name), gather, {})
+    _compare(_of_loader(loader, name), gather, {})
+
+
+def _of_loader(loader: Any, name: str) -> parts.Record:
+    return parts.of_loader(loader, name) | parts.of_samples(loader, name)
 
 
 def check_optimizers(optimizers: Mapping[str, Optimizer], gather: _Gather) -> None:
@@ -98,8 +108,7 @@ def _is_of_data(name: str) -> bool:
     """Return whether a name is of the samples of a loader, and not of its settings."""
     if name.endswith(".is_sharded"):
         return False
-    is_fact = name.startswith(("dataset length of ", "number of batches of "))
-    return is_fact or name.startswith(("len(", "loader.", "loader ", "valid_loader.", "valid_loader ", "valid_loader["))
+    return name.startswith(_OF_SAMPLES)
 
 
 _ABSENT = "absent"

@@ -51,6 +51,7 @@ def test_frozen_checkpoint_loads_to_what_it_was(name: str, tmp_path: Path) -> No
     loaded, _, _ = frozen.CASES[name].build(tmp_path / "copy")
     loaded.load_state_dict(copy.deepcopy(saved))
     del saved["StateManagerAddon"]["scores"]  # Of the checkpoints beside it, which are not here.
+    del saved["records"]["settings"]  # What the run was given is written in another way since.
     assert differences(saved, loaded.state_dict()) == []
     loaded.save_state()
 
