@@ -20,7 +20,7 @@ from zae import DistributedError
 from zae.addons import FSDPAddon, MultiGPUAddon, PipelineAddon, StateManagerAddon
 from zae.checkpoint.folder import load_checkpoint
 from zae.distributed import spawn as launching
-from zae.distributed.rank_process import has_lost_peer
+from zae.distributed.rank_process import has_lost_peer, has_timed_out
 
 ENDS = {
     "raise": (ValueError, r"^bad sample \[rank {who} of 2\]"),
@@ -181,6 +181,13 @@ def test_ranks_that_call_different_blocks(level, kind, text, monkeypatch):
     dist.set_debug_level_from_env()
     if level == "DETAIL":
         assert "in train_step" in "".join(caught.value.__notes__)
+
+
+def test_a_rank_that_does_not_answer_is_not_one_that_has_ended():
+    """A link that is down, in the words of gloo: it said that the rank was killed, as when memory runs out."""
+    for text in ("Application timeout caused pair closure", "Timed out waiting 15000ms for recv operation to complete"):
+        assert has_timed_out(RuntimeError(f"[gloo/transport/tcp/pair.cc:1] {text}"))
+    assert not has_timed_out(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"))
 
 
 def test_short_memory_in_an_exchange_is_no_lost_rank():

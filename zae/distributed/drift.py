@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch.distributed as dist
 
 from zae.common.torch_private import default_store
-from zae.distributed.rank_process import has_lost_peer, is_spawned, summarize
+from zae.distributed.rank_process import has_lost_peer, has_timed_out, is_spawned, summarize
 from zae.errors import DistributedError
 
 __all__ = ["CollectiveCalls", "DriftCheck", "add_failed_rank_note"]
@@ -171,7 +171,7 @@ def _find_failed_rank(error: Exception, timeout: float) -> str:
     rank = dist.get_rank()
     world = dist.get_world_size()
     is_lost = has_lost_peer(error)
-    is_late = "timed out" in str(error).lower()
+    is_late = has_timed_out(error)
     seconds = min(max(_LEAST, timeout / 20), _MOST) if is_late else _LEAST
     names = [f"zae/failed/{CollectiveCalls.count}/{each}" for each in range(world)]
 
@@ -228,8 +228,8 @@ def summarize_ranks(answers: Mapping[int, str], world: int, rank: int, within: s
     if within:
         return (
             f"{who} did not answer{within}. It is stopped, waits for something that the others do not, or its machine "
-            f"is gone. End its process if it is still there, and {_AGAIN}. If its work takes that long, write a longer "
-            "timeout=..."
+            f"or the network to it is down. End its process if it is still there, and {_AGAIN}. If its work takes that "
+            "long, write a longer timeout=..."
         )
     return (
         f"{who} ended without an error: it was killed, as the system does when memory runs out. If the launcher does "

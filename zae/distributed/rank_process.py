@@ -32,6 +32,7 @@ __all__ = [
     "Report",
     "Task",
     "has_lost_peer",
+    "has_timed_out",
     "is_spawned",
     "leave",
     "main_of_rank",
@@ -43,6 +44,7 @@ __all__ = [
 
 _OF_AN_EXCHANGE = re.compile(r"gloo|nccl", re.IGNORECASE)
 _OF_A_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out|timeout", re.IGNORECASE)
+_OF_A_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 _OURS = tuple(str(Path(each).parent) for each in (torch.__file__, __file__))
 _LOADING = str(Path(torch.__file__).parent / "utils" / "data")
 _PR_SET_PDEATHSIG = 1
@@ -173,6 +175,11 @@ def has_lost_peer(error: BaseException) -> bool:
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_of_torch = bool(files) and files[-1].startswith(_OURS) and not any(each.startswith(_LOADING) for each in files)
     return is_of_torch and bool(_OF_A_CONNECTION.search(str(error)))
+
+
+def has_timed_out(error: BaseException) -> bool:
+    """Return whether an exchange has failed since another rank did not answer in time, in the words of gloo or NCCL."""
+    return _OF_A_TIMEOUT.search(str(error)) is not None
 
 
 def summarize(error: BaseException) -> str:

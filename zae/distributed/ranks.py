@@ -20,7 +20,7 @@ from zae.distributed.collectives import all_reduce, average, broadcast, gather_o
 from zae.distributed.drift import CollectiveCalls
 from zae.distributed.launcher import launched_world
 from zae.distributed.mesh import Mesh
-from zae.distributed.rank_process import has_lost_peer
+from zae.distributed.rank_process import has_lost_peer, has_timed_out
 from zae.errors import DistributedError
 from zae.parts import SingleProcess
 
@@ -241,7 +241,7 @@ class RanksEngine(SingleProcess):
         try:
             yield
         except RuntimeError as error:
-            if "timed out" in str(error).lower():
+            if has_timed_out(error):
                 error.add_note(
                     f"zae: rank {self.rank} of {self.world_size} waited for the others. Call state_dict, save_model "
                     "and evaluate on every rank, not under `if self.is_main`"
