@@ -216,6 +216,8 @@ class AMPAddon(AddOnBase):
     slot = "precision"
     precision_part: MixedPrecision
     state_attributes = ("_scaler",)
+    _wanted: list[Any]
+    _asked_for_one: bool
 
     replicated_options = {
         "precision": "forward_context",

@@ -31,6 +31,9 @@ class DataShardsAddon(AddOnPart):
 
     layer = "parallel"
     process_attributes = {"_shared": [], "_shares": None}
+    _absent: int
+    _leaves_out: bool
+    _is_padded: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

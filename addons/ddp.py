@@ -282,6 +282,7 @@ class ReplicatedAddon(AddOnPart):
     """
 
     layer = "parallel"
+    find_unused_parameters: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

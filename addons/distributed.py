@@ -92,6 +92,10 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
     slot = "parallel"
     mesh_dimensions: ClassVar[tuple[str, ...]] = ("replicate",)
     process_attributes = {"_outer_error": None, "_placed": False, "_replaced": {}}
+    _rank_states: RankStates
+    _between_runs: StreamsBetweenRuns
+    _stop_flag: StopFlag
+    _drift: DriftCheck
 
     replicated_options = {
         "mesh": "setup",

@@ -79,6 +79,11 @@ class EMAAddon(AddOnBase):
     layer = "control"
     traits = ("copies_weights",)
     state_attributes = ("average", "averaged")
+    _averaged: list[tuple[Tensor, Tensor]]
+    _copied: list[tuple[Tensor, Tensor]]
+    _columns: tuple[list[Any], list[Any]]
+    _places: list[tuple[str, Any, str | None]]
+    _paired: int
 
     replicated_options = {
         "decay": "on_step_end",
@@ -108,10 +113,10 @@ class EMAAddon(AddOnBase):
             )
         self.decay = float(decay)
         self.average: dict[str, Tensor] = {}
-        self._averaged: list[tuple[Tensor, Tensor]] = []
-        self._copied: list[tuple[Tensor, Tensor]] = []
-        self._columns: tuple[list[Any], list[Any]] = [], []  # Both again, in groups that a kernel takes together.
-        self._places: list[tuple[str, Any, str | None]] = []  # Of each copied tensor: key, owner, name there.
+        self._averaged = []
+        self._copied = []
+        self._columns = [], []  # Both again, in groups that a kernel takes together.
+        self._places = []  # Of each copied tensor: key, owner, name there.
         self._paired = 0  # The number of parameters when they were paired.
 
     def setup(self) -> None:

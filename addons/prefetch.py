@@ -48,6 +48,7 @@ class PrefetchAddon(AddOnBase):
 
     layer = "loop"
     process_attributes = {"_side": None, "_said": False}
+    _why_not: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -70,6 +70,7 @@ class ProfilerAddon(AddOnBase):
     layer = "observe"
     profile_table: str
     process_attributes = {"_profiler": None, "_cycles_left": 0}
+    _profiled: int
 
     def __init__(
         self,

@@ -74,6 +74,7 @@ class SpikeGuardAddon(AddOnBase):
 
     layer = "control"
     state_attributes = ("spikes", "_losses", "_norms", "_in_a_row")
+    _found: dict[str, Any] | None
 
     replicated_options = {
         "spike_threshold": "should_step",
@@ -105,7 +106,7 @@ class SpikeGuardAddon(AddOnBase):
         self._losses: list[float] = []
         self._norms: list[float] = []
         self._in_a_row = 0
-        self._found: dict[str, Any] | None = None  # The spike of the present step.
+        self._found = None  # The spike of the present step.
 
     # -------------------------------------------------------------------------------------------------- the decision
 

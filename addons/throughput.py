@@ -124,6 +124,7 @@ class ThroughputAddon(AddOnBase):
     layer = "observe"
     step_flops: int | None
     outside = ("writes_records",)
+    _meter: _Meter
 
     def __init__(
         self,

@@ -94,6 +94,7 @@ class AddOnBase(Trainer):
     replicated_options: ClassVar[Mapping[str, str]] = {}
     lockstep_forward: ClassVar[bool] = False
     checks_model: ClassVar[bool] = False
+    _add_on_generators: Generators
 
     if TYPE_CHECKING:
         # mypy refuses to pass a class with abstract methods to add_on; an add-on is never instantiated.

@@ -44,6 +44,7 @@ from zae.loop.own_loop import loader_of_epoch, without_loop
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run
 from zae.loop.step_output import StepOutput, copy_output, count_targets, explain_failure, read_output, sample_weight
+from zae.loop.user_state import UserState
 from zae.optim import checks
 from zae.optim.optimization import Optimization
 from zae.parts import Engine, Precision, SingleProcess, StepWindow
@@ -148,6 +149,22 @@ class Trainer(Processes, metaclass=TrainerMeta):
     (20, 2)
     """
 
+    # The attributes of a trainer that no option stands for; what else an object has is the user's, and is saved.
+    devices: list[torch.device]
+    engine: Engine
+    optimization: Optimization
+    history: History
+    nonfinite: NonFiniteGuard
+    progress_checker: ProgressChecker
+    run_record: RunRecord
+    loader_position: LoaderPosition
+    user_state: UserState
+    current_run: Run
+    precision_part: Precision
+    step_window: StepWindow
+    _module: nn.Module
+    _in_training: list[nn.Module] | None
+
     replicated_options: ClassVar[Mapping[str, str]] = {
         "mode": "run",
         "gradient_clip": "clip",
@@ -185,10 +202,10 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.devices = argument_checks.check_devices(parse_device(device), name, slots)
         self.device = self.devices[0]
         self.mode = argument_checks.check_mode(mode)
-        self.engine: Engine = SingleProcess()  # An engine's add-on puts its own in.
+        self.engine = SingleProcess()  # An engine's add-on puts its own in.
         self.seed = argument_checks.check_count("seed", seed, least=0, bits=64, optional=True)
         self.model: Any = argument_checks.check_model(model, random_state.seeded(self.seed))
-        self._module: nn.Module = self.model
+        self._module = self.model
         checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
         self.log_bar = argument_checks.check_log_bar(log_bar)
         fast, keeps = argument_checks.check_flags(fast_data=fast_data, keep_train_outputs=keep_train_outputs)
@@ -206,10 +223,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.progress_checker = ProgressChecker()
         self.run_record = RunRecord()
         self.loader_position = LoaderPosition(fast)
+        self.user_state = UserState()
         self.current_run = Run(self)
         self.precision_part = Precision()  # An add-on for precision, or an engine, puts its own in.
         self.step_window = StepWindow()  # So does one that makes a step of several batches.
-        self._in_training: list[nn.Module] | None = None  # The modules that `toggle` puts back into training mode.
+        self._in_training = None  # The modules that `toggle` puts back into training mode.
 
     @classmethod
     def make_from(cls, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
@@ -391,8 +409,9 @@ class Trainer(Processes, metaclass=TrainerMeta):
                 return self.metrics
             run.begin()
             self.on_run_begin()
-            run.resume_pending_validation()
+            run.resume()
             while run.has_more_epochs():
+                self.user_state.hold(self)
                 self.on_epoch_begin()
                 # on_epoch_begin may load a state, which may be of the end of the call.
                 if run.take_up_state() and not run.has_more_epochs():
@@ -1168,6 +1187,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
         for a guard that goes back when training has gone wrong, and may be called in any method that a run calls, on
         every rank. What the guard changes for the second time, a learning rate for instance, it changes in
         ``on_epoch_begin``, which is called before the run continues, and in ``on_load`` where a checkpoint is loaded.
+        The attributes of the task go back as well, but those that its class names in ``unsaved_attributes``: the state
+        itself, and what counts the returns.
 
         Parameters
         ----------
@@ -1189,6 +1210,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         >>> from zae import Trainer
         >>> class Guarded(Trainer):
         ...     good, returns = None, 0
+        ...     unsaved_attributes = ("good", "returns")
         ...     def train_step(self, batch):
         ...         return {"loss": self.model(batch).square().mean()}
         ...     test_step = train_step

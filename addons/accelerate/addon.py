@@ -83,6 +83,7 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
     slot = "parallel"
     traits = ("takes_launch_precision",)
     process_attributes = {"accelerator": None, "_prepared_parts": None}
+    _accelerator_args: dict[str, Any]
 
     replicated_options = {
         "accelerator_args": "wrap_model",

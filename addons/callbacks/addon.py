@@ -87,6 +87,7 @@ class CallbackAddon(AddOnBase):
     traits = ("changes_run",)
     state_attributes = ("_shared_state",)
     rank_state_attributes = ("_callback_states",)
+    _callbacks: Callbacks
 
     def __init__(
         self, *args: Any, callbacks: Sequence[Any] | None = (), callback_args: Any = None, **kwargs: Any

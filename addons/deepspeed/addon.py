@@ -152,6 +152,7 @@ class DeepSpeedAddon(DistributedAddon):
         "needs_all_gradients": "gradients and states lie in flat parts, of which the ledger knows nothing; leave "
         "LedgerAddon out, or train with MultiGPUAddon or FSDPAddon",
     }
+    _config: dict[str, Any]
 
     replicated_options = {
         "zero_stage": "wrap_optimizers",

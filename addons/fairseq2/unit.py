@@ -89,6 +89,7 @@ class TrainUnitAddon(AddOnBase):
 
     layer = "model"
     rank_state_attributes = ("metric_bag_state",)
+    _model_places: list[Any]
 
     def __init__(self, *args: Any, train_unit: Any = None, valid_units: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

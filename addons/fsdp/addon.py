@@ -257,6 +257,7 @@ class FSDPAddon(DistributedAddon):
         "compiles_model": "blocks are compiled one at a time, before they are sharded; leave CompileAddon out, and "
         "write compile_blocks=True"
     }
+    _meta: Any
 
     replicated_options = {
         "fsdp_blocks": "wrap_model",
@@ -282,7 +283,7 @@ class FSDPAddon(DistributedAddon):
         self.reshard_after_forward, self.cpu_offload, self.meta_init = check_flags(
             reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload, meta_init=meta_init
         )
-        self._meta: Any = None  # What makes the model, with meta_init.
+        self._meta = None  # What makes the model, with meta_init.
         self._is_prepared = False  # Whether one process has prepared the blocks.
         if self.meta_init:
             self._meta, args, kwargs = MetaInit.in_place_of_model(args, kwargs)

@@ -245,6 +245,7 @@ class DatasetsPart(AddOnPart):
     """
 
     layer = "model"
+    loading: LoaderSettings
 
     def __init__(
         self,

@@ -65,6 +65,10 @@ class EvaluationPart(AddOnPart):
 
     layer = "model"
     processing_class: Any  # An option of DatasetsPart.
+    outputs: EvaluationOutputs
+    _generation: dict[str, Any]
+    _ignore_keys: Sequence[str] | None
+    _evaluates: bool
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class EvaluationPart(AddOnPart):
         self.prediction_loss_only = prediction_loss_only
         self.predict_with_generate = predict_with_generate
         self._generation = {"max_length": generation_max_length, "num_beams": generation_num_beams}
-        self._ignore_keys: Sequence[str] | None = None
+        self._ignore_keys = None
         self._evaluates = False
 
     if TYPE_CHECKING:

@@ -55,6 +55,9 @@ class SavingPart(AddOnPart):
     traits = ("saves_folders",)
     processing_class: Any  # An option of DatasetsPart.
     args: Any = None  # The TrainingArguments that the trainer was made of.
+    uploader: Uploader
+    _pushes: bool
+    _pushed_at: int
 
     def __init__(
         self,

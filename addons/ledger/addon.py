@@ -94,6 +94,8 @@ class LedgerAddon(AddOnBase):
     layer = "observe"
     traits = ("needs_all_gradients",)
     process_attributes = {"_file": None, "_loaders": (None, None)}
+    _writes: bool
+    _stages: dict[str, dict[str, Any]]
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class LedgerAddon(AddOnBase):
         (self.ledger_tensors,) = check_flags(ledger_tensors=ledger_tensors)
         self._file: Any = None
         self._writes = True  # Whether a step of this epoch may be written.
-        self._stages: dict[str, dict[str, Any]] = {}  # Of this step, where it is written.
+        self._stages = {}  # Of this step, where it is written.
         self._loaders: tuple[Any, Any] = (None, None)  # The loader, and a copy of it that notes samples.
 
     def setup(self) -> None:

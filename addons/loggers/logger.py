@@ -83,6 +83,10 @@ class LoggerAddon(AddOnBase):
     traits = ("writes_records",)
     state_attributes = ("_run_id", "_records")
     process_attributes = {"_group": None}
+    _failed: bool
+    _asked_all: bool
+    _failed_sinks: set[str]
+    _resumed_at: int | None
 
     def __init__(
         self,
@@ -108,10 +112,10 @@ class LoggerAddon(AddOnBase):
         self._group: SinkGroup | None = None  # While a run is logged.
         self._failed = False
         self._asked_all = False
-        self._failed_sinks: set[str] = set()  # Sinks that have failed: a second run does not wait for them again.
+        self._failed_sinks = set()  # Sinks that have failed: a second run does not wait for them again.
         self._run_id: str | None = None  # None until the sinks are first opened.
         self._records = 0
-        self._resumed_at: int | None = None
+        self._resumed_at = None
 
     @hook
     def sinks(self) -> list[Sink]:

@@ -64,6 +64,7 @@ class PEFTAddon(AddOnBase):
     traits = ("needs_all_weights",)
     state_attributes = ("_base",)
     checks_model = True
+    _seen: dict[str, Any]
 
     def __init__(self, *args: Any, peft_config: Any = None, **kwargs: Any) -> None:
         if peft_config is not None:
@@ -72,7 +73,7 @@ class PEFTAddon(AddOnBase):
         if self.mode == "train":
             adapters.check_trained(self.unwrap(), as_dict(self.optimizer).values())
         self._base: dict[str, str] = {}
-        self._seen: dict[str, Any] = {}  # Frozen weights that were compared, and how to see that they have not changed.
+        self._seen = {}  # Frozen weights that were compared, and how to see that they have not changed.
 
     def setup(self) -> None:
         """Hash the base model before anything changes or shards it."""

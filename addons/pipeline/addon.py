@@ -238,6 +238,7 @@ class PipelineAddon(DistributedAddon):
         "needs_all_weights": "it compares frozen weights, of which a rank has those of its stages alone; leave "
         "PipelineAddon out, and train adapters with FSDPAddon",
     }
+    _schedule: Schedule
 
     replicated_options = {
         "split": "wrap_model",

@@ -164,6 +164,11 @@ class StateManagerAddon(AddOnBase):
         "save_weights_every": "checkpoint",
         "keep_best_weights": "checkpoint",
     }
+    _resumption: Resumption
+    checkpoints: Checkpoints
+    _load_check: LoadCheck
+    _stop_signals: StopSignals
+    _crash: CrashSaver
 
     def __init__(
         self,
@@ -268,7 +273,6 @@ class StateManagerAddon(AddOnBase):
         self.checkpoints.about_run = {}
         open_folder = partial(self.checkpoints.open, self.progress_checker.step, self.overwrite)
         Group(self.rank, self.gather).together(open_folder if self.is_main else lambda: None, self.save_path)
-        self._resumption.untracked.begin(self)
         if self.is_main and self._resumption.mid_epoch != "restart":
             self.loader_position.warn_of_order(self.current_run.current_loader)
         self._reload()
@@ -561,8 +565,7 @@ class StateManagerAddon(AddOnBase):
     def state_dict(self) -> dict[str, Any]:
         """Add the name of the run, and the scores of the checkpoints that are kept."""
         state = super().state_dict()
-        untracked = self._resumption.untracked.state_dict(self)
-        return {**state, "StateManagerAddon": self.checkpoints.state_dict() | untracked}
+        return {**state, "StateManagerAddon": self.checkpoints.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the list of checkpoints, with scores by the present monitor."""
@@ -574,4 +577,3 @@ class StateManagerAddon(AddOnBase):
             return
         scores = None if self.history.has_criterion_of(rest["records"]) else self.history.scores_by_step()
         self.checkpoints.restore(own, scores)
-        self._resumption.untracked.load_state_dict(own)

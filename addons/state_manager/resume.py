@@ -15,7 +15,6 @@ from zae.addons.state_manager.checkpointer import Checkpointer, Content
 from zae.addons.state_manager.crash import EXACT, warn_of_lost_ranks
 from zae.addons.state_manager.keep import Checkpoints
 from zae.addons.state_manager.start_from import Start
-from zae.addons.state_manager.untracked import UntrackedState
 from zae.checkpoint.folder import newest_valid, refuse_links
 from zae.checkpoint.manifest import Manifest, check_progress
 from zae.common.argument_checks import check_flags, check_partial
@@ -153,7 +152,6 @@ class Resumption:
         self.resume = resume
         self.mid_epoch = mid_epoch
         self.start = start
-        self.untracked = UntrackedState()
         self.path: Path | None = None  # The checkpoint that was resumed from.
         self.news = ""  # What is still to be said as a run begins.
         self._calls = 0  # Calls of run in the state that was resumed from.

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from zae.checkpoint.folder import Group, Share, plan_share, sweep, write_share
-from zae.checkpoint.tensor_bytes import DTYPES, byte_view, view_key
+from zae.checkpoint.tensor_bytes import DTYPES, byte_view
 from zae.checkpoint.tensor_files import parse_format
 from zae.common.device import can_copy_async
+from zae.common.strides import view_key
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointError, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters

@@ -85,6 +85,7 @@ class TorchMetricsAddon(AddOnBase):
 
     layer = "control"
     rank_state_attributes = ("torch_metric_states",)
+    _torch_metrics: dict[str, dict[str, Any]]
 
     replicated_options = {
         "torch_metrics": "metric_on_epoch_end",

@@ -15,7 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 EVERYBODY = frozenset({"errors", "metrics", "schedulers"})
-_BELOW = frozenset({"checkpoint", "common", "compose", "data", "display", "fact", "loop", "optim", "parts", "record"})
+_BELOW = frozenset(
+    {"checkpoint", "common", "compose", "data", "display", "fact", "loop", "optim", "parts", "record", "user_state"}
+)
 CORE = _BELOW | {"addon", "description", "distributed", "trainer"}
 RULES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -29,7 +31,8 @@ RULES: dict[str, frozenset[str]] = {
     "parts": frozenset({"common", "optim"}),
     "distributed": frozenset({"common", "optim", "parts"}),
     "checkpoint": frozenset({"common"}),
-    "data": frozenset({"common"}),
+    "user_state": frozenset({"common"}),
+    "data": frozenset({"common", "user_state"}),
     "record": frozenset({"common", "compose", "data"}),
     "loop": _BELOW - {"loop"},
     "description": _BELOW,

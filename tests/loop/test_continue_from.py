@@ -45,6 +45,7 @@ class Returning(Task):
     where, at, back, way = "on_step_end", STEP, BACK, "state"
     has_returned = False
     held: Any = None
+    unsaved_attributes = ("has_returned", "held")
 
     def look(self, name: str) -> None:
         progress = self.progress_checker

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.checkpoint.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, dense, view_key
-from zae.common.strides import axes_in_memory, is_laid_out, strides_to_save, with_strides
+from zae.checkpoint.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, dense
+from zae.common.strides import axes_in_memory, is_laid_out, strides_to_save, view_key, with_strides
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointDamaged, CheckpointError
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zae.common.strides import is_laid_out
+from zae.common.strides import is_laid_out, view_key
 from zae.errors import CheckpointError
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "dense",
     "separate",
     "shared_memory",
-    "view_key",
 ]
 
 DTYPES: dict[str, torch.dtype] = {
@@ -54,21 +53,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_VIEWS = 255  # Of one memory, that are examined.
 AXES_LIMIT = 1024
 """The most axes of a tensor that is read: torch takes time with the square of their number."""
-
-
-def view_key(tensor: Tensor) -> tuple[object, ...] | None:
-    """Return a key that is equal for two tensors that are the same view of the same memory.
-
-    None for an empty tensor, and for one without its own memory: they are not compared.
-    """
-    try:
-        pointer = tensor.untyped_storage().data_ptr()
-        if not pointer or not tensor.numel():
-            return None
-        place = (str(tensor.device), pointer, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    except (RuntimeError, NotImplementedError, ValueError):
-        return None
 
 
 def dense(tensor: Tensor, name: str | Callable[[], str]) -> Tensor:

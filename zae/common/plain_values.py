@@ -6,7 +6,6 @@ import enum
 import hashlib
 import json
 import marshal
-import random
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from zae.common.fingerprint import fingerprint
+from zae.common.random_state import STREAMS
 from zae.common.walk import is_sharded
 
 __all__ = ["code_digest", "content_digest", "plain_value"]
@@ -32,9 +32,6 @@ MAX_ENTRIES = 64
 MAX_TEXT = 200
 MAX_OBJECTS = 1000
 CHUNK = 1 << 16
-STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-"""The kinds of random stream, whose state is no setting."""
-
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 

@@ -23,6 +23,7 @@ from zae.errors import CheckpointMismatch, ConfigError
 __all__ = [
     "HOST",
     "SPREAD",
+    "STREAMS",
     "capture",
     "capture_generators",
     "comparable",
@@ -31,11 +32,13 @@ __all__ = [
     "isolated",
     "of_devices",
     "of_rank",
+    "read_stream",
     "restore",
     "restore_generators",
     "rewind",
     "seed_everything",
     "seeded",
+    "write_stream",
 ]
 
 _log = logging.getLogger("zae")
@@ -45,6 +48,9 @@ HOST = ("torch", "numpy", "python")
 
 SPREAD = 0x9E3779B97F4A7C15
 """What lies between the seeds of two ranks: 2**64 by the golden ratio (Steele et al. 2014, SplitMix)."""
+
+STREAMS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+"""The kinds of random stream that are objects."""
 
 _WORDS = 624  # Of the Mersenne Twister, which random, numpy.random and torch on the CPU use.
 
@@ -197,6 +203,25 @@ def isolated(*generators: torch.Generator) -> Iterator[None]:
                 _rewind(kind)
         for generator, saved in zip(generators, states, strict=True):
             generator.set_state(saved)
+
+
+def read_stream(stream: Any) -> Any:
+    """Return the state of a random stream that is an object."""
+    if isinstance(stream, np.random.Generator):
+        return stream.bit_generator.state
+    if isinstance(stream, np.random.RandomState):
+        return stream.get_state(legacy=False)
+    return stream.getstate() if isinstance(stream, random.Random) else stream.get_state()
+
+
+def write_stream(stream: Any, state: Any) -> None:
+    """Set a random stream to a state that `read_stream` returned."""
+    if isinstance(stream, np.random.Generator):
+        stream.bit_generator.state = state
+    elif isinstance(stream, random.Random):
+        stream.setstate(state)
+    else:
+        stream.set_state(state)
 
 
 def generators_of(loader: object) -> list[torch.Generator]:

@@ -16,10 +16,26 @@ __all__ = [
     "has_own_elements",
     "is_laid_out",
     "strides_to_save",
+    "view_key",
     "with_strides",
 ]
 
 _MOST_GAPS = 64  # A tensor of n elements is given back in memory for 64 n at most: a small file may be hostile.
+
+
+def view_key(tensor: Tensor) -> tuple[object, ...] | None:
+    """Return a key that is equal for two tensors that are the same view of the same memory.
+
+    None for an empty tensor, and for one without its own memory: they are not compared.
+    """
+    try:
+        pointer = tensor.untyped_storage().data_ptr()
+        if not pointer or not tensor.numel():
+            return None
+        place = (str(tensor.device), pointer, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    except (RuntimeError, NotImplementedError, ValueError):
+        return None
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

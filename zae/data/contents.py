@@ -14,7 +14,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from zae.common.plain_values import STREAMS, content_digest, plain_value
+from zae.common.plain_values import content_digest, plain_value
+from zae.common.random_state import STREAMS
 from zae.data.loaders import length_of, parts_of_dataset, unwrap_sampler
 
 __all__ = ["Contents", "contents_of", "fingerprint_of"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import random
 from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zae.common import random_state
-from zae.common.plain_values import STREAMS
+from zae.common.random_state import STREAMS
 from zae.common.torch_private import fingerprint_of
 from zae.common.walk import has_same_bits, names_read_by, search
 from zae.data.loaders import is_stateful, length_of, parts_of_dataset, unwrap_sampler
@@ -23,7 +22,6 @@ from zae.errors import CheckpointMismatch
 
 __all__ = [
     "FINGERPRINT",
-    "STREAMS",
     "as_begun",
     "capture_parts",
     "changes_of",
@@ -32,10 +30,8 @@ __all__ = [
     "is_exhausted",
     "parts_of",
     "preserve_streams",
-    "read_stream",
     "restore_parts",
     "streams_of",
-    "write_stream",
 ]
 
 FINGERPRINT = "dataset fingerprint"
@@ -104,15 +100,16 @@ def capture_parts(loader: Any) -> dict[str, Any]:
     ``random.Random`` and ``torch.Generator``. The generators that `zae.common.random_state` saves are left out. The
     copies of a dataset in workers cannot be read.
     """
-    return {place: read_stream(owner) for place, owner in _owners(loader)}
+    return {place: _read(owner) for place, owner in _owners(loader)}
 
 
-def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = False) -> None:
-    """Restore the parts of a loader.
+def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = False) -> bool:
+    """Restore the parts of a loader, and return whether one has loaded a state of its own.
 
     A part that already has this state does not load it: some samplers begin their next epoch at a state that they load.
     """
     found = dict(_owners(loader))
+    has_loaded = False
     for place, state in states.items():
         if place not in found:
             if _is_part(place):
@@ -124,12 +121,16 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
             continue
         owner = found[place]
         try:
-            if isinstance(owner, STREAMS) or not (only_streams or has_same_bits(read_stream(owner), state)):
-                write_stream(owner, state)
+            if isinstance(owner, STREAMS):
+                _write(owner, state)
+            elif not (only_streams or has_same_bits(_read(owner), state)):
+                _write(owner, state)
+                has_loaded = True
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise CheckpointMismatch(
                 f"the state of the loader's {place} does not fit ({error}); build it as it was"
             ) from error
+    return has_loaded
 
 
 def as_begun(present: Mapping[str, Any], begin: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,12 +159,12 @@ def is_exhausted(loader: Any) -> bool | None:
 @contextlib.contextmanager
 def preserve_streams(loader: Any) -> Iterator[None]:
     """Restore the random streams in the parts of a loader when the block ends, as training may share them."""
-    kept = [(owner, read_stream(owner)) for owner in streams_of(loader)]
+    kept = [(owner, _read(owner)) for owner in streams_of(loader)]
     try:
         yield
     finally:
         for owner, state in kept:
-            write_stream(owner, state)
+            _write(owner, state)
         known = {id(owner) for owner, _ in kept}
         for owner in streams_of(loader):
             if id(owner) not in known:  # It was created in the block.
@@ -239,7 +240,7 @@ def _seed_again(stream: Any) -> None:
     elif isinstance(stream, np.random.Generator):
         bits: Any = stream.bit_generator
         with contextlib.suppress(AttributeError, TypeError):  # It was created from a state, without a seed.
-            write_stream(stream, type(bits)(bits.seed_seq).state)
+            _write(stream, type(bits)(bits.seed_seq).state)
 
 
 def _is_part(place: str) -> bool:
@@ -264,24 +265,14 @@ def _samplers_of(loader: Any) -> dict[str, Any]:
     return {"sampler": unwrap_sampler(sampler), "batch_sampler": unwrap_sampler(batch_sampler)}
 
 
-def read_stream(stream: Any) -> Any:
+def _read(owner: Any) -> Any:
     """Return the state of a random stream, or of a part with a ``state_dict``."""
-    if isinstance(stream, np.random.Generator):
-        return stream.bit_generator.state
-    if isinstance(stream, np.random.RandomState):
-        return stream.get_state(legacy=False)
-    if isinstance(stream, random.Random):
-        return stream.getstate()
-    return stream.get_state() if isinstance(stream, torch.Generator) else stream.state_dict()
+    return random_state.read_stream(owner) if isinstance(owner, STREAMS) else owner.state_dict()
 
 
-def write_stream(stream: Any, state: Any) -> None:
-    """Set a random stream, or a part with a ``state_dict``, to a state that `read_stream` returned."""
-    if isinstance(stream, np.random.Generator):
-        stream.bit_generator.state = state
-    elif isinstance(stream, (np.random.RandomState, torch.Generator)):
-        stream.set_state(state)
-    elif isinstance(stream, random.Random):
-        stream.setstate(state)
+def _write(owner: Any, state: Any) -> None:
+    """Set a random stream, or a part with a ``state_dict``, to a state that `_read` returned."""
+    if isinstance(owner, STREAMS):
+        random_state.write_stream(owner, state)
     else:
-        stream.load_state_dict(state)
+        owner.load_state_dict(state)

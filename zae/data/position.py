@@ -28,6 +28,7 @@ from zae.data.loader_state import (
     restore_parts,
 )
 from zae.data.loaders import check_ended, describe, has_order, has_pinned_batches, is_stateful, length_of
+from zae.data.part_values import PartValues
 from zae.data.skip import LastBatch, is_read_again, iterate_on, skip_batches, warn_of_workers
 from zae.data.workers import (
     abandon_workers,
@@ -36,6 +37,7 @@ from zae.data.workers import (
     is_seeded,
     iterate,
     mute_workers,
+    seed_streams_of,
     unmute_workers,
 )
 from zae.errors import CheckpointMismatch, LoaderError
@@ -73,6 +75,7 @@ class LoaderPosition:
         self.pinned = False  # Whether the batches of the epoch are copied to a GPU without waiting.
         self.failed_at: int | None = None  # The batch of the epoch for which the loader raised an error.
         self.is_fast = fast
+        self.values = PartValues()
         self._begin: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
         self._first: dict[str, Any] | None = None  # The state as an iterator began, in this epoch or in an earlier one.
@@ -105,7 +108,9 @@ class LoaderPosition:
 
     def fresh(self) -> LoaderPosition:
         """Return a position before the first batch, without a loader."""
-        return LoaderPosition(self.is_fast)
+        position = LoaderPosition(self.is_fast)
+        position.values = self.values
+        return position
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader and of every random stream."""
@@ -113,9 +118,10 @@ class LoaderPosition:
             return {key: value for key, value in self._resume.items() if key != "may_reshard"}
         keeps_workers = self._persists if self._begin is None else self._persisted
         last_batch = None if self._last is None else self._last.digest()
+        present = self._capture()
         state: dict[str, Any] = {
-            "begin": self._begin,
-            "present": self._capture(),
+            "begin": self._with_changed(self._begin),
+            "present": self._with_changed(present),
             "loader": None,
             "pad": self._pad,
             "absent": list(self._absent),
@@ -129,7 +135,7 @@ class LoaderPosition:
             state["last_batch"] = last_batch
         state["facts"] = {} if self.loader is None else facts_of(self.loader)
         if isinstance(self.loader, Iterator):
-            state["first"] = self._first
+            state["first"] = self._with_changed(self._first)
         if is_stateful(self.loader) and not self._is_copied:
             state["loader"] = self.loader.state_dict() if self._kept is None else self._kept
         return state
@@ -145,6 +151,8 @@ class LoaderPosition:
         absent = list(state["absent"])
         pad = int(state["pad"])
         absent_before = int(state["absent_before"])
+        for moment in ("begin", "present"):
+            self.values.take((state[moment] or {}).get("values", {}))
         self._resume = resume
         self._absent = absent
         self._pad = pad
@@ -221,7 +229,8 @@ class LoaderPosition:
         present = self._resume["present"]
         begin = self._resume["begin"] or present
         # Datasets and samplers begin the epoch as they began it; the random streams go on from where they are.
-        present = {**present, "parts": as_begun(present["parts"], begin["parts"])}
+        values = [*_values_in(present), *_values_in(begin)]  # The later ones are put back last.
+        present = {**present, "parts": as_begun(present["parts"], begin["parts"]), "values": {"values": values}}
         unset = {"begin": None, "first": None, "loader": None, "pad": 0, "last_batch": None}
         absent = {"absent": [], "absent_before": -used_before}
         self._resume = {**self._resume, **unset, "present": present, **absent}
@@ -256,7 +265,7 @@ class LoaderPosition:
             self._expected = before["number of batches"] if self._resume["begin"] else None
             return
         # Another loader begins anew: of the state, the global random streams alone are for it.
-        present = {"random": self._resume["present"]["random"], "generators": None, "parts": {}}
+        present = {"random": self._resume["present"]["random"], "generators": None, "parts": {}, "values": {}}
         unset = {"begin": None, "first": None, "loader": None, "persists": False}
         self._resume = {**self._resume, **unset, "present": present}
         self._another = True
@@ -289,6 +298,15 @@ class LoaderPosition:
     def note_loader(self, loader: Any) -> None:
         """Note the loader of a finished call of ``run`` that is repeated; the next call may have another one."""
         self._ended_with = None if self._resume is None else loader
+
+    def begin_values(self, loader: Any) -> None:
+        """Mark the values in the parts of a loader as a run begins, and put back those of a state.
+
+        It comes before the hooks that begin an epoch, which win at the end of one, as in a run that is not interrupted.
+        """
+        self.values.begin(loader)
+        if self._resume is not None:
+            self.values.restore(loader, self._resume["present"].get("values", {}), {})
 
     def restore_random(self) -> None:
         """Restore the global random streams, from which a resume itself may have drawn."""
@@ -369,6 +387,7 @@ class LoaderPosition:
         self._ended_at = None
         self._is_read_again = is_read_again(loader)
         unmute_workers()
+        seed_streams_of(loader)
 
     def _begin_or_go_on(self, loader: Any, used: int) -> Iterator[Any]:
         """Iterate over a loader from its beginning, or over an iterator from where it is."""
@@ -402,7 +421,7 @@ class LoaderPosition:
             self._first = self._first or begin
             iterator = self._open(loader, skip, last_batch)
         else:
-            self._rewind(present)
+            self._rewind(present, with_values=False)  # They were put back before the hooks that begin an epoch.
             begin = self._capture()
             self._first = self._first or begin
             iterator = self._open(loader, skip, last_batch)
@@ -505,20 +524,39 @@ class LoaderPosition:
     def _capture(self) -> dict[str, Any]:
         generators = None if self.loader is None else random_state.capture_generators(self.loader)
         parts = {} if self.loader is None else capture_parts(self.loader)
-        return {"random": random_state.capture(), "generators": generators, "parts": parts}
+        values = {} if self.loader is None else self.values.capture(self.loader)
+        return {"random": random_state.capture(), "generators": generators, "parts": parts, "values": values}
 
-    def _restore(self, state: Mapping[str, Any], only_streams: bool = False) -> None:
+    def _with_changed(self, state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Return a captured state with those values alone that training has changed."""
+        if state is None:
+            return None
+        rest = {key: each for key, each in state.items() if key != "values"}
+        changed = self.values.changed_in(state.get("values", {}))
+        return {**rest, "values": changed} if changed["values"] else rest
+
+    def _restore(self, state: Mapping[str, Any], only_streams: bool = False, with_values: bool = True) -> bool:
+        """Restore a captured state, and return whether a part has loaded a state of its own."""
         random_state.restore(state["random"])
         if state["generators"] is not None:
             random_state.restore_generators(self.loader, state["generators"])
-        restore_parts(self.loader, state["parts"], only_streams)
+        values = state.get("values", {}) if with_values else {}
+        marks = self.values.marks(self.loader) if values else {}
+        has_loaded = restore_parts(self.loader, state["parts"], only_streams)
+        if values:
+            self.values.restore(self.loader, values, marks)
+        return has_loaded
 
-    def _rewind(self, state: Mapping[str, Any]) -> None:
-        """Restore the beginning of an epoch, also where a sampler is at the end of the previous one."""
-        self._restore(state)
-        at_end = is_exhausted(self.loader)
-        if at_end is not None:
-            self._restore(state, only_streams=at_end)
+    def _rewind(self, state: Mapping[str, Any], with_values: bool = True) -> None:
+        """Restore the beginning of an epoch, also where a sampler loads a state of the end of the previous one."""
+        if self._restore(state, with_values=with_values):
+            at_end = is_exhausted(self.loader)
+            if at_end is not None:
+                self._restore(state, only_streams=at_end, with_values=with_values and not at_end)
+
+
+def _values_in(state: Mapping[str, Any]) -> list[Any]:
+    return list(state.get("values", {}).get("values", ()))
 
 
 def _begins_anew(loader: Any) -> bool:

@@ -85,13 +85,16 @@ def skip_batches(loader: Any, count: int, fast: bool, last: str | None = None) -
     iterator = iterate(loader)
     source = "dataset" if isinstance(loader, DataLoader) else "loader"
     name = f"{source} {type(getattr(loader, 'dataset', loader)).__name__}"
+    remedy = "Seed what it draws from in each __iter__, or give it state_dict and load_state_dict"
+    if is_map:  # The loader reads on from where it is, whatever its dataset does.
+        name = f"loader {type(loader).__name__}"
+        remedy = "Let each call of its __iter__ begin a new epoch, or give it state_dict and load_state_dict"
     found = _drop(iterator, count, name)
     if last is not None and found is not None and LastBatch(found).digest() != last:
         raise CheckpointMismatch(
             f"the {name} yields other batches when it is read again: the last one that was used, batch {count}, is "
-            "another one now, so that to continue would use some samples twice and others never. Seed what it draws "
-            "from in each __iter__, or give it state_dict and load_state_dict; with mid_epoch='restart' (an option of "
-            "StateManagerAddon) nothing is read again, and the epoch begins anew"
+            f"another one now, so that to continue would use some samples twice and others never. {remedy}; with "
+            "mid_epoch='restart' (an option of StateManagerAddon) nothing is read again, and the epoch begins anew"
         )
     return iterator, False
 

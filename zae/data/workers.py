@@ -26,10 +26,10 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from zae.common.argument_checks import check_count
-from zae.common.random_state import isolated
+from zae.common.random_state import STREAMS, isolated, read_stream, write_stream
 from zae.common.torch_private import end_by_kill, shut_down_workers
 from zae.common.walk import search
-from zae.data.loader_state import STREAMS, read_stream, write_stream
+from zae.data.loader_state import streams_of
 from zae.data.loaders import datasets_with_epoch, parts_of_dataset
 from zae.errors import ConfigError, LoaderError, kind_of
 
@@ -45,6 +45,7 @@ __all__ = [
     "iterate",
     "keep_from_workers",
     "mute_workers",
+    "seed_streams_of",
     "unmute_workers",
 ]
 
@@ -59,9 +60,10 @@ class SeededDataset(Dataset[Any]):
     """A dataset whose random numbers depend on the seed, the epoch and the index of a sample alone.
 
     Before each sample, the random streams of Python, NumPy and torch are seeded, and so are the generators that the
-    dataset and its transforms hold. Samples are then the same with any number of workers, on any number of ranks, and
-    after a resume in the middle of an epoch. In the main process, the streams of training are restored after each
-    sample. This takes some 20 microseconds for each sample in a worker, and 0.4 milliseconds in the main process.
+    dataset and its transforms hold, and in workers those of the ``collate_fn``. Samples are then the same with any
+    number of workers, on any number of ranks, and after a resume in the middle of an epoch. In the main process, the
+    streams of training are restored after each sample. This takes some 20 microseconds for each sample in a worker, and
+    0.4 milliseconds in the main process.
 
     The trainer calls ``set_epoch``; in a loop of your own, call it before each epoch.
 
@@ -105,6 +107,7 @@ class SeededDataset(Dataset[Any]):
         self._epoch = torch.tensor(0).share_memory_()  # Workers that persist see the next epoch.
         self._passed_on = 0  # The epoch that the datasets within have, in this process.
         self._streams: list[Any] | None = None
+        self.streams_of_loader: list[Any] = []  # Those that its collate_fn holds, for instance.
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0.
@@ -156,7 +159,9 @@ class SeededDataset(Dataset[Any]):
         """Return the generators that the dataset holds, once they were looked for in this process."""
         if self._streams is None:
             closed = (torch.Tensor, np.ndarray, type, ModuleType)
-            self._streams = [each for _, each in search(self.dataset, "dataset", STREAMS, closed=closed)]
+            found = [each for _, each in search(self.dataset, "dataset", STREAMS, closed=closed)]
+            known = set(map(id, found))
+            self._streams = found + [each for each in self.streams_of_loader if id(each) not in known]
         return self._streams
 
     def __getstate__(self) -> dict[str, Any]:
@@ -201,6 +206,21 @@ def _has_shared_value(dataset: Any) -> bool:
         not isinstance(each, torch.Tensor) or (each.is_cpu and each.is_shared() and each.numel() <= _SMALL)
         for _, each in search(dataset, "dataset", kinds, closed=closed)
     )
+
+
+def seed_streams_of(loader: Any) -> None:
+    """Let the `SeededDataset` of a loader seed the generators of its ``collate_fn`` too, by the last sample of a batch.
+
+    In this process their states are saved, as those of the dataset are; workers have copies, which cannot be read.
+    """
+    left = [getattr(loader, "dataset", None)]
+    while left:
+        dataset = left.pop()
+        if isinstance(dataset, SeededDataset):
+            dataset.streams_of_loader = streams_of(loader)
+            dataset._streams = None
+        else:
+            left += parts_of_dataset(dataset).values()
 
 
 def is_seeded(dataset: Any) -> bool:

@@ -31,6 +31,7 @@ __all__ = [
     "FROM_FILE",
     "GENERATORS",
     "PARTS",
+    "USER_STATE",
     "Generators",
     "as_saved",
     "check_declared",
@@ -46,6 +47,8 @@ __all__ = [
 _log = logging.getLogger("zae")
 GENERATORS = "generators"
 """The key of `Generators` in a state; it is there once an add-on has drawn from one."""
+USER_STATE = "user_state"
+"""The key of what training has changed in the user's objects, `zae.loop.user_state`."""
 _ON_HOST = "on host"  # Not a name in Python: it stands beside the attributes in an entry.
 
 FROM_FILE = "from a file"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from zae.trainer import Trainer
 
 __all__ = ["Continuation"]
+
+_MOST_RETURNS = 100  # To one state: what decides to go back goes back as well, and decides so again.
 
 
 class Continuation:
@@ -28,6 +31,7 @@ class Continuation:
         self._user_loader = user_loader
         self._counters: ProgressChecker | None = None
         self._load: Callable[[], None] | None = None
+        self._returns: Counter[tuple[int, int]] = Counter()  # To each moment of the run.
 
     @property
     def _present_counters(self) -> ProgressChecker:
@@ -77,6 +81,18 @@ class Continuation:
         # A loaded state counts its call as made. `Run.begin` makes it again, as in a script that is started again.
         counters.run_calls.index = before.index - 1
         counters.run_calls.planned_steps = before.planned_steps
+        self._count(counters)
+
+    def _count(self, counters: ProgressChecker) -> None:
+        """Refuse to go back to one state without end."""
+        moment = (counters.epoch, counters.step)
+        self._returns[moment] += 1
+        if self._returns[moment] == _MOST_RETURNS:
+            raise ConfigError(
+                f"this call of run() has gone back to step {counters.step} {_MOST_RETURNS} times. The attributes of "
+                "the task go back as well: name what counts the returns, or decides on them, in the class: "
+                "unsaved_attributes = ('returns',)"
+            )
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that was not saved in the present call of ``run``."""

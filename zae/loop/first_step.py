@@ -21,6 +21,7 @@ from zae.common.walk import local_part, names_in
 from zae.compose.first_call import check_properties
 from zae.compose.introspect import is_add_on, is_base
 from zae.errors import StepError, TaskError
+from zae.loop.other_optimizers import naming_other_optimizers
 from zae.loop.step_output import say_not_numbers, say_uncounted
 from zae.optim import needs_closure, parameters_of
 from zae.schedulers.lengths import steps_taken
@@ -56,7 +57,7 @@ class FirstStep:
     def run_batch(self, batch: Any) -> None:
         """Make the step, with some of its hooks watched."""
         trainer = self._trainer
-        with self._watching():
+        with self._watching(), naming_other_optimizers(trainer):
             type(trainer).run_batch(trainer, batch)
         check_properties(trainer)
         say_not_numbers(trainer.current_run, trainer.log_train, "train_step")

@@ -20,6 +20,7 @@ from zae.loop.addon_state import (
     FROM_FILE,
     GENERATORS,
     PARTS,
+    USER_STATE,
     declaring,
     digest,
     key_of,
@@ -196,7 +197,7 @@ class RankStates:
 
     def warn_of_others(self, cls: type, rank: int, world: int) -> None:
         """Warn where add-ons get the state of another rank that may differ from what this rank held."""
-        varying = sorted(_varying_entries(cls).keys() - {GENERATORS})
+        varying = sorted(_varying_entries(cls).keys() - {GENERATORS, USER_STATE})
         saved: set[str] = set()
         for entries in self._entries():
             saved.update(entries)
@@ -285,7 +286,7 @@ def _merging(cls: type) -> dict[str, Any]:
 
 def _varying_entries(cls: type) -> dict[str, tuple[str, ...] | None]:
     """Map the entries that may differ from rank to rank to their keys that may; None for all of an entry."""
-    found: dict[str, tuple[str, ...] | None] = {GENERATORS: None}
+    found: dict[str, tuple[str, ...] | None] = {GENERATORS: None, USER_STATE: None}
     for each in cls.__mro__:
         if not is_add_on(each):
             continue
@@ -301,5 +302,7 @@ def _complete(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str,
     found = {}
     for name, own in entries.items():
         whole = state.get(name)
-        found[name] = {**whole, **own} if isinstance(whole, Mapping) and isinstance(own, Mapping) else own
+        # What the user's objects hold is whole: rank 0 may have a value that this rank has not.
+        is_part = isinstance(whole, Mapping) and isinstance(own, Mapping) and name != USER_STATE
+        found[name] = {**whole, **own} if is_part else own
     return found

@@ -4,7 +4,8 @@
 
     scope()                            set the trainer up; at the end, and after an error, tear it down
       begin()                          fit the loader, find the end of the call, check the schedules, count the call
-      resume_pending_validation()      a state may have been saved within a validation: it is made again first
+      resume()                         what the user's objects held is put back; a validation in which the state was
+                                       saved is made again first
       while has_more_epochs():
         open_epoch(loader)             or continue the epoch that a stop or a kill has left open
         for batch in batches(loader):
@@ -90,6 +91,8 @@ class Run:
         Whether the next step of training is the first since the trainer was set up.
     has_begun_epoch : bool
         Whether the present call of ``run_epoch`` has begun an epoch.
+    continues_call : bool
+        Whether the call was begun before, in the state that it continues from.
     signals : list of int
         Signals that ask for the end, as `StopSignals` notes them.
     began : float
@@ -140,6 +143,7 @@ class Run:
         # The first step and the first epoch are looked at more closely.
         self.watches_next_step = False
         self.has_begun_epoch = False
+        self.continues_call = False
         self._weights_before: dict[str, list[WeightSample]] = {}  # Of each optimizer.
         self._skipped_before = 0
         self._has_warned_of_mode = False
@@ -269,6 +273,7 @@ class Run:
         progress = self._progress
         calls = progress.run_calls
         trainer.run_record.note_call(self)  # First: an epoch that is set is no setting of the dataset.
+        self.continues_call = not calls.is_new_call
         wrapped_loader = self._fit_loader()
         self.current_loader = wrapped_loader
         optim.check_closures(trainer.optimizers, type(trainer))
@@ -336,13 +341,15 @@ class Run:
             _log.info("epoch %d was left open; another loader begins the next", self._progress.epoch + 1)
             self._progress.close_epoch()
 
-    def resume_pending_validation(self) -> None:
-        """Repeat the validation that the loaded state was saved in, and what follows it."""
+    def resume(self) -> None:
+        """Put back what the user's objects held, and repeat the validation that the loaded state was saved in."""
         trainer = self.trainer
         progress = self._progress
         trainer.run_record.compare(self)
         if progress.run_calls.must_replay:  # The state is of a later call.
             return
+        trainer.user_state.begin(trainer, self.continues_call)
+        trainer.loader_position.begin_values(self.current_loader)
         if progress.pending_validation == "epoch":
             self.end_epoch()
         elif progress.pending_validation:
@@ -371,7 +378,7 @@ class Run:
         self.extent.reset_epoch()
         self.trainer.nonfinite.forget()
         self.begin()
-        self.resume_pending_validation()
+        self.resume()
         return True
 
     # -------------------------------------------------------------------------------------------------- an epoch
@@ -413,6 +420,7 @@ class Run:
         # A script may have left the model in evaluation mode; modules that it has frozen one by one stay so.
         if isinstance(trainer.model, nn.Module) and not trainer.model.training:
             trainer.model.train()
+        trainer.user_state.open_epoch(trainer)
         self.display.open(RunView(self, wrapped_loader))
 
     def batches(self, wrapped_loader: Any) -> Iterator[Any]:
@@ -604,6 +612,7 @@ class Run:
             progress.pending_validation = ""
             return
         progress.pending_validation = moment
+        trainer.user_state.before_validation(trainer)
         # After a signal it stays pending, and is in the state that is saved: the resumed run begins with it.
         with suppress(EvaluationAborted):
             trainer.on_validation_begin()
@@ -622,6 +631,7 @@ class Run:
             if moment == "step":  # That of an epoch is in the line of the epoch.
                 self.display.validation(RunView(self))
             trainer.on_validation_end(metrics)
+            trainer.user_state.after_validation()
 
     def warn_of_training_mode(self) -> None:
         """Warn once of a ``test_step`` that leaves the model in training mode."""

@@ -29,7 +29,9 @@ from zae.common.strides import contiguous_strides, copy_with_strides, is_laid_ou
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointMismatch, ZaeError, printable
 from zae.loop import addon_state, older_states
+from zae.loop.addon_state import USER_STATE
 from zae.loop.progress import ProgressChecker
+from zae.loop.user_state import check_user_state
 from zae.optim import modes
 from zae.optim.state import device_of, move_to_device, places_on_device
 
@@ -42,7 +44,7 @@ _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position", "order", "module")
 # Add-ons that are no longer there, of which older checkpoints have a state.
 _REMOVED = ("AutoBatchAddon", "LightningAddon", "SilentFaultGuardAddon")
-_OPTIONAL = ("validation", "training_weights", "generators", "extra_state", "devices")
+_OPTIONAL = ("validation", "training_weights", "generators", "extra_state", "devices", USER_STATE)
 _LOAD = torch.optim.Optimizer.load_state_dict
 _SHOWN = 5
 
@@ -92,6 +94,9 @@ class CoreState:
             "position": position,
             "module": _read_module(module, parameters, trainer._in_training),
         }
+        user_state = trainer.user_state.state_dict(trainer)
+        if user_state or trainer.world_size > 1:  # Several ranks compare what they have.
+            state[USER_STATE] = user_state
         if extra:
             state["extra_state"] = extra
         if devices:
@@ -119,7 +124,9 @@ class CoreState:
         trainer = self.trainer
         optimization = self.optimization
         position = trainer.loader_position
+        user_state = check_user_state(state.get(USER_STATE))
         if addon_state.is_in_mode(trainer, addon_state.ENTRIES):
+            trainer.user_state.load_state_dict(trainer, user_state)
             return
         if not addon_state.is_in_mode(trainer, addon_state.FROM_FILE):
             trainer.current_run.check_load()
@@ -173,6 +180,7 @@ class CoreState:
         with torch.no_grad():
             for parameter, value in outside:
                 parameter.copy_(value)
+        trainer.user_state.load_state_dict(trainer, user_state)
         if state.get("training_weights"):
             modes.treat_as_training(optimization.optimizers)
 

@@ -138,7 +138,9 @@ def test_one_kill_at_each_update(folder: Path, plain_end: Any, step: int) -> Non
 
 
 class Asked(Dataset[Any]):
-    """Counts what is asked for; augments with all three global streams."""
+    """Counts what this process asks for; augments with all three global streams."""
+
+    unsaved_attributes = ("asked",)
 
     def __init__(self, path: Path | None = None) -> None:
         self.data, self.path, self.asked = hand.data(), path, []

@@ -1,0 +1,155 @@
+"""The values that training changes in the parts of a loader: its datasets, samplers, ``collate_fn``, and the loader.
+
+They have two states, of the epoch's begin and of the present, as the random streams in these parts have, so they are in
+the position of the loader: an order is drawn again from the first, and goes on from the second.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zae.common.random_state import STREAMS
+from zae.common.walk import is_of_zae
+from zae.data.loader_state import parts_of
+from zae.data.loaders import Proxy
+from zae.user_state.changes import Changes
+from zae.user_state.marks import LARGE, mark_of
+from zae.user_state.owners import Walk, is_of_user
+from zae.user_state.values import Maker, Name, Packer
+
+__all__ = ["PartValues"]
+
+_log = logging.getLogger("zae")
+_FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType, type)
+_HOST = torch.device("cpu")
+
+
+class PartValues:
+    """The values in the parts of a loader, and which of them have changed."""
+
+    def __init__(self) -> None:
+        self._changes = Changes()
+        self._has_warned = False
+
+    def begin(self, loader: Any) -> None:
+        """Mark the values as a run begins."""
+        walk = _walk(loader, self._changes, is_begin=True)
+        self._changes.begin(walk, Packer({}, walk.paths, _HOST, copies=True, most=0))
+        _warn_of_living_iterators(loader)
+
+    def note(self, loader: Any) -> None:
+        """Note which values have changed."""
+        new = self._changes.note(_walk(loader, self._changes))
+        if new and not self._has_warned and getattr(loader, "persistent_workers", False) and loader.num_workers:
+            self._warn_of_workers(loader, new)
+
+    def capture(self, loader: Any) -> dict[str, Any]:
+        """Return the present values: those that have changed, and the small ones, since the epoch may change them."""
+        self.note(loader)
+        walk = _walk(loader, self._changes)
+        small = Packer({}, walk.paths, _HOST, copies=True, most=LARGE)
+        rest = walk.places.keys() - self._changes.names
+        found = self._changes.write(walk, small, rest, says=False)
+        changed = self._changes.write(walk, Packer({}, walk.paths, _HOST, copies=True), says=False)
+        return {"values": [*found.get("values", ()), *changed.get("values", ())]}
+
+    def changed_in(self, captured: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of captured values that training has changed: the others are the script's."""
+        names = self._changes.names
+        return {"values": [each for each in captured.get("values", ()) if (each["owner"], each["key"]) in names]}
+
+    def take(self, captured: Mapping[str, Any]) -> None:
+        """Note the names of values in a state that is loaded: what has changed once is saved for good."""
+        self._changes.names |= {(each["owner"], each["key"]) for each in captured.get("values", ())}
+
+    def restore(self, loader: Any, captured: Mapping[str, Any], own: Mapping[Name, object]) -> None:
+        """Put values back, but those that their object has set itself since they had the marks in ``own``."""
+        walk = _walk(loader, self._changes)
+        entries = []
+        for entry in captured.get("values", ()):
+            name = (entry["owner"], entry["key"])
+            is_own = name in own and name in walk.places and mark_of(walk.places[name].value, walk.paths) != own[name]
+            if not is_own:
+                entries.append(entry)
+        maker = Maker({}, {path: each.object for path, each in walk.owners.items()}, _HOST)
+        before = set(self._changes.names)
+        self._changes.put_back(walk, {"values": entries}, maker, says=True)
+        self._changes.names = before
+
+    def marks(self, loader: Any) -> dict[Name, object]:
+        """Return the marks of the values, to see what a part sets as it loads a state of its own."""
+        walk = _walk(loader, self._changes)
+        return {name: mark_of(value, walk.paths) for name, value in walk.values()}
+
+    def _warn_of_workers(self, loader: Any, names: Iterable[Name]) -> None:
+        """Warn of attributes of a dataset that are set here, while its workers keep copies."""
+        for owner, key in sorted(names):
+            if owner.startswith(("loader.dataset", "loader.collate_fn")) and not owner.startswith("loader.dataset."):
+                value = _walk(loader, self._changes).places[owner, key].value
+                if isinstance(value, Tensor) and value.is_shared():
+                    continue
+                self._has_warned = True
+                _log.warning(
+                    "%s.%s has changed in this process, and the workers of the loader, which persist, never see it: "
+                    "each keeps the copy that it began with. Write persistent_workers=False, or a tensor that is "
+                    "shared: torch.zeros(1).share_memory_()",
+                    owner,
+                    key,
+                )
+                return
+
+
+def _walk(loader: Any, changes: Changes, is_begin: bool = False) -> Walk:
+    """Return the parts of a loader that are of the user's classes, and what they hold."""
+    parts = _own_parts(loader)
+    apart = [*parts_of(loader).values(), *parts.values(), *_streams_in(parts)]
+    walk = changes.walk(apart, is_begin)
+    for place, part in parts.items():
+        # What a class of a library keeps to itself, it computes.
+        private = () if is_of_user(type(part)) else [name for name in vars(part) if name.startswith("_")]
+        walk.add(place, part, without=frozenset(private))
+    return walk
+
+
+def _own_parts(loader: Any) -> dict[str, Any]:
+    """Return the parts of a loader that have attributes, by place; itself and its ``collate_fn`` if of a user."""
+    while isinstance(loader, Proxy):
+        loader = loader.passed
+    parts = {f"loader.{place}": part for place, part in parts_of(loader).items()}
+    collate = getattr(loader, "collate_fn", None)
+    if is_of_user(type(collate)):
+        parts["loader.collate_fn"] = collate
+    if is_of_user(type(loader)):
+        parts["loader"] = loader
+    found: dict[str, Any] = {}
+    for place, part in parts.items():
+        is_known = any(part is each for each in found.values())
+        has_attributes = hasattr(part, "__dict__") and not is_of_zae(type(part))
+        if has_attributes and not is_known and not isinstance(part, (torch.nn.Module, *_FUNCTIONS)):
+            found[place] = part
+    return found
+
+
+def _streams_in(parts: Mapping[str, Any]) -> list[Any]:
+    """Return the random streams that the parts hold: `zae.data.loader_state` has their states."""
+    return [each for part in parts.values() for each in vars(part).values() if isinstance(each, STREAMS)]
+
+
+def _warn_of_living_iterators(loader: Any) -> None:
+    """Warn of a loader that keeps an iterator, with its workers, over the epochs."""
+    for part in _own_parts(loader).values():
+        for name, value in getattr(part, "__dict__", {}).items():
+            if isinstance(value, torch.utils.data.dataloader._BaseDataLoaderIter) and name != "_iterator":
+                _log.warning(
+                    "the %s keeps an iterator over its epochs (%s): what that has read ahead is in no checkpoint, and "
+                    "a resume gets other batches. Write a torch.utils.data.DataLoader with persistent_workers=True, "
+                    "which keeps its workers as well",
+                    type(part).__name__,
+                    name,
+                )

@@ -1,0 +1,291 @@
+"""What training changes in the objects of the user: saved without a line of theirs, and put back at a resume.
+
+A value that has changed since ``on_run_begin`` of the process is in the state: of the task and its class, of the
+modules and optimizers of the user's classes, and of the objects that these hold. What the data hold is in the position
+of the loader, `zae.data.part_values`. In the order of a run that is resumed:
+
+    begin            after on_run_begin: the values are marked, and those of the state put back
+    hold             before on_epoch_begin, where the resume continues an open epoch: they are kept, since hooks begin
+                     an epoch anew that was begun before
+    open_epoch       right before the first batch: they are put back
+    before_validation  they are kept: what is saved within a validation is the state from before it
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from zae.common.strides import view_key
+from zae.common.torch_private import unsaved_buffers, version_of
+from zae.common.walk import is_of_zae, is_sharded
+from zae.compose.introspect import is_add_on
+from zae.compose.options import options_of
+from zae.data.loader_state import parts_of
+from zae.errors import CheckpointMismatch
+from zae.optim.state import with_inner
+from zae.user_state.changes import Changes
+from zae.user_state.marks import LARGE
+from zae.user_state.owners import Walk, is_of_user
+from zae.user_state.values import Maker, Packer
+
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
+__all__ = ["UserState", "check_user_state", "names_of_trainer"]
+
+
+_log = logging.getLogger("zae")
+_ABSENT = "absent"  # In place of the class of a module that was removed.
+_SHOWN = 10
+
+
+class UserState:
+    """What training has changed in the user's objects, beside the data."""
+
+    def __init__(self) -> None:
+        self._changes = Changes()
+        self._pending: Mapping[str, Any] | None = None  # A state that was loaded, and from which no call continues yet.
+        self._continues = False  # Whether a state was put back in whose call of run the run goes on.
+        self._held: Mapping[str, Any] | None = None
+        self._tensors: dict[str, tuple[Tensor, int, Tensor]] = {}  # Of the model, with their versions and copies.
+        self._before: Mapping[str, Any] | None = None  # The present validation.
+        self._modules: dict[str, str] | None = None  # The class of each module of the model, as the first run began.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy continues from: its objects are others."""
+        return {"_changes": self._changes, "_pending": self._pending}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        vars(self).update(state)
+
+    # ------------------------------------------------------------------------------------------------- during a run
+
+    def begin(self, trainer: Trainer, continues: bool) -> None:
+        """Mark the values as a call of ``run`` begins, and put back those of a state that it continues from."""
+        walk = _walk(trainer, self._changes, is_begin=True)
+        self._changes.begin(walk, _packer(trainer, walk, copies=True, most=LARGE))
+        if self._modules is None:
+            self._modules = _classes_in(trainer.unwrap())
+        state = self._pending
+        self._pending = None
+        self._continues = continues and state is not None
+        if state is not None:
+            self._put_back(trainer, state)
+            _warn_of_replaced(state.get("modules", {}), trainer)
+
+    def hold(self, trainer: Trainer) -> None:
+        """Keep the values over the hooks that begin an epoch, where the epoch that goes on was begun before."""
+        continues = self._continues
+        self._continues = False
+        if not continues or not trainer.progress_checker.epoch_batch:
+            return
+        self._held = self._read(trainer, copies=True)
+        if _begins_epochs(type(trainer)):
+            # What was loaded of the model as well: a hook may begin a buffer anew.
+            for name, each in _tensors_of(trainer).items():
+                self._tensors[name] = (each, version_of(each), each.detach().clone())
+
+    def open_epoch(self, trainer: Trainer) -> None:
+        """Put back what was kept; else note what the hooks have changed."""
+        held = self._held
+        self._held = None
+        if held is None:
+            self._changes.note(_walk(trainer, self._changes))
+            return
+        self._put_back(trainer, held)
+        for tensor, version, value in self._tensors.values():
+            if version_of(tensor) != version:
+                with torch.no_grad():
+                    tensor.copy_(value)
+        self._tensors = {}
+
+    def before_validation(self, trainer: Trainer) -> None:
+        """Keep the values, as a validation begins."""
+        self._before = self._read(trainer, copies=True)
+
+    def after_validation(self) -> None:
+        """Forget them: it has ended."""
+        self._before = None
+
+    def stateful_objects(self, trainer: Trainer) -> list[Any]:
+        """Return the objects of the user that save a state of their own, other optimizers for instance."""
+        return list(_walk(trainer, self._changes).stateful.values())
+
+    # --------------------------------------------------------------------------------------------- saving and loading
+
+    def state_dict(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the values that have changed, and the gradients that are there between two steps."""
+        if self._pending is not None:
+            return dict(self._pending)
+        return dict(self._before) if self._before is not None else self._read(trainer)
+
+    def load_state_dict(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        """Take a state: it is put back when a call of ``run`` continues from it, and now where none is under way."""
+        self._pending = dict(state)
+        self._before = None
+        if not trainer.current_run.is_call:
+            self._put_back(trainer, state)
+
+    def _read(self, trainer: Trainer, copies: bool = False) -> dict[str, Any]:
+        walk = _walk(trainer, self._changes)
+        self._changes.note(walk)
+        state = self._changes.write(walk, _packer(trainer, walk, copies), says=trainer.is_main)
+        gradients = {}
+        if trainer.current_run.batch is None:  # Within a step they are on their way.
+            for name, each in trainer.unwrap().named_parameters():
+                if each.grad is not None:
+                    gradients[name] = each.grad.clone() if copies else each.grad
+        if gradients:
+            state["gradients"] = gradients
+        modules = _classes_in(trainer.unwrap())
+        before = modules if self._modules is None else self._modules
+        if modules != before:
+            changed = [path for path in modules.keys() | before.keys() if modules.get(path) != before.get(path)]
+            state["modules"] = {path: modules.get(path, _ABSENT) for path in changed}
+        return state
+
+    def _put_back(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        walk = _walk(trainer, self._changes)
+        objects = {path: each.object for path, each in walk.owners.items()}
+        maker = Maker(_tensors_of(trainer), objects, trainer.device)
+        self._changes.put_back(walk, state, maker, says=trainer.is_main)
+        gradients = state.get("gradients", {})
+        for name, each in trainer.unwrap().named_parameters():
+            if name in gradients:
+                each.grad = _like(each, gradients[name])
+
+
+def check_user_state(state: Any) -> dict[str, Any]:
+    """Return the entry of a state; refuse one that no `UserState` has written."""
+    try:
+        found = dict(state or {})
+        for entry in found.get("values", ()):
+            is_entry = all(type(entry[key]) is str for key in ("owner", "key")) and "value" in entry
+            is_entry &= all(type(entry[key]) is bool for key in ("in place", "of class"))
+            if not is_entry or type(entry["was"]) not in (str, type(None)):
+                raise TypeError(f"an entry is {entry!r:.80}")
+        for owner, key in found.get("removed", ()):
+            if (type(owner), type(key)) != (str, str):
+                raise TypeError(f"a name is {owner!r:.40}, {key!r:.40}")
+        for each in (found.get("states", {}), found.get("gradients", {})):
+            if not all(type(key) is str for key in each):
+                raise TypeError(f"a name is {next(iter(each))!r:.40}")
+        if not all(isinstance(each, Tensor) for each in found.get("gradients", {}).values()):
+            raise TypeError("a gradient is no tensor")
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise CheckpointMismatch(
+            f"the entry 'user_state' of the state is not one that zae has saved ({error}); load another checkpoint, or "
+            "the weights alone: apply_weights(path)"
+        ) from None
+    return found
+
+
+def _walk(trainer: Trainer, changes: Changes, is_begin: bool = False) -> Walk:
+    """Return the user's objects: the task, the model, and the optimizers."""
+    model = trainer.unwrap()
+    run = trainer.current_run
+    optimizers = trainer.optimization.optimizers
+    apart: list[object] = [trainer, vars(trainer)["model"], *model.modules(), run.user_loader, run.valid_loader]
+    apart += parts_of(run.user_loader).values()
+    apart += trainer.optimization.schedulers.values()
+    for optimizer in optimizers.values():
+        apart += with_inner(optimizer)
+    walk = changes.walk([each for each in apart if each is not None], is_begin)
+    walk.add("task", trainer, without=names_of_trainer(type(trainer)))
+    walk.add_module("model", model, with_tensors=False)
+    for key, optimizer in optimizers.items():
+        if is_of_user(type(optimizer)):
+            walk.add(f"optimizer[{key!r}]", optimizer)
+    return walk
+
+
+def _packer(trainer: Trainer, walk: Walk, copies: bool, most: int | None = None) -> Packer:
+    weights = {}
+    for name, each in _tensors_of(trainer).items():
+        weights[view_key(each) or (id(each),)] = (name, each)
+    return Packer(weights, walk.paths, trainer.device, copies, most)
+
+
+def _tensors_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the tensors that the state of the model has."""
+    model = trainer.unwrap()
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    for path, module in model.named_modules():
+        unsaved = unsaved_buffers(module)
+        for name, each in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in unsaved:
+                found[name] = each
+    return found
+
+
+def _classes_in(model: nn.Module) -> dict[str, str]:
+    """Return the class of each module of a model; of a lazy one that which its first forward gives it."""
+    found = {}
+    for path, module in model.named_modules(prefix="model"):
+        becomes = getattr(module, "cls_to_become", None) if isinstance(module, LazyModuleMixin) else None
+        found[path] = (becomes or type(module)).__qualname__
+    return found
+
+
+def _warn_of_replaced(saved: Mapping[str, str], trainer: Trainer) -> None:
+    """Warn of modules that training had replaced when the state was saved, and that the script has not replaced."""
+    present = _classes_in(trainer.unwrap())
+    differ = []
+    for path, kind in sorted(saved.items()):
+        now = present.get(path, _ABSENT)
+        if now != kind:
+            differ.append(f"{path} was {kind} and is {now}")
+    if differ and trainer.is_main:
+        more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+        _log.warning(
+            "training had replaced modules of the model when the state that this run resumes from was saved, and a "
+            "checkpoint has no modules: %s%s. This run differs from an uninterrupted one; build the model as it was, "
+            "before run()",
+            "; ".join(differ[:_SHOWN]),
+            more,
+        )
+
+
+@functools.cache
+def names_of_trainer(cls: Any) -> frozenset[str]:
+    """Return the attributes of a trainer that zae and add-ons set: options, and what their classes declare or annotate.
+
+    A task that has an attribute of the same name shares it with them.
+    """
+    names = {name for name, (_, owner) in options_of(cls).items() if is_of_zae(owner) or is_add_on(owner)}
+    names.update(("_is_addon", "_partial", "_recipe"))  # What classes have of their composition.
+    for each in cls.__mro__:
+        if not (is_of_zae(each) or is_add_on(each)):
+            continue
+        # Those of classes are not among them: a task may have an attribute `slot`, or `index`.
+        annotated = inspect.get_annotations(each).items()
+        names.update(name for name, kind in annotated if not str(kind).startswith("ClassVar"))
+        for kind in ("state_attributes", "rank_state_attributes", "process_attributes"):
+            names.update(vars(each).get(kind, ()))
+    return frozenset(names)
+
+
+def _begins_epochs(cls: type) -> bool:
+    """Return whether a class of the user has a hook in which an epoch begins."""
+    users = [each for each in cls.__mro__ if not is_of_zae(each)]
+    return any("on_epoch_begin" in vars(each) or "run_epoch" in vars(each) for each in users)
+
+
+def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient as a parameter has it, which may lie in parts on several ranks."""
+    if is_sharded(parameter) and not is_sharded(gradient):
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh = parameter.device_mesh  # type: ignore[attr-defined]
+        placements = parameter.placements  # type: ignore[attr-defined]
+        return distribute_tensor(gradient.to(parameter.device), mesh, placements, src_data_rank=None)
+    return gradient.detach().to(parameter.device, copy=True)

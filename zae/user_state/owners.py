@@ -1,0 +1,336 @@
+"""One walk over the objects of a user: which of them hold values, and which values these are.
+
+An owner is an object whose attributes are looked at one by one: of a class that is not of a library, or a namespace; a
+dict with a few text keys, by its keys; and a module, by its tensors too. All else that an owner holds is a value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import io
+import logging
+import types
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from zae.common.random_state import STREAMS
+from zae.common.torch_private import unsaved_buffers
+from zae.common.walk import is_of_library, is_of_zae
+from zae.user_state.values import Name, has_state, kind_of
+
+__all__ = ["STATE", "Owner", "Place", "Walk", "can_have", "is_of_user", "left_out"]
+
+_log = logging.getLogger("zae")
+STATE = "state_dict()"
+"""The key of what an owner saves itself."""
+
+MAX_DEPTH = 5  # Owners in owners.
+MAX_PLACES = 5000
+MAX_ENTRIES = 64  # Of a container in which owners are looked for.
+_BAGS = (types.SimpleNamespace, argparse.Namespace)  # Of Python, and nothing but attributes.
+_CLOSED = (type, types.ModuleType, BaseException, logging.Logger, io.IOBase, enum.Enum)
+_VALUES = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, np.generic)
+_OF_BASES: dict[type, frozenset[str]] = {
+    nn.Module: frozenset(vars(nn.Module())),
+    # A schedule puts the last three into its optimizer.
+    Optimizer: frozenset({*vars(torch.optim.SGD([torch.zeros(1)])), "step", "_opt_called", "_step_count"}),
+    DataLoader: frozenset({*vars(DataLoader([0])), "_iterator", "_IterableDataset_len_called"}),
+}
+"""The attributes of classes of torch that users derive from: they are no values of the user."""
+
+
+class Place(NamedTuple):
+    """Where a value is."""
+
+    store: MutableMapping[str, Any]
+    key: str
+    cls: type | None = None  # The class that holds it, where it is no attribute of the object.
+
+    @property
+    def value(self) -> Any:
+        """The value that is there."""
+        return self.store[self.key]
+
+    def write(self, value: Any) -> None:
+        """Put another value there."""
+        if self.cls is None:
+            self.store[self.key] = value
+        else:
+            type.__setattr__(self.cls, self.key, value)
+
+
+class Owner(NamedTuple):
+    """An object that holds values."""
+
+    object: Any
+    store: MutableMapping[str, Any]  # Its attributes, or its entries.
+
+
+class Walk:
+    """The owners and the values that are reached from some objects.
+
+    Parameters
+    ----------
+    apart : iterable
+        Objects that a state has otherwise, and that are not looked at.
+    known : mapping
+        The paths of owners that an earlier walk has found, by id: they keep them, wherever they are now.
+    is_divided : callable
+        Whether a dict with text keys is looked at by its keys, by the name of its place.
+
+    Attributes
+    ----------
+    places : dict
+        The values, by name.
+    owners : dict
+        The owners, by path.
+    paths : dict
+        The paths of the owners, by id.
+    stateful : dict
+        The owners that save a state of their own, by path.
+    """
+
+    def __init__(
+        self,
+        apart: Iterable[object] = (),
+        known: Mapping[int, str] = types.MappingProxyType({}),
+        is_divided: Callable[[Name, Any], bool] = lambda name, value: True,
+    ) -> None:
+        self.places: dict[Name, Place] = {}
+        self.owners: dict[str, Owner] = {}
+        self.paths: dict[int, str] = {}
+        self.stateful: dict[str, Any] = {}
+        self._apart = set(map(id, apart))
+        self._known = known
+        self._taken = set(known.values())
+        self._is_divided = is_divided
+
+    def values(self, without: Container[Name] = ()) -> Iterator[tuple[Name, Any]]:
+        """Yield the values, and the states that objects save themselves, but for some names."""
+        for name, place in self.places.items():
+            if name not in without:
+                yield name, place.value
+        for path, each in self.stateful.items():
+            if (path, STATE) not in without:
+                yield (path, STATE), each.state_dict()
+
+    def add(self, path: str, value: Any, depth: int = MAX_DEPTH, without: frozenset[str] = frozenset()) -> None:
+        """Look at an object whose attributes are values, whatever its class."""
+        store = value if isinstance(value, dict) else attributes_of(value)
+        self.paths[id(value)] = path
+        self.owners[path] = Owner(value, store)
+        if isinstance(value, dict):
+            names: Iterable[str] = value
+        else:
+            hidden = _of_bases(type(value)) | left_out(type(value)) | without
+            for cls, name in _class_values(type(value)):
+                if name not in hidden and name not in store:
+                    self._visit(path, Place(vars(cls), name, cls), depth)  # type: ignore[arg-type]
+            names = [name for name in store if name not in hidden and not name.startswith("__")]
+        for name in list(names):
+            self._visit(path, Place(store, name), depth)
+
+    def add_module(self, path: str, module: nn.Module, depth: int = MAX_DEPTH, *, with_tensors: bool) -> None:
+        """Look at a module and those within: at buffers that its state lacks, or at all tensors; and at attributes."""
+        for inner, each in module.named_modules(prefix=path):
+            if id(each) in self.paths or (with_tensors and id(each) in self._apart):
+                continue
+            for name in [*each._buffers, *each._parameters] if with_tensors else unsaved_buffers(each):
+                store: Any = each._parameters if name in each._parameters else each._buffers
+                self.places[inner, name] = Place(store, name)
+            is_open = is_of_user(type(each)) or (with_tensors and not type(each).__module__.startswith("torch."))
+            if is_open:
+                self.add(inner, each, depth)
+            else:
+                self.paths[id(each)] = inner
+                self.owners[inner] = Owner(each, vars(each))
+
+    def _visit(self, path: str, place: Place, depth: int) -> None:
+        """Note a value, and look into it where it is an owner."""
+        value = place.value
+        if id(value) in self._apart or is_of_zae(type(value)) or len(self.places) > MAX_PLACES:
+            return
+        inner = f"{path}.{place.key}"
+        is_new = id(value) not in self.paths and depth
+        if is_new and type(value) is dict and _has_few_names(value) and self._is_divided((path, place.key), value):
+            self.add(inner, value, depth - 1)
+            return
+        self.places[path, place.key] = place
+        if len(self.places) > MAX_PLACES:
+            _log.warning(
+                "%s and what comes after it is not looked at: the objects of this run hold more than %d values. What "
+                "training changes there is in no checkpoint; keep it in lists or arrays",
+                inner,
+                MAX_PLACES,
+            )
+            return
+        if depth:
+            for location, each in _owners_in(inner, value):
+                self._enter(location, each, depth - 1)
+
+    def _enter(self, location: str, value: Any, depth: int) -> None:
+        """Look into an owner that was not met yet; it has the path of its place, unless it had another one before."""
+        if id(value) in self.paths or id(value) in self._apart or is_of_zae(type(value)):
+            return
+        path = self._known.get(id(value), "")
+        if not path and location in self._taken:  # By an object that is elsewhere now.
+            return
+        path = path or location
+        if isinstance(value, nn.Module):
+            self.add_module(path, value, depth, with_tensors=True)
+            return
+        if _is_owner(value):
+            self.add(path, value, depth)
+        else:
+            self.paths[id(value)] = path
+            self.owners[path] = Owner(value, {})
+        if has_state(value):
+            self.stateful[path] = value
+
+
+def _owners_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a value that is an owner, or saves a state of its own, and those in a short container."""
+    if _is_owner(value) or _has_own_state(value):
+        yield path, value
+    elif isinstance(value, (list, tuple, dict, deque)) and len(value) <= MAX_ENTRIES:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _owners_in(f"{path}[{key!r}]", each)
+
+
+def _is_owner(value: Any) -> bool:
+    """Return whether the attributes of an object are looked at one by one."""
+    if isinstance(value, (nn.Module, *_BAGS)):
+        return True
+    if isinstance(value, (*_VALUES, *_CLOSED, *STREAMS, Tensor, np.ndarray)) or not is_of_user(type(value)):
+        return False
+    return hasattr(value, "__dict__") or bool(_slots_of(type(value)))
+
+
+def _has_own_state(value: Any) -> bool:
+    return has_state(value) and not isinstance(value, _CLOSED)
+
+
+def _has_few_names(value: dict[Any, Any]) -> bool:
+    return 0 < len(value) <= MAX_ENTRIES and all(type(key) is str for key in value)
+
+
+@functools.cache
+def is_of_user(cls: type) -> bool:
+    """Return whether a class, or one that it derives from, is of no library: engines derive from those of users."""
+    return not all(map(is_of_library, cls.__mro__))
+
+
+@functools.cache
+def left_out(cls: type) -> frozenset[str]:
+    """Return the attributes that a class names in ``unsaved_attributes``."""
+    names: set[str] = {"unsaved_attributes"}
+    for each in cls.__mro__:
+        names.update(vars(each).get("unsaved_attributes", ()))
+    return frozenset(names)
+
+
+@functools.cache
+def _of_bases(cls: type) -> frozenset[str]:
+    """Return the attributes that an object has of classes of torch."""
+    found = [names for base, names in _OF_BASES.items() if issubclass(cls, base)]
+    return frozenset().union(*found)
+
+
+def _class_values(cls: type) -> list[tuple[type, str]]:
+    """Return the attributes of a user's classes that are values, each with the class that has it."""
+    found: dict[str, type] = {}
+    for each in reversed(cls.__mro__):
+        if is_of_library(each) or ("_is_addon" in vars(each) and vars(each)["_is_addon"]):
+            continue
+        for name, value in vars(each).items():
+            is_value = isinstance(value, (*_VALUES, Tensor, np.ndarray, *STREAMS)) or type(value) in _VALUES
+            if is_value and not name.startswith("__") and not name.startswith("_abc_"):
+                found[name] = each
+    return [(each, name) for name, each in found.items()]
+
+
+# --------------------------------------------------------------------------------------------------------- attributes
+
+
+@functools.cache
+def _slots_of(cls: type) -> dict[str, types.MemberDescriptorType]:
+    """Return the attributes that the classes of an object keep in slots."""
+    found = {}
+    for each in reversed(cls.__mro__):
+        for name, value in vars(each).items():
+            if isinstance(value, types.MemberDescriptorType) and not is_of_library(each):
+                found[name] = value
+    return found
+
+
+def attributes_of(value: Any) -> MutableMapping[str, Any]:
+    """Return the attributes of an object; to write into it calls no code of its class."""
+    slots = _slots_of(type(value))
+    return _Attributes(value, slots) if slots else vars(value)
+
+
+class _Attributes(MutableMapping[str, Any]):
+    """The attributes of an object of a class with slots, and those beside them."""
+
+    def __init__(self, value: Any, slots: dict[str, types.MemberDescriptorType]) -> None:
+        self._object = value
+        self._slots = slots
+        self._others: dict[str, Any] = getattr(value, "__dict__", {})
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._slots:
+            return self._others[name]
+        try:
+            return self._slots[name].__get__(self._object)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._slots:
+            self._slots[name].__set__(self._object, value)
+        elif hasattr(self._object, "__dict__"):
+            self._others[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._slots:
+            self._slots[name].__delete__(self._object)
+        else:
+            del self._others[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in (*self._slots, *self._others) if name in self])
+
+    def __contains__(self, name: object) -> bool:
+        if name not in self._slots:
+            return name in self._others
+        try:
+            self._slots[name].__get__(self._object)  # type: ignore[index]
+        except AttributeError:
+            return False
+        return True
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def can_have(owner: Owner, name: str) -> bool:
+    """Return whether a state may give an object an attribute of this name, which it does not have yet.
+
+    A dunder, and a name that its class has for anything but a value, a method or a property for instance, it may not.
+    """
+    if isinstance(owner.object, dict):
+        return True
+    cls = type(owner.object)
+    if name.startswith("__") or not name.isidentifier() or name in _of_bases(cls) or name in left_out(cls):
+        return False
+    held = next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), None)
+    return held is None or isinstance(held, (types.MemberDescriptorType, *_VALUES)) or kind_of(held) is not None
