@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from zae.common.walk import has_same_bits
 from zae.user_state.marks import mark_of
 from zae.user_state.owners import STATE, Place, Walk, can_have
-from zae.user_state.values import Absent, Maker, Name, NotSaved, Packer, fill, same_kind
+from zae.user_state.values import PLAIN, Absent, Maker, Name, NotSaved, Packer, fill, same_kind
 
 __all__ = ["Changes"]
 
@@ -148,7 +148,7 @@ class Changes:
         if self._dicts.get(".".join(name)) is value and value is not None:
             return True
         beginning = (self._beginnings or {}).get(name)
-        return beginning is not None and value is not None and beginning.object() is value
+        return beginning is not None and type(value) not in PLAIN and beginning.object() is value
 
     def _removed(self, walk: Walk) -> list[list[str]]:
         """Return the attributes that owners had as the run began, and have no more."""

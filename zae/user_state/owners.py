@@ -249,7 +249,9 @@ def _class_values(cls: type) -> list[tuple[type, str]]:
     """Return the attributes of a user's classes that are values, each with the class that has it."""
     found: dict[str, type] = {}
     for each in reversed(cls.__mro__):
-        if is_of_library(each) or ("_is_addon" in vars(each) and vars(each)["_is_addon"]):
+        # A class that a call of its metaclass has made, as that of a trainer with add-ons, is "of the module abc".
+        is_made = each.__module__ == "abc"
+        if (is_of_library(each) and not is_made) or vars(each).get("_is_addon"):
             continue
         for name, value in vars(each).items():
             is_value = isinstance(value, (*_VALUES, Tensor, np.ndarray, *STREAMS)) or type(value) in _VALUES

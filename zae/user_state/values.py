@@ -27,12 +27,14 @@ from zae.common.strides import view_key
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointMismatch
 
-__all__ = ["Absent", "Maker", "Name", "NotSaved", "Packer", "fill", "has_state", "kind_of", "same_kind"]
+__all__ = ["PLAIN", "Absent", "Maker", "Name", "NotSaved", "Packer", "fill", "has_state", "kind_of", "same_kind"]
 
 Name: TypeAlias = "tuple[str, str]"
 """The path of an owner, and the attribute or key in it."""
 
 PLAIN = frozenset({type(None), bool, int, float, str})
+"""The types of values that are in a state as they are."""
+
 MAX_DEPTH = 25  # A state is nested twice as deep as the value, and may be nested 200 deep.
 _SCALARS = (complex, bytes, torch.dtype, torch.device, torch.Size)
 _ARRAYS = "biufcSUmM"  # The kinds of NumPy's types that a checkpoint has.
