@@ -303,6 +303,7 @@ def _complete(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str,
     for name, own in entries.items():
         whole = state.get(name)
         # What the user's objects hold is whole: rank 0 may have a value that this rank has not.
-        is_part = isinstance(whole, Mapping) and isinstance(own, Mapping) and name != USER_STATE
-        found[name] = {**whole, **own} if is_part else own
+        if isinstance(whole, Mapping) and isinstance(own, Mapping) and name != USER_STATE:
+            own = {**whole, **own}
+        found[name] = own
     return found

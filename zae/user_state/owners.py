@@ -14,13 +14,14 @@ import logging
 import types
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from zae.common.random_state import STREAMS
 from zae.common.torch_private import unsaved_buffers
@@ -29,6 +30,7 @@ from zae.user_state.values import Name, has_state, kind_of
 
 __all__ = ["STATE", "Owner", "Place", "Walk", "can_have", "is_of_user", "left_out"]
 
+_Found = TypeVar("_Found")
 _log = logging.getLogger("zae")
 STATE = "state_dict()"
 """The key of what an owner saves itself."""
@@ -43,9 +45,24 @@ _OF_BASES: dict[type, frozenset[str]] = {
     nn.Module: frozenset(vars(nn.Module())),
     # A schedule puts the last three into its optimizer.
     Optimizer: frozenset({*vars(torch.optim.SGD([torch.zeros(1)])), "step", "_opt_called", "_step_count"}),
-    DataLoader: frozenset({*vars(DataLoader([0])), "_iterator", "_IterableDataset_len_called"}),
+    DataLoader: frozenset(
+        {*vars(DataLoader(TensorDataset(torch.zeros(1)))), "_iterator", "_IterableDataset_len_called"}
+    ),
 }
 """The attributes of classes of torch that users derive from: they are no values of the user."""
+
+
+def _once_for_a_class(function: Callable[[type], _Found]) -> Callable[[type], _Found]:
+    """Keep what a function returns for a class as long as the class is there."""
+    known: WeakKeyDictionary[type, _Found] = WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def look(cls: type) -> _Found:
+        if cls not in known:
+            known[cls] = function(cls)
+        return known[cls]
+
+    return look
 
 
 class Place(NamedTuple):
@@ -223,13 +240,13 @@ def _has_few_names(value: dict[Any, Any]) -> bool:
     return 0 < len(value) <= MAX_ENTRIES and all(type(key) is str for key in value)
 
 
-@functools.cache
+@_once_for_a_class
 def is_of_user(cls: type) -> bool:
     """Return whether a class, or one that it derives from, is of no library: engines derive from those of users."""
     return not all(map(is_of_library, cls.__mro__))
 
 
-@functools.cache
+@_once_for_a_class
 def left_out(cls: type) -> frozenset[str]:
     """Return the attributes that a class names in ``unsaved_attributes``."""
     names: set[str] = {"unsaved_attributes"}
@@ -238,7 +255,7 @@ def left_out(cls: type) -> frozenset[str]:
     return frozenset(names)
 
 
-@functools.cache
+@_once_for_a_class
 def _of_bases(cls: type) -> frozenset[str]:
     """Return the attributes that an object has of classes of torch."""
     found = [names for base, names in _OF_BASES.items() if issubclass(cls, base)]
@@ -263,7 +280,7 @@ def _class_values(cls: type) -> list[tuple[type, str]]:
 # --------------------------------------------------------------------------------------------------------- attributes
 
 
-@functools.cache
+@_once_for_a_class
 def _slots_of(cls: type) -> dict[str, types.MemberDescriptorType]:
     """Return the attributes that the classes of an object keep in slots."""
     found = {}
@@ -315,7 +332,7 @@ class _Attributes(MutableMapping[str, Any]):
         if name not in self._slots:
             return name in self._others
         try:
-            self._slots[name].__get__(self._object)  # type: ignore[index]
+            self._slots[name].__get__(self._object)
         except AttributeError:
             return False
         return True

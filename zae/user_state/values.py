@@ -432,7 +432,7 @@ KINDS: dict[str, Kind] = {
 }
 """The kinds, by their names in a state."""
 
-_NAMES = {
+_NAMES: dict[type, str] = {
     **dict.fromkeys(_SCALARS, "scalar"),
     **{each: each.__name__ for each in (list, tuple, set, frozenset, deque, dict)},
     OrderedDict: "ordered",
