@@ -17,6 +17,7 @@ from zae.addons.huggingface import length, optimizers
 from zae.addons.huggingface.data import DatasetsPart
 from zae.addons.huggingface.evaluation import EvaluationPart
 from zae.addons.huggingface.model_init import ModelInit
+from zae.addons.huggingface.overrides import OverridesPart
 from zae.addons.huggingface.saving import SavingPart
 from zae.addons.huggingface.training import LossPart, train_output
 from zae.compose.calls import explained_call
@@ -39,12 +40,14 @@ SCHEDULE_ARGUMENTS = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"
 __all__ = ["HuggingFaceAddon"]
 
 
-class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOnBase):
+class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, OverridesPart, AddOnBase):
     """Train a model of Transformers on datasets: the steps, the loaders, and ``train()``.
 
     ``Trainer.add_on(HuggingFaceAddon)`` is a whole trainer: the loss is that of the model, or of ``compute_loss``,
-    which a class of yours may override as it does in Transformers. Options have the names of ``transformers.Trainer``
-    and ``TrainingArguments``. Where your class has a ``train_step`` or ``test_step``, that one is called.
+    which a class of yours may override as it does in Transformers. So it may ``create_optimizer``,
+    ``create_scheduler``, ``get_optimizer_cls_and_kwargs`` and ``get_decay_parameter_names``; a class with an override
+    that Transformers calls and nothing here would is refused. Options have the names of ``transformers.Trainer`` and
+    ``TrainingArguments``. Where your class has a ``train_step`` or ``test_step``, that one is called.
 
     ``args=TrainingArguments(...)`` is taken too, or a dict of them: the class gets the add-ons that they ask for, and a
     warning names those without effect.
@@ -103,6 +106,8 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, AddOn
     ------
     ConfigError
         An option is invalid, or a dataset is missing.
+    TaskError
+        The class overrides ``evaluation_loop`` or another method of Transformers that is not called here.
     StepError
         The model returned no loss.
 

@@ -145,6 +145,10 @@ class OptimizerFactory:
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """Return the optimizer that ``transformers.Trainer(model, args)`` would create."""
+        return self.create(model)
+
+    def create(self, model: nn.Module, **methods: Any) -> Optimizer:
+        """Return the optimizer, with methods in the place of those of ``transformers.Trainer``."""
         transformers = library()
 
         args = self.args
@@ -152,7 +156,7 @@ class OptimizerFactory:
         # A trainer without its constructor, which would want data and move the model.
         trainer: Any = object.__new__(transformers.Trainer)
         pair = None if self.cls_and_kwargs is None else (self.cls_and_kwargs[0], dict(self.cls_and_kwargs[1]))
-        vars(trainer).update(model=model, args=args, optimizer=None, optimizer_cls_and_kwargs=pair)
+        vars(trainer).update(methods, model=model, args=args, optimizer=None, optimizer_cls_and_kwargs=pair)
         try:
             made: Optimizer = trainer.create_optimizer()
         except (ImportError, TypeError, ValueError) as error:
