@@ -262,9 +262,8 @@ def test_loggers_and_prefetched_batches(engine: Engine, tmp_path: Path) -> None:
         os.chdir(before)
         del os.environ["WANDB_SILENT"]
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
-    written = ["events/events.*", "wandb/offline-run-*", ".neptune/offline/*", "report.html"]
-    assert [len(list(tmp_path.glob(pattern))) for pattern in written] == [1, 1, 1, 1]
-    assert "valid/loss" in (tmp_path / "report.html").read_text()
+    written = ["events/events.*", "wandb/offline-run-*", ".neptune/offline/*"]
+    assert [len(list(tmp_path.glob(pattern))) for pattern in written] == [1, 1, 1]
 
 
 CALLS: dict[str, Any] = {

@@ -109,9 +109,7 @@ def of_model(model: nn.Module) -> Record:
 
 def _some(values: list[Any]) -> Any:
     """Return the one value that there is, or several in order."""
-    if len(values) == 1:
-        return values[0]
-    return plain_value(sorted(values, key=repr))
+    return plain_value(values[0] if len(values) == 1 else sorted(values, key=repr))
 
 
 def of_code(trainer: Trainer) -> Record:
