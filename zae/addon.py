@@ -169,13 +169,9 @@ class AddOnBase(Trainer):
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Restore the states of the generators when an evaluation ends."""
-        before = self._generators.state_dict()
-        try:
-            with super().evaluation_context():
-                yield
-        finally:
-            self._generators.load_state_dict(before)
+        """Restore the states of the generators when an evaluation ends; begin them at its seed, if it has one."""
+        with self._open_generators().isolated(self.current_run.evaluation_seed), super().evaluation_context():
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Add the generators, and an entry for each add-on that declares what it keeps."""

@@ -1035,13 +1035,15 @@ class Trainer(Processes, metaclass=TrainerMeta):
             return Evaluation(self).metrics(loader)
 
     @explained_call("inference(loader)")
-    def inference(self, loader: Iterable[Any]) -> list[dict[str, Any]]:
+    def inference(self, loader: Iterable[Any], *, seed: int | None = None) -> list[dict[str, Any]]:
         """Return what ``predict_step`` gives for each batch, detached and on the host; no log is touched.
 
         Parameters
         ----------
         loader : iterable
             Batches.
+        seed : int, optional
+            As for `predict`.
 
         Returns
         -------
@@ -1051,11 +1053,13 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.engine.rendezvous("inference")
         outputs: list[dict[str, Any]] = []
         with self.ready():
-            Evaluation(self).outputs(loader, lambda size, values: outputs.append(values))
+            Evaluation(self, seed=seed).outputs(loader, lambda size, values: outputs.append(values))
         return outputs
 
     @explained_call("predict(loader), or predict(loader, path)")
-    def predict(self, loader: Iterable[Any], path: str | Path | None = None) -> dict[str, Tensor] | Path:
+    def predict(
+        self, loader: Iterable[Any], path: str | Path | None = None, *, seed: int | None = None
+    ) -> dict[str, Tensor] | Path:
         """Return what ``predict_step`` gives for all samples, in the order of the loader, or write it to a file.
 
         The result is the same on any number of ranks; rank 0 writes the file, while it holds a few batches in memory.
@@ -1067,6 +1071,10 @@ class Trainer(Processes, metaclass=TrainerMeta):
         path : str or Path, optional
             A file, ``.npy`` for one array, ``.safetensors`` or ``.pt``. It appears when it is whole, and replaces an
             existing one.
+        seed : int, optional
+            Where the random streams begin in this call, and the generators of add-ons: each seed is another sample of
+            a ``predict_step`` that draws, with dropout for instance. By default they begin where training stands, and
+            calls between the same two steps draw the same numbers. They are restored afterwards.
 
         Returns
         -------
@@ -1097,7 +1105,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
         self.engine.rendezvous("predict")
         with self.ready(), Predictions(path, self.is_main) as predictions:
-            Evaluation(self).outputs(loader, predictions.add)
+            Evaluation(self, seed=seed).outputs(loader, predictions.add)
             found = predictions.finish()
             self.gather(None)  # The file is there on each rank when this returns.
         return found

@@ -284,6 +284,7 @@ class EvaluationPart(AddOnPart):
         *,
         loader: Any = None,
         path: str | Path | None = None,
+        seed: int | None = None,
         **gen_kwargs: Any,
     ) -> PredictionOutput | Any:
         """Return the predictions and labels of a dataset, and its metrics where it has labels.
@@ -300,6 +301,8 @@ class EvaluationPart(AddOnPart):
             The name of the first argument in ``Trainer.predict``.
         path : str or Path, optional
             A file for the predictions, as in ``Trainer.predict``.
+        seed : int, optional
+            Where the random streams begin, as in ``Trainer.predict``.
         **gen_kwargs : object
             Arguments of ``generate``, with ``predict_with_generate=True``.
 
@@ -317,10 +320,10 @@ class EvaluationPart(AddOnPart):
             is_loader = _is_loader(test_dataset)
             loader = test_dataset if is_loader else self.get_test_dataloader(test_dataset)
             if is_loader or path is not None:
-                return super().predict(loader, path)
-            return self._predict(loader, metric_key_prefix)
+                return super().predict(loader, path, seed=seed)
+            return self._predict(loader, metric_key_prefix, seed)
 
-    def _predict(self, loader: Any, prefix: str) -> Any:
+    def _predict(self, loader: Any, prefix: str, seed: int | None) -> Any:
         """Return the PredictionOutput of a loader."""
         from transformers.trainer_utils import PredictionOutput
 
@@ -339,7 +342,7 @@ class EvaluationPart(AddOnPart):
         self.engine.rendezvous("predict")
         started = time.time()
         with self.ready():
-            Evaluation(self).outputs(loader, take)
+            Evaluation(self, seed=seed).outputs(loader, take)
             metrics: dict[str, float] = self.outputs.compute(held)
         samples = sum(size for _, size in losses)
         if held and held[0].label_ids is not None:

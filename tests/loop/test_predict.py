@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from kit.hand import data, digest, loader, network
 from kit.limits import leave_memory
 from kit.ranks import on_ranks
 from kit.table import Task
-from zae import CheckpointError, ConfigError, StepError
-from zae.addons import EMAAddon, MultiGPUAddon
+from zae import AddOnBase, CheckpointError, ConfigError, StepError
+from zae.addons import EMAAddon, HuggingFaceAddon, MultiGPUAddon
 
 
 class Predicting(Task):
@@ -82,6 +83,76 @@ def test_the_average_of_the_weights_predicts() -> None:
     with torch.no_grad():
         plain = torch.cat([trainer.model.eval()(inputs) for inputs, _ in batches()])
     assert not torch.equal(trainer.predict(batches())["scores"], plain)
+
+
+class Sampling(Task):
+    """It predicts with numbers of each random stream."""
+
+    def predict_step(self, batch: Any) -> Any:
+        size = len(batch[0])
+        return {
+            "dropout": nn.functional.dropout(torch.ones(size, 16), 0.5, training=True),
+            "numpy": np.random.random(size),
+            "python": torch.tensor([random.random() for _ in range(size)]),
+        }
+
+
+class NoiseAddon(AddOnBase):
+    """Draw from a generator of an add-on."""
+
+    layer = "loop"
+
+    def predict_step(self, batch: Any) -> Any:
+        noise = torch.rand(len(batch[0]), generator=self.generator("noise"))
+        return {**super().predict_step(batch), "add-on": noise}
+
+
+def test_each_seed_is_a_sample_of_its_own_and_training_draws_what_it_would() -> None:
+    """All random streams, those of add-ons too; a seed gives the same again, and without one nothing has changed."""
+
+    def train(*seeds: int | None) -> tuple[list[Any], Any]:
+        trainer = build(Sampling, NoiseAddon, seed=1)
+        samples = [trainer.predict(batches(), seed=seed) for seed in seeds]
+        trainer.run(1, loader())
+        samples += [trainer.predict(batches(), seed=seed) for seed in seeds]
+        return samples, (digest(trainer.model), torch.get_rng_state(), trainer.generator("noise").get_state())
+
+    samples, after = train(0, 1, 0, None)
+    without, expected_after = train(None)
+    assert after[0] == expected_after[0]
+    assert all(map(torch.equal, after[1:], expected_after[1:]))
+    for name in samples[0]:
+        first, second, repeated, unseeded, *later = [sample[name] for sample in samples]
+        assert not torch.equal(first, second), name
+        assert torch.equal(first, repeated), name
+        assert torch.equal(unseeded, without[0][name]), name
+        assert torch.equal(first, later[0]), name
+        assert torch.equal(second, later[1]), name
+        assert len(first.unique(dim=0)) > len(first) / 2, "each batch has draws of its own"
+
+
+def test_a_seed_in_the_other_ways_to_predict(tmp_path: Path) -> None:
+    trainer = build(Sampling)
+    expected_rows = trainer.predict(batches(), seed=3)["dropout"]
+    found = trainer.inference(batches(), seed=3)
+    assert torch.equal(torch.cat([each["dropout"] for each in found]), expected_rows)
+    path = trainer.predict(batches(), tmp_path / "out.safetensors", seed=3)
+    assert torch.equal(load_file(path)["dropout"], expected_rows)
+    hugging = build(Sampling, HuggingFaceAddon)
+    assert torch.equal(hugging.predict(batches(), seed=3)["dropout"], expected_rows)
+    with pytest.raises(ConfigError, match=r"seed=-1; it must be a whole number of at least 0"):
+        trainer.predict(batches(), seed=-1)
+
+
+@on_ranks(2)
+def test_each_rank_draws_for_itself_from_the_seed(world: int) -> None:
+    trainer = build(Sampling, MultiGPUAddon)
+    rows = trainer.predict(batches(16), seed=0)["dropout"]
+    assert len(rows.unique(dim=0)) == 16
+    assert torch.equal(trainer.predict(batches(16), seed=0)["dropout"], rows)
+    assert not torch.equal(trainer.predict(batches(16), seed=1)["dropout"], rows)
+    given = build(Predicting, MultiGPUAddon).predict(loader(16), seed=5)["scores"]  # Shuffled alike on both.
+    assert torch.equal(given.sort(0).values, expected(16).sort(0).values)
 
 
 @pytest.mark.parametrize("suffix", ["npy", "safetensors", "pt"])

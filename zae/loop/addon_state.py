@@ -172,6 +172,7 @@ class Generators:
 
     def __init__(self) -> None:
         self._seed: int | None = None
+        self._block_seed: int | None = None  # Within `isolated`.
         self._open: dict[str, torch.Generator] = {}
         self._ranks: dict[str, int | None] = {}
         self._saved: dict[str, Mapping[str, Any]] = {}
@@ -193,7 +194,9 @@ class Generators:
         """Set a generator to a saved state, or seed it."""
         generator = self._open[name]
         rank = self._ranks[name]
-        if saved is None:
+        if self._block_seed is not None:
+            generator.manual_seed(_seed_of(self._block_seed, rank, name))
+        elif saved is None:
             generator.manual_seed(_seed_of(self._seed, rank, name))
         elif saved["rank"] == rank and saved["state"].numel() == generator.get_state().numel():
             generator.set_state(saved["state"].cpu())
@@ -212,6 +215,23 @@ class Generators:
         self._seed = state.get("seed", self._seed)
         for name in self._open:
             self._place(name, self._saved.pop(name, None))
+
+    @contextmanager
+    def isolated(self, seed: int | None = None) -> Iterator[None]:
+        """Restore the states when the block ends; with a seed, all begin at it, also those that are made in the block.
+
+        A generator that is made in the block begins anew after it.
+        """
+        before = self.state_dict()
+        self._block_seed = seed
+        try:
+            if seed is not None:
+                for name in self._open:
+                    self._place(name, None)
+            yield
+        finally:
+            self._block_seed = None
+            self.load_state_dict(before)
 
     @staticmethod
     def check(state: Any) -> None:

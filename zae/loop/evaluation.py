@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zae.common import random_state
+from zae.common.argument_checks import check_count
 from zae.common.null_context import NULL_CONTEXT
 from zae.common.walk import leading_dimension
 from zae.data.loader_state import preserve_streams
@@ -111,11 +112,15 @@ def evaluation_weights(optimization: Optimization, device: torch.device) -> Iter
 
 
 class Evaluation:
-    """An evaluation of a trainer: no gradient, every module in evaluation mode, no draw from training's streams."""
+    """An evaluation of a trainer: no gradient, every module in evaluation mode, no draw from training's streams.
 
-    def __init__(self, trainer: Trainer, signals: Sequence[int] | None = None) -> None:
+    With a seed the streams begin at it, else where they stand.
+    """
+
+    def __init__(self, trainer: Trainer, signals: Sequence[int] | None = None, seed: int | None = None) -> None:
         self.trainer = trainer
         self.signals = signals
+        self.seed = check_count("seed", seed, least=0, bits=64, optional=True)
 
     def metrics(self, loader: Any) -> dict[str, float]:
         """Return the metrics of one loader, or of each of several and of all together."""
@@ -293,16 +298,20 @@ class Evaluation:
         root = trainer.model if isinstance(trainer.model, nn.Module) else trainer.unwrap()
         modes = {module: module.training for module in root.modules()}
         before_trainer = (trainer.mode, position.pinned)
-        before_run = (run.is_evaluating, run.test_step, run.valid_name)
+        before_run = (run.is_evaluating, run.test_step, run.valid_name, run.evaluation_seed)
         try:
             trainer.mode = "test"
             position.pinned = has_pinned_batches(loader)  # Of this loader, not of the epoch's.
             run.is_evaluating = True
             run.test_step = step
             run.valid_name = name
+            run.evaluation_seed = self.seed
             root.eval()
             isolated = random_state.isolated(*random_state.generators_of(loader))
             with torch.no_grad(), isolated, preserve_streams(loader), trainer.evaluation_context():
+                if self.seed is not None:
+                    random_state.seed_everything(self.seed)
+                    random_state.draw_as_rank(trainer.engine.dp_rank)
                 yield
             if root.training and step == "test_step":
                 run.warn_of_training_mode()
@@ -310,7 +319,7 @@ class Evaluation:
             for module, is_training in modes.items():  # A step may have called model.train().
                 module.training = is_training
             trainer.mode, position.pinned = before_trainer
-            run.is_evaluating, run.test_step, run.valid_name = before_run
+            run.is_evaluating, run.test_step, run.valid_name, run.evaluation_seed = before_run
 
     @contextmanager
     def _fresh_log(self) -> Iterator[None]:

@@ -107,6 +107,8 @@ class Run:
         The step that an evaluation makes of each batch.
     valid_name : str or None
         The name of the loader that an evaluation reads, where the loaders were given by name.
+    evaluation_seed : int or None
+        Where the random streams of an evaluation begin; None is where those of training stand.
     batch : object
         For error notes: the batch of the step in progress.
     current_loader : object
@@ -157,6 +159,7 @@ class Run:
         self.is_evaluating = False
         self.test_step = "test_step"
         self.valid_name: str | None = None
+        self.evaluation_seed: int | None = None
         # For error notes.
         self.batch: Any = None
         self.current_loader: Any = None
