@@ -78,7 +78,7 @@ class EMAAddon(AddOnBase):
 
     layer = "control"
     traits = ("copies_weights",)
-    state_attributes = ("average", "averaged")
+    state_attributes = ("average", "averaged_epochs")
     _averaged: list[tuple[Tensor, Tensor]]
     _copied: list[tuple[Tensor, Tensor]]
     _columns: tuple[list[Any], list[Any]]
@@ -104,7 +104,7 @@ class EMAAddon(AddOnBase):
             raise ConfigError(f"averaging={averaging!r}; write averaging='exponential' or averaging='uniform'")
         self.averaging = averaging
         self.average_start = check_count("average_start", average_start, least=0)
-        self.averaged = 0  # The epochs in a uniform average.
+        self.averaged_epochs = 0  # Of a uniform average.
         if not isinstance(decay, (int, float, np.floating)) or isinstance(decay, bool) or not 0 <= decay < 1:
             raise ConfigError(f"decay={decay!r}; it must be a number in [0, 1), for instance 0.999")
         if averaging == "uniform" and decay != _DECAY:
@@ -167,7 +167,7 @@ class EMAAddon(AddOnBase):
         stepped = super().optimizer_step()
         if stepped:
             with torch.no_grad():
-                if not self.averaged:  # Else it is updated at the end of the epoch.
+                if not self.averaged_epochs:  # Else it is updated at the end of the epoch.
                     is_begun = self.progress_checker.epoch >= self.average_start and self.averaging == "exponential"
                     self._update_average(self.decay if is_begun else None)
                 self._follow()
@@ -199,9 +199,10 @@ class EMAAddon(AddOnBase):
     def scheduler_step(self, when: str) -> None:
         """Update a uniform average at the end of an epoch, before its validation."""
         if when == "epoch" and self.averaging == "uniform" and self.progress_checker.epoch >= self.average_start:
+            epochs = self.averaged_epochs
             with torch.no_grad():
-                self._update_average(self.averaged / (self.averaged + 1) if self.averaged else None)
-            self.averaged += 1
+                self._update_average(epochs / (epochs + 1) if epochs else None)
+            self.averaged_epochs += 1
         super().scheduler_step(when)
 
     def update_batch_norm(self, loader: Any) -> None:
@@ -215,11 +216,9 @@ class EMAAddon(AddOnBase):
         loader : iterable
             The training batches, as ``test_step`` takes them.
         """
-        with self.ready(), random_state.isolated(), self.evaluation_context(), torch.no_grad():
+        with self.ready(), random_state.isolated(), self.averaged():
             norms = [each for each in self.unwrap().modules() if isinstance(each, _NORMS) and each.track_running_stats]
             momenta = [each.momentum for each in norms]
-            mode = self.mode
-            self.toggle("test")
             try:
                 for each in norms:
                     each.reset_running_stats()
@@ -234,7 +233,6 @@ class EMAAddon(AddOnBase):
                 for each, momentum in zip(norms, momenta, strict=True):
                     each.momentum = momentum
                     each.eval()
-                self.toggle(mode)
 
     def _follow(self) -> None:
         """Follow buffers that the model has replaced, or resized."""
@@ -324,7 +322,8 @@ class EMAAddon(AddOnBase):
                 f"the state of EMAAddon contains no average of this model's weights: {misfit}; build the model as it "
                 "was saved, or load the weights alone: apply_weights(path)"
             )
-        return {"averaged": 0, **entry, "average": _rename(average, self.unwrap())}
+        epochs = entry.get("averaged_epochs", entry.get("averaged", 0))  # Older versions saved "averaged", or neither.
+        return {"averaged_epochs": epochs, "average": _rename(average, self.unwrap())}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Pair the loaded average with the weights."""

@@ -35,7 +35,7 @@ from zae.data.position import LoaderPosition
 from zae.errors import ConfigError
 from zae.loop.bases import Processes
 from zae.loop.epoch_log import EpochLog, plain
-from zae.loop.evaluation import Evaluation, evaluation_weights, switch_mode
+from zae.loop.evaluation import Evaluation, evaluated_model, evaluation_weights, switch_mode
 from zae.loop.first_step import FirstStep
 from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.limits import RunLimits
@@ -888,7 +888,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
     def on_validation_end(self, metrics: Mapping[str, float]) -> None:
         """Called after a validation of a run, with the metrics that were recorded.
 
-        A validation that a signal interrupts has no end: the resumed run begins it again.
+        The model has the training weights; use those that were evaluated in ``with self.averaged():``. A validation
+        that a signal interrupts has no end: the resumed run begins it again.
 
         Parameters
         ----------
@@ -1125,6 +1126,40 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """
         run = self.current_run
         return Evaluation(self, run.stop_signals).metrics(run.valid_loader)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Use the model in a ``with`` block as an evaluation does, for instance to draw samples after each validation.
+
+        It has the averaged weights of ``EMAAddon``, or the evaluation weights of a schedule-free optimizer, and is in
+        evaluation mode, without gradients. Afterwards weights and modes are those of training again. Without an average
+        the weights stay as they are. Random streams are not restored.
+
+        Returns
+        -------
+        context manager
+            For one ``with`` statement.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from zae import Trainer
+        >>> from zae.addons import EMAAddon
+        >>> class Task(Trainer):
+        ...     def train_step(self, batch):
+        ...         return {"loss": self.model(batch).square().mean()}
+        ...     test_step = train_step
+        ...     def on_validation_end(self, metrics):
+        ...         super().on_validation_end(metrics)
+        ...         with self.averaged():
+        ...             self.sample = self.model(torch.ones(1, 2))
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = Task.add_on(EMAAddon)(model, "cpu", optimizer=optimizer)
+        >>> _ = trainer.run(1, [torch.ones(4, 2)] * 3, [torch.ones(4, 2)])
+        >>> (trainer.sample == model(torch.ones(1, 2))).item()
+        False
+        """
+        return evaluated_model(self)
 
     def toggle(self, mode: str | None = None) -> None:
         """Switch between training and evaluation; back in training, each module has the mode that it had before.

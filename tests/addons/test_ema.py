@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW
+from torchmetrics import SumMetric
 
 from kit.hand import digest, loader, network
+from kit.ranks import on_ranks
 from kit.table import Task
 from zae import ConfigError
-from zae.addons import EMAAddon, StateManagerAddon
+from zae.addons import EMAAddon, MultiGPUAddon, StateManagerAddon, TorchMetricsAddon
 from zae.errors import CheckpointMismatch
 
 
@@ -65,6 +68,130 @@ def test_evaluation_uses_the_average_and_gives_the_weights_back() -> None:
     before = digest(trainer.model)
     assert trainer.evaluate(valid()) == Task(averaged, "cpu", mode="test").evaluate(valid())
     assert digest(trainer.model) == before
+
+
+class Looking(Task):
+    """It uses the model with the averaged weights at each event."""
+
+    def on_run_begin(self) -> None:
+        super().on_run_begin()
+        self.weights: dict[str, bool] = {}
+
+    def look(self, event: str) -> None:
+        modes = [module.training for module in self.model.modules()]
+        trained = {name: value.clone() for name, value in self.model.state_dict().items()}
+        with self.averaged():
+            with self.averaged():  # A function that is called within may use it as well.
+                pass
+            state = self.model.state_dict()
+            is_average = all(torch.equal(state[name], value) for name, value in self.average.items())
+            self.weights[event] = is_average and not torch.equal(state["0.weight"], trained["0.weight"])
+            output = self.model(torch.ones(3, 4))
+            assert not output.requires_grad
+            assert not self.model.training
+        assert all(torch.equal(value, trained[name]) for name, value in self.model.state_dict().items())
+        assert modes == [module.training for module in self.model.modules()]
+
+    def train_step(self, batch: Any) -> Any:
+        self.look("train_step")
+        return super().train_step(batch)
+
+    def on_step_end(self, outputs: Any) -> None:
+        super().on_step_end(outputs)
+        self.look("on_step_end")
+
+    def on_validation_begin(self) -> None:
+        super().on_validation_begin()
+        self.look("on_validation_begin")
+
+    def on_validation_end(self, metrics: Any) -> None:
+        super().on_validation_end(metrics)
+        self.look("on_validation_end")
+
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        self.look("on_epoch_end")
+
+    def on_run_end(self) -> None:
+        super().on_run_end()
+        self.look("on_run_end")
+
+
+def test_the_average_is_at_hand_at_each_event_and_changes_nothing() -> None:
+    """Also after the run; the steps and the validations are those of a task that does not look."""
+    made = []
+    for task in (Looking, Task):
+        trainer = task.add_on(EMAAddon)(
+            lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2)),
+            "cpu",
+            optimizer=lambda parameters: AdamW(parameters, lr=0.05),
+            decay=0.5,
+            seed=0,
+        )
+        metrics = trainer.run(2, loader(24), valid())
+        made.append((digest(trainer.model, *trainer.average.values()), metrics["valid_metrics_history"]))
+        if task is Looking:
+            trainer.look("after the run")
+            assert len(trainer.weights) == 7
+            assert all(trainer.weights.values()), trainer.weights
+    assert made[0] == made[1]
+
+
+def test_within_an_evaluation_the_average_is_there_already() -> None:
+    """The metrics of the validation that counts are not begun again."""
+
+    class Asking(Task):
+        asks = True
+
+        def test_step(self, batch: Any) -> Any:
+            with self.averaged() if self.asks else nullcontext():
+                return super().test_step(batch)
+
+    found = []
+    for asks in (True, False):
+        model = network()
+        trainer = Asking.add_on(EMAAddon, TorchMetricsAddon)(
+            model,
+            "cpu",
+            optimizer=AdamW(model.parameters(), lr=0.05),
+            decay=0.5,
+            torch_metrics={"count": SumMetric()},
+            torch_metrics_inputs={"count": ("loss",)},
+        )
+        trainer.asks = asks
+        torch.manual_seed(0)
+        found.append(trainer.run(1, loader(), valid())["valid_metrics_history"])
+    assert found[0] == found[1]
+
+
+def test_without_an_average_it_is_the_model_in_evaluation_mode() -> None:
+    model = network()
+    trainer = Task(model, "cpu", optimizer=AdamW(model.parameters(), lr=0.05))
+    trainer.run(1, loader())
+    before = digest(model)
+    with pytest.raises(RuntimeError, match="a fault of the block"), trainer.averaged():  # noqa: PT012
+        assert (digest(model), model.training, trainer.mode) == (before, False, "test")
+        raise RuntimeError("a fault of the block")
+    assert (model.training, trainer.mode) == (True, "train")
+
+
+@on_ranks(2)
+def test_rank_0_alone_may_use_the_average(world: int) -> None:
+    class Sampling(Task):
+        def on_validation_end(self, metrics: Any) -> None:
+            super().on_validation_end(metrics)
+            if self.is_main:
+                with self.averaged():
+                    self.samples = self.model(torch.ones(3, 4))
+
+    trainer = Sampling.add_on(EMAAddon, MultiGPUAddon)(
+        network, "cpu", optimizer=lambda parameters: AdamW(parameters, lr=0.05), decay=0.5, seed=0
+    )
+    trainer.run(1, loader(), valid())
+    if trainer.is_main:
+        plain = network()
+        plain.load_state_dict(trainer.average)
+        assert torch.equal(trainer.samples, plain.eval()(torch.ones(3, 4)))
 
 
 def test_buffers_are_copied() -> None:

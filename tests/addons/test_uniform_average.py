@@ -50,9 +50,9 @@ def test_the_average_is_that_of_torch_over_the_last_epochs() -> None:
     trainer.run(START, batches)
     weights = dict(trainer.unwrap().named_parameters())
     assert all(torch.equal(trainer.average[name], each) for name, each in weights.items())  # Not begun.
-    assert trainer.averaged == 0
+    assert trainer.averaged_epochs == 0
     trainer.run(EPOCHS - START, batches)
-    assert trainer.averaged == EPOCHS - START
+    assert trainer.averaged_epochs == EPOCHS - START
     averaged = by_torch(trainer.ends[START:])
     for name, wanted in averaged.module.named_parameters():
         assert torch.allclose(trainer.average[name], wanted, rtol=1e-6, atol=1e-7)
@@ -104,7 +104,7 @@ def test_a_resumed_average_is_bitwise_that_of_one_run(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         first.run(EPOCHS, loader(generator=torch.Generator().manual_seed(1)))
     second.run(EPOCHS, loader(generator=torch.Generator().manual_seed(1)))
-    assert second.averaged == whole.averaged == EPOCHS - START
+    assert second.averaged_epochs == whole.averaged_epochs == EPOCHS - START
     assert all(torch.equal(each, whole.average[name]) for name, each in second.average.items())
 
 

@@ -310,7 +310,7 @@ def test_a_uniform_average_and_the_summary_are_those_of_one_process(engine: Engi
     trainer.run(3, data(8 * engine.shares))
     single.run(3, data(8 * engine.shares, 4 * engine.shares))
     here, there = (each.state_dict()["EMAAddon"] for each in (trainer, single))
-    assert here["averaged"] == there["averaged"] == 3
+    assert here["averaged_epochs"] == there["averaged_epochs"] == 3
     for name, average in there["average"].items() if trainer.is_main else ():
         assert name.endswith("key.bias") or float((here["average"][name] - average).abs().max()) < LIMIT
     assert zae.summary(trainer).parameters == zae.summary(net()).parameters

@@ -39,6 +39,11 @@ def by_hand(trainer: Any) -> None:
         trainer.model.train()
 
 
+def averaged(trainer: Any) -> None:
+    with trainer.averaged(), torch.autocast("cpu", dtype=torch.bfloat16):
+        trainer.model(torch.ones(3, 4))
+
+
 class Probing(Trainer):
     """Evaluates before, between and after two forwards of a step."""
 
@@ -88,7 +93,7 @@ def train(probe: Callable[[Any], None], optimizer: str, precision: str, *add_ons
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_training_is_left_as_it_is(optimizer: str, precision: str) -> None:
     plain = train(nothing, optimizer, precision, EMAAddon, decay=0.5)
-    for probe in (evaluate, predict, inference, by_hand):
+    for probe in (evaluate, predict, inference, by_hand, averaged):
         assert train(probe, optimizer, precision, EMAAddon, decay=0.5) == plain, probe.__name__
 
 

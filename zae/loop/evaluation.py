@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zae.optim.optimization import Optimization
     from zae.trainer import Trainer
 
-__all__ = ["Evaluation", "evaluation_weights", "switch_mode"]
+__all__ = ["Evaluation", "evaluated_model", "evaluation_weights", "switch_mode"]
 
 _SECONDS = 2.0  # Between two times that the ranks ask each other in a validation.
 _TOGETHER = 8  # Batches of each rank whose predictions are gathered at once.
@@ -109,6 +109,21 @@ def evaluation_weights(optimization: Optimization, device: torch.device) -> Iter
             yield
     finally:
         torch.set_autocast_cache_enabled(uses_cache)
+
+
+@contextmanager
+def evaluated_model(trainer: Trainer) -> Iterator[None]:
+    """Let a block use the model as an evaluation does; within an evaluation, change nothing."""
+    if trainer.current_run.is_evaluating:  # To enter its context again would reset its metrics.
+        yield
+        return
+    with trainer.ready(), torch.no_grad(), trainer.evaluation_context():
+        mode = trainer.mode
+        trainer.toggle("test")
+        try:
+            yield
+        finally:
+            trainer.toggle(mode)
 
 
 class Evaluation:
