@@ -25,6 +25,7 @@ from zae.common.device import can_copy_async, exchange_current, parse_device, to
 from zae.common.model_weights import without_wrappers
 from zae.common.null_context import NULL_CONTEXT
 from zae.compose.calls import explained_call, of_class_or_instance, run_call
+from zae.compose.class_checks import initial_values
 from zae.compose.composition import compose
 from zae.compose.first_call import without_first_calls
 from zae.compose.introspect import hook, slots_of, with_trait
@@ -163,7 +164,9 @@ class Trainer(Processes, metaclass=TrainerMeta):
     precision_part: Precision
     step_window: StepWindow
     _module: nn.Module
+    _mode: str
     _in_training: list[nn.Module] | None
+    _initial_values: dict[str, Any]
 
     replicated_options: ClassVar[Mapping[str, str]] = {
         "mode": "run",
@@ -228,6 +231,21 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.precision_part = Precision()  # An add-on for precision, or an engine, puts its own in.
         self.step_window = StepWindow()  # So does one that makes a step of several batches.
         self._in_training = None  # The modules that `toggle` puts back into training mode.
+        self._initial_values = initial_values(self)
+
+    @property
+    def mode(self) -> str:
+        """What ``run``, ``run_epoch`` and ``run_batch`` do: "train" or "test"; in an evaluation it is "test"."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        if mode not in ("train", "test"):
+            raise ConfigError(
+                f"self.mode = {mode!r}; it says what run() does, and must be 'train' or 'test'. Give an attribute of "
+                "your own another name"
+            )
+        self._mode = mode
 
     @classmethod
     def make_from(cls, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:

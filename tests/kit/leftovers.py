@@ -29,7 +29,7 @@ CORE = {
 }
 """The trainer, its parts, its run and its engines, with the classes that are looked at; all where none is named."""
 
-FOREIGN = """bias bf16 ckpt_path config_kwargs cpu create_graph fp16 fsdp group_by_length in_order inplace keepdim
+FOREIGN = """bias bf16 ckpt_path config_kwargs cpu create_graph fp16 fsdp fused group_by_length in_order inplace keepdim
     max_norm mixed_precision multiprocessing_context num_classes output_layouts persistent ppid probabilities r
     rank_pattern reduction s save_last scope shuffle target_modules train_loss use_local_output validation"""
 """The arguments of torch and of other libraries that texts name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -24,7 +25,7 @@ from zae.compose.introspect import (
 from zae.compose.options import meant_class
 from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean, is_one_letter_off
 
-__all__ = ["check_class", "check_complete", "check_instance"]
+__all__ = ["check_class", "check_complete", "check_instance", "explain_setter", "initial_values"]
 
 FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "predict")
 """The loop itself, which an add-on must not override."""
@@ -43,8 +44,27 @@ _PARTS = (
     "step_window",
     "best",
     "device",
+    "engine",
 )
 """The objects that a trainer is made of, and those that it reads by these names: each is of a class of zae or torch."""
+
+_OPTIONS = ("seed", "gradient_clip", "monitor", "log_bar", "log_every")
+_VALUES = (
+    *_OPTIONS,
+    "devices",
+    "grad_norm",
+    "log_history",
+    "log_test",
+    "log_train",
+    "optimizers",
+    "schedulers",
+    "test_metrics",
+    "train_history",
+    "train_metrics",
+    "valid_history",
+    "valid_name",
+)
+"""What a trainer reads by these names and an attribute of the user's may replace unseen: options first."""
 
 _STEPS = ("train_step", "test_step", "predict_step")
 _BODIES = {
@@ -340,7 +360,29 @@ def check_instance(trainer: Any) -> None:
             )
     for name in _PARTS:
         if not any(c.__module__.partition(".")[0] in ("zae", "torch") for c in type(getattr(trainer, name)).__mro__):
-            raise TaskError(
-                f"{cls.__name__}.__init__ sets self.{name}, which the trainer keeps for itself; give the attribute "
-                "another name"
-            )
+            raise _taken(cls, name)
+    for name, value in vars(trainer).pop("_initial_values").items():
+        present = getattr(trainer, name)
+        is_plain = type(present) is type(value) and isinstance(value, (bool, int, float, str))
+        if present is not value and not (is_plain and present == value):
+            raise _taken(cls, name)
+
+
+def initial_values(trainer: Any) -> dict[str, Any]:
+    """Return what the constructor of Trainer has set, for `check_instance` to compare after every other one."""
+    return {name: getattr(trainer, name) for name in _VALUES}
+
+
+def explain_setter(cls: Any, error: AttributeError) -> None:
+    """Add what to write to Python's error for an ``__init__`` that sets a property of the trainer."""
+    found = re.fullmatch(r"property '(\w+)' of '.*' object has no setter", str(error))
+    if found and isinstance(getattr(cls, found[1], None), property):
+        error.add_note(f"zae: {_taken(cls, found[1])}")
+
+
+def _taken(cls: type, name: str) -> TaskError:
+    option = f", or write super().__init__(..., {name}=...)" if name in _OPTIONS else ""
+    return TaskError(
+        f"{cls.__name__}.__init__ sets self.{name}, which the trainer keeps for itself; give the attribute another "
+        f"name{option}"
+    )

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from zae.compose.class_checks import check_class, check_complete, check_instance
+from zae.compose.class_checks import check_class, check_complete, check_instance, explain_setter
 from zae.compose.conflicts import check_composition
 from zae.compose.introspect import recipe_of
 from zae.compose.options import check_call, check_received, expand_call, options_of
@@ -79,7 +79,11 @@ class TrainerMeta(ABCMeta):
             return made
         args, kwargs = expand_call(cls, args, kwargs)
         check_call(cls, args, kwargs)
-        trainer = super().__call__(*args, **kwargs)
+        try:
+            trainer = super().__call__(*args, **kwargs)
+        except AttributeError as error:
+            explain_setter(cls, error)
+            raise
         check_instance(trainer)
         check_received(trainer, kwargs)
         return trainer
