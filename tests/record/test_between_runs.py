@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+import zae
 from kit import hand
 from zae import CheckpointMismatch, Every, Trainer
 from zae.addons import EMAAddon, GradientAccumulationAddon, StateManagerAddon
@@ -209,6 +210,71 @@ def test_the_manifest_has_the_record_without_secrets(tmp_path: Path) -> None:
         assert b"canary-c7-secret" not in path.read_bytes(), path.name
     info = json.loads((trainer.last_path / "manifest.json").read_text())["info"]
     assert info["run"]["script"]["scale"] == 2.0
+
+
+# ------------------------------------------------------------------------------------------- streams and their length
+
+
+class Episode:
+    """A batch of a class of the user."""
+
+    def __init__(self, values: torch.Tensor, ended: bool) -> None:
+        self.values = values
+        self.ended = ended
+
+
+def collect(model: nn.Module, kind: str) -> Any:
+    """Batches that a policy makes: of what it computes, or of what it draws from torch's stream."""
+    for index in range(100):
+        action = float(model[-1].weight[0].detach().sum())  # type: ignore[index]
+        if kind == "drawn":
+            action += float(torch.rand(()))
+        inputs = torch.full((4, 4), action if kind != "object" else 1.0)
+        batch = (inputs, torch.zeros(4, dtype=torch.long))
+        yield Episode(torch.full((1,), action), index % 2 == 0), batch
+
+
+class Collects(Task):
+    def train_step(self, batch: Any) -> Any:
+        return super().train_step(batch[1])
+
+
+@pytest.mark.parametrize("kind", ["computed", "drawn", "object"])
+def test_batches_that_the_model_makes_are_refused_within_an_epoch(kind: str, tmp_path: Path) -> None:
+    def start(limit: int) -> None:
+        model = network()
+        options = {"model": model, "cls": Collects, "steps_per_epoch": 6, "max_steps": limit}
+        train(tmp_path, 3, collect(model, kind), optimizer=torch.optim.SGD(model.parameters(), 0.1), **options)
+
+    start(4)
+    with pytest.raises(CheckpointMismatch, match=r"depend on the model, .* a class with state_dict"):
+        start(18)
+
+
+class SaysAnother:
+    """A loader with another length than batches."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.batches = list(hand.loader())
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("length", [1, 6, 10])
+def test_a_length_that_is_not_the_number_of_batches_is_named_once(
+    length: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, 3, SaysAnother(length), scheduler=zae.schedulers.cosine())
+    texts = [text for text in said(caplog) if "has a length of" in text]
+    assert len(texts) == (length != 6)
+    if texts:
+        assert f"has a length of {length} and yielded 6 batches in the first epoch" in texts[0]
+        assert f"made for {3 * length} steps of the whole run" in texts[0]
 
 
 # ------------------------------------------------------------------------------------- equal texts in two processes

@@ -330,6 +330,11 @@ class LoaderPosition:
         self._absent = []
 
     @property
+    def absent_count(self) -> int:
+        """How many batches of the present epoch were None, and were skipped."""
+        return len(self._absent)
+
+    @property
     def is_restored(self) -> bool:
         """Whether a state was loaded from which no epoch has continued yet."""
         return self._resume is not None

@@ -6,7 +6,6 @@ import logging
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from zae.common.plain_values import content_digest, plain_value
 from zae.common.torch_private import version_of
 from zae.common.walk import leaves_of
 from zae.data.gather import batches_of
@@ -24,7 +24,8 @@ from zae.errors import CheckpointMismatch
 __all__ = ["LastBatch", "is_read_again", "iterate_on", "skip_batches", "warn_of_workers"]
 
 _log = logging.getLogger("zae")
-_COMPARED = 8192  # Elements of each tensor.
+_FORM = "2:"
+"""What a digest begins with; those of older versions looked at the beginning of a batch, and are not compared."""
 
 
 class LastBatch:
@@ -35,24 +36,23 @@ class LastBatch:
     """
 
     def __init__(self, batch: Any) -> None:
-        # Its leaves: a step may change a dict, or a tensor in place, which is then not compared.
-        self._leaves = [(each, version_of(each) if isinstance(each, Tensor) else 0) for _, each in leaves_of(batch)]
+        # Its leaves: a step may change a dict, an object, or a tensor in place, which is then not compared.
+        self._leaves = [(each, _versions_in(each)) for _, each in leaves_of(batch)]
 
     def digest(self) -> str | None:
-        """Return a digest of its numbers and texts; None where a step has changed them."""
-        made = blake2b(digest_size=16)
-        for each, version in self._leaves:
-            if not isinstance(each, Tensor):
-                is_plain = isinstance(each, (str, bytes, int, float, bool, type(None)))
-                made.update(repr(each if is_plain else type(each).__name__).encode())
-            elif version_of(each) != version:
-                return None
-            else:
-                made.update(f"{each.dtype} {tuple(each.shape)}".encode())
-                if type(each) is Tensor and each.layout == torch.strided:
-                    first = each.detach().reshape(-1)[:_COMPARED].cpu().contiguous()
-                    made.update(first.view(torch.uint8).numpy().tobytes())
-        return made.hexdigest()
+        """Return a digest of all that it holds; None where a step has changed it."""
+        if any(_versions_in(each) != versions for each, versions in self._leaves):
+            return None
+        values = [content_digest(each) if isinstance(each, Tensor) else plain_value(each) for each, _ in self._leaves]
+        return _FORM + content_digest(values)
+
+
+def _versions_in(leaf: Any) -> Any:
+    """Return what changes where a step changes a tensor, or an attribute of an object."""
+    if isinstance(leaf, Tensor):
+        return version_of(leaf)
+    attributes = getattr(leaf, "__dict__", {})
+    return [(name, id(each), version_of(each) if isinstance(each, Tensor) else 0) for name, each in attributes.items()]
 
 
 def is_read_again(loader: Any) -> bool:
@@ -85,15 +85,22 @@ def skip_batches(loader: Any, count: int, fast: bool, last: str | None = None) -
     iterator = iterate(loader)
     source = "dataset" if isinstance(loader, DataLoader) else "loader"
     name = f"{source} {type(getattr(loader, 'dataset', loader)).__name__}"
-    remedy = "Seed what it draws from in each __iter__, or give it state_dict and load_state_dict"
+    remedy = (
+        "Where it draws random numbers, seed them in each __iter__, or draw from a generator of its own. Where its "
+        "batches depend on the model, as those that a policy collects, make it a class with state_dict and "
+        "load_state_dict, which says where it stands"
+    )
     if is_map:  # The loader reads on from where it is, whatever its dataset does.
         name = f"loader {type(loader).__name__}"
         remedy = "Let each call of its __iter__ begin a new epoch, or give it state_dict and load_state_dict"
-    found = _drop(iterator, count, name)
-    if last is not None and found is not None and LastBatch(found).digest() != last:
+    found, has_drawn = _drop(iterator, count)
+    if last is None or not last.startswith(_FORM) or found is None:
+        if has_drawn:
+            _warn_of_draws(name)
+    elif (digest := LastBatch(found).digest()) != last and digest is not None:
         raise CheckpointMismatch(
             f"the {name} yields other batches when it is read again: the last one that was used, batch {count}, is "
-            f"another one now, so that to continue would use some samples twice and others never. {remedy}; with "
+            f"another one now, so that to continue would use some samples twice and others never. {remedy}. With "
             "mid_epoch='restart' (an option of StateManagerAddon) nothing is read again, and the epoch begins anew"
         )
     return iterator, False
@@ -135,7 +142,9 @@ class _SkipFirst(Proxy):
             count = self._skip
             self._skip = 0
             sampler = getattr(self.passed, "sampler", self.passed)
-            _drop(self.rest, count, f"sampler {type(sampler).__name__}")
+            _, has_drawn = _drop(self.rest, count)
+            if has_drawn:
+                _warn_of_draws(f"sampler {type(sampler).__name__}")
 
     def __len__(self) -> int:
         return super().__len__() - self._skip
@@ -148,11 +157,10 @@ def _global_streams() -> tuple[Any, ...]:
     return random.getstate(), key, twister.get("pos"), torch.get_rng_state().numpy().tobytes()
 
 
-def _drop(iterator: Iterator[Any], count: int, what: str) -> Any:
-    """Drop the first entries, and return the last one.
+def _drop(iterator: Iterator[Any], count: int) -> tuple[Any, bool]:
+    """Drop the first entries; return the last one, and whether global random streams were drawn from between them.
 
-    Where the iterator draws from the global random streams between them, which training uses too, it warns and returns
-    None: the entries are others than those that were used.
+    Training uses these streams too, so that the entries may be others than those that were used.
     """
     before = None
     last = None
@@ -162,14 +170,15 @@ def _drop(iterator: Iterator[Any], count: int, what: str) -> Any:
             last = entry
         if before is None:  # After the first entry, which may draw all numbers of the epoch at once.
             before = _global_streams()
-    if count and before != _global_streams():
-        _log.warning(
-            "the %s draws from the global random streams while it is iterated: the order of the samples may differ "
-            "from that of an uninterrupted run; give it its own generator",
-            what,
-        )
-        return None
-    return last
+    return last, count > 0 and before != _global_streams()
+
+
+def _warn_of_draws(what: str) -> None:
+    _log.warning(
+        "the %s draws from the global random streams while it is iterated: the order of the samples may differ from "
+        "that of an uninterrupted run; give it its own generator",
+        what,
+    )
 
 
 def warn_of_workers(loader: Any) -> None:

@@ -148,6 +148,7 @@ class Run:
         self.continues_call = False
         self._weights_before: dict[str, list[WeightSample]] = {}  # Of each optimizer.
         self._skipped_before = 0
+        self._first_length: int | None = None  # The length of the loader as the first epoch of the run began.
         self._has_warned_of_mode = False
         # What is to be done between steps.
         self.signals: list[int] = []
@@ -413,6 +414,7 @@ class Run:
         self._leave_epoch(wrapped_loader)
         is_begin = not progress.epoch_batch
         if is_begin:
+            self._first_length = None if progress.epoch else length_of(wrapped_loader)
             trainer.log_train.begin_epoch()
             trainer.log_test.clear()
         progress.pending_validation = ""
@@ -487,6 +489,8 @@ class Run:
             return Metrics()
         if not progress.epoch_batch:
             self._refuse_no_batches(wrapped_loader)
+        if is_complete:
+            self._warn_of_length(wrapped_loader)
         # It may raise: losses that wait on an accelerator are looked at before the epoch is recorded.
         trainer.nonfinite.sync_counts(progress, trainer)
         skipped_steps = progress.skipped_steps - self._skipped_before
@@ -497,6 +501,27 @@ class Run:
             sums = trainer.engine.gather_dp(trainer.log_train.sums())
             return Metrics(means_of(merge_sums(sums)))
         return self._record_epoch()
+
+    def _warn_of_length(self, wrapped_loader: Any) -> None:
+        """Warn, in the first epoch, of a loader that yields another number of batches than its length says."""
+        progress = self._progress
+        length = self._first_length
+        count = progress.epoch_batch + self.trainer.loader_position.absent_count
+        self._first_length = None
+        if length in (None, count) or self.extent.epoch_ends_at or not self.trainer.is_main:
+            return
+        planned = self.extent.total_steps()
+        made_for = ""
+        if planned is not None and self.trainer.schedulers:
+            made_for = f", and its schedules were made for {planned} steps of the whole run"
+        _log.warning(
+            "the loader has a length of %d and yielded %d batches in the first epoch (%s)%s: let __len__ return the "
+            "number of batches, or write steps_per_epoch=...",
+            length,
+            count,
+            describe(wrapped_loader),
+            made_for,
+        )
 
     def _refuse_no_batches(self, wrapped_loader: Any) -> None:
         """Raise the error for a loader that yields nothing."""
