@@ -42,6 +42,8 @@ class CallbackAddon(AddOnBase):
     all of them: at once after a validation, an epoch and the last step, else after the next step, because no step waits
     for the ranks to agree.
 
+    A callback that sets should_save and should_training_stop together pauses the run: a resume continues it.
+
     Checkpoints contain ``log_history``, and for each rank the state of each callback that has ``state_dict`` and
     ``load_state_dict``, names attributes in ``state_attributes``, or is an ``ExportableState`` of Transformers.
 
@@ -182,6 +184,7 @@ class CallbackAddon(AddOnBase):
         if self.mode != "train" or not run.is_call:
             return
         if flag == "should_training_stop":
+            self._callbacks.is_pause = self.control.should_save
             self.stop(f"the callback {name} set {flag} in {event}")
         elif flag == "should_evaluate" and run.valid_loader is None:
             self._warn_of_flag(f"the callback {name} set {flag}, and run() has no valid_loader: nothing is evaluated")
@@ -222,6 +225,7 @@ class CallbackAddon(AddOnBase):
         if self._callbacks.ends_epoch and self.progress_checker.epoch_batch:
             run.extent.end_epoch_here()
         self._callbacks.ends_epoch = False
+        self._callbacks.is_pause = False
         self.control.reset(*vars(self.control))
         self._call_plain("on_run_begin")
         self.call_event("on_train_begin")
@@ -254,6 +258,8 @@ class CallbackAddon(AddOnBase):
     def on_load(self, path: Path) -> None:
         """Call ``on_load``."""
         super().on_load(path)
+        if self._callbacks.is_pause:  # A callback has saved and stopped: the run goes on from there.
+            self.progress_checker.stop_reason = None
         self._call_plain("on_load", path)
 
     # ----------------------------------------------------------------------------------------- epochs and steps
@@ -386,6 +392,7 @@ class CallbackAddon(AddOnBase):
             "log_history": self._callbacks.state.log_history,
             "total_flos": self._callbacks.state.total_flos,
             "ends_epoch": self.current_run.extent.is_epoch_cut,
+            "is_pause": self._callbacks.is_pause,
         }
 
     @_shared_state.setter
@@ -393,6 +400,7 @@ class CallbackAddon(AddOnBase):
         self._callbacks.state.log_history = [dict(each) for each in found["log_history"]]
         self._callbacks.state.total_flos = found["total_flos"]
         self._callbacks.ends_epoch = found["ends_epoch"]
+        self._callbacks.is_pause = found.get("is_pause", False)  # Older states do not have it.
 
     @property
     def _callback_states(self) -> dict[str, Any]:

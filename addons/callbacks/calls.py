@@ -91,6 +91,8 @@ class Callbacks:
         The loader of that evaluation, and its metrics as they were logged.
     ends_epoch : bool
         Whether the loaded state is of the last step of an epoch that a callback has ended.
+    is_pause : bool
+        Whether a callback has stopped the run and asked for a checkpoint with it.
     """
 
     def __init__(self, callbacks: Iterable[Any] = ()) -> None:
@@ -101,6 +103,7 @@ class Callbacks:
         self.args: Any = None  # Of Transformers' events, in this run.
         self.was_set_up = False
         self.ends_epoch = False
+        self.is_pause = False
         self.processing_class: Any = None  # An option of the trainer, which callbacks of Transformers get.
         self.warned: set[str] = set()
         self.in_epoch: int | None = None

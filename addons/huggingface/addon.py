@@ -20,6 +20,7 @@ from zae.addons.huggingface.model_init import ModelInit
 from zae.addons.huggingface.overrides import OverridesPart
 from zae.addons.huggingface.saving import SavingPart
 from zae.addons.huggingface.training import LossPart, train_output
+from zae.common import random_state
 from zae.compose.calls import explained_call
 from zae.compose.introspect import slots_of
 from zae.compose.options import option_value, options_of
@@ -127,7 +128,8 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
 
     layer = "model"
     rank_state_attributes = ("_loss_sum",)
-    process_attributes: ClassVar[Mapping[str, Any]] = {"_last_step": 0}  # Of a run that ends within an epoch.
+    # Where the present call of train() began, and the step of its evaluation where it ends within an epoch.
+    process_attributes: ClassVar[Mapping[str, Any]] = {"_last_step": 0, "_first_epoch": 0}
 
     replicated_options = {
         "label_smoothing_factor": "train_step",
@@ -167,6 +169,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
         self.max_steps = max_steps
         self._loss_sum = torch.zeros(())
         self._last_step = 0
+        self._first_epoch = 0
         self.eval_strategy = eval_strategy
         self.eval_steps = eval_steps or 500
         self.eval_delay = eval_delay
@@ -227,9 +230,19 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
                 f"{beside[0]}={given[beside[0]]!r} is given beside optimizer, which has its own settings; leave one "
                 "of them out"
             )
+        if given.get("monitor") is not None and isinstance(given.get("eval_dataset"), Mapping):
+            given["monitor"] = _monitor_of(given["monitor"], given["eval_dataset"])
         made = _recipe(given)
         given.pop("optimizer_cls_and_kwargs", None)
         return {**given, **made}
+
+    def wrap_loader(self, loader: Any, training: bool) -> Any:
+        """Let the sampler count the epochs of this call of ``train()``, as that of Transformers does."""
+        wrapped = super().wrap_loader(loader, training)
+        sampler: Any = getattr(loader, "sampler", None)
+        if training and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.progress_checker.epoch - self._first_epoch)
+        return wrapped
 
     def on_step_end(self, outputs: Sequence[Any]) -> None:
         """Add the loss of the step to the sum of which ``train()`` returns the mean; evaluate a cut epoch."""
@@ -240,6 +253,13 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
         if self.progress_checker.step == self._last_step:
             self.request("validate")
 
+    def on_run_begin(self) -> None:
+        """Begin the sum of losses of a new call."""
+        super().on_run_begin()
+        calls = self.progress_checker.run_calls
+        if calls.starts[calls.index - 1][1] == self.progress_checker.step:
+            self._loss_sum = torch.zeros(())
+
     def on_run_end(self) -> None:
         """Take the mean over the ranks of the sum of losses."""
         self._loss_sum = self.reduce(self._loss_sum) / self.world_size
@@ -249,8 +269,9 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
     def train(self, resume_from_checkpoint: Any = None) -> Any:
         """Train on ``train_dataset``, as long as ``num_train_epochs`` or ``max_steps`` say.
 
-        A second call trains as long again, with the same optimizer and the schedule from its beginning, as that of
-        Transformers does; the order of the data goes on.
+        A second call begins anew, as that of Transformers does: steps and epochs count from 0, the schedule and the
+        order of the data begin again, and with ``model_init`` so do the model and the optimizer. The names of
+        checkpoints, ``progress_checker`` and the history go on.
 
         Parameters
         ----------
@@ -270,17 +291,43 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
                     "keeps none; write Trainer.add_on(HuggingFaceAddon, StateManagerAddon)(..., save_path=folder)"
                 )
             cast(Any, self).resume_from(resume_from_checkpoint)
-        elif isinstance(self.scheduler, optimizers.Schedule) and not self.progress_checker.epoch_batch:
-            self.scheduler = self.scheduler.factory  # As in Transformers, another call begins the schedule anew.
+        first_epoch, first_step = self._begin_of_next_call()
+        if first_step and not resume_from_checkpoint:
+            self._begin_anew()
         loader = self.get_train_dataloader()
         started = time.time()
         batches = self.progress_checker.batch
-        self._last_step = 0 if self.eval_strategy != "epoch" else length.cut_at(self, self.steps_per_epoch(loader))
-        length.train(self, self, loader)
+        steps_in_epoch = self.steps_per_epoch(loader)
+        last_step = 0 if self.eval_strategy != "epoch" else length.cut_at(self, steps_in_epoch)
+        self._last_step = last_step and first_step + last_step
+        self._first_epoch = first_epoch
+        try:
+            length.train(self, self, loader, first_step=first_step)
+        finally:
+            self._first_epoch = 0
         progress = self.progress_checker  # A resumed run has another one.
         samples = (progress.batch - batches) * self.loading.train_batch_size * self.engine.dp_world_size
-        epoch = progress.epoch + progress.epoch_step / (self.steps_per_epoch(loader) or progress.epoch_step or 1)
-        return train_output(started, samples, progress.step, float(self._loss_sum) / max(progress.step, 1), epoch)
+        steps = progress.step - first_step
+        epoch = progress.epoch + progress.epoch_step / (steps_in_epoch or progress.epoch_step or 1) - first_epoch
+        return train_output(started, samples, steps, float(self._loss_sum) / max(steps, 1), epoch)
+
+    def _begin_of_next_call(self) -> tuple[int, int]:
+        """Return the epoch and the step at which the next call of ``run`` begins, or began in the loaded state."""
+        progress = self.progress_checker
+        calls = progress.run_calls
+        if calls.must_replay:
+            epoch, step = calls.starts[calls.index]
+            return epoch, step
+        return progress.epoch + bool(progress.epoch_batch), progress.step
+
+    def _begin_anew(self) -> None:
+        """Begin the schedule again; with ``model_init``, the model and the optimizer too."""
+        self.optimizer, self.scheduler = self._makers(with_optimizer=isinstance(self.model_init, ModelInit))
+        if isinstance(self.model_init, ModelInit):
+            with random_state.isolated():
+                torch.manual_seed(42 if self.seed is None else self.seed)  # As Transformers does.
+                model = self.model_init()
+            self.apply_weights(model.state_dict())
 
     def hyperparameter_search(self, *args: Any, folder: Any = None, **kwargs: Any) -> Any:
         """Search for the best options, as ``transformers.Trainer.hyperparameter_search`` does.
@@ -332,6 +379,13 @@ def _new_search_folder(place: Path) -> Path:
     while (place / f"search-{number}").exists():
         number += 1
     return place / f"search-{number}"
+
+
+def _monitor_of(monitor: str, datasets: Mapping[str, Any]) -> str:
+    """Return the name of a metric of one of several sets: that of ``eval_two_loss`` is ``two/loss`` here."""
+    metric = monitor.removeprefix("eval_")
+    name = max((each for each in datasets if metric.startswith(f"{each}_")), key=len, default=None)
+    return monitor if name is None else f"{name}/{metric[len(name) + 1 :]}"
 
 
 def _recipe(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -325,10 +325,3 @@ class DatasetsPart(AddOnPart):
         model = self.unwrap()
         collate = self.data_collator or default_collator(self.processing_class)
         return self.loading.loader(dataset, collate, columns_of(model, self.label_names), type(model).__name__, group)
-
-    def wrap_loader(self, loader: Any, training: bool) -> Any:
-        """Tell the sampler which epoch it is."""
-        sampler: Any = getattr(loader, "sampler", None)
-        if training and hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self.progress_checker.epoch)
-        return super().wrap_loader(loader, training)

@@ -19,16 +19,19 @@ NEVER = Every(epochs=sys.maxsize)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class EveryAnd(Every):
-    """A cadence of steps, and single steps beside it: the first, or the last of a run."""
+    """A cadence of steps, and single steps beside it: the first, or the last of a run; they count from ``first``."""
 
     also: tuple[int, ...] = ()
+    first: int = 0
 
     def __repr__(self) -> str:
         """Return it as it is written in a script."""
-        return f"EveryAnd(steps={self.steps}, after={self.after}, also={self.also})"
+        first = f", first={self.first}" if self.first else ""
+        return f"EveryAnd(steps={self.steps}, after={self.after}, also={self.also}{first})"
 
     def due_at_step(self, step: int) -> bool:
         """Return whether it is due after this optimizer step."""
+        step -= self.first
         return super().due_at_step(step) or (step in self.also and step > self.after)
 
 
@@ -60,8 +63,8 @@ def convert_length(args: Any, to: Any) -> None:
         to.run.update(n_epoch=math.ceil(args.num_train_epochs), max_steps=to.total_steps)
 
 
-def convert_evaluation(args: Any, to: Any) -> None:
-    """Carry eval_strategy, eval_steps and eval_delay."""
+def convert_evaluation(args: Any, to: Any, first_step: int = 0) -> None:
+    """Carry eval_strategy, eval_steps and eval_delay, counted from a step on."""
     after = max(0, math.ceil(args.eval_delay) - 1)
     if args.eval_strategy == "no":
         to.run["valid_every"] = NEVER
@@ -69,7 +72,14 @@ def convert_evaluation(args: Any, to: Any) -> None:
         to.run["valid_every"] = Every(epochs=1, after=after)
     else:
         last = () if to.total_steps is None else (to.total_steps,)
-        to.run["valid_every"] = EveryAnd(steps=steps_of("eval_steps", args, to.total_steps), after=after, also=last)
+        if last or args.eval_steps >= 1:
+            steps = steps_of("eval_steps", args, to.total_steps)
+            to.run["valid_every"] = EveryAnd(steps=steps, after=after, also=last, first=first_step)
+        else:
+            to.report["eval_steps"] = (
+                f"eval_steps={args.eval_steps} is a share of the run: converted.train(trainer, loader, valid_loader) "
+                "counts its steps; for trainer.run(), write from_arguments(args, total_steps=...)"
+            )
         if not last:
             to.report["eval_strategy"] = (
                 "eval_strategy='steps': the last step is evaluated by converted.train(trainer, loader, valid_loader), "
@@ -85,7 +95,14 @@ def cut_at(args: Any, in_epoch: int | None) -> int:
     return 0 if total % in_epoch == 0 or args.eval_delay > total / in_epoch else total
 
 
-def train(trainer: Any, args: Any, loader: Any = None, valid_loader: Any = None, total_steps: int | None = None) -> Any:
+def train(
+    trainer: Any,
+    args: Any,
+    loader: Any = None,
+    valid_loader: Any = None,
+    total_steps: int | None = None,
+    first_step: int = 0,
+) -> Any:
     """Run a trainer as long as arguments say, evaluating as they say; load the best weights at the end.
 
     ``args`` is a TrainingArguments, or has its attributes for the length and the evaluation. Without loaders, they are
@@ -109,8 +126,8 @@ def train(trainer: Any, args: Any, loader: Any = None, valid_loader: Any = None,
         )
     limits = SimpleNamespace(total_steps=total_steps, run={}, report={})
     convert_length(args, limits)
-    convert_evaluation(args, limits)
-    if args.eval_on_start and valid_loader is not None and not trainer.progress_checker.step:
+    convert_evaluation(args, limits, first_step)
+    if args.eval_on_start and valid_loader is not None and trainer.progress_checker.step == first_step:
         trainer.evaluate(valid_loader)
     valid_loader = None if args.eval_strategy == "no" else valid_loader
     metrics = trainer.run(loader=loader, valid_loader=valid_loader, **limits.run)

@@ -69,7 +69,8 @@ class OverridesPart(AddOnPart):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        optimizer, schedule = self.optimizer, self.scheduler
+        optimizer = self.optimizer
+        schedule = self.scheduler
         self._optimizer_factory = optimizer if isinstance(optimizer, optimizers.OptimizerFactory) else None
         self._schedule_factory = schedule if isinstance(schedule, optimizers.ScheduleFactory) else None
         if optimizer is None:  # The trainer evaluates.
@@ -79,17 +80,27 @@ class OverridesPart(AddOnPart):
                 f"optimizer={type(optimizer).__name__}(...) is given, and {type(self).__name__} has create_optimizer, "
                 "which makes another one; leave one of them out"
             )
-        makers = ("create_optimizer", "get_optimizer_cls_and_kwargs", "get_decay_parameter_names")
-        if self._optimizer_factory is not None and any(map(self._has_override, makers)):
-            self.optimizer = self._make_optimizer
-        if not self._has_override("create_scheduler"):
-            return
-        if schedule is not None and self._schedule_factory is None:
+        has_schedule = schedule is not None and self._schedule_factory is None
+        if has_schedule and self._has_override("create_scheduler"):
             raise ConfigError(
                 f"scheduler={type(schedule).__name__}(...) is given, and {type(self).__name__} has create_scheduler, "
                 "which makes another one; leave one of them out"
             )
-        self.scheduler = self._make_scheduler
+        self.optimizer, self.scheduler = self._makers()
+
+    def _makers(self, with_optimizer: bool = True) -> tuple[Any, Any]:
+        """Return what makes the optimizer and the schedule of a call of ``train()``; what was given stays."""
+        optimizer = self.optimizer
+        schedule = self.scheduler
+        if self._optimizer_factory is not None and with_optimizer:
+            makers = ("create_optimizer", "get_optimizer_cls_and_kwargs", "get_decay_parameter_names")
+            is_overridden = any(map(self._has_override, makers))
+            optimizer = self._make_optimizer if is_overridden else self._optimizer_factory
+        if self._has_override("create_scheduler"):
+            schedule = self._make_scheduler
+        elif self._schedule_factory is not None:
+            schedule = self._schedule_factory
+        return optimizer, schedule
 
     @property
     def lr_scheduler(self) -> Any:

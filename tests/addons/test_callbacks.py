@@ -346,6 +346,30 @@ def test_a_resume_in_mid_epoch_is_bitwise_with_the_state_of_callbacks(killed_at,
     assert [(row["step"], row.get("loss")) for row in resumed.state.log_history] == steps
 
 
+@pytest.mark.parametrize("flags", [("should_save", "should_training_stop"), ("should_training_stop",)], ids=len)
+def test_what_a_callback_saves_and_stops_is_resumed(flags, tmp_path, caplog):
+    """A callback that stops alone, as early stopping does, has ended the run."""
+
+    class Stops:
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                for flag in flags:
+                    setattr(control, flag, True)
+
+    def script(*callbacks):
+        trainer = trainer_of(*callbacks, add_ons=(StateManagerAddon,), save_path=tmp_path, resume="auto")
+        return trainer, trainer.run(2, DataLoader(data(), 4))["step"]
+
+    assert script(Stops)[1] == 2
+    caplog.set_level(logging.INFO, "zae")
+    resumed, step = script(Stops)
+    assert step == (6 if len(flags) == 2 else 2)
+    assert ("already finished" in caplog.text) == (len(flags) == 1)
+    whole = trainer_of()
+    whole.run(2, DataLoader(data(), 4))
+    assert torch.equal(resumed.model.weight, whole.model.weight) == (len(flags) == 2)
+
+
 def test_evaluate_and_predict_have_their_events():
     """Each once, after its batches, with no flag obeyed; the metrics have Transformers' prefix."""
     recorder, found = ForeignRecorder(), []

@@ -107,6 +107,49 @@ def test_a_second_call_of_train_begins_the_schedule_anew(tmp_path: Any) -> None:
         assert difference(resumed.model.state_dict(), whole.model.state_dict()) == 0
 
 
+@pytest.mark.parametrize("more", [{}, {"max_steps": 4}, {"num_train_epochs": 1.5}, {"model_init": True}], ids=str)
+def test_a_second_call_of_train_is_that_of_transformers(more: Any, tmp_path: Any) -> None:
+    """Steps, epochs, loss, order of the data and evaluations begin again; with model_init the weights do."""
+    settings = {"optim_args": "momentum=0.9", "eval_strategy": "steps", "eval_steps": 2, "num_train_epochs": 2, **_SGD}
+    settings |= {name: value for name, value in more.items() if name != "model_init"}
+    given = {"train_dataset": hf.dataset(), "eval_dataset": hf.dataset(count=5)}
+
+    def model() -> dict[str, Any]:
+        return {"model_init": lambda: hf.make_model()} if "model_init" in more else {"model": hf.make_model()}
+
+    theirs = transformers.Trainer(args=hf.arguments(tmp_path, **settings), **model(), **given)
+    task = Trainer.add_on(HuggingFaceAddon)
+    trainer = task(device="cpu", **model(), **given, **settings)
+    for _ in range(2):
+        expected = theirs.train()
+        found = trainer.train()
+        assert found.global_step == expected.global_step
+        assert found.training_loss == pytest.approx(expected.training_loss, abs=1e-6)
+        assert found.metrics["epoch"] == pytest.approx(expected.metrics["epoch"])
+        assert difference(trainer.model.state_dict(), theirs.model.state_dict()) <= 1e-6
+        evaluated = [row["step"] for row in theirs.state.log_history if "eval_loss" in row]
+        first = trainer.progress_checker.step - found.global_step
+        assert [row["step"] - first for row in trainer.history.valid if row["step"] > first] == evaluated
+
+
+def test_the_best_of_one_of_several_sets_and_a_share_of_the_run(tmp_path: Any) -> None:
+    """``metric_for_best_model="eval_two_loss"`` and ``eval_steps=0.25`` through ``args=``, as Transformers has them."""
+    sets = {"one": hf.dataset(count=5), "two": hf.dataset(count=9), "two_more": hf.dataset(count=3)}
+    best = {}
+    for metric in ("eval_two_loss", "two_more_loss"):
+        settings = {"eval_strategy": "steps", "eval_steps": 0.25, "metric_for_best_model": metric, **_SGD}
+        args = hf.arguments(tmp_path, num_train_epochs=2, **settings)
+        theirs = transformers.Trainer(hf.make_model(), args, train_dataset=hf.dataset(), eval_dataset=sets)
+        theirs.train()
+        trainer = Task(hf.make_model(), args, train_dataset=hf.dataset(), eval_dataset=sets)
+        trainer.train()
+        assert trainer.best["score"] == pytest.approx(theirs.state.best_metric, abs=1e-6)
+        steps = [row["step"] for row in theirs.state.log_history if "eval_one_loss" in row]
+        assert [row["step"] for row in trainer.history.valid] == steps == [2, 4, 6]
+        best[metric] = trainer.best["score"]
+    assert len(set(best.values())) == 2
+
+
 class Weighted(transformers.Trainer):
     """A trainer of Transformers with the right mean over the targets of a window, for models that do not compute it."""
 
