@@ -44,7 +44,7 @@ class _Value(Tensor):
 
     @staticmethod
     def __new__(cls, *args: Any) -> _Value:
-        return Tensor._make_subclass(cls, torch.empty(0))
+        return torch.empty(0).as_subclass(cls)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,17 +172,24 @@ def _inputs_of(model: nn.Module) -> dict[str, _Input]:
 def _with_placeholders(model: nn.Module, opened: Collection[str], record: Callable[[_Call], _Output]) -> Iterator[None]:
     """Put placeholders in the place of the modules that a stage calls."""
     owners = {path: model.get_submodule(path) for path in opened}
-    modules = {path: dict(owner._modules) for path, owner in owners.items()}
+    modules = {path: _children_of(owner) for path, owner in owners.items()}
     try:
         for path, owner in owners.items():
-            for name, module in modules[path].items():
+            for name in modules[path]:
                 child = f"{path}.{name}" if path else name
-                if module is not None and child not in opened:
-                    owner._modules[name] = _Placeholder(child, record)
+                if child not in opened:
+                    setattr(owner, name, _Placeholder(child, record))
         yield
     finally:
         for path, owner in owners.items():
-            owner._modules.update(modules[path])
+            for name, module in modules[path].items():
+                setattr(owner, name, module)
+
+
+def _children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules in a module itself by name, one that has two names twice."""
+    inner = module.named_modules(remove_duplicate=False)
+    return {name: each for name, each in inner if name and "." not in name}
 
 
 @contextmanager

@@ -21,13 +21,15 @@ from zae.common import torch_private
 ELSEWHERE = {
     *("_backward_hooks", "_post_accumulate_grad_hooks", "_indices", "_values", "_dynamo"),
     *("_rebuild_buckets", "_push_all_rebuilt_params", "_check_reducer_finalized", "_get_default_store"),
-    *("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
+    *("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_view"),
     # What a function of torch reads, which is only compared.
     *("_profile_name", "_sampler_iter", "_reset", "_num_yielded", "_dataset_kind", "_DatasetKind", "_dataset"),
     *("_IterableDataset_len_called", "_num_workers"),
     "_popen",  # Of multiprocessing.
     "_has_compatible_shallow_copy_type",  # Of a model that is moved to an accelerator without a name.
     "_forward_cache",  # Of torchmetrics.
+    # Of an optimizer: torch's own load reads them.
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
     "_orig_mod",  # Of what torch.compile returns, which is only told from other modules by it.
     "_fingerprint",  # Of a dataset of Hugging Face; one without it is compared by its length.
     *("_assert", "_version"),  # Of a forward that is divided into stages.

@@ -39,11 +39,14 @@ __all__ = [
     "found_overflow",
     "has_bf16_of_x86",
     "has_gradient_hooks",
+    "has_loading_hooks",
     "has_own_loading",
     "has_own_shapes",
     "in_place",
     "is_compiled",
+    "is_loader_iterator",
     "is_profiling",
+    "is_view",
     "move_module",
     "overflow_flags",
     "shut_down_workers",
@@ -79,6 +82,12 @@ def fingerprint_of(dataset: Any) -> str | None:
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; always 0 where torch does not say."""
     return int(getattr(tensor, "_version", 0))
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return whether a tensor may share the memory of another one."""
+    ask = getattr(tensor, "_is_view", None)
+    return True if ask is None else bool(ask())
 
 
 @contextmanager
@@ -251,6 +260,17 @@ def _is_plain(tensor: Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------ optimizers
 
 
+def has_loading_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks of an optimizer may change the state that is loaded into it."""
+    try:
+        return bool(
+            optimizer._optimizer_load_state_dict_pre_hooks  # type: ignore[attr-defined]
+            or optimizer._optimizer_load_state_dict_post_hooks  # type: ignore[attr-defined]
+        )
+    except AttributeError:
+        return True
+
+
 def overflow_flags(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:
     """Return the tensors in which a scaler notes that a gradient of an optimizer is not finite, one for each device."""
     found = getattr(scaler, "_found_inf_per_device", None)
@@ -363,6 +383,12 @@ def check_reducer(wrapper: nn.parallel.DistributedDataParallel) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ workers of a loader
+
+
+def is_loader_iterator(value: Any) -> bool:
+    """Return whether a value is what ``iter`` returns of a DataLoader; False where torch has no class for it."""
+    base = find("torch.utils.data.dataloader", "_BaseDataLoaderIter")
+    return base is not None and isinstance(value, base)
 
 
 def shut_down_workers(iterator: Any) -> None:

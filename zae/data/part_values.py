@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zae.common.random_state import STREAMS
+from zae.common.torch_private import is_loader_iterator
 from zae.common.walk import is_of_zae
 from zae.data.loader_state import parts_of
 from zae.data.loaders import Proxy
@@ -145,7 +146,7 @@ def _warn_of_living_iterators(loader: Any) -> None:
     """Warn of a loader that keeps an iterator, with its workers, over the epochs."""
     for part in _own_parts(loader).values():
         for name, value in getattr(part, "__dict__", {}).items():
-            if isinstance(value, torch.utils.data.dataloader._BaseDataLoaderIter) and name != "_iterator":
+            if is_loader_iterator(value) and name != "_iterator":
                 _log.warning(
                     "the %s keeps an iterator over its epochs (%s): what that has read ahead is in no checkpoint, and "
                     "a resume gets other batches. Write a torch.utils.data.DataLoader with persistent_workers=True, "

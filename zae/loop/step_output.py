@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from zae.common.argument_checks import describe_batch, describe_value
+from zae.common.torch_private import is_view
 from zae.common.walk import leading_dimension, leaves_of
 from zae.compose.introspect import hook, is_overridden
 from zae.errors import StepError
@@ -145,7 +146,7 @@ def _copy(value: Any, in_window: bool, with_outputs: bool) -> Any:
     if isinstance(value, Tensor):
         if value.numel() != 1 and not with_outputs:
             return value
-        may_change = value.is_leaf or value._is_view() or (in_window and not value.is_cpu)
+        may_change = value.is_leaf or is_view(value) or (in_window and not value.is_cpu)
         return value.detach().clone() if may_change else value
     if isinstance(value, Mapping):
         return {key: _copy(each, in_window, with_outputs) for key, each in value.items()}

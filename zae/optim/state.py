@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae.common.torch_private import has_loading_hooks
 from zae.common.walk import has_same_bits, leaves_of, map_tensors
 from zae.errors import CheckpointMismatch
 from zae.optim.loaded import check_loaded, with_enums
@@ -61,8 +62,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     for each in with_inner(optimizer):
         if not has_hooks(each):
             continue
-        own_hooks = (each._optimizer_load_state_dict_pre_hooks, each._optimizer_load_state_dict_post_hooks)
-        has_own_hooks = has_own_hooks or any(own_hooks)
+        has_own_hooks = has_own_hooks or has_loading_hooks(each)
         exact = _Exact()
         handles.append(each.register_load_state_dict_pre_hook(exact.take))
         handles.append(each.register_load_state_dict_post_hook(exact.put, prepend=True))
