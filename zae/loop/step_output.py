@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from zae.common.argument_checks import describe_batch, describe_value
 from zae.common.torch_private import is_view
@@ -333,6 +334,18 @@ def _why_uncounted(batch: Any) -> str:
     return f"it has no tensor that zae knows of ({type(batch).__name__}), and so each batch counts alike"
 
 
+def _why_length(loader: Any, batch: Any) -> str:
+    """Say that the items of a dataset are not batched, and that their first dimension counts; else an empty text."""
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is not None or leading_dimension(batch) is None:
+        return ""
+    if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, BatchSampler):
+        return ""  # They may yield batches.
+    return (
+        "its loader gives each item of the dataset as it is (batch_size=None), and the first dimension counts, which "
+        "is the length of a single sequence"
+    )
+
+
 def say_not_numbers(run: Run, log: EpochLog, step: str) -> None:
     """Name, once each, the entries of a step that are no numbers and look like metrics."""
     trainer = run.trainer
@@ -348,7 +361,7 @@ def say_uncounted(run: Run, batch: Any, values: Mapping[str, Any]) -> None:
     trainer = run.trainer
     if values.get("num_targets") is not None or is_overridden(trainer, "sample_weight"):
         return
-    why = _why_uncounted(batch)
+    why = _why_uncounted(batch) or _why_length(run.user_loader, batch)
     if why and trainer.history.is_first_remark("the weight of a batch"):
         run.say(
             f"how many samples a batch has is not known: {why}. The means of an epoch weigh each sample alike only "
