@@ -48,7 +48,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 FOLDERS_OF_ONE_WORKER = ("tests/engines/",)
 """Their files share ranks that stay: each new rank takes a second for what torch imports and caches in it."""
 
-LONGEST = ("any_script", "emulated_cuda", "certify", "gpu_checks", "distributed", "table", "crash",
+LONGEST = ("scripts", "kinds", "emulated_cuda", "gpu_checks", "distributed", "table", "crash",
            "resume", "package", "testing", "search", "wandb_logger", "notebook", "docs", "mpu", "group_signals",
            "compile", "composition", "examples", "mpu_resume", "rank_failures", "random_streams", "launchers",
            "gallery", "state_manager", "torch_private", "frozen", "loading", "stop_signals", "readme", "addon_examples",

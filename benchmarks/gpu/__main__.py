@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT = ("device", "bitwise", "resume", "waits", "memory", "speed")
-FULL = (*DEFAULT, "certify", "graphs", "saves", "out_of_memory", "compiled", "copies", "ranks")
+FULL = (*DEFAULT, "graphs", "saves", "out_of_memory", "compiled", "copies", "ranks")
 NEEDED = ("torch", "numpy", "safetensors", "tqdm")
 PEERS = ("lightning", "transformers", "accelerate")
 

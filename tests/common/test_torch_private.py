@@ -89,8 +89,7 @@ def test_only_one_module_reads_private_names():
         "zae.addons.deepspeed.zero",
         "zae.addons.torch_metrics.torchmetrics",
     }
-    # The watcher is copied into the processes of a user's script, and imports nothing of zae.
-    assert found == {"zae.common.torch_private", "zae.certify.watcher"} | libraries
+    assert found == {"zae.common.torch_private"} | libraries
 
 
 def test_a_name_of_torch_is_found_that_is_spelled_like_one_of_ours():

@@ -14,7 +14,7 @@ from device.on_emulation import HERE, ROOT
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the emulated device is not built")
 DEFAULT = ["device", "bitwise", "resume", "waits", "memory", "speed"]
-MORE = ["certify", "graphs", "saves", "out_of_memory", "compiled", "copies", "ranks"]
+MORE = ["graphs", "saves", "out_of_memory", "compiled", "copies", "ranks"]
 
 
 def run_checks(folder, *arguments):

@@ -24,7 +24,6 @@ __all__ = ["COMMANDS", "Answer", "main"]
 
 _COMMANDS = {
     "doctor": "examine the checkpoints of a run, and say what to do about those that are damaged",
-    "certify": "find out whether a training script resumes to the same run, whatever its trainer",
     "report": "write a page with curves, options and checkpoints of one run or several",
     "consolidate": "write the weights of a checkpoint, sharded or not, as one file",
     "diff": "name the first step and stage at which two runs differ",

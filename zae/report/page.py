@@ -26,15 +26,13 @@ _MOST = 100  # Metrics with a curve: a person does not look at a thousand.
 _TITLES = {"lr": "learning rate", "grad_norm": "gradient norm", THROUGHPUT: "throughput (steps/s)"}
 
 
-def render(runs: Sequence[Run], first: str = "") -> str:
+def render(runs: Sequence[Run]) -> str:
     """Return the page of one run, or of several that are compared.
 
     Parameters
     ----------
     runs : sequence of Run
         Their order is that of their colours.
-    first : str
-        HTML to stand above all else.
 
     Returns
     -------
@@ -57,7 +55,7 @@ def render(runs: Sequence[Run], first: str = "") -> str:
         "subtitle": subtitle(runs),
         "version": text_of(zae.__version__),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "overview": first + overview(runs),
+        "overview": overview(runs),
         "left_out": left_out,
         "sections": "\n".join(filter(None, (each(runs) for each in SECTIONS))),
         "data": _embed(_payload(runs, metrics[:_MOST])),

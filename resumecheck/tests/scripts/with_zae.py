@@ -4,7 +4,6 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
 from zae import Trainer
 from zae.addons import StateManagerAddon
 

@@ -1,4 +1,4 @@
-"""What becomes of each script when it is killed, by hand: the truth that the verdicts of certify are held against."""
+"""What becomes of each script when it is killed, by hand: the truth that the verdicts are held against."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kit import kills_by_hand
-from kit.scripts_that_resume import CASES
+import kills_by_hand
+from cases import CASES
 
 KILL = 63
 """The optimizer step of the kill: the third epoch, or the second one of a script that saves less often."""

@@ -1,4 +1,4 @@
-"""Scripts of users, in ``tests/certify/scripts``: how each is started, and what becomes of a run that is killed."""
+"""Scripts of users, in ``scripts``: how each is started, and what becomes of a run that is killed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "certify" / "scripts"
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 
 class Case(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the watcher of a script sees: each bit of a weight, the order of samples, and the sitecustomize it hides."""
+"""What the recorder of steps sees: each bit of a weight, the order of samples; and the sitecustomize that is hidden."""
 
 from __future__ import annotations
 
@@ -11,62 +11,64 @@ from pathlib import Path
 import pytest
 import torch
 
-from zae.certify import guard, watcher
+from resumecheck import guard, steps, watch
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 
 
 @pytest.fixture
-def hasher() -> watcher.Watcher:
+def hasher() -> steps.Recorder:
     """A watcher that is not installed."""
-    made = watcher.Watcher.__new__(watcher.Watcher)
-    made.torch = torch
-    return made
+    recorder = steps.Recorder.__new__(steps.Recorder)
+    recorder.torch = torch
+    return recorder
 
 
-def sum_of(hasher: watcher.Watcher, tensor: torch.Tensor) -> int:
+def sum_of(hasher: steps.Recorder, tensor: torch.Tensor) -> int:
     return int(hasher._sum(tensor))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 33])
-def test_a_flipped_bit_changes_the_hash(dtype: torch.dtype, count: int, hasher: watcher.Watcher) -> None:
+def test_a_flipped_bit_changes_the_hash(dtype: torch.dtype, count: int, hasher: steps.Recorder) -> None:
     """Of any element, also of the last ones, which fill no word, and of a part of a larger tensor."""
     whole = torch.arange(count + 1).to(dtype)
     for tensor in (whole[:count], whole[1:]):
-        before, keyed = sum_of(hasher, tensor), int(hasher._keyed(tensor))
+        before, keyed = sum_of(hasher, tensor), int(hasher.ordered_sum(tensor))
         for index in range(count):
             changed = tensor.clone()
             data = changed.view(torch.uint8)
             data[index * changed.element_size()] ^= 1
             assert sum_of(hasher, changed) != before
-            assert int(hasher._keyed(changed)) != keyed
+            assert int(hasher.ordered_sum(changed)) != keyed
 
 
-def test_the_hash_does_not_depend_on_where_a_tensor_lies(hasher: watcher.Watcher) -> None:
+def test_the_hash_does_not_depend_on_where_a_tensor_lies(hasher: steps.Recorder) -> None:
     whole = torch.randn(9)
     for tensor in (whole[1:], whole[::2], whole.view(3, 3).t()):
         assert sum_of(hasher, tensor) == sum_of(hasher, tensor.clone())
-    assert int(hasher._keyed(whole[1:])) == int(hasher._keyed(whole[1:].clone()))
+    assert int(hasher.ordered_sum(whole[1:])) == int(hasher.ordered_sum(whole[1:].clone()))
 
 
-def test_the_order_of_samples_counts(hasher: watcher.Watcher) -> None:
+def test_the_order_of_samples_counts(hasher: steps.Recorder) -> None:
     """Within a batch as well, also of one that is hashed in several pieces."""
     for count in (8, 200_000):
         batch = torch.arange(count)
-        assert int(hasher._keyed(batch)) != int(hasher._keyed(batch.flip(0)))
+        assert int(hasher.ordered_sum(batch)) != int(hasher.ordered_sum(batch.flip(0)))
 
 
 def run_watched(script: str, own_sitecustomize: str, logs: Path, tmp_path: Path) -> str:
     """Run a script whose watcher hides a sitecustomize of the user; return what they print."""
-    for name, text in {"own": own_sitecustomize, "watch": Path(watcher.__file__).read_text()}.items():
+    for name, text in {"own": own_sitecustomize, "watch": Path(watch.__file__).read_text()}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "sitecustomize.py").write_text(text)
-    (tmp_path / "watch" / "certify_guard.py").write_text(Path(guard.__file__).read_text())
-    plan = {"folder": str(logs), "roots": [str(tmp_path)], "parent": 0}
-    plan |= {"writable": [str(tmp_path)], "refusal": str(logs / "refusal.json")}
+    for module in (guard, steps):
+        name = module.__name__.replace(".", "_")
+        (tmp_path / "watch" / f"{name}.py").write_text(Path(module.__file__).read_text())
+    plan = {"folder": str(logs), "work": str(tmp_path), "by": "optimizer", "orders": "", "limit": None}
+    plan |= {"writable": [str(tmp_path)], "refusal": str(logs / "refusal.json"), "snapshots": False}
     path = os.pathsep.join([str(tmp_path / "watch"), str(tmp_path / "own")])
-    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path), watcher.PLAN: json.dumps(plan)}
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path), watch.PLAN: json.dumps(plan)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     return done.stdout
 
@@ -94,4 +96,4 @@ def test_steps_are_seen_whoever_looks_for_torch_first(before: str, is_in_sitecus
     in_sitecustomize, in_script = (before, "") if is_in_sitecustomize else ("", before)
     run_watched(f"{in_script}\nimport torch{STEP}", in_sitecustomize, logs, tmp_path)
     rows = [json.loads(line) for file in logs.iterdir() for line in file.read_text().splitlines()]
-    assert [each["n"] for each in rows if each["e"] == "step"] == [1]
+    assert [each["n"] for each in rows if each["kind"] == "step"] == [1]

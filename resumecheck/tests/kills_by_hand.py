@@ -1,4 +1,4 @@
-"""Run a script whole, killed and resumed, and compare the weights at the end; without ``zae.certify``, to judge it.
+"""Run a script whole, killed and resumed, and compare the weights at the end; without resumecheck, to judge it.
 
 ``python kills_by_hand.py script.py ...`` runs the script with two hooks: the process is killed by SIGKILL after so many
 optimizer steps, or in the middle of so many calls of ``torch.save``, as the environment says. A process that comes to

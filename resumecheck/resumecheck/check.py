@@ -1,0 +1,468 @@
+"""Run a script once, start it again in what a kill would have left at each instant, and judge."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import Refused, Stopped
+from .judge import FAILED, NOT_JUDGED, PASSED, Judgement, Resume, fail, first_difference, judge
+from .runs import Run, Runner, end_processes
+from .saves import Instant, Save, choose_instants, find_saves, is_log, is_named_as_checkpoint
+from .workspace import Tree, Workspace
+
+__all__ = ["Options", "Result", "check"]
+
+_STEPS_AFTER_FAILURE = 3
+_LEAST_BYTES_COMPARED = 200
+_EPOCH_FACTOR = 5  # An epoch that begins within so many horizons is waited for.
+
+
+@dataclass
+class Options:
+    """What a check is asked for."""
+
+    resume_with: str = ""
+    horizon: int = 20
+    to_the_end: bool = False
+    all_instants: bool = False
+    sigterm: bool = False
+    minutes: float = 60.0
+    gigabytes: int = 8
+    without: Sequence[str] = ()
+    allow: Sequence[str] = ()
+
+
+@dataclass
+class Result:
+    """What was found of a script."""
+
+    command: list[str]
+    steps: int = 0
+    ranks: int = 1
+    saves: list[Save] = field(default_factory=list)
+    instants: int = 0
+    """How many there are to try."""
+    tried: list[tuple[Instant, Judgement]] = field(default_factory=list)
+    whole: Judgement | None = None
+    """What was found without an instant: nothing is saved, or a signal to end is not handled."""
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    starts: int = 0
+    forks: int = 0
+
+    @property
+    def judgements(self) -> list[Judgement]:
+        """All judgements."""
+        return [*([self.whole] if self.whole else []), *(each for _, each in self.tried)]
+
+    def causes(self, kind: str) -> list[str]:
+        """Return the causes at the instants of a kind, "step" or "save".
+
+        What is a first cause at one instant and follows from another at a second one is not named; nor is, within a
+        save, what is known from the instants after saves.
+        """
+        failed = [(instant.kind, each) for instant, each in self.tried if each.verdict == FAILED]
+        known = {cause for other, each in failed if kind == "save" and other == "step" for cause in each.causes}
+        own = [each for other, each in failed if other == kind]
+        known |= {cause for each in own for cause in each.causes[1:] if cause != own[0].cause}
+        return list(dict.fromkeys(each.cause for each in own if each.cause not in known))
+
+    @property
+    def status(self) -> int:
+        """0 if all that was tried is the same, 1 if something fails, 2 if nothing could be judged."""
+        verdicts = {each.verdict for each in self.judgements}
+        return 1 if FAILED in verdicts else 0 if PASSED in verdicts else 2
+
+    def is_the_same(self) -> bool:
+        """Return whether a resumed run is the same at each instant; raise AssertionError with the report if not."""
+        from .report import as_text
+
+        if self.status != 0:
+            raise AssertionError(as_text(self))
+        return True
+
+
+def check(command: Sequence[str], options: Options | None = None) -> Result:
+    """Return what becomes of a script that is killed and started again.
+
+    Parameters
+    ----------
+    command : sequence of str
+        The words that start the script, in the working folder.
+    options : Options, optional
+        How to resume, what to compare, and how long it may take.
+
+    Raises
+    ------
+    Refused
+        If it cannot be checked; the message says what to do.
+    """
+    if not command:
+        raise Refused("there is no command; write: resumecheck -- python train.py")
+    if not sys.platform.startswith("linux"):
+        raise Refused("resumecheck stops processes and lists them as Linux does; use a container, or WSL on Windows")
+    with _home() as home, _signals():
+        return _Check(list(command), options or Options(), home).run()
+
+
+@contextlib.contextmanager
+def _home() -> Iterator[Path]:
+    """Give a folder, which is removed with all processes in it: by another process, should this one be killed."""
+    home = Path(os.path.realpath(tempfile.mkdtemp(prefix="resumecheck-")))
+    source = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *sys.path])
+    reaper = subprocess.Popen(
+        [sys.executable, "-m", "resumecheck.reaper", str(home)],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": source},
+        start_new_session=True,
+    )
+    try:
+        yield home
+    finally:
+        end_processes(str(home))
+        shutil.rmtree(home, ignore_errors=True)
+        assert reaper.stdin is not None
+        reaper.stdin.close()
+        reaper.wait()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Let SIGTERM and SIGINT end the check, with what was found until then."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise Stopped(signal.Signals(number).name)
+
+    before = {}
+    with contextlib.suppress(ValueError):  # Not in the main thread.
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Check:
+    """The runs of a script, and what was found."""
+
+    def __init__(self, command: list[str], options: Options, home: Path) -> None:
+        self.options, self.began = options, time.monotonic()
+        self.cpu_began = _cpu_seconds()
+        self.result = Result(command)
+        origin = Path.cwd().resolve()
+        self.workspace = Workspace(origin, home, options.without, options.gigabytes << 30)
+        allow = [os.path.realpath(each) for each in options.allow]
+        deadline = self.began + 60 * options.minutes
+        self.runner = Runner(command, home, self.workspace, allow=allow, deadline=deadline)
+
+    def run(self) -> Result:
+        """Run the reference, then each instant, then what helps to judge."""
+        try:
+            self._take_reference()
+            if self.result.saves:
+                self._try_instants()
+            else:
+                self._judge_without_saves()
+        except Stopped as stop:
+            if not self.result.steps:
+                raise Refused(f"stopped before the first run of the script ended ({stop})") from None
+            self.result.notes.append(
+                f"stopped ({stop}): {len(self.result.tried)} of {self.result.instants} instants were tried"
+            )
+        finally:
+            self.runner.close()
+        result = self.result
+        result.seconds, result.cpu_seconds = time.monotonic() - self.began, _cpu_seconds() - self.cpu_began
+        result.starts, result.forks = self.runner.starts, self.runner.forks
+        return result
+
+    # --- the reference
+
+    def _take_reference(self) -> None:
+        """Run the script to its end, with a snapshot at each change of a file."""
+        _say(f"the reference: {shlex.join(self.result.command)}")
+        self.reference = self.runner.start(self.workspace.base, snapshots=True)
+        self._check_reference()
+        if not self.reference.rows and self.reference.saw_backward:
+            _say("no step of torch.optim is seen: once more, with a row for each backward")
+            self.runner.by = "backward"
+            self.reference = self.runner.start(self.workspace.base, snapshots=True)
+            self._check_reference()
+        if not self.reference.rows:
+            raise Refused(
+                "no step of an optimizer of torch.optim and no backward was seen. Does the folder hold the checkpoint "
+                "of a finished run? Leave it out: --without 'out/*'. Was Python started with -I, -E or -S?"
+            )
+        self.end = self.workspace.snapshot()
+        result = self.result
+        result.steps, result.ranks = self.reference.count(), len(self.reference.rows)
+        result.saves = [each for each in find_saves(self.reference, self.end) if each.events[0]["row"] < result.steps]
+        self.runner.same = [name for name, entry in self.workspace.base.items() if self.end.get(name) == entry]
+        self._note_random_states()
+        snapshots = sum("tree" in each for each in self.reference.events)
+        _say(
+            f"  {result.steps} steps, {len(result.saves)} saves, {snapshots} snapshots "
+            f"({self.workspace.stored_bytes >> 20} MB), {self.reference.seconds:.1f} s, {result.ranks} rank(s)"
+        )
+
+    def _check_reference(self) -> None:
+        if self.reference.status != 0:
+            raise Refused(f"the script fails without any kill: {_last_words(self.reference)}")
+
+    def _note_random_states(self) -> None:
+        """Let the row after a save have the random state in it."""
+        for save in self.result.saves:
+            states = next((each["random"] for each in save.events if each.get("random")), None)
+            for rows in self.reference.rows.values():
+                if states and save.row < len(rows) and save.events[0]["row"] == save.row:
+                    rows[save.row]["saved_random"] = states
+
+    def _judge_without_saves(self) -> None:
+        """Say what is there instead of a save before the last step."""
+        new = [name for name in self.end if self.workspace.is_new(self.end, name) and self.end[name].kind == "file"]
+        files = [name for name in new if not is_log(name)]
+        least = self.reference.weight_bytes // 4
+        large = [name for name in files if os.path.getsize(self.end[name].source) >= max(least, 256)]
+        at_end = find_saves(self.reference, self.end)
+        if at_end:
+            line = at_end[-1].events[0].get("line", "")
+            message = f"it saves only after the last step ({line}): a kill loses all work"
+            self.result.whole = fail("does not resume", message)
+        elif large or any(each["kind"] == "unseen" for each in self.reference.events):
+            self.result.whole = Judgement(
+                NOT_JUDGED,
+                f"no save was seen before the last step, and there are new files at the end ({', '.join(large[:4])}): "
+                "what has written them is not seen from Python",
+                ["not seen"],
+            )
+        else:
+            written = ", ".join(files[:4]) or "no new file"
+            self.result.whole = fail("saves nothing", f"no file of the size of the model is written ({written})")
+
+    # --- instants
+
+    def _try_instants(self) -> None:
+        instants = choose_instants(self.result.saves, self.reference, self.options.all_instants)
+        self.result.instants = len(instants)
+        confirmed: set[str] = set()
+        for number, instant in enumerate(instants, 1):
+            began = time.monotonic()
+            judgement = self._try_instant(instant, confirmed)
+            self.result.tried.append((instant, judgement))
+            cause = f": {judgement.cause}" if judgement.cause else ""
+            left = self.runner.deadline - time.monotonic()
+            _say(
+                f"  [{number}/{len(instants)}] {instant.text}: {judgement.verdict}{cause} "
+                f"({time.monotonic() - began:.1f} s, {left / 60:.0f} min left)"
+            )
+        if self.options.sigterm:
+            self._try_sigterm()
+        self._repeat_reference()
+        self._judge_unchanged_weights()
+
+    def _try_instant(self, instant: Instant, confirmed: set[str]) -> Judgement:
+        """Start the script in an instant; a failure of a fork is confirmed by a start of its own, once for a cause."""
+        more = self._resume_words(instant.tree)
+        limit = None if instant.runs_to_end or self.options.to_the_end else self._limit(instant)
+        fork = self.result.ranks == 1 and not instant.runs_to_end and self.runner.by == "optimizer"
+        run = self.runner.start(instant.tree, limit=limit, more=more, fork=fork)
+        judgement = self._judge(instant, run)
+        if fork and judgement.verdict == FAILED and judgement.cause not in confirmed:
+            run = self.runner.start(instant.tree, limit=limit, more=more)
+            judgement = self._judge(instant, run)
+        confirmed.add(judgement.cause)
+        return judgement
+
+    def _limit(self, instant: Instant) -> int:
+        """Return how many steps are compared: to the next epoch or the horizon; few, where a failure is known."""
+        repeated = instant.done - instant.lowest
+        is_failing = any(each.verdict == FAILED for _, each in self.result.tried)
+        if instant.kind == "save" or is_failing:
+            return repeated + _STEPS_AFTER_FAILURE
+        rows = self.reference.rows[0]
+        epoch = next((index for index, row in enumerate(rows) if row["new_epoch"] and index > instant.done), None)
+        if epoch is not None and epoch - instant.done <= _EPOCH_FACTOR * self.options.horizon:
+            return repeated + max(self.options.horizon, epoch + 2 - instant.done)
+        return repeated + self.options.horizon
+
+    def _resume_words(self, tree: Tree) -> list[str]:
+        """Return the words that are added where there is something to resume from, with {newest} filled in."""
+        new = {name for name in tree if self.workspace.is_new(tree, name)}
+        if not self.options.resume_with or not new:
+            return []
+        text = self.options.resume_with
+        for match in list(re.finditer(r"\{newest(?::([^}]*))?\}", text)):
+            name = _newest(tree, new, match.group(1))
+            if name is None:
+                return []
+            text = text.replace(match.group(0), shlex.quote(name))
+        has_checkpoint = any(not is_log(each) for each in new if tree[each].kind != "dir")
+        return shlex.split(text) if has_checkpoint else []
+
+    def _judge(self, instant: Instant, run: Run) -> Judgement:
+        """Judge a run that was started again in an instant."""
+        if run.status != 0 and not run.is_limited:
+            return _judge_failure(instant, run)
+        resume = Resume(run.rows, instant.lowest, instant.done, not run.is_limited, instant.has_whole_save)
+        judgement = judge(self.reference.rows, resume, self.reference.names)
+        if judgement.cause == "does not resume" and instant.kind == "save":
+            judgement.causes = ["lost work"]
+            judgement.message = f"it begins with the first step: the work of {instant.lowest} steps is lost"
+        if not run.is_limited and judgement.verdict == PASSED:
+            self._compare_files(judgement)
+        return judgement
+
+    def _compare_files(self, judgement: Judgement) -> None:
+        """Compare the files that both runs leave at their end: averaged, best and exported models."""
+        now = self.workspace.snapshot()
+        new = [name for name in self.end if self.end[name].kind == "file" and self.workspace.is_new(self.end, name)]
+        files = [name for name in new if os.path.getsize(self.end[name].source) > _LEAST_BYTES_COMPARED]
+        missing = [name for name in files if name not in now and not is_log(name)]
+        both = [name for name in files if name in now and now[name].kind == "file" and not is_log(name)]
+        differing = [name for name in both if not _has_same_tensors(self.end[name].source, now[name].source)]
+        models = [name for name in differing if _has_tensors(self.end[name].source)]
+        if models:
+            judgement.verdict, judgement.causes = FAILED, ["other state"]
+            judgement.message += f", but the tensors of {', '.join(models[:3])} at the end differ"
+        others = [name for name in differing if name not in models]
+        for names, words in ((others, "differ"), (missing, "are missing")):
+            if names:
+                judgement.notes.append(f"at the end {', '.join(names[:4])} {words}")
+
+    # --- what helps to judge
+
+    def _try_sigterm(self) -> None:
+        """Ask the script to end, in the middle of the run, and look what that costs."""
+        at = max(2, self.result.steps // 2)
+        run = self.runner.start(self.workspace.base, limit=at, sigterm=True)
+        done = run.count()
+        if done >= self.result.steps:
+            self.result.notes.append("at SIGTERM the script goes on to its end")
+            return
+        tree = self.workspace.snapshot()
+        again = self.runner.start(tree, more=self._resume_words(tree), limit=self.options.horizon)
+        resume = Resume(again.rows, 0, done, not again.is_limited, False)
+        judgement = judge(self.reference.rows, resume, self.reference.names)
+        resumed = judgement.resumed or 0
+        if resumed >= done:
+            self.result.notes.append(f"at SIGTERM after step {done} it saves and ends: {judgement.message}")
+        elif run.handles_sigterm:
+            message = f"it handles the signal, ends after step {done}, and resumes after step {resumed}"
+            self.result.whole = fail("not saved at SIGTERM", message, done, resumed)
+        else:
+            self.result.notes.append(f"at SIGTERM {done - resumed} steps are lost, as by SIGKILL: it is not handled")
+
+    def _repeat_reference(self) -> None:
+        """Where something differs, run the reference again: what differs between equal runs cannot be judged."""
+        parted = [each for each in self.result.judgements if each.verdict == FAILED and each.cause != "lost work"]
+        steps = [each.step for each in parted if each.step] or ([self.result.steps] if parted else [])
+        if not any(each.cause not in ("cannot load", "saves nothing", "does not resume") for each in parted):
+            return
+        _say("something differs: the reference again, to see whether it is repeatable")
+        again = self.runner.start(self.workspace.base, limit=min(max(steps) + 1, self.result.steps))
+        for rank, rows in self.reference.rows.items():
+            difference = first_difference(rows, again.rows.get(rank, []))
+            if difference is None:
+                continue
+            step, cause = difference[0] + 1, difference[1]
+            where = f" of rank {rank}" if self.result.ranks > 1 else ""
+            self.result.notes.append(
+                f"not repeatable: two runs without a kill differ from step {step}{where} on ({cause}). Set a seed, "
+                "torch.use_deterministic_algorithms(True) and PYTHONHASHSEED"
+            )
+            for each in self.result.judgements:
+                if each.verdict == FAILED and (each.step is None or each.step >= step) and each.cause != "cannot load":
+                    each.verdict, each.causes = NOT_JUDGED, ["not repeatable"]
+
+    def _judge_unchanged_weights(self) -> None:
+        """Where no step changes a weight, a resume cannot be told from another one."""
+        if self.runner.by != "optimizer":
+            return
+        unchanged = sum(row["unchanged"] and not row["skipped"] for row in self.reference.rows[0])
+        if unchanged <= self.result.steps // 2:
+            return
+        self.result.notes.append(f"{unchanged} of {self.result.steps} steps change no weight: nothing is learned")
+        for _, each in self.result.tried:
+            if each.verdict == PASSED:
+                each.verdict, each.causes = NOT_JUDGED, ["weights that do not change"]
+
+
+def _judge_failure(instant: Instant, run: Run) -> Judgement:
+    """Judge a script that failed when it was started again."""
+    if run.count():
+        message = f"started again it fails after {run.count()} steps: {_last_words(run)}"
+        return fail("fails after the resume", message, run.count())
+    if "FileExistsError" in run.output:
+        return fail("cannot start", f"started again it fails: {_last_words(run)}")
+    whole = "" if instant.has_whole_save else "no whole checkpoint was there yet; "
+    return fail("cannot load", f"{whole}started again it fails: {_last_words(run)}")
+
+
+def _newest(tree: Tree, new: set[str], pattern: str | None) -> str | None:
+    """Return the newest file or folder that fits a pattern, or the newest checkpoint."""
+
+    def modified(name: str) -> float:
+        inside = [each for each in new if each == name or each.startswith(name + "/")]
+        sources = [tree[each].source for each in inside if tree[each].kind in ("file", "torn")]
+        return max((os.path.getmtime(each) for each in sources), default=0.0)
+
+    if pattern is None:
+        names = [name for name in new if is_named_as_checkpoint(name) and tree[name].kind != "dir"]
+    else:
+        names = [name for name in new if fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/")]
+    return max(names, key=lambda name: (modified(name), [int(each) for each in re.findall(r"\d+", name)]), default=None)
+
+
+def _has_same_tensors(one: str, other: str) -> bool:
+    """Compare two files by their bytes, or two with tensors by the data of these."""
+    if Path(one).read_bytes() == Path(other).read_bytes():
+        return True
+    return _has_tensors(one) and _has_tensors(other) and _data_in(one) == _data_in(other)
+
+
+def _has_tensors(path: str) -> bool:
+    """Return whether a file is one of torch.save or safetensors: equal objects may have other bytes in a pickle."""
+    return zipfile.is_zipfile(path) or Path(path).read_bytes()[8:9] == b"{"
+
+
+def _data_in(path: str) -> dict[str, bytes]:
+    if not zipfile.is_zipfile(path):
+        content = Path(path).read_bytes()
+        return {"": content[8 + int.from_bytes(content[:8], "little") :]}
+    with zipfile.ZipFile(path) as file:
+        return {each.partition("/")[2]: file.read(each) for each in file.namelist() if "/data/" in each}
+
+
+def _last_words(run: Run) -> str:
+    """Return the last error that a failed script printed, and its status."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in run.output.splitlines() if line.strip()]
+    is_error: Callable[[str], Any] = re.compile(r"[\w.\[\]: ]*(Error|Exception|Interrupt)\b").match
+    errors = [each for each in lines if is_error(each) and "ChildFailed" not in each]
+    return f"{(errors or lines or [''])[-1][:240]} (status {run.status})"
+
+
+def _cpu_seconds() -> float:
+    usages = [resource.getrusage(each) for each in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in usages)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

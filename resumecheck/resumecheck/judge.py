@@ -1,0 +1,387 @@
+"""Compare the steps of a resumed run with those of the reference: where they part, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["FAILED", "NOT_JUDGED", "PASSED", "Judgement", "Resume", "fail", "first_difference", "judge"]
+
+PASSED, FAILED, NOT_JUDGED = "passed", "failed", "not judged"
+_MIN_STEPS_WITHOUT_EFFECT = 2  # So many equal results after a difference say that nothing depends on it.
+
+Row = Mapping[str, Any]
+
+_CAUSES = {
+    "before": "weights",
+    "frozen": "weights",
+    "inputs": "samples",
+    "shapes": "samples",
+    "state_before": "optimizer state",
+    "options": "learning rate",
+    "scale": "loss scale",
+    "random": "random state",
+    "skipped": "loss scale",
+    "loss": "gradients",
+    "buffers": "buffers",
+    "after": "gradients",
+    "state": "optimizer state",
+}
+"""What differs in a row, in the order in which it is a cause of what follows, and the word for it."""
+_FOLLOWS = ("loss", "skipped", "buffers", "after", "state")
+_RESULTS = ("before", "after", "buffers", "skipped")  # What a run is about: all else is a way to it.
+
+
+@dataclass
+class Judgement:
+    """What was found of one instant."""
+
+    verdict: str
+    message: str
+    causes: list[str] = field(default_factory=list)
+    step: int | None = None
+    """The first step that differs."""
+    resumed: int | None = None
+    """The step after which the run went on."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def cause(self) -> str:
+        """The first cause, or nothing."""
+        return self.causes[0] if self.causes else ""
+
+
+@dataclass
+class Resume:
+    """A run that was started again, and what is known of the instant in which it was."""
+
+    rows: Mapping[int, Sequence[Row]]
+    lowest: int
+    """The step of the last save that was whole."""
+    done: int
+    """The steps that were made before the kill."""
+    is_to_end: bool
+    has_whole_save: bool
+
+
+def fail(cause: str, message: str, step: int | None = None, resumed: int | None = None) -> Judgement:
+    """Judge an instant that fails, with one cause."""
+    return Judgement(FAILED, message, [cause], step, resumed)
+
+
+def judge(reference: Mapping[int, Sequence[Row]], resume: Resume, names: Mapping[str, Sequence[str]]) -> Judgement:
+    """Judge all ranks; return the first that fails, else the first."""
+    judgements = []
+    for rank, expected in sorted(reference.items()):
+        judgement = _Comparison(expected, resume.rows.get(rank, []), resume, names).judge()
+        if len(reference) > 1 and judgement.verdict == FAILED:
+            judgement.message += f" (rank {rank})"
+        judgements.append(judgement)
+    return next((each for each in judgements if each.verdict == FAILED), judgements[0])
+
+
+def first_difference(one: Sequence[Row], other: Sequence[Row]) -> tuple[int, str] | None:
+    """Return the first row in which two runs from the beginning differ, and the cause."""
+    for index, (a, b) in enumerate(zip(one, other)):
+        keys = [key for key in _differing(a, b) if key != "random"]
+        if keys:
+            return index, _causes_of(keys)[0]
+    return None
+
+
+class _Comparison:
+    """The rows of a rank of the reference, and those after a resume."""
+
+    def __init__(
+        self, expected: Sequence[Row], made: Sequence[Row], resume: Resume, names: Mapping[str, Sequence[str]]
+    ) -> None:
+        self.expected, self.made, self.resume, self.names = expected, made, resume, names
+        self.states = _states_before(expected)
+        self.count = len(expected)
+
+    def judge(self) -> Judgement:
+        """Find where the run goes on in the reference, and whether it goes on as that."""
+        resume = self.resume
+        if not self.made:
+            missing = self.count - resume.done
+            if missing <= 0 or self.count == resume.lowest:
+                return Judgement(PASSED, "nothing was left to do", resumed=resume.done)
+            return fail(
+                "skipped work", f"it ends without a step, and {missing} are missing", resume.done + 1, resume.done
+            )
+        start = self._align()
+        if start is None:
+            return fail("weights", self._nearest(self.made[0]))
+        foreign = self._find_foreign_weights(start)
+        if foreign is not None:
+            return fail("weights", self._nearest(foreign))
+        if start == 0 and resume.has_whole_save and resume.lowest:
+            return self._judge_first_weights()
+        index, causes = self._part(start)
+        total = start + len(self.made)
+        if resume.is_to_end and total != self.count:
+            counted = "repeated work" if total > self.count else "skipped work"
+            causes.insert(1 if causes[:1] == ["other state"] else 0, counted)
+        lost = resume.lowest - start
+        begun = f"resumed after step {start}" if start else "begun anew, as nothing was saved"
+        begun += f", {lost} steps of work that was saved are lost" if lost > 0 else ""
+        if not causes and lost > 0:
+            return fail("lost work", f"{begun}; each step after that is the same", start + 1, start)
+        if not causes:
+            end = ", and the end" if resume.is_to_end else ""
+            return Judgement(PASSED, f"{begun}, {len(self.made)} steps the same{end}", resumed=start)
+        if index == 0 and "optimizer state" in causes and self._has_state_of_another_save(start):
+            causes.insert(0, "two saves")
+        if lost > 0:
+            causes.append("lost work")
+        also = f"; as well: {', '.join(causes[1:])}" if len(causes) > 1 else ""
+        step = start + index + 1
+        whose = self._whose(self.expected[step - 1]["optimizer"]) if step <= self.count else ""
+        where = f"{step} ({whose})" if whose else str(step)
+        message = f"{begun}, parted at step {where}: {self._reason(causes, start, index)}{also}"
+        return Judgement(FAILED, message, causes, step, start)
+
+    def _judge_first_weights(self) -> Judgement:
+        """Judge a run that begins with the weights of the first step, although a whole checkpoint was there."""
+        row, lowest = self.made[0], self.resume.lowest
+        goes_on = lowest < self.count and row["inputs"] == self.expected[lowest]["inputs"] != self.expected[0]["inputs"]
+        if goes_on:
+            return fail("weights", f"it goes on after step {lowest}, with the weights from before the first step")
+        return fail("does not resume", "it begins with the first step, although a whole checkpoint was there", 1, 0)
+
+    def _align(self) -> int | None:
+        """Return how many steps of the reference lie before the first row: its weights say so."""
+        row, resume = self.made[0], self.resume
+        places = [
+            index
+            for index, each in enumerate(self.expected)
+            if each["optimizer"] == row["optimizer"] and each["before"] == row["before"]
+        ]
+
+        def score(index: int) -> tuple[int, int]:
+            each = {**self.expected[index], "state_before": self.states[index]}
+            keys = ("inputs", "state_before", "options", "random", "scale")
+            same = sum(_is_same(each.get(key), row.get(key)) for key in keys)
+            is_usual = len(places) > 1 and index in (resume.lowest, resume.done)
+            return 10 * is_usual + same, -abs(resume.lowest - index)
+
+        return max(places, key=score) if places else None
+
+    def _find_foreign_weights(self, start: int) -> Row | None:
+        """Return the first row of an optimizer that begins with weights that nobody else has changed."""
+        last = {each["optimizer"]: each["after"] for each in self.expected[:start]}
+        begun = {self.made[0]["optimizer"]}
+        for one, other in zip(self.expected[start:], self.made):
+            name = other["optimizer"]
+            if one["optimizer"] != name:
+                return None
+            if name not in begun and last.get(name) == one["before"] != other["before"]:
+                return other
+            begun.add(name)
+        return None
+
+    def _whose(self, optimizer: str) -> str:
+        """Name an optimizer among several, by its number in the order of their first steps, and what it trains."""
+        optimizers = list(dict.fromkeys(each["optimizer"] for each in self.expected))
+        names = self.names.get(optimizer, [])
+        if len(optimizers) == 1 or not names:
+            return ""
+        more = ", ..." if len(names) > 1 else ""
+        kind = optimizer.partition("-")[0]
+        return f"{kind}, optimizer {optimizers.index(optimizer) + 1} of {len(optimizers)}, of {names[0]}{more}"
+
+    def _part(self, start: int) -> tuple[int, list[str]]:
+        """Return the first row from which on the runs part for good, and the causes."""
+        frozen = {each["optimizer"]: each["frozen"] for each in self.expected if "frozen" in each}
+        first, causes = None, list[str]()
+        last = min(self.count - start, len(self.made)) - 1
+        for index in range(last + 1):
+            one, other = self.expected[start + index], self.made[index]
+            known = {"state_before": self.states[start + index], "frozen": frozen.get(other["optimizer"])}
+            keys = _differing({**one, **known}, other)
+            if first is None and any(key not in ("random", "state") for key in keys):
+                first, causes = index, self._rank(keys, start, index)
+            if any(key in _RESULTS for key in keys):
+                return first or 0, causes
+        if first is not None and last - first < _MIN_STEPS_WITHOUT_EFFECT:
+            return first, causes
+        return 0, []
+
+    def _rank(self, keys: Sequence[str], start: int, index: int) -> list[str]:
+        """Return the causes of a difference in a row, the likeliest first."""
+        row, other = self.expected[start + index], self.made[index]
+        causes = _causes_of(keys)
+        if index == 0 and "samples" in causes and other["seen"] > row["seen"] > 0:
+            return ["other state", *(each for each in causes if each not in ("samples", "random state"))]
+        if "random state" not in causes:
+            return causes
+        lost = self._lost_streams(start, index)
+        if not lost:
+            return _causes_of(key for key in keys if key != "random")
+        if index == 0 and other.get("restored") and row.get("saved_random"):
+            exact = {name for name in lost if other["restored"].get(name) == row["saved_random"].get(name)}
+            if exact >= set(lost):  # Put back exactly, and drawn from otherwise before the first step.
+                drawn_by = "samples" if other["shuffled"] else "other state"
+                return [drawn_by, *(each for each in causes if each not in ("random state", "samples"))]
+        if "samples" not in causes:
+            return causes
+        # The order of an epoch that begins here is drawn from the stream, or what the loaded samples are mixed with. Of
+        # numpy and of Python no step draws: what draws is what makes the samples.
+        before = self.expected[start + index - 1]["random"] if start + index else {}
+        makes_samples = any(name not in ("torch", "cuda") and before.get(name) != row["random"][name] for name in lost)
+        is_first = row["shuffled"] or row["batches"] == other["batches"] or makes_samples
+        causes.remove("random state")
+        causes.insert(0 if is_first else causes.index("samples") + 1, "random state")
+        return causes
+
+    def _lost_streams(self, start: int, index: int) -> list[str]:
+        """Return the random streams that differ and matter: something draws from them later, or made these samples."""
+        row, other = self.expected[start + index], self.made[index]
+        lost = _lost_streams(self.expected[start + index :], self.made[index:])
+        lost = [name for name in lost if len({each["random"].get(name) for each in self.expected}) > 1]
+        if lost or not start + index or row["inputs"] == other["inputs"]:
+            return lost
+        before = self.expected[start + index - 1]["random"]
+        differing = [name for name, state in row["random"].items() if state != other["random"].get(name, state)]
+        return sorted(name for name in differing if row["random"][name] != before.get(name))
+
+    def _has_state_of_another_save(self, start: int) -> bool:
+        row = self.made[0]
+        same = self._places_of_state(row)
+        return bool(same) and same[-1] not in (0, start)
+
+    def _places_of_state(self, row: Row) -> list[int]:
+        """Return where in the reference the optimizer had the state that it has before a row."""
+        return [
+            index
+            for index, state in enumerate(self.states)
+            if state == row.get("state_before") and self.expected[index]["optimizer"] == row["optimizer"]
+        ]
+
+    def _reason(self, causes: Sequence[str], start: int, index: int) -> str:
+        """Say in words why the runs part."""
+        cause, place = causes[0], start + index
+        one = self.expected[min(place, self.count - 1)]
+        other = self.made[min(index, len(self.made) - 1)]
+        if cause == "random state":
+            streams = ", ".join(self._lost_streams(start, index))
+            drawn = ", and the samples are drawn from it" if "samples" in causes else ": other dropout, noise or order"
+            return f"the random state ({streams}) is not resumed{drawn}"
+        if cause in ("repeated work", "skipped work"):
+            return f"{start + len(self.made)} steps are made in all, and {self.count} without a kill"
+        if cause == "learning rate":
+            return f"the lr is {_text(other['lr'])}, and {_text(one['lr'])} without a kill (or another option differs)"
+        if cause in ("optimizer state", "two saves"):
+            return self._reason_of_state(other, start)
+        if cause == "samples":
+            return self._reason_of_samples(one, other, place)
+        if cause == "other state" and other["seen"] > one["seen"]:
+            return (
+                f"the model is called with {other['seen']} inputs before the first step, and with {one['seen']} "
+                "without a kill"
+            )
+        if cause == "other state":
+            return "the random state is put back exactly, and other samples are drawn from it"
+        words = {
+            "gradients": "the same weights, samples and random numbers, and another update",
+            "buffers": "buffers of the model (BatchNorm's running statistics) differ",
+            "loss scale": "the loss scale of mixed precision differs",
+            "weights": "the weights differ",
+        }
+        return words.get(cause, cause)
+
+    def _reason_of_state(self, row: Row, start: int) -> str:
+        same = self._places_of_state(row)
+        if not same:
+            return "the state of the optimizer (its moments) is not that of the run without a kill"
+        when = f"after step {same[-1]}" if same[-1] else "before the first step"
+        return f"the state of the optimizer is that {when}, the weights are those after step {start}"
+
+    def _reason_of_samples(self, one: Row, other: Row, place: int) -> str:
+        if other["seen"] < one["seen"]:
+            return (
+                f"the step sees {other['seen']} inputs, and {one['seen']} without a kill: was it saved between the "
+                "batches of an accumulated step?"
+            )
+        same = [index for index, each in enumerate(self.expected) if each["inputs"] == other["inputs"]]
+        if same and other["seen"]:
+            return f"the batch of step {same[0] + 1} comes again instead of that of step {place + 1}"
+        return "the batch is that of no step"
+
+    def _nearest(self, row: Row) -> str:
+        """Name the weights that are others, where a run begins with weights of no step."""
+        whose = self._whose(row["optimizer"])
+        subject = f"the weights of {whose}," if whose else "its weights"
+        names, own = self.names.get(row["optimizer"], []), _chunks(row.get("parts_before", ""))
+        rows = [each for each in self.expected if each["optimizer"] == row["optimizer"]] or list(self.expected)
+        candidates = [(0, rows[0].get("parts_before", "")), *((each["n"], each["parts"]) for each in rows)]
+        best, others = 0, list(range(len(own)))
+        for step, parts in candidates:
+            differing = [index for index, part in enumerate(_chunks(parts)) if own[index : index + 1] != [part]]
+            if len(differing) < len(others):
+                best, others = step, differing
+        when = f"after step {best}" if best else "before the first step"
+        if len(others) == len(own):
+            return f"{subject} are those of no step of the run without a kill"
+        if not others:
+            return f"{subject} are those {when}"
+        shown = ", ".join(names[index] for index in others[:4] if index < len(names))
+        return f"{subject} are those {when}, but for {shown}{', ...' if len(others) > 4 else ''}"
+
+
+def _chunks(text: str) -> list[str]:
+    return [text[place : place + 8] for place in range(0, len(text), 8)]
+
+
+def _states_before(rows: Sequence[Row]) -> list[str]:
+    """Return the hash of the optimizer's state before each row: that after the last row of the same optimizer."""
+    last: dict[str, str] = {}
+    states = []
+    for row in rows:
+        states.append(str(last.get(row["optimizer"], row.get("state_before", ""))))
+        last[row["optimizer"]] = row["state"]
+    return states
+
+
+def _differing(one: Row, other: Row) -> list[str]:
+    """Return what two rows do not have in common."""
+    keys = [key for key in _CAUSES if key in one and key in other and not _is_same(one[key], other[key])]
+    if not one["seen"] and one["batches"] != other["batches"]:  # The inputs of the model are not seen.
+        keys.append("inputs")
+    return keys
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal; of random streams those that both have are compared."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(one[name] == other[name] for name in one.keys() & other.keys())
+    return bool(one == other)
+
+
+def _causes_of(keys: Iterable[str]) -> list[str]:
+    """Return the causes among what differs; what follows from others is one where there is no other."""
+    keys = set(keys)
+    roots = [key for key in _CAUSES if key in keys and key not in _FOLLOWS]
+    chosen = roots or [key for key in _CAUSES if key in keys][:1]
+    return list(dict.fromkeys(_CAUSES[key] for key in chosen))
+
+
+def _lost_streams(whole: Sequence[Row], made: Sequence[Row]) -> list[str]:
+    """Return the random streams that differ, unless nothing draws from them later or they are seeded anew."""
+    expected, resumed = [each["random"] for each in whole], [each["random"] for each in made]
+    shared = expected[0].keys() & resumed[0].keys()
+    lost = [name for name in shared if expected[0][name] != resumed[0][name]]
+    return sorted(name for name in lost if len(expected) == 1 or _is_drawn_from(expected, resumed, name))
+
+
+def _is_drawn_from(expected: Sequence[Mapping[str, str]], resumed: Sequence[Mapping[str, str]], name: str) -> bool:
+    """Return whether a stream that differs goes on, and differs still."""
+    drawn = next((index for index, each in enumerate(expected) if each.get(name) != expected[0][name]), None)
+    if drawn is None:
+        return False
+    return drawn >= len(resumed) or resumed[drawn].get(name) != expected[drawn].get(name)
+
+
+def _text(values: Sequence[Any]) -> str:
+    return ", ".join(f"{each:.6g}" if isinstance(each, float) else str(each) for each in dict.fromkeys(values))

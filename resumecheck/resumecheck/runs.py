@@ -1,0 +1,442 @@
+"""Start the script in an instant of its folder, watch it, stop it for snapshots, and end all of its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Union
+
+from . import guard, steps, watch
+from .errors import Refused, Stopped
+from .workspace import Tree, Workspace
+
+__all__ = ["Run", "Runner", "end_processes"]
+
+_POLL_S = 0.05
+_LOOK_S = 0.4
+_FORK_TIMEOUT_S = 120.0
+_SIGTERM_TIMEOUT_S = 60.0
+_REMOTE = ("s3://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "hf://", "hdfs://", "oci://", "r2://")
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """What one start of the script did, until it ended or was stopped."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    rows: dict[int, list[Row]] = field(default_factory=dict)
+    """The rows of the optimizer steps of each rank."""
+    names: dict[str, list[str]] = field(default_factory=dict)
+    """The parameters of each optimizer."""
+    weight_bytes: int = 0
+    saw_backward: bool = False
+    is_limited: bool = False
+    """Whether it was stopped at its last step, and did not end."""
+    handles_sigterm: bool = False
+    status: int = 0
+    output: str = ""
+    seconds: float = 0.0
+
+    def count(self) -> int:
+        """Return the steps of the first rank."""
+        return len(self.rows.get(0, []))
+
+
+class Runner:
+    """The command of the script, and its processes."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        home: Path,
+        workspace: Workspace,
+        *,
+        allow: Sequence[str] = (),
+        deadline: float = float("inf"),
+        by: str = "optimizer",
+    ) -> None:
+        self.home, self.workspace, self.allow, self.deadline, self.by = home, workspace, list(allow), deadline, by
+        self.logs, self.temporary = home / "logs", home / "tmp"
+        self.refusal = str(self.logs / "refusal.json")
+        watching = home / "watch"
+        for each in (self.logs, self.temporary, watching):
+            each.mkdir()
+        for module, name in ((watch, "sitecustomize"), (guard, "resumecheck_guard"), (steps, "resumecheck_steps")):
+            shutil.copyfile(str(module.__file__), watching / f"{name}.py")
+        self.spellings = _spellings(workspace.origin)
+        self.command = self._find(command)
+        self.same: list[str] = []
+        """The files that no instant changes: to look at them is no look at an instant."""
+        self.starts = self.forks = 0
+        self.waiting: dict[tuple[str, ...], Forks | None] = {}
+
+    def _find(self, command: Sequence[str]) -> list[str]:
+        """Return the words of the command as they are started in the copy."""
+        words = list(command)
+        for each in words:
+            if any(remote in each for remote in _REMOTE):
+                raise Refused(
+                    f"{each} is a remote folder, of which no copy is made: a run would read what another one has "
+                    "written. Give a folder on this disk for the check"
+                )
+        if words[0].endswith(".py"):
+            words.insert(0, "python")
+        if shutil.which(words[0]) is None:
+            raise Refused(f"{words[0]} is no program that can be started here; write: resumecheck -- python train.py")
+        return [self._map(each) for each in words]
+
+    def _map(self, text: str) -> str:
+        return guard.map_paths(text, self.spellings, str(self.workspace.work))
+
+    # --- one start
+
+    def start(
+        self,
+        tree: Tree,
+        *,
+        more: Sequence[str] = (),
+        limit: int | None = None,
+        snapshots: bool = False,
+        sigterm: bool = False,
+        fork: bool = False,
+    ) -> Run:
+        """Start the script in the folder of an instant, until its end or a number of steps."""
+        if time.monotonic() > self.deadline:
+            raise Stopped("the time was over")
+        self.workspace.restore(tree)
+        folder = self.logs / str(self.starts + self.forks)
+        folder.mkdir()
+        plan = self._plan(folder, limit, snapshots)
+        run, began = Run(), time.monotonic()
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(plan["socket"])
+            server.listen(64)
+            forked = self._fork(plan, tuple(more)) if fork else None
+            process: AnyProcess = forked or self._open(plan, more)
+            try:
+                self._serve(server, process, run, plan, sigterm)
+            finally:
+                _end(process)
+        refusal = guard.read_refusal(self.refusal)
+        run.status, run.seconds = process.returncode or 0, time.monotonic() - began
+        run.output = Path(plan["output"]).read_bytes()[-8000:].decode(errors="replace")
+        self._check_refusal(refusal, run.output)
+        _read_rows(run, folder)
+        return run
+
+    def _plan(self, folder: Path, limit: int | None, snapshots: bool) -> dict[str, Any]:
+        """Return what the processes of a run are told."""
+        caches, moved = guard.writable_caches(
+            {name: self._map(value) for name, value in os.environ.items()},
+            str(self.temporary),
+            str(self.workspace.origin),
+        )
+        self.moved_caches = moved
+        writable = [str(self.workspace.work), str(self.temporary), str(self.logs), *caches, *self.allow]
+        plan: dict[str, Any] = {"work": str(self.workspace.work), "folder": str(folder), "by": self.by, "orders": ""}
+        plan |= {"socket": str(folder / "s"), "changed": str(folder / "changed"), "output": str(folder / "output.txt")}
+        plan |= {"limit": limit, "snapshots": snapshots, "writable": writable, "refusal": self.refusal}
+        Path(plan["output"]).touch()
+        return plan
+
+    def _open(self, plan: Mapping[str, Any], more: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start the command, where the kernel can with no right to change what is outside of the copy."""
+        self.starts += 1
+        environment = {name: self._map(value) for name, value in os.environ.items()} | self.moved_caches
+        path = os.pathsep.join(filter(None, [str(self.home / "watch"), environment.get("PYTHONPATH", "")]))
+        environment |= {watch.PLAN: json.dumps(plan), "PYTHONPATH": path, "TMPDIR": str(self.temporary)}
+        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1", "GIT_OPTIONAL_LOCKS": "0"}
+        launcher = [sys.executable, "-I", str(guard.__file__), json.dumps(plan["writable"])]
+        words = [*launcher, *self.command, *(self._map(each) for each in more)]
+        with open(plan["output"], "ab") as output:
+            return subprocess.Popen(
+                words,
+                cwd=self.workspace.work,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _fork(self, plan: dict[str, Any], more: tuple[str, ...]) -> ForkedProcess | None:
+        """Go on from a process of the same command that waits at its first look at the folder; None without one."""
+        if more not in self.waiting:
+            self.waiting[more] = self._start_to_fork(plan, more)
+        waiting = self.waiting[more]
+        if waiting is None:
+            return None
+        waiting.line.sendall(json.dumps(plan).encode() + b"\n")
+        pid = _read_line(waiting.line)
+        if not pid:
+            return None
+        self.forks += 1
+        return ForkedProcess(int(pid), waiting.line)
+
+    def _start_to_fork(self, plan: dict[str, Any], more: Sequence[str]) -> Forks | None:
+        name = str(self.home / f"orders-{len(self.waiting)}")
+        plan = {**plan, "orders": name, "parent": os.getpid(), "same": self.same, "limit": None, "snapshots": False}
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(name)
+            server.listen(1)
+            server.settimeout(_POLL_S)
+            process = self._open(plan, more)
+            until = min(time.monotonic() + _FORK_TIMEOUT_S, self.deadline)
+            while process.poll() is None and time.monotonic() < until:
+                with contextlib.suppress(socket.timeout):
+                    line = server.accept()[0]
+                    _read_line(line)
+                    return Forks(process, line)
+        _end(process)
+        return None
+
+    def close(self) -> None:
+        """End the processes that wait."""
+        for each in self.waiting.values():
+            if each is not None:
+                each.line.close()
+                _end(each.process)
+        self.waiting.clear()
+
+    # --- what the processes tell
+
+    def _serve(
+        self, server: socket.socket, process: AnyProcess, run: Run, plan: Mapping[str, Any], sigterm: bool
+    ) -> None:
+        """Answer the processes of the script until they end, or are to be ended."""
+        polled, deadline = PolledFiles(self.workspace), self.deadline
+        signaled = False
+        with selectors.DefaultSelector() as selector:
+            selector.register(server, selectors.EVENT_READ)
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    if signaled and time.monotonic() < self.deadline:
+                        return
+                    raise Stopped("the time was over")
+                if os.path.exists(self.refusal):
+                    return
+                if not selector.select(_POLL_S):
+                    if plan["snapshots"] and polled.is_due():
+                        self._note_unseen(polled, run, plan)
+                    continue
+                line = server.accept()[0]
+                with line:
+                    message = json.loads(line.makefile("r").readline() or "null")
+                    if message is None:
+                        continue
+                    if message["kind"] == "limit":
+                        run.is_limited, run.handles_sigterm = True, message["handles_sigterm"]
+                        if not sigterm:
+                            return
+                        signaled, run.is_limited = True, False
+                        deadline = min(deadline, time.monotonic() + _SIGTERM_TIMEOUT_S)
+                        os.kill(process.pid, signal.SIGTERM)
+                    else:
+                        self._take(message, process, run, plan, polled)
+                    with contextlib.suppress(OSError):
+                        line.sendall(b".")
+
+    def _take(
+        self, message: dict[str, Any], process: AnyProcess, run: Run, plan: Mapping[str, Any], polled: PolledFiles
+    ) -> None:
+        """Keep a message, and where it tells a change or a step after one, the folder as it is now."""
+        changed = Path(plan["changed"])
+        if message["kind"] in ("file", "step"):
+            with _stopped(process.pid):
+                message["tree"] = self.workspace.snapshot()
+        if message["kind"] == "step":
+            changed.unlink(missing_ok=True)
+        elif message["kind"] in ("file", "written"):
+            changed.touch()
+            polled.announced.add(message.get("path", ""))
+        run.events.append(message)
+
+    def _note_unseen(self, polled: PolledFiles, run: Run, plan: Mapping[str, Any]) -> None:
+        for name in polled.changed():
+            run.events.append({"kind": "unseen", "path": name, "rank": 0})
+            Path(plan["changed"]).touch()
+
+    def _check_refusal(self, refusal: Mapping[str, str] | None, output: str) -> None:
+        """Refuse a script that would change what is outside of the copy; it was stopped before."""
+        remedy = (
+            "Nothing is changed. Let it write below the working folder, or, if it is a cache that all runs may share, "
+            "allow it: --allow FOLDER"
+        )
+        if refusal is not None:
+            path = refusal["path"].replace(str(self.workspace.work.parent), str(self.workspace.origin.parent), 1)
+            raise Refused(
+                f"the script would {refusal['operation']} {path}, outside of the working folder, and was ended before. "
+                f"{remedy}"
+            )
+        denied = next((line for line in output.splitlines() if "Permission denied" in line), None)
+        if denied is not None and guard.has_landlock():
+            raise Refused(
+                f"a program of the script was not allowed to change what is outside of the working folder "
+                f"({denied.strip()[:300]}). {remedy}"
+            )
+
+
+class Forks:
+    """A process that waits to be forked."""
+
+    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
+        self.process, self.line = process, line
+
+
+class ForkedProcess:
+    """A process that another one has forked, with what is needed of subprocess.Popen."""
+
+    def __init__(self, pid: int, line: socket.socket) -> None:
+        self.pid, self.line = pid, line
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while it runs."""
+        if self.returncode is None and select.select([self.line], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait for the end."""
+        if self.returncode is None:
+            self.returncode = int(_read_line(self.line) or -signal.SIGKILL)
+        return self.returncode
+
+
+def _read_line(line: socket.socket) -> str:
+    """Read a line and not a byte more, so that what follows is seen to be there."""
+    content = b""
+    while not content.endswith(b"\n"):
+        byte = line.recv(1)
+        if not byte:
+            return ""
+        content += byte
+    return content.decode()
+
+
+AnyProcess = Union["subprocess.Popen[bytes]", ForkedProcess]
+
+
+class PolledFiles:
+    """See files that no event has told: another program writes them, or C++."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        self.announced: set[str] = set()
+        self.known: dict[str, tuple[int, int]] = {}
+        self.looked = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Return whether it is time to look."""
+        return time.monotonic() - self.looked > _LOOK_S
+
+    def changed(self) -> Iterator[str]:
+        """Yield the files that have changed since the last look."""
+        self.looked = time.monotonic()
+        for name, path, status in self.workspace.files():
+            if name in self.announced or name in self.workspace.base or not path.is_file() or path.is_symlink():
+                continue
+            if status.st_size > 1000 and self.known.get(name) != (status.st_size, status.st_mtime_ns):
+                self.known[name] = (status.st_size, status.st_mtime_ns)
+                yield name
+
+
+def _read_rows(run: Run, folder: Path) -> None:
+    """Read the rows of all processes."""
+    for file in sorted(folder.glob("rows-*.jsonl")):
+        rank = int(file.name.split("-")[1])
+        for text in file.read_text().splitlines():
+            if not text.endswith("}"):  # A kill has cut it off.
+                continue
+            row = json.loads(text)
+            if row["kind"] == "step":
+                run.rows.setdefault(rank, []).append(row)
+            elif row["kind"] == "optimizer":
+                run.names.setdefault(row["optimizer"], row["names"])
+                run.weight_bytes += row["bytes"] if rank == 0 else 0
+            else:
+                run.saw_backward = True
+
+
+def _spellings(folder: Path) -> list[str]:
+    """Return the names of the working folder: a shell may have come to it through a link."""
+    shell = os.environ.get("PWD", "")
+    is_other = os.path.isabs(shell) and shell != str(folder) and os.path.realpath(shell) == str(folder)
+    return [shell, str(folder)] if is_other else [str(folder)]
+
+
+# --- processes
+
+
+@contextlib.contextmanager
+def _stopped(pid: int) -> Iterator[None]:
+    """Stop a process and all that it has started."""
+    pids = [pid, *_descendants(pid)]
+    _signal(pids, signal.SIGSTOP)
+    until = time.monotonic() + 1
+    for each in pids:
+        with contextlib.suppress(OSError):
+            while _state(each) not in "TtZX" and time.monotonic() < until:
+                time.sleep(0.0005)
+    try:
+        yield
+    finally:
+        _signal(pids, signal.SIGCONT)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _signal(pids: Sequence[int], number: int) -> None:
+    for each in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(each, number)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return what a process has started, and what these have, as they are now."""
+    children: dict[int, list[int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):  # It has ended.
+            parent = int(file.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(file.parent.name))
+    result, left = [], [pid]
+    while left:
+        new = children.get(left.pop(), [])
+        result += new
+        left += new
+    return result
+
+
+def _end(process: AnyProcess) -> None:
+    """Kill a process and all that it has started."""
+    if process.poll() is None:
+        _signal([process.pid, *_descendants(process.pid)], signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def end_processes(home: str, is_other: Callable[[int], bool] = lambda pid: pid != os.getpid()) -> None:
+    """Kill each process that was started for a check, by its environment: also those that have left their parents."""
+    mark = os.path.join(home, "").encode()
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            pid = int(file.parent.name)
+            if is_other(pid) and watch.PLAN.encode() in (content := file.read_bytes()) and mark in content:
+                os.kill(pid, signal.SIGKILL)

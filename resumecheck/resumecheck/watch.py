@@ -1,0 +1,366 @@
+"""What runs in each Python process of the script: copied as ``sitecustomize.py`` to a folder on its path.
+
+It records the optimizer steps (``steps.py``), refuses changes outside of the copy (``guard.py``), and tells the parent
+each change of a file before it is made. The parent stops all processes, takes a snapshot, and lets them go on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+PLAN = "RESUMECHECK_PLAN"
+"""The environment variable that holds what to do, as JSON."""
+
+_LOGS = (".csv", ".jsonl", ".log", ".tsv", ".txt", ".out", ".lock")
+_EVENTS_OF_A_LOG = 8  # A save may write such a file; a log is written at each step.
+_CHANGES = {
+    "os.rename": 1,
+    "os.link": 1,
+    "os.symlink": 1,
+    "os.remove": 0,
+    "os.rmdir": 0,
+    "os.mkdir": 0,
+    "os.truncate": 0,
+}
+"""The audit event of each change, and the place of its path."""
+_NOT_THE_SCRIPT = (f"{os.sep}torch{os.sep}serialization", f"{os.sep}safetensors{os.sep}", f"{os.sep}shutil.py")
+
+Plan = dict[str, Any]
+
+
+class Watch:
+    """Tell the parent what this process does to the files of the copy, and what its optimizer does."""
+
+    def __init__(self, plan: Plan, guard: Any, steps: Any) -> None:
+        self.plan, self.guard, self.steps = plan, guard, steps
+        self.work = os.path.join(plan["work"], "")
+        self.busy_threads: set[int] = set()
+        self.counts: dict[str, int] = {}
+        self.file: int | None = None
+        self.pid = os.getpid()
+        self.recorder: Any = None
+        sys.addaudithook(self.audit)
+        guard.when_imported("torch", self.watch_torch)
+        guard.when_imported("safetensors", self.watch_safetensors)
+        guard.when_imported("safetensors.torch", self.watch_safetensors_of_torch)
+
+    # --- files
+
+    def audit(self, event: str, arguments: Any) -> None:
+        """Tell each change of a file in the copy."""
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(flags, int) and flags & self.guard.WRITES and isinstance(path, (str, bytes, os.PathLike)):
+                self.change("append" if flags & os.O_APPEND else "write", path)
+        elif event in _CHANGES and self.plan["snapshots"]:
+            path = arguments[_CHANGES[event]]
+            folder = _folder_of(event, arguments)
+            source = arguments[0] if event == "os.rename" else None
+            if isinstance(path, (str, bytes, os.PathLike)):
+                self.change(event.partition(".")[2], path, folder, source)
+
+    def change(self, operation: str, path: Any, folder: int = -1, source: Any = None, **more: Any) -> None:
+        """Tell the parent of a change before it is made, and wait until it has taken a snapshot."""
+        thread = threading.get_ident()
+        if thread in self.busy_threads or not self.plan["snapshots"]:
+            return
+        self.busy_threads.add(thread)
+        try:
+            real = _real(os.fsdecode(path), folder)
+            if not real.startswith(self.work) or f"{os.sep}__pycache__" in real:
+                return
+            if operation == "mkdir" and os.path.isdir(real):
+                return
+            if self._is_busy_log(real, operation):
+                return
+            message = {"kind": "file", "operation": operation, "path": real[len(self.work) :], **more}
+            if source is not None:
+                origin = _real(os.fsdecode(source), folder)
+                message["source"] = origin[len(self.work) :] if origin.startswith(self.work) else origin
+            self.tell({**message, **self._situation()})
+        finally:
+            self.busy_threads.discard(thread)
+
+    def _is_busy_log(self, path: str, operation: str) -> bool:
+        """Return whether a file is a log whose first changes were told."""
+        if operation == "append" and not path.endswith((".pt", ".pth", ".ckpt")):
+            return True
+        if not path.endswith(_LOGS) and "tfevents" not in path:
+            return False
+        self.counts[path] = self.counts.get(path, 0) + 1
+        return self.counts[path] > _EVENTS_OF_A_LOG
+
+    def _situation(self) -> dict[str, Any]:
+        """Return who changes a file, and when."""
+        is_aside = threading.current_thread() is not threading.main_thread() or os.getpid() != self.plan["pid"]
+        situation: dict[str, Any] = {"row": self.recorder.count if self.recorder else 0, "aside": is_aside}
+        situation["thread"] = f"{os.getpid()}-{threading.get_ident()}" if is_aside else ""
+        situation["line"] = line_of_the_script(self.work)
+        if self.recorder is not None and not is_aside:
+            situation["random"] = self.recorder.random_streams()
+        return situation
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a message to the parent, and wait for its answer."""
+        message["rank"] = rank_of_process()
+        try:
+            with socket.socket(socket.AF_UNIX) as line:
+                line.connect(self.plan["socket"])
+                line.sendall(json.dumps(message).encode() + b"\n")
+                line.recv(1)
+        except OSError:  # Never one of the script's: it would take it for an answer of its own call.
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    # --- saves
+
+    def watch_torch(self, torch: Any) -> None:
+        """Record the steps, and what is given to torch.save."""
+        self.recorder = self.steps.Recorder(torch, self.write, self.plan["by"])
+        torch.save = self.steps.wrap(torch.save, self.save)
+
+    def save(self, original: Any, value: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tell what is saved, by its weights; a path is opened in C++ without an event."""
+        if self.plan["snapshots"]:
+            content = self._content(value)
+            if isinstance(f, (str, os.PathLike)):
+                self.change("torch.save", f, **content)
+            else:
+                self.tell({"kind": "content", "path": os.path.basename(str(getattr(f, "name", ""))), **content}
+                          | self._situation())  # fmt: skip
+        result = original(value, f, *args, **kwargs)
+        if self.plan["snapshots"] and self._situation()["aside"]:
+            self.tell({"kind": "written", **self._situation()})
+        return result
+
+    def watch_safetensors_of_torch(self, module: Any) -> None:
+        """See the tensors that are given to save_file."""
+
+        def call(original: Any, tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+            self.change("safetensors", filename, **self._content(dict(tensors)))
+            return original(tensors, filename, *args, **kwargs)
+
+        module.save_file = self.steps.wrap(module.save_file, call)
+
+    def watch_safetensors(self, module: Any) -> None:
+        """See files that are written in Rust, by libraries that call it themselves."""
+
+        def call(original: Any, tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+            self.change("safetensors", filename)
+            return original(tensors, filename, *args, **kwargs)
+
+        module.serialize_file = self.steps.wrap(module.serialize_file, call)
+
+    def _content(self, value: Any) -> dict[str, Any]:
+        """Return the fingerprints of the tensors in an object, and what its entries are."""
+        thread = threading.get_ident()
+        self.busy_threads.add(thread)
+        try:
+            with self.recorder.torch.no_grad():
+                tensors = self.recorder.fingerprints_in(value)
+            return {"tensors": tensors, "holds": describe(self.recorder.torch, value)}
+        finally:
+            self.busy_threads.discard(thread)
+
+    # --- rows
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row to the file of this process, and stop where the plan says so."""
+        if self.file is None or self.pid != os.getpid():
+            self.pid = os.getpid()  # A forked process has a file of its own.
+            self.busy_threads.add(threading.get_ident())
+            path = os.path.join(self.plan["folder"], f"rows-{rank_of_process()}-{os.getpid()}.jsonl")
+            self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self.busy_threads.discard(threading.get_ident())
+        os.write(self.file, (json.dumps(row) + "\n").encode())
+        if row["kind"] != "step":
+            return
+        if row["n"] == self.plan["limit"]:
+            handled = callable(signal.getsignal(signal.SIGTERM))
+            self.tell({"kind": "limit", "row": row["n"], "handles_sigterm": handled})
+        elif self.plan["snapshots"] and os.path.exists(self.plan["changed"]):
+            self.tell({"kind": "step", "row": row["n"]})
+
+
+class Fork:
+    """Wait at the first look at what differs between the instants, and go on from there in a fork for each of them.
+
+    What comes before, the imports above all, is the same for each, so that it is paid once.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.is_over = plan, False
+        self.same = frozenset(plan["same"])
+        self.work = os.path.join(plan["work"], "")
+        original = os.stat
+
+        def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+            self.look(path)
+            return original(path, *args, **kwargs)
+
+        os.stat = stat  # It has no event.
+        sys.addaudithook(self.audit)
+
+    def audit(self, event: str, arguments: Any) -> None:
+        """See what looks at files or changes them."""
+        if self.is_over or not arguments:
+            return
+        if event in ("os.listdir", "os.scandir"):
+            self.look(arguments[0] if arguments[0] is not None else ".", is_folder=True)
+        elif event in ("open", "os.mkdir", "os.rename", "os.remove", "os.chdir", "subprocess.Popen", "os.fork"):
+            if event in ("subprocess.Popen", "os.fork"):  # What it starts may look, and would not be forked.
+                self.look(self.work + "?", is_folder=True)
+            self.look(arguments[0])
+
+    def look(self, path: Any, is_folder: bool = False) -> None:
+        """Stop here, if a path is one that may differ and no import looks at it."""
+        if self.is_over or not isinstance(path, (str, bytes, os.PathLike)):
+            return
+        full = os.path.normpath(os.path.join(os.getcwd(), os.fsdecode(path)))
+        if not (full + os.sep).startswith(self.work) or full.endswith((".py", ".pyc", ".so")) or "__pycache__" in full:
+            return
+        name = full[len(self.work) :]
+        if (not is_folder and (not name or name in self.same)) or os.getppid() != self.plan["parent"]:
+            return
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code.co_filename
+            if code.startswith("<frozen importlib") or "/importlib/" in code:
+                return
+            frame = frame.f_back
+        self.is_over = True
+        self.wait()
+
+    def wait(self) -> None:
+        """Fork for each order of the parent; a child returns to the script, and this process waits for its end."""
+        here = os.getcwd()
+        line = socket.socket(socket.AF_UNIX)
+        line.connect(self.plan["orders"])
+        orders = line.makefile("r")
+        line.sendall(b"ready\n")
+        for text in orders:
+            plan = json.loads(text)
+            pid = os.fork()
+            if not pid:
+                os.setsid()
+                orders.close()
+                line.close()
+                self.plan.clear()
+                self.plan.update(plan, pid=os.getpid())
+                os.chdir(here)
+                output = os.open(plan["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                os.close(output)
+                os.environ[PLAN] = text
+                return
+            line.sendall(f"{pid}\n".encode())
+            _, status = os.waitpid(pid, 0)
+            line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os._exit(0)
+
+
+def rank_of_process() -> int:
+    """Return the rank of this process, as a launcher says it."""
+    return int(os.environ.get("RANK") or 0)
+
+
+def _folder_of(event: str, arguments: Any) -> int:
+    """Return the descriptor of the folder to which the path of an event is relative, or -1."""
+    place = {"os.rename": 3, "os.link": 3, "os.symlink": 2, "os.mkdir": 2, "os.remove": 1, "os.rmdir": 1}.get(event, 99)
+    return arguments[place] if place < len(arguments) and isinstance(arguments[place], int) else -1
+
+
+def _real(path: str, folder: int) -> str:
+    """Return a path without links but at its end."""
+    if folder >= 0 and not os.path.isabs(path):
+        path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
+    return os.path.join(os.path.realpath(os.path.dirname(path) or "."), os.path.basename(path))
+
+
+def line_of_the_script(work: str) -> str:
+    """Name the line of the script that is on the stack, and the library's that saves for it."""
+    own = os.path.dirname(os.path.realpath(__file__))
+    frame: Any = sys._getframe(1)
+    library = ""
+    while frame is not None:
+        name = os.path.realpath(frame.f_code.co_filename)
+        if name.startswith(work):
+            line = f"{name[len(work) :]}:{frame.f_lineno}"
+            return f"{line} ({library})" if library else line
+        if (
+            not library
+            and os.sep in name
+            and not name.startswith(own)
+            and not any(each in name for each in _NOT_THE_SCRIPT)
+        ):
+            library = f"{'/'.join(name.split(os.sep)[-2:])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return library
+
+
+def describe(torch: Any, value: Any, depth: int = 0) -> Any:
+    """Name what an object holds: {"model": "weights", "rng": "random state", ...}."""
+    if isinstance(value, torch.Tensor):
+        is_random = value.dtype == torch.uint8 and value.dim() == 1 and value.numel() in (16, 5056)
+        return "random state" if is_random else "tensor"
+    if isinstance(value, torch.nn.Module):
+        return "model"
+    if isinstance(value, dict):
+        return _describe_dict(torch, value, depth)
+    if isinstance(value, tuple) and len(value) in (3, 5) and value[0] in (3, "MT19937"):
+        return "random state"
+    if isinstance(value, (list, tuple)):
+        kinds = [str(describe(torch, each, depth + 1)) for each in value[:8]] if depth < 3 else []
+        return next((each for each in ("random state", "optimizer", "scheduler", "weights") if each in kinds), "list")
+    return "number" if isinstance(value, (int, float)) else type(value).__name__
+
+
+def _describe_dict(torch: Any, value: dict[Any, Any], depth: int) -> Any:
+    keys = set(map(str, value))
+    if {"state", "param_groups"} <= keys:
+        return "optimizer"
+    if {"last_epoch", "_step_count"} <= keys or "_last_lr" in keys:
+        return "scheduler"
+    if "growth_factor" in keys:
+        return "loss scale"
+    if value and all(isinstance(each, torch.Tensor) for each in value.values()):
+        is_random = all(describe(torch, each) == "random state" for each in value.values())
+        return "random state" if is_random else "weights"
+    entries = (
+        {str(key): describe(torch, each, depth + 1) for key, each in list(value.items())[:40]} if depth < 2 else {}
+    )
+    if depth == 0:
+        return entries
+    return "random state" if "random state" in entries.values() else "dict"
+
+
+def _run_hidden_sitecustomize() -> None:
+    """Run the sitecustomize that this one hides."""
+    own = os.path.dirname(os.path.realpath(__file__))
+    others = [each for each in sys.path if os.path.realpath(each or ".") != own]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _start() -> None:
+    plan = {**json.loads(os.environ[PLAN]), "pid": os.getpid()}
+    guard = importlib.import_module("resumecheck_guard")
+    guard.Guard(plan["writable"], plan["refusal"])
+    if plan["orders"]:
+        Fork(plan)
+    Watch(plan, guard, importlib.import_module("resumecheck_steps"))
+    _run_hidden_sitecustomize()
+
+
+if __name__ == "sitecustomize" and PLAN in os.environ:
+    _start()
