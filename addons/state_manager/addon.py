@@ -17,6 +17,7 @@ from zae.addons.state_manager.keep import Checkpoints, Retention, WeightFiles
 from zae.addons.state_manager.load_check import LoadCheck
 from zae.addons.state_manager.resume import Resumption, find, newest_whole, read
 from zae.addons.state_manager.saver import Job, check_moment, format_for, lies_in_parts
+from zae.addons.state_manager.shared_disk import check_shared_disk
 from zae.addons.state_manager.start_from import Start
 from zae.addons.state_manager.stop_signals import StopSignals
 from zae.checkpoint.folder import Group
@@ -272,7 +273,11 @@ class StateManagerAddon(AddOnBase):
         self.checkpoints.has_failed = False
         self.checkpoints.about_run = {}
         open_folder = partial(self.checkpoints.open, self.progress_checker.step, self.overwrite)
-        Group(self.rank, self.gather).together(open_folder if self.is_main else lambda: None, self.save_path)
+        group = Group(self.rank, self.gather)
+        group.together(open_folder if self.is_main else lambda: None, self.save_path)
+        if self.world_size > 1 and isinstance(self.checkpointer, FolderCheckpointer):
+            is_sharded = self.checkpoints.model_format == "sharded"
+            check_shared_disk(self.save_path, group, writes_on_all_ranks=is_sharded)
         if self.is_main and self._resumption.mid_epoch != "restart":
             self.loader_position.warn_of_order(self.current_run.current_loader)
         self._reload()
