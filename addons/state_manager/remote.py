@@ -15,7 +15,7 @@ from zae.addons.state_manager.checkpointer import Checkpointer, step_of_weights
 from zae.checkpoint.filesystem import MANIFEST, REMEDY, is_known, put_file
 from zae.checkpoint.manifest import MANIFEST_LIMIT, Manifest, parse, read_manifest
 from zae.common.argument_checks import check_url
-from zae.errors import CheckpointDamaged, CheckpointError
+from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
 
 __all__ = ["FsspecCheckpointer"]
 
@@ -50,7 +50,8 @@ class FsspecCheckpointer(Checkpointer):
     Raises
     ------
     ConfigError
-        The URL has an unknown protocol, or the package of its file system is not installed.
+        The URL has an unknown protocol, or the package of its file system is not installed. As a run begins: its bucket
+        does not exist.
 
     Examples
     --------
@@ -77,6 +78,7 @@ class FsspecCheckpointer(Checkpointer):
         self.url = self.place = url
         self.files, root = check_url("url", url, **(storage_options or {}))
         self.root = root.rstrip("/")
+        self.bucket = self.root.partition("/")[0]  # Empty where paths begin with a slash: there are folders, no buckets.
         self._strays: set[tuple[str, int]] = set()  # Uploads that were not removed, or not read back; 0: all.
 
     @classmethod
@@ -180,9 +182,31 @@ class FsspecCheckpointer(Checkpointer):
     # ------------------------------------------------------------------------------------------------- writing
 
     def begin(self) -> None:
-        """Remove uploads that were interrupted."""
+        """Refuse a bucket that does not exist, and remove uploads that were interrupted."""
+        if self.bucket and not self.entries() and self._lacks_bucket():
+            raise ConfigError(
+                f"url={self.url!r}: there is no bucket {self.bucket!r}; correct the URL, or create the bucket first"
+            )
         for name, uploads in self._uploads().items():
             self._clean_up(name, [number for number, files in uploads.items() if not self._is_complete(files)])
+
+    def _lacks_bucket(self) -> bool:
+        """Return whether the store says that there is no such bucket, and not only that it may not be looked at."""
+        with self.reaching("its bucket was not looked up"):
+            if self.files.exists(self.bucket):  # An empty bucket too, which some clients do not list.
+                return False
+            try:
+                self.files.ls(self.bucket, detail=False)
+            except FileNotFoundError:
+                return True
+            except (OSError, NotImplementedError):  # Rights may be given for the folder of the run alone.
+                return False
+        return False
+
+    def _make_folder(self, place: str) -> None:
+        """Make a folder; object storage needs none, and would make a bucket that was removed."""
+        if not self.bucket:
+            self.files.makedirs(place, exist_ok=True)
 
     def put(self, name: str, folder: Path) -> None:
         """Upload a checkpoint, the manifest last, read it back, and remove earlier uploads of it."""
@@ -192,7 +216,7 @@ class FsspecCheckpointer(Checkpointer):
         manifest = read_manifest(folder)
         try:
             with self.reaching(f"{name} was not saved"):
-                self.files.makedirs(place, exist_ok=True)
+                self._make_folder(place)
                 for file in (*manifest["files"], MANIFEST):
                     self.files.put_file(str(folder / file), f"{place}/{file}")
         except CheckpointError:
@@ -280,7 +304,7 @@ class FsspecCheckpointer(Checkpointer):
             if not is_main:
                 return
             with self.reaching(f"{path.name} was not saved"):
-                self.files.makedirs(self.root, exist_ok=True)
+                self._make_folder(self.root)
                 put_file(self.files, local / path.name, f"{self.root}/{path.name}")
 
     def remove_weights(self, path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from kit import faults, hand
@@ -166,6 +167,73 @@ def test_a_store_that_refuses(tmp_path: Path, background: bool, caplog: pytest.L
     assert "not saved at step 5" in caplog.text
     resumed = train(at, tmp_path / "local", 6)
     assert names(resumed) == ["step-00000006"]
+
+
+def bucket_options(folder: Path) -> dict[str, Any]:
+    """Options of ``dir://``: the folders of a local one are buckets, and keys need no folder, as in object storage."""
+    return {"path": str(folder), "fs": LocalFileSystem(auto_mkdir=True)}
+
+
+@pytest.mark.parametrize("url", ["dir://bucket-typo/run", "dir://bucket-typo"])
+@pytest.mark.parametrize("resume", ["auto", False])
+def test_a_bucket_that_does_not_exist_is_refused_before_training_and_not_created(
+    tmp_path: Path, url: str, resume: Any
+) -> None:
+    steps = []
+
+    class Counting(faults.Task):
+        def train_step(self, batch: Any) -> Any:
+            steps.append(batch)
+            return super().train_step(batch)
+
+    (tmp_path / "store" / "bucket").mkdir(parents=True)
+    at = FsspecCheckpointer.at(url, **bucket_options(tmp_path / "store"))
+    with pytest.raises(ConfigError, match=f"url='{url}': there is no bucket 'bucket-typo'; correct the URL, or create"):
+        train(at, tmp_path / "local", 2, cls=Counting, resume=resume)
+    assert steps == []
+    assert os.listdir(tmp_path / "store") == ["bucket"]
+
+
+def test_an_empty_bucket_takes_checkpoints_and_no_save_makes_a_folder(tmp_path: Path) -> None:
+    """Files of weights as well: in object storage, to make a folder makes the bucket."""
+    bucket = tmp_path / "store" / "bucket"
+    bucket.mkdir(parents=True)
+    at = FsspecCheckpointer.at("dir://bucket/run", **bucket_options(tmp_path / "store"))
+    train(at, tmp_path / "local", 2, save_weights_every=1)
+    assert {"step-00000002.1", "weights-00000002.safetensors"} <= set(os.listdir(bucket / "run"))
+    assert train(at, tmp_path / "other", 4).progress_checker.step == 4
+
+    class NoFolders(DirFileSystem):
+        cachable = False
+
+        def makedirs(self, path: str, exist_ok: bool = False) -> None:
+            raise AssertionError(f"{path} would be made")
+
+    made = trainer(at, tmp_path / "local", save_weights_every=1)
+    made.checkpointer.files = NoFolders(**bucket_options(tmp_path / "store"))
+    made.run(None, hand.loader(), max_steps=6)
+    assert names(made) == ["step-00000006"]
+
+
+def test_a_bucket_that_may_not_be_listed_is_used(tmp_path: Path) -> None:
+    """Rights may be given for a prefix alone."""
+
+    class OnePrefix(DirFileSystem):
+        cachable = False
+
+        def exists(self, path: str) -> bool:
+            return "/" in path and super().exists(path)
+
+        def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+            if "/" not in path:
+                raise PermissionError("Access Denied")
+            return super().ls(path, detail, **options)
+
+    (tmp_path / "store" / "bucket").mkdir(parents=True)
+    made = trainer(FsspecCheckpointer.at("dir://bucket/run", **bucket_options(tmp_path / "store")), tmp_path / "local")
+    made.checkpointer.files = OnePrefix(**bucket_options(tmp_path / "store"))
+    made.run(None, hand.loader(), max_steps=2)
+    assert names(made) == ["step-00000002"]
 
 
 def test_kept_by_number_and_by_score(tmp_path: Path) -> None:
