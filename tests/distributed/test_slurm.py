@@ -166,6 +166,25 @@ def write_job(name, pause):
     Path(f"{name}.sh").write_text(job)
 
 
+@pytest.mark.parametrize("page", ["howto/clusters.md", "engines/launching.md"])
+@pytest.mark.parametrize("status", [0, 1, 137, 143])
+def test_a_job_ends_with_the_status_of_its_training(page, status, tmp_path):
+    """SLURM calls a job COMPLETED, and starts those that depend on it, by this status alone."""
+    (job,) = re.findall(r"^```bash\n(#!/bin/bash\n.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
+    script = tmp_path / "job.sh"
+    script.write_text(job)
+    commands = {"srun": f"exit {status}", "scontrol": f'echo "$1" >> {tmp_path}/asked'}
+    for name, line in commands.items():
+        command = tmp_path / name
+        command.write_text(f"#!/bin/bash\n{line}\n")
+        command.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1"}
+    ended = subprocess.run(["bash", script], env=variables, timeout=60)
+    assert ended.returncode == status
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    assert ("requeue" in asked) == (status == 143 and "clusters" in page)
+
+
 @pytest.mark.exhaustive
 def test_a_job_that_is_queued_again_before_its_time_is_over():
     """USR1 from SLURM saves, ends and queues the job again; its second life ends bitwise as one never stopped."""
