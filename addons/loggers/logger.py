@@ -84,7 +84,6 @@ class LoggerAddon(AddOnBase):
     state_attributes = ("_run_id", "_records")
     process_attributes = {"_group": None}
     _failed: bool
-    _asked_all: bool
     _failed_sinks: set[str]
     _resumed_at: int | None
 
@@ -111,7 +110,6 @@ class LoggerAddon(AddOnBase):
         self.logger_timeout = min(check_number("logger_timeout", logger_timeout, 0.1), 1e6)
         self._group: SinkGroup | None = None  # While a run is logged.
         self._failed = False
-        self._asked_all = False
         self._failed_sinks = set()  # Sinks that have failed: a second run does not wait for them again.
         self._run_id: str | None = None  # None until the sinks are first opened.
         self._records = 0
@@ -120,7 +118,6 @@ class LoggerAddon(AddOnBase):
     @hook
     def sinks(self) -> list[Sink]:
         """Return new sinks for the records of a run; a logger returns ``[*super().sinks(), MySink()]``."""
-        self._asked_all = True
         return []
 
     def on_run_begin(self) -> None:
@@ -241,25 +238,11 @@ class LoggerAddon(AddOnBase):
         self._close_sinks()
         self._resumed_at = self.progress_checker.step if self._run_id is not None else None
 
-    def _name_greedy(self) -> str:
-        """Return the error for a logger that leaves out the sinks of the others."""
-        owners = [
-            each for each in type(self).__mro__ if "sinks" in vars(each) and not each.__module__.startswith("zae.")
-        ]
-        names = " or ".join(f"{each.__name__}.sinks()" for each in owners)
-        return (
-            f"{names} does not call super(), so that other loggers would write nothing; "
-            "return [*super().sinks(), MySink()]"
-        )
-
     def _open_sinks(self) -> None:
         """Open the sinks, once for a call of ``run``."""
         if self._group is not None or not self.is_main:
             return
-        self._asked_all = False
         sinks = self.sinks()
-        if not self._asked_all:
-            raise TypeError(self._name_greedy())
         continued = self._run_id is not None
         if sinks:
             self._run_id = self._run_id or secrets.token_hex(8)

@@ -363,9 +363,7 @@ def test_a_sink_list_without_super_is_refused():
             return []
 
     trainer = build(GreedyLoggerAddon, ListLoggerAddon)
-    with pytest.raises(
-        TypeError, match=r"GreedyLoggerAddon\.sinks\(\) does not call .* \[\*super\(\)\.sinks\(\), MySink\(\)\]"
-    ):
+    with pytest.raises(TypeError, match=r"GreedyLoggerAddon\.sinks .* call super\(\)\.sinks\("):
         trainer.run(1, loader())
     assert trainer.progress_checker.step == 0
 
