@@ -78,9 +78,8 @@ class FsspecCheckpointer(Checkpointer):
         self.url = self.place = url
         self.files, root = check_url("url", url, **(storage_options or {}))
         self.root = root.rstrip("/")
-        self.bucket = self.root.partition("/")[
-            0
-        ]  # Empty where paths begin with a slash: there are folders, no buckets.
+        # Empty where paths begin with a slash: there are folders, and no buckets.
+        self.bucket = self.root.partition("/")[0]
         self._strays: set[tuple[str, int]] = set()  # Uploads that were not removed, or not read back; 0: all.
 
     @classmethod
