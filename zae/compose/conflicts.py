@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_composition", "check_set"]
 
+_KINDS = ("state_attributes", "rank_state_attributes", "process_attributes")
 _OURS = ("_is_addon", "_is_base", "_applied", "_partial", "_recipe", "_compositions")
 
 
@@ -123,6 +124,8 @@ def _check_collisions(cls: Any) -> None:
             count = is_add_on(outer) + is_add_on(klass)
             if name in core or count == 0 or (count == 2 and name in declared):
                 continue
+            if name in _KINDS and is_base(outer):  # A task says what its own attributes are.
+                continue
             if any(name in names.get(c, ()) for c in outer.__mro__ if c in klass.__mro__):
                 continue  # Both inherit it from one base.
             value = outer.__dict__.get(name)
@@ -169,6 +172,5 @@ def _own_names(cls: Any) -> dict[str, None]:
     """Return the names that a class body defines, and the attributes that it declares, in order."""
     body = cls.__dict__
     defined = [name for name in body if name not in _OURS and not name.startswith("__") and name != "_abc_impl"]
-    kinds = ("state_attributes", "rank_state_attributes", "process_attributes")
-    declared = [name for kind in kinds for name in body.get(kind, ())]
+    declared = [name for kind in _KINDS for name in body.get(kind, ())]
     return dict.fromkeys((*defined, *declared))

@@ -37,11 +37,20 @@ class PartValues:
     def __init__(self) -> None:
         self._changes = Changes()
         self._has_warned = False
+        self._source: Any = None  # What the run before has read.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the data out of a copy."""
+        return {**vars(self), "_source": None}
 
     def begin(self, loader: Any) -> None:
-        """Mark the values as a run begins."""
+        """Mark the values as a run begins; what has changed in other data is not of these."""
+        source = getattr(loader, "dataset", loader)
+        if self._source is not None and self._source is not source:
+            self._changes = Changes()
+        self._source = source
         walk = _walk(loader, self._changes, is_begin=True)
-        self._changes.begin(walk, Packer({}, walk.paths, _HOST, copies=True, most=0))
+        self._changes.begin(walk, Packer({}, walk.paths, _HOST, copies=True, most=LARGE))
         _warn_of_living_iterators(loader)
 
     def note(self, loader: Any) -> None:
@@ -72,15 +81,11 @@ class PartValues:
     def restore(self, loader: Any, captured: Mapping[str, Any], own: Mapping[Name, object]) -> None:
         """Put values back, but those that their object has set itself since they had the marks in ``own``."""
         walk = _walk(loader, self._changes)
-        entries = []
-        for entry in captured.get("values", ()):
-            name = (entry["owner"], entry["key"])
-            is_own = name in own and name in walk.places and mark_of(walk.places[name].value, walk.paths) != own[name]
-            if not is_own:
-                entries.append(entry)
+        places = walk.places
+        set_by_parts = {name for name in own if name in places and mark_of(places[name].value, walk.paths) != own[name]}
         maker = Maker({}, {path: each.object for path, each in walk.owners.items()}, _HOST)
         before = set(self._changes.names)
-        self._changes.put_back(walk, {"values": entries}, maker, says=True)
+        self._changes.put_back(walk, captured, maker, set_by_parts, says=True)
         self._changes.names = before
 
     def marks(self, loader: Any) -> dict[Name, object]:

@@ -151,6 +151,8 @@ class LoaderPosition:
         absent = list(state["absent"])
         pad = int(state["pad"])
         absent_before = int(state["absent_before"])
+        if self.loader is not None:
+            self.values.note(self.loader)  # What has changed since is not taken for the script's.
         for moment in ("begin", "present"):
             self.values.take((state[moment] or {}).get("values", {}))
         self._resume = resume
@@ -305,7 +307,7 @@ class LoaderPosition:
         It comes before the hooks that begin an epoch, which win at the end of one, as in a run that is not interrupted.
         """
         self.values.begin(loader)
-        if self._resume is not None:
+        if self._resume is not None and not self._another:
             self.values.restore(loader, self._resume["present"].get("values", {}), {})
 
     def restore_random(self) -> None:

@@ -130,6 +130,7 @@ class UserState:
 
     def load_state_dict(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
         """Take a state: it is put back when a call of ``run`` continues from it, and now where none is under way."""
+        self._changes.note(_walk(trainer, self._changes))  # What has changed since is not taken for the script's.
         self._pending = dict(state)
         self._before = None
         if not trainer.current_run.is_call:

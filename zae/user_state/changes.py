@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from zae.common.walk import has_same_bits
@@ -160,15 +160,20 @@ class Changes:
 
     # ------------------------------------------------------------------------------------------------- putting back
 
-    def put_back(self, walk: Walk, state: Mapping[str, Any], maker: Maker, *, says: bool) -> None:
-        """Put the values of a state back; those that it lacks, and that have changed since, become what they were."""
-        own = self._load_states(walk, state.get("states", {}), maker)
+    def put_back(
+        self, walk: Walk, state: Mapping[str, Any], maker: Maker, own: Container[Name] = (), *, says: bool
+    ) -> None:
+        """Put the values of a state back; those that it lacks, and that have changed since, become what they were.
+
+        Those in ``own`` were set by their objects, which have loaded a state of their own.
+        """
+        loaded = self._load_states(walk, state.get("states", {}), maker)
         absent = []
         entries = state.get("values", ())
         for entry in entries:
             name = (entry["owner"], entry["key"])
             self.names.add(name)
-            if name in own:
+            if name in own or name in loaded:
                 continue
             try:
                 problem = self._put(walk, entry, maker)

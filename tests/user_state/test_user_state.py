@@ -1,0 +1,837 @@
+"""When values are marked, put back, and in which object; what does not come back; what is said."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import logging
+import os
+import pickle
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from user_state.test_values import Transition
+
+from kit.faults import everything
+from kit.hand import data
+from kit.ranks import on_ranks
+from zae import AddOnBase, Every, Trainer
+from zae.addons import EMAAddon, MultiGPUAddon, StateManagerAddon
+from zae.errors import CheckpointMismatch, ConfigError
+from zae.loop.user_state import names_of_trainer
+
+INPUTS = [torch.randn(6, 4, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+STOPS = (2, 6, 9)  # In the first epoch, at its end, and in the second one.
+
+
+class Task(Trainer):
+    """Its loss depends on what a class derived from it keeps."""
+
+    def factor(self, batch: Any) -> float:
+        return 1.0
+
+    def train_step(self, batch: Any) -> Any:
+        return {"loss": (self.model(batch * self.factor(batch)) - 1).square().mean()}
+
+    def test_step(self, batch: Any) -> Any:
+        return {"loss": (self.model(batch) - 1).square().mean()}
+
+
+def build(task: Any, folder: Path, model: Callable[[], nn.Module] = lambda: nn.Linear(4, 1), **options: Any) -> Any:
+    add_ons = options.pop("add_ons", ())
+    known: dict[str, Any] = {"save_every": Every(epochs=9), "resume": "auto", "log_bar": False, "seed": 0, **options}
+    optimizer = known.pop("optimizer", lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    return task.add_on(StateManagerAddon, *add_ons)(model, "cpu", optimizer=optimizer, save_path=folder, **known)
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: each.clone() for name, each in trainer.unwrap().state_dict().items()}
+
+
+def assert_resumes(
+    task: Callable[[], Any], tmp_path: Path, *args: Any, epochs: int = 2, stops: Any = STOPS, **options: Any
+) -> Any:
+    """Compare runs that are ended and resumed with one that is not; return the trainer of the last one."""
+
+    def train(folder: str, *limits: int | None) -> Any:
+        for limit in limits:
+            trainer = build(task(), tmp_path / folder, *args, **options)
+            trainer.run(epochs, INPUTS, max_steps=limit)
+        return trainer
+
+    straight = weights(train("straight", None))
+    for stop in stops:
+        trainer = train(f"from {stop}", stop, None)
+        for name, value in weights(trainer).items():
+            assert torch.equal(value, straight[name]), f"resumed at step {stop}: {name} differs"
+    return trainer
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+# --------------------------------------------------------------------------------------- hooks that begin values anew
+
+
+def hidden_state(where: str) -> Any:
+    class Recurrent(Task):
+        hidden: Any = None
+
+        def reset(self) -> None:
+            self.hidden = torch.zeros(())
+
+        def factor(self, batch: Any) -> float:
+            self.hidden = 0.5 * self.hidden + batch.mean()
+            return 1.0 + float(self.hidden)
+
+    def hook(self: Any, *args: Any) -> Any:
+        if where == "run_epoch":
+            self.reset()
+            return super(Recurrent, self).run_epoch(*args)
+        result = getattr(super(Recurrent, self), where)(*args)
+        self.reset()
+        return result
+
+    setattr(Recurrent, where, hook)
+    if where in ("on_epoch_end", "on_step_end"):
+        Recurrent.hidden = torch.zeros(())
+    return Recurrent
+
+
+HOOKS = ["on_run_begin", "on_epoch_begin", "run_epoch", "on_epoch_end", "setup", "on_step_begin", "on_step_end"]
+
+
+@pytest.mark.parametrize("where", HOOKS)
+def test_a_hidden_state_that_a_hook_begins(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert_resumes(lambda: hidden_state(where), tmp_path)
+    assert warnings_in(caplog) == []
+
+
+class OwnLoop(Task):
+    """Begins its state in a loop of its own."""
+
+    def run_epoch(self, loader: Any) -> Any:
+        self.level = 0.0
+        for batch in loader:
+            self.run_batch(batch)
+
+    def factor(self, batch: Any) -> float:
+        self.level += float(batch.mean())
+        return 1.0 + self.level
+
+
+class Template(Task):
+    """Takes a copy of nothing: the zeros that it begins with stay zeros."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.zeros = torch.zeros(2)
+        self.hidden = self.zeros
+
+    def on_epoch_begin(self) -> None:
+        super().on_epoch_begin()
+        self.hidden = self.zeros
+
+    def factor(self, batch: Any) -> float:
+        self.hidden = self.hidden + batch.mean()
+        return 1.0 + float(self.hidden.sum()) + float(self.zeros.sum())
+
+
+class Aliases(Task):
+    """Has one tensor under two names, and in a list."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mean = torch.zeros(1)
+        self.all, self.same = [self.mean, 0], self.mean
+
+    def factor(self, batch: Any) -> float:
+        self.mean.mul_(0.5).add_(batch.mean())
+        self.all[1] += 1
+        return 1.0 + float(self.all[0] + self.same)
+
+
+class Learner(Task):
+    """Has a target network, a queue of named tuples, and another optimizer, as reinforcement learning has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.memory: deque[Any] = deque(maxlen=4)
+        self.target = copy.deepcopy(self.unwrap())
+        self.temperature = torch.zeros(1, requires_grad=True)
+        self.other = torch.optim.Adam([self.temperature], lr=0.1)
+
+    def factor(self, batch: Any) -> float:
+        self.memory.append(Transition(batch.mean(0), float(batch.sum())))
+        with torch.no_grad():
+            for mean, weight in zip(self.target.parameters(), self.model.parameters(), strict=True):
+                mean.data.copy_(0.9 * mean.data + 0.1 * weight.data)
+        (self.temperature.exp() * batch.mean()).sum().backward()
+        self.other.step()
+        self.other.zero_grad()
+        values = self.target(torch.stack([each.state for each in self.memory]))
+        return 1.0 + 0.1 * float(values.detach().mean()) + float(self.temperature) + 0.01 * self.memory[0].reward
+
+
+class Phase(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+class Curriculum(Task):
+    """Goes from one of its objects to the next, and from one phase to the next."""
+
+    class Level:
+        def __init__(self, factor: float) -> None:
+            self.factor, self.uses = factor, 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.levels = [self.Level(1.0 + index) for index in range(4)]
+        self.current, self.phase = self.levels[0], Phase.FIRST
+
+    def factor(self, batch: Any) -> float:
+        self.current.uses += 1
+        if self.current.uses == 4:
+            self.current = self.levels[self.levels.index(self.current) + 1]
+            self.phase = Phase.SECOND
+        return self.current.factor * self.phase.value
+
+
+class Removes(Task):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.warm_up, self.settings = 3.0, {"first": 2.0, "second": 1.0}
+
+    def factor(self, batch: Any) -> float:
+        found = getattr(self, "warm_up", 1.0) * sum(self.settings.values())
+        if self.progress_checker.step == 1:
+            del self.warm_up
+            del self.settings["first"]
+        return found
+
+
+class NamesOfZae(Task):
+    """Has attributes of the names that objects of zae have."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.index = self.batch = self.inside = self.slot = self.news = self.signals = self.records = 0
+
+    def factor(self, batch: Any) -> float:
+        for name in ("index", "batch", "inside", "slot", "news", "signals", "records"):
+            setattr(self, name, getattr(self, name) + 1)
+        return 1.0 + 0.1 * (self.index + self.batch + self.inside + self.slot + self.news + self.signals + self.records)
+
+
+class OwnState(Task):
+    """Saves one of two attributes itself."""
+
+    first = second = 0.0
+
+    def factor(self, batch: Any) -> float:
+        self.first += 1.0
+        self.second = 0.5 * self.second + float(batch.mean())
+        return 1.0 + 0.1 * self.first + self.second
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "first": self.first}
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> None:
+        rest = dict(state)
+        self.first = rest.pop("first")
+        super().load_state_dict(rest, strict)
+
+
+class Keeper:
+    """Has a state of its own, which leaves out one attribute."""
+
+    def __init__(self) -> None:
+        self.count, self.mean = 0, 0.0
+        self.handle = iter(range(3))  # No checkpoint can hold it.
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+class HasKeeper(Task):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.keeper = Keeper()
+
+    def factor(self, batch: Any) -> float:
+        self.keeper.count += 1
+        self.keeper.mean = 0.5 * self.keeper.mean + float(batch.mean())
+        return 1.0 + 0.1 * self.keeper.count + self.keeper.mean
+
+
+class KeepsGradients(Task):
+    def zero_grad(self) -> None:
+        pass
+
+
+class EverySecondStep(Task):
+    def optimizer_step(self) -> bool:
+        return super().optimizer_step() if self.progress_checker.step % 2 else False
+
+    def zero_grad(self) -> None:
+        if self.progress_checker.step % 2:
+            super().zero_grad()
+
+
+class Weights(Task):
+    """Has the model's own tensors in attributes: as parameters, and as views of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.chosen: list[Any] = []
+        self.shown: Any = None
+
+    def factor(self, batch: Any) -> float:
+        self.chosen = list(self.model.parameters())
+        self.shown = self.model.state_dict()
+        return 1.0 + float(self.chosen[0].detach().sum() + self.shown["weight"].sum())
+
+
+class Large(Task):
+    """Changes one number of large tensors and arrays, also through ``data``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rows, self.averages = torch.zeros(600, 1000), torch.zeros(600, 1000)
+        self.table = np.zeros((300, 1000))
+
+    def factor(self, batch: Any) -> float:
+        step = self.progress_checker.step
+        self.rows[step, 500] += 1
+        self.averages.data[step, 7] += 1
+        self.table[step, 3] += 1
+        return 1.0 + 0.01 * float(self.rows.sum() + self.averages.sum() + self.table.sum())
+
+
+TASKS = (
+    *(OwnLoop, Template, Aliases, Learner, Curriculum, Removes, NamesOfZae, OwnState, HasKeeper, KeepsGradients),
+    *(EverySecondStep, Weights, Large),
+)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task(task: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert_resumes(lambda: task, tmp_path)
+    assert warnings_in(caplog) == []
+
+
+class Buffer(nn.Module):
+    """Keeps a hidden state in a buffer, which is in its state, or in one that is not."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("hidden", torch.zeros(()), persistent=persistent)
+
+    def forward(self, inputs: Any) -> Any:
+        self.hidden = 0.5 * self.hidden + inputs.mean()
+        return self.linear(inputs * (1 + self.hidden))
+
+
+class BeginsBuffer(Task):
+    def on_epoch_begin(self) -> None:
+        super().on_epoch_begin()
+        self.unwrap().hidden.zero_()
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("task", [Task, BeginsBuffer])
+def test_a_buffer(task: Any, persistent: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert_resumes(lambda: task, tmp_path, lambda: Buffer(persistent))
+    assert warnings_in(caplog) == []
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps all of its state in attributes, which torch does not save."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.count, self.means, self.stream = 0, {}, torch.Generator().manual_seed(2)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for parameter in self.param_groups[0]["params"]:
+            mean = self.means.setdefault(parameter, torch.zeros_like(parameter)).mul_(0.9).add_(parameter.grad)
+            parameter.sub_(mean * torch.rand((), generator=self.stream), alpha=0.1 / self.count)
+
+
+def test_an_optimizer_of_the_user(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert_resumes(lambda: Task, tmp_path, optimizer=Momentum)
+    assert warnings_in(caplog) == []
+
+
+# -------------------------------------------------------------------------------------------- what does not come back
+
+
+class Processes(Task):
+    """Notes what is of the process as a run begins."""
+
+    def on_run_begin(self) -> None:
+        super().on_run_begin()
+        self.began, self.process = time.time(), os.getpid()
+        self.marker = object()
+
+
+def test_what_is_set_as_a_run_begins_is_of_its_process(tmp_path: Path) -> None:
+    first = build(Processes, tmp_path)
+    first.run(2, INPUTS, max_steps=3)
+    second = build(Processes, tmp_path)
+    before = time.time()
+    second.run(2, INPUTS)
+    assert second.began >= before
+    assert "values" not in second.state_dict().get("user_state", {})
+
+
+def test_a_setting_that_the_script_changed_is_the_scripts(tmp_path: Path) -> None:
+    """Also in a dict of which training changes another entry."""
+
+    class Settings(Task):
+        scale = 1.0
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.settings = {"limit": 5, "seen": 0}
+
+        def factor(self, batch: Any) -> float:
+            self.settings["seen"] += 1
+            return self.scale
+
+    build(Settings, tmp_path).run(2, INPUTS, max_steps=3)
+    second = build(Settings, tmp_path)
+    second.scale, second.settings["limit"] = 2.0, 9
+    second.run(2, INPUTS)
+    assert (second.scale, second.settings) == (2.0, {"limit": 9, "seen": 12})
+
+
+def test_a_class_leaves_attributes_out(tmp_path: Path) -> None:
+    class Counts(Task):
+        unsaved_attributes = ("reads",)
+        reads = total = 0
+
+        def factor(self, batch: Any) -> float:
+            self.reads += 1
+            self.total += 1
+            return 1.0
+
+    build(Counts, tmp_path).run(2, INPUTS, max_steps=3)
+    second = build(Counts, tmp_path)
+    second.run(2, INPUTS)
+    assert (second.reads, second.total) == (9, 12)
+
+
+def test_a_secret_is_in_no_file_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secret = "hf_" + "abcdefghijklmnop" * 2
+
+    class Client:
+        def __init__(self) -> None:
+            self.password = ""
+
+    class Data(torch.utils.data.Dataset[Any]):
+        token = ""
+
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> Any:
+            self.token = f"{secret}{index}"
+            return INPUTS[index]
+
+    class Collate(Client):
+        def __call__(self, rows: Any) -> Any:
+            self.password = secret
+            return torch.cat(rows)
+
+    class LogsIn(Task):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.client, self.note, self.headers = Client(), "", {"a": ""}
+
+        def factor(self, batch: Any) -> float:
+            self.client.password = self.note = secret
+            self.headers["a"] = f"Authorization: Bearer {secret}"
+            return 1.0
+
+    build(LogsIn, tmp_path).run(1, torch.utils.data.DataLoader(Data(), 2, collate_fn=Collate()))
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert secret.encode() not in path.read_bytes(), path
+    text = "\n".join(warnings_in(caplog))
+    assert "self.note has changed" in text
+    assert "self.client.password has changed" in text
+    assert secret not in text
+
+
+def test_a_resume_into_another_class_says_what_has_no_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Before(Task):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.count, self.inner = 0, Keeper()
+
+        def factor(self, batch: Any) -> float:
+            self.count += 1
+            self.inner.mean += 1.0
+            return 1.0
+
+    class After(Task):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.count = ["another kind"]
+
+    build(Before, tmp_path).run(2, INPUTS, max_steps=3)
+    second = build(After, tmp_path)
+    second.run(2, INPUTS)
+    assert second.count == ["another kind"]
+    (text,) = [each for each in warnings_in(caplog) if "have no place here" in each]
+    assert "self.count (it was of the kind 'number', and is a list)" in text
+    assert "self.inner.mean (its object does not exist" in text
+
+
+@pytest.mark.parametrize(
+    ("owner", "key"),
+    [
+        ("task", "train_step"),
+        ("task", "model"),
+        ("task", "_module"),
+        ("task", "device"),
+        ("task", "best"),
+        ("task", "metrics"),
+        ("task", "__class__"),
+        ("task", "__dict__"),
+        ("task", "user_state"),
+        ("task", "a.b"),
+        ("model", "forward"),
+        ("model", "_parameters"),
+        ("model", "training"),
+        ("model", "weight"),
+        ("task.optimizer", "lr"),
+        ("os", "environ"),
+    ],
+)
+@pytest.mark.parametrize("value", [7, ["list", [1]], ["object", "task"], ["object", "model"]])
+def test_a_hostile_checkpoint_reaches_nothing_else(owner: str, key: str, value: Any, tmp_path: Path) -> None:
+    class Hostile(Task):
+        def factor(self, batch: Any) -> float:
+            return 1.0
+
+    trainer = build(Hostile, tmp_path)
+    trainer.run(1, INPUTS, max_steps=2)
+    before, methods = weights(trainer), (trainer.train_step, trainer.model, trainer.device, trainer.unwrap().forward)
+    entry = {"owner": owner, "key": key, "was": None, "in place": True, "of class": True, "value": value}
+    state = {**trainer.state_dict(), "user_state": {"values": [entry, {**entry, "of class": False}]}}
+    trainer.load_state_dict(state)
+    assert (trainer.train_step, trainer.model, trainer.device, trainer.unwrap().forward) == methods
+    assert not hasattr(Hostile, "a.b")
+    assert "train_step" not in vars(trainer)
+    for name, each in weights(trainer).items():
+        assert torch.equal(each, before[name])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        [],
+        {"values": 3},
+        {"values": [3]},
+        {"values": [{"owner": "task"}]},
+        {"values": [{"owner": 1, "key": "a", "was": None, "in place": True, "of class": False, "value": 1}]},
+        {"removed": [["task"]]},
+        {"states": {1: 2}},
+        {"gradients": {"weight": 3}},
+    ],
+)
+def test_what_zae_has_not_saved_is_refused_before_anything_is_loaded(entry: Any, tmp_path: Path) -> None:
+    trainer = build(Task, tmp_path)
+    trainer.run(1, INPUTS, max_steps=2)
+    state = {**copy.deepcopy(trainer.state_dict()), "user_state": entry or [1]}
+    trainer.run(1, INPUTS)
+    step = trainer.progress_checker.step
+    with pytest.raises(CheckpointMismatch, match="user_state"):
+        trainer.load_state_dict(state)
+    assert trainer.progress_checker.step == step
+
+
+# ------------------------------------------------------------------------------------------------------ what is said
+
+
+def test_what_no_checkpoint_can_hold_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Reads(Task):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.others = iter(INPUTS * 9)
+            self.grown: list[Any] = []
+
+        def factor(self, batch: Any) -> float:
+            self.grown.append(Keeper())
+            return 1.0 + float(next(self.others).mean())
+
+    build(Reads, tmp_path, save_every=1).run(2, INPUTS)
+    grown, others = sorted(warnings_in(caplog))
+    assert re.match(r"self.grown has changed, and no checkpoint can hold a \S*test_user_state.Keeper: ", grown)
+    assert others.startswith("self.others has changed, and no checkpoint can hold a builtins.list_iterator")
+    assert "unsaved_attributes = ('others',)" in others
+
+
+def test_the_size_of_a_replay_buffer_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Replays(Task):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.replay = torch.zeros(200, 50_000)
+
+        def factor(self, batch: Any) -> float:
+            self.replay[self.progress_checker.step, :4] = batch[0]
+            return 1.0 + float(self.replay.sum())
+
+    assert_resumes(lambda: Replays, tmp_path, stops=(9,), keep_last=1)
+    told = [each for each in warnings_in(caplog) if "MB" in each]
+    assert len(told) == 3, "once in each process"
+    assert told[0].startswith("self.replay has changed, and each checkpoint contains its 38 MB")
+
+
+def test_attributes_of_a_dataset_that_workers_never_see(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Data(torch.utils.data.Dataset[Any]):
+        level = 0
+
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> Any:
+            return INPUTS[index] + self.level
+
+    class Raises(Task):
+        def on_epoch_end(self) -> None:
+            super().on_epoch_end()
+            self.current_run.user_loader.dataset.level += 1
+
+    loader = torch.utils.data.DataLoader(Data(), 2, num_workers=1, persistent_workers=True)
+    build(Raises, tmp_path).run(3, loader)
+    (text,) = warnings_in(caplog)
+    assert text.startswith("loader.dataset.level has changed in this process, and the workers of the loader")
+
+
+# ----------------------------------------------------------------------------------------------- more than one run
+
+
+class Counts(Task):
+    count = 0
+
+    def factor(self, batch: Any) -> float:
+        self.count += 1
+        return 1.0 + 0.01 * self.count
+
+
+def test_several_calls_of_run(tmp_path: Path) -> None:
+    """What the script sets between two calls is the script's, in the call that it is for."""
+
+    def script(folder: str, limit: int | None) -> Any:
+        trainer = build(Counts, tmp_path / folder)
+        trainer.run(1, INPUTS, max_steps=limit)
+        if limit is not None and limit < 6:
+            return None
+        trainer.count = 100
+        trainer.run(1, INPUTS, max_steps=None if limit is None else limit - 6)
+        return trainer.count, weights(trainer)
+
+    count, straight = script("straight", None)
+    for stop in (2, 8):
+        script(f"from {stop}", stop)
+        again, resumed = script(f"from {stop}", None)
+        assert again == count
+        assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+def test_two_trainers_of_one_class(tmp_path: Path) -> None:
+    def script(folder: str, limit: int | None) -> list[Any]:
+        ends = []
+        for name in "ab":
+            trainer = build(Counts, tmp_path / folder / name)
+            trainer.run(2, INPUTS, max_steps=limit)
+            ends.append((trainer.count, weights(trainer)["weight"].tolist()))
+        return ends
+
+    straight = script("straight", None)
+    script("parts", 4)
+    assert script("parts", None) == straight
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
+def test_a_copy_goes_on_and_saves(through: Any, tmp_path: Path) -> None:
+    first, straight = build(Counts, tmp_path / "a"), build(Counts, tmp_path / "b")
+    first.run(1, INPUTS)
+    straight.run(1, INPUTS)
+    twin = through(first)
+    twin.run(1, INPUTS)
+    straight.run(1, INPUTS)
+    assert twin.count == straight.count == 12
+    assert torch.equal(twin.unwrap().weight, straight.unwrap().weight)
+    again = build(Counts, tmp_path / "c")
+    again.load_state_dict(copy.deepcopy(twin.state_dict()))
+    assert again.count == twin.count
+
+
+def test_a_state_is_put_back_where_it_is_loaded(tmp_path: Path) -> None:
+    """An evaluation uses what training has learned."""
+    first = build(Counts, tmp_path)
+    first.run(1, INPUTS)
+    again = build(Counts, tmp_path)
+    again.evaluate(INPUTS)
+    assert again.count == first.count
+
+
+class Returns(Task):
+    """Goes back once, and counts that itself."""
+
+    unsaved_attributes = ("good",)
+    good: Any = None
+    returns = count = late = 0
+
+    def factor(self, batch: Any) -> float:
+        self.count += 1
+        if self.progress_checker.step > 2:
+            self.late += 1
+        return 1.0 + 0.01 * self.count + 0.1 * self.late
+
+    def checkpoint(self) -> None:
+        super().checkpoint()
+        if self.progress_checker.step == 2 and self.good is None:
+            self.good = copy.deepcopy(self.state_dict())
+
+    def on_step_end(self, outputs: Any) -> None:
+        super().on_step_end(outputs)
+        if self.progress_checker.step == 5 and not self.returns:
+            self.returns += 1
+            self.continue_from(self.good)
+
+
+class GoesBack(Returns):
+    unsaved_attributes = ("returns",)
+
+
+def test_continue_from_takes_what_has_changed_since(tmp_path: Path) -> None:
+    """Also what had not changed yet in the state, and becomes what it was as the run began."""
+
+    class Straight(GoesBack):
+        returns = 1
+
+    gone, straight = build(GoesBack, tmp_path / "a"), build(Straight, tmp_path / "b")
+    gone.run(2, INPUTS)
+    straight.run(2, INPUTS)
+    assert (gone.count, gone.late) == (straight.count, straight.late) == (12, 9)
+    assert everything(gone) == everything(straight)
+
+
+def test_going_back_without_end_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone back to step 2 100 times.*unsaved_attributes = \('returns',\)"):
+        build(Returns, tmp_path).run(2, INPUTS)
+
+
+def test_the_best_state_is_that_of_evaluation_alone(tmp_path: Path) -> None:
+    trainer = build(Counts, tmp_path, add_ons=[EMAAddon], decay=0.5)
+    trainer.run(2, INPUTS, INPUTS)
+    trainer.restore_best()
+    assert trainer.count == 12
+
+
+# ----------------------------------------------------------------------------------------------------- add-ons, ranks
+
+
+class CountsAddon(AddOnBase):
+    """Counts steps in an attribute that it neither annotates nor declares."""
+
+    layer = "observe"
+
+    def on_step_end(self, outputs: Any) -> None:
+        super().on_step_end(outputs)
+        self.steps_counted = getattr(self, "steps_counted", 0) + 1
+
+
+def test_an_add_on_of_the_user(tmp_path: Path) -> None:
+    build(Task, tmp_path, add_ons=[CountsAddon]).run(2, INPUTS, max_steps=3)
+    second = build(Task, tmp_path, add_ons=[CountsAddon])
+    second.run(2, INPUTS)
+    assert second.steps_counted == 12
+
+
+@on_ranks(2)
+def test_a_task_may_declare_what_ranks_have(world: int, tmp_path: Path) -> None:
+    class Hidden(Task):
+        rank_state_attributes = ("hidden",)
+        hidden: Any = None
+
+        def factor(self, batch: Any) -> float:
+            self.hidden = batch.mean() if self.hidden is None else 0.5 * self.hidden + batch.mean()
+            return 1.0 + float(self.hidden)
+
+    def run(folder: str, *limits: int | None) -> Any:
+        for limit in limits:
+            trainer = build(Hidden, tmp_path / folder, add_ons=[MultiGPUAddon])
+            trainer.run(2, INPUTS, max_steps=limit)
+        return weights(trainer), trainer.hidden
+
+    straight, hidden = run("straight", None)
+    resumed, again = run("parts", 2, None)
+    assert torch.equal(hidden, again)
+    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+def test_the_attributes_of_zae_are_known_by_name() -> None:
+    """What classes of zae set on a trainer is an option, declared, or annotated in them: the rest is the user's."""
+    import ast
+
+    from kit import imports
+
+    properties = {name for name in dir(Trainer) if isinstance(getattr(Trainer, name), property)}
+    allowed = names_of_trainer(Trainer) | properties
+    missing = []
+    for module, path in imports.sources().items():
+        if not module.startswith("zae.addons."):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and any("Add" in ast.unparse(base) for base in node.bases):
+                missing += [f"{node.name}.{name}" for name in _set_by(node) - allowed]
+    assert missing == []
+
+
+def _set_by(node: Any) -> set[str]:
+    """Return the attributes that the methods of an add-on set on the trainer and that its class does not describe."""
+    import ast
+
+    described = {"args", "mesh", "find_unused_parameters"}  # Options of a class that this one is of.
+    stored = set[str]()
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign):
+            described.add(ast.unparse(each.target))
+        if isinstance(each, (ast.Assign, ast.AnnAssign)) and "_attributes" in ast.unparse(each).partition("=")[0]:
+            described |= {part.value for part in ast.walk(each) if isinstance(part, ast.Constant)}
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            described |= {argument.arg for argument in (*each.args.args, *each.args.kwonlyargs)}
+    for each in ast.walk(node):
+        is_own = isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+        if is_own and isinstance(each.value, ast.Name) and each.value.id == "self":
+            stored.add(each.attr)
+    return stored - described
+
+
+def test_no_add_on_of_zae_leaves_a_value(tmp_path: Path) -> None:
+    """What it changes in a run is its own, which it declares or saves."""
+    trainer = build(Task, tmp_path, add_ons=[EMAAddon])
+    trainer.run(1, [batch for batch, _ in [data(8).tensors] * 3])
+    assert "values" not in trainer.state_dict().get("user_state", {})
