@@ -13,7 +13,6 @@ of the loader, `zae.data.part_values`. In the order of a run that is resumed:
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ from zae.errors import CheckpointMismatch
 from zae.optim.state import with_inner
 from zae.user_state.changes import Changes
 from zae.user_state.marks import LARGE
-from zae.user_state.owners import Walk, is_of_user
+from zae.user_state.owners import Walk, is_of_user, once_for_a_class
 from zae.user_state.values import Maker, Packer
 
 if TYPE_CHECKING:
@@ -256,7 +255,7 @@ def _warn_of_replaced(saved: Mapping[str, str], trainer: Trainer) -> None:
         )
 
 
-@functools.cache
+@once_for_a_class
 def names_of_trainer(cls: Any) -> frozenset[str]:
     """Return the attributes of a trainer that zae and add-ons set: options, and what their classes declare or annotate.
 

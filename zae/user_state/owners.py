@@ -28,7 +28,7 @@ from zae.common.torch_private import unsaved_buffers
 from zae.common.walk import is_of_library, is_of_zae
 from zae.user_state.values import Name, has_state, kind_of
 
-__all__ = ["STATE", "Owner", "Place", "Walk", "can_have", "is_of_user", "left_out"]
+__all__ = ["STATE", "Owner", "Place", "Walk", "can_have", "is_of_user", "left_out", "once_for_a_class"]
 
 _Found = TypeVar("_Found")
 _log = logging.getLogger("zae")
@@ -52,7 +52,7 @@ _OF_BASES: dict[type, frozenset[str]] = {
 """The attributes of classes of torch that users derive from: they are no values of the user."""
 
 
-def _once_for_a_class(function: Callable[[type], _Found]) -> Callable[[type], _Found]:
+def once_for_a_class(function: Callable[[type], _Found]) -> Callable[[type], _Found]:
     """Keep what a function returns for a class as long as the class is there."""
     known: WeakKeyDictionary[type, _Found] = WeakKeyDictionary()
 
@@ -240,13 +240,13 @@ def _has_few_names(value: dict[Any, Any]) -> bool:
     return 0 < len(value) <= MAX_ENTRIES and all(type(key) is str for key in value)
 
 
-@_once_for_a_class
+@once_for_a_class
 def is_of_user(cls: type) -> bool:
     """Return whether a class, or one that it derives from, is of no library: engines derive from those of users."""
     return not all(map(is_of_library, cls.__mro__))
 
 
-@_once_for_a_class
+@once_for_a_class
 def left_out(cls: type) -> frozenset[str]:
     """Return the attributes that a class names in ``unsaved_attributes``."""
     names: set[str] = {"unsaved_attributes"}
@@ -255,7 +255,7 @@ def left_out(cls: type) -> frozenset[str]:
     return frozenset(names)
 
 
-@_once_for_a_class
+@once_for_a_class
 def _of_bases(cls: type) -> frozenset[str]:
     """Return the attributes that an object has of classes of torch."""
     found = [names for base, names in _OF_BASES.items() if issubclass(cls, base)]
@@ -280,14 +280,13 @@ def _class_values(cls: type) -> list[tuple[type, str]]:
 # --------------------------------------------------------------------------------------------------------- attributes
 
 
-@_once_for_a_class
 def _slots_of(cls: type) -> dict[str, types.MemberDescriptorType]:
     """Return the attributes that the classes of an object keep in slots."""
     found = {}
     for each in reversed(cls.__mro__):
-        for name, value in vars(each).items():
-            if isinstance(value, types.MemberDescriptorType) and not is_of_library(each):
-                found[name] = value
+        if "__slots__" in vars(each) and not is_of_library(each):
+            members = {key: held for key, held in vars(each).items() if isinstance(held, types.MemberDescriptorType)}
+            found.update(members)
     return found
 
 
