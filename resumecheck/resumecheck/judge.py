@@ -147,7 +147,9 @@ class _Comparison:
         row, lowest = self.made[0], self.resume.lowest
         goes_on = lowest < self.count and row["inputs"] == self.expected[lowest]["inputs"] != self.expected[0]["inputs"]
         if goes_on:
-            return fail("weights", f"it goes on after step {lowest}, with the weights from before the first step")
+            whose = self._whose(row["optimizer"])
+            subject = f"the weights of {whose}," if whose else "the weights"
+            return fail("weights", f"it goes on after step {lowest}, with {subject} from before the first step")
         return fail("does not resume", "it begins with the first step, although a whole checkpoint was there", 1, 0)
 
     def _align(self) -> int | None:

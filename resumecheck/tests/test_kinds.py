@@ -336,7 +336,9 @@ for step in range(first, 30):
         torch.save({"model": model.state_dict(), "step": step + 1}, "new.pt")
         os.replace("new.pt", "last.pt")
 """
-TIME = LOOP.replace("model(data[8", "time.time_ns() % 1000 * model(data[8").replace("import os", "import os, time")
+TIME = LOOP.replace("8 * step + 8])", "8 * step + 8] * (time.time_ns() % 1000))").replace(
+    "import os", "import os, time"
+)
 
 EVERY_RUN = ("removes, then renames", "saves outside")
 
@@ -382,13 +384,13 @@ KINDS = {
     "critic": (
         GAN.replace("FORGOTTEN", "critic"),
         {"weights"},
-        {"weights"},
+        set(),
         "Adam, optimizer 1 of 2, of 0.weight, ...",
     ),
     "of maker": (
         GAN.replace("FORGOTTEN", "of maker"),
         {"optimizer state"},
-        {"optimizer state"},
+        set(),
         "Adam, optimizer 2 of 2",
     ),
 }
