@@ -55,6 +55,7 @@ def test_add_on_base_adds_no_option_and_no_hook():
         "layer", "inside", "outside", "slot", "requires", "apply", "take",
         "state_attributes", "rank_state_attributes", "state_dict", "load_state_dict", "generator", "evaluation_context",
         "adapt_state", "merge_ranks", "process_attributes", "traits", "excludes", "checks_model", "lockstep_forward",
+        "replicated_options",
     }  # fmt: skip
 
 

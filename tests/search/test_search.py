@@ -26,6 +26,16 @@ from zae.search import PruningAddon, load_study, search
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.fixture
+def optuna_says_all():
+    """Let optuna log at its default level, which the examples of docstrings raise."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    yield
+    optuna.logging.set_verbosity(before)
+
+
+@pytest.mark.usefixtures("optuna_says_all")
 def test_a_search(tmp_path, capsys):
     """What is drawn, recorded, shown and read again; the random streams of the script are not moved."""
     states = torch.get_rng_state()

@@ -199,7 +199,8 @@ def _hint_for(cls: Any, name: str, options: Collection[str]) -> str:
 
     owners = _owners(cls)
     owner = owners[name].__name__ if name in owners else ""
-    if name in HINTS:
+    is_same_option = owner and HINTS.get(name, "").startswith(f"{name} (")
+    if name in HINTS and not is_same_option:
         alike = [option for option in options if HINTS.get(option) == HINTS[name]]
         near_alike = difflib.get_close_matches(name, alike, n=1)
         is_option = HINTS[name].split()[0] in options
