@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ REMEDY = (
 )
 MAX_SHOWN = 10
 MAX_TEXT = 60
+_HASH = re.compile(r" [0-9a-f]{16}$")
 _ENDS = ("n_epoch", "max_steps", "valid_loader")
 """Arguments of ``run`` that say where it ends: a run may be made longer."""
 
@@ -194,7 +196,7 @@ def _named(data: Mapping[str, tuple[Any, Any]]) -> str:
     """Return the names of what differs of the data, with both values where they are numbers."""
     texts = []
     for name, (saved, present) in list(data.items())[:MAX_SHOWN]:
-        is_hash = isinstance(present, str) and " entries " in present
+        is_hash = isinstance(present, str) and _HASH.search(present) is not None
         texts.append(name if is_hash or len(repr(present)) > MAX_TEXT else f"{name} (was {saved!r} and is {present!r})")
     return ", ".join(texts)
 
