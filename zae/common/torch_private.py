@@ -263,10 +263,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def has_loading_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks of an optimizer may change the state that is loaded into it."""
     try:
-        return bool(
-            optimizer._optimizer_load_state_dict_pre_hooks  # type: ignore[attr-defined]
-            or optimizer._optimizer_load_state_dict_post_hooks  # type: ignore[attr-defined]
-        )
+        return bool(optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks)
     except AttributeError:
         return True
 
