@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from zae.addon import AddOnBase
 from zae.addons.callbacks import trainer_state
 from zae.addons.callbacks.calls import Callbacks
@@ -88,7 +90,7 @@ class CallbackAddon(AddOnBase):
     slot = "callbacks"
     traits = ("changes_run",)
     state_attributes = ("_shared_state",)
-    rank_state_attributes = ("_callback_states",)
+    rank_state_attributes = ("_callback_states", "_step_losses")
     _callbacks: Callbacks
 
     def __init__(
@@ -110,7 +112,7 @@ class CallbackAddon(AddOnBase):
 
     @property
     def _reader(self) -> RunReader:
-        return RunReader(self, self._callbacks.in_epoch)
+        return RunReader(self, self._callbacks.in_epoch, self._callbacks.batches_in_epoch)
 
     @property
     def state(self) -> TrainerState:
@@ -218,10 +220,15 @@ class CallbackAddon(AddOnBase):
         run = self.current_run
         self._callbacks.args = self.callback_args
         self._callbacks.in_epoch = run.extent.steps_in_epoch
+        calls = self.progress_checker.run_calls
+        if calls.starts[calls.index - 1][1] == self.progress_checker.step:
+            self._callbacks.losses.begin(self.progress_checker.step)
+            self._callbacks.state.log_history = []
         self._reader.begin(self._callbacks.state)
         self._reader.read_best(self._callbacks.state)
         self._callbacks.run_began = time.monotonic()
         self._callbacks.first_step = self.progress_checker.step
+        self._callbacks.batches_in_epoch = self._reader.batches_in_epoch()
         if self._callbacks.ends_epoch and self.progress_checker.epoch_batch:
             run.extent.end_epoch_here()
         self._callbacks.ends_epoch = False
@@ -234,7 +241,8 @@ class CallbackAddon(AddOnBase):
         """Log the speed of the run, and call ``on_train_end``."""
         super().on_run_end()
         seconds = time.monotonic() - self._callbacks.run_began
-        logs = self._reader.end_logs(seconds, self._callbacks.first_step)
+        loss = self._callbacks.losses.mean_of_run(self.progress_checker.step, self._mean_over_ranks)
+        logs = self._reader.end_logs(seconds, self._callbacks.first_step, loss)
         self._log_callbacks(logs)
         self._call_plain("on_run_end")
         self.call_event("on_train_end")
@@ -253,7 +261,9 @@ class CallbackAddon(AddOnBase):
         self._reader.read_best(self._callbacks.state)
         self.control.reset("should_save")
         self._call_plain("on_save", path)
-        self.call_event("on_save")
+        if self._callbacks.saved_step != self.progress_checker.step:  # The end of an epoch or a run is saved again.
+            self.call_event("on_save")
+        self._callbacks.saved_step = self.progress_checker.step
 
     def on_load(self, path: Path) -> None:
         """Call ``on_load``."""
@@ -302,12 +312,15 @@ class CallbackAddon(AddOnBase):
         """Call ``on_pre_optimizer_step`` and ``on_optimizer_step``."""
         self.call_event("on_pre_optimizer_step")
         stepped = super().optimizer_step()
+        # Before the schedule is stepped: the rate that this step has used.
+        self._callbacks.learning_rate = next(iter(self.optimization.learning_rates().values()), None)
         self.call_event("on_optimizer_step")
         return stepped
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """Call ``on_step_end``."""
         super().on_step_end(outputs)
+        self._callbacks.losses.add(outputs)
         self._call_plain("on_step_end", outputs)
         self.call_event("on_step_end")
 
@@ -318,29 +331,33 @@ class CallbackAddon(AddOnBase):
         super().on_validation_begin()
         self._reader.read_best(self._callbacks.state)
         self._begin_evaluation(self.current_run.valid_loader)
+        self._callbacks.is_validating = True
         self._call_plain("on_validation_begin")
 
     def on_validation_end(self, metrics: Mapping[str, float]) -> None:
         """Call ``on_evaluate``."""
         super().on_validation_end(metrics)
-        self.control.reset("should_evaluate")
+        self._callbacks.is_validating = False
         self._call_plain("on_validation_end", metrics)
-        self.call_event("on_evaluate", metrics=self._callbacks.evaluation)
+        for each in self._callbacks.evaluations:
+            self._report_evaluation(each)
+        self._callbacks.evaluations = []
         self._reader.read_best(self._callbacks.state)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, and call ``on_evaluate``."""
         self._begin_evaluation(args[0] if args else kwargs.get("loader"))
         found = super().evaluate(*args, **kwargs)
-        metrics = {key if key.startswith("eval_") else f"eval_{key}": value for key, value in found.items()}
-        self.call_event("on_evaluate", metrics=self._with_speed(metrics, "eval"))
+        for prefix, metrics in trainer_state.evaluations_in(found).items():
+            self._report_evaluation(metrics, prefix)
         return found
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict, and call ``on_predict``."""
         self._begin_evaluation(args[0] if args else kwargs.get("loader"))
         found = super().predict(*args, **kwargs)
-        self.call_event("on_predict", metrics=self._with_speed({}, "test"))
+        metrics = getattr(found, "metrics", None)  # A PredictionOutput of Transformers has them.
+        self.call_event("on_predict", metrics=self._with_speed({}, "test") if metrics is None else dict(metrics))
         return found
 
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
@@ -365,14 +382,32 @@ class CallbackAddon(AddOnBase):
         return {**metrics, **speed, "epoch": self._callbacks.state.epoch}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Call ``on_log``, and keep the record in ``log_history``."""
+        """Call ``on_log``, and keep the record in ``log_history``; that of a validation with its ``on_evaluate``."""
         super().log(metrics, step)
         self._call_plain("on_log", metrics, step)
         logs = trainer_state.logs_of(metrics)
-        if any(key.startswith("valid/") for key in metrics):
-            logs = self._with_speed(logs, "eval")
-            self._callbacks.evaluation = logs
+        if self._callbacks.is_validating and any(key.startswith("valid/") for key in metrics):
+            loader = self.current_run.valid_loader
+            sets = list(loader) if isinstance(loader, Mapping) else []
+            self._callbacks.evaluations = trainer_state.logs_by_set(metrics, sets) if sets else [logs]
+            return
+        if "train/loss" in metrics:
+            logs["loss"] = self._callbacks.losses.take_mean(self.progress_checker.step, self._mean_over_ranks)
+        if "learning_rate" in logs and self._callbacks.learning_rate is not None:
+            logs["learning_rate"] = self._callbacks.learning_rate
         self._log_callbacks(logs)
+
+    def _mean_over_ranks(self, number: Tensor) -> float:
+        return float(self.reduce(number)) / self.world_size
+
+    def _report_evaluation(self, metrics: dict[str, Any], prefix: str = "eval") -> None:
+        """Log an evaluation, and call ``on_evaluate``."""
+        metrics = {key: value for key, value in metrics.items() if key != "epoch"}
+        if f"{prefix}_runtime" not in metrics:
+            metrics = self._with_speed(metrics, "eval")
+        self._log_callbacks(metrics)
+        self.control.reset("should_evaluate")
+        self.call_event("on_evaluate", metrics=metrics)
 
     def _log_callbacks(self, logs: dict[str, Any]) -> None:
         """Keep a record, and call Transformers' ``on_log``."""
@@ -403,6 +438,15 @@ class CallbackAddon(AddOnBase):
         self._callbacks.is_pause = found.get("is_pause", False)  # Older states do not have it.
 
     @property
+    def _step_losses(self) -> dict[str, Any]:
+        """The sums of the losses of steps."""
+        return self._callbacks.losses.state_dict()
+
+    @_step_losses.setter
+    def _step_losses(self, state: Mapping[str, Any]) -> None:
+        self._callbacks.losses.load_state_dict(state)
+
+    @property
     def _callback_states(self) -> dict[str, Any]:
         """The states of the callbacks."""
         return self._callbacks.state_dict()
@@ -414,7 +458,8 @@ class CallbackAddon(AddOnBase):
     def adapt_state(self, entry: Any) -> Any:
         """Check the states of callbacks; a state that was saved without this add-on begins them."""
         if entry is None:
-            return {"shared_state": self._shared_state, "callback_states": {}}
+            return {"shared_state": self._shared_state, "callback_states": {}, "step_losses": self._step_losses}
         if isinstance(entry, Mapping):
             self._callbacks.check(entry.get("callback_states"))
+            entry = {"step_losses": self._step_losses, **entry}  # Older states have none.
         return entry

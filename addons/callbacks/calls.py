@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from zae.addons.callbacks.trainer_state import TrainerControl, TrainerState
+from zae.addons.callbacks.trainer_state import StepLosses, TrainerControl, TrainerState
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 
 __all__ = ["EVENTS", "FOREIGN_EVENTS", "Callbacks"]
@@ -87,8 +87,14 @@ class Callbacks:
         Optimizer steps of an epoch.
     run_began, first_step, evaluation_began : float, int, float
         When and at which step the run began, and when the evaluation did.
-    evaluated, evaluation : object, dict
-        The loader of that evaluation, and its metrics as they were logged.
+    evaluated, evaluations, is_validating : object, list of dict, bool
+        The loader of that evaluation, the records of the present validation, and whether it goes on.
+    batches_in_epoch : int or None
+        Batches of an epoch.
+    saved_step, learning_rate : int, float
+        The step that was saved last, and the rate that the last step used.
+    losses : StepLosses
+        The sums of the losses of steps.
     ends_epoch : bool
         Whether the loaded state is of the last step of an epoch that a callback has ended.
     is_pause : bool
@@ -111,7 +117,12 @@ class Callbacks:
         self.run_began = 0.0
         self.evaluation_began = 0.0
         self.evaluated: Any = None
-        self.evaluation: dict[str, Any] = {}
+        self.evaluations: list[dict[str, Any]] = []
+        self.is_validating = False
+        self.batches_in_epoch: int | None = None
+        self.saved_step = -1
+        self.learning_rate: float | None = None
+        self.losses = StepLosses()
         for each in callbacks:
             self.add(each)
 

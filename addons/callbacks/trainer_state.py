@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from zae.compose.introspect import slots_of
 from zae.compose.options import option_value
@@ -23,7 +26,18 @@ from zae.loop.progress import NO_LIMIT
 if TYPE_CHECKING:
     from zae.loop.progress import Every
 
-__all__ = ["CallbackArguments", "RunReader", "TrainerControl", "TrainerState", "counts_of", "logs_of", "speed"]
+__all__ = [
+    "CallbackArguments",
+    "RunReader",
+    "StepLosses",
+    "TrainerControl",
+    "TrainerState",
+    "counts_of",
+    "evaluations_in",
+    "logs_by_set",
+    "logs_of",
+    "speed",
+]
 
 # What Transformers has for a cadence and a folder that are not given.
 _STEPS = 500
@@ -177,20 +191,102 @@ def _steps(every: Every | None, in_epoch: int | None) -> int:
 
 
 def logs_of(metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Return a record of ``Trainer.log`` under Transformers' names, with the learning rates last.
+    """Return a record of ``Trainer.log`` under Transformers' names: the rate of the first group, and last.
 
     Examples
     --------
-    >>> logs_of({"train/loss": 0.5, "lr": 0.1, "valid/acc": 0.9})
+    >>> logs_of({"train/loss": 0.5, "lr": 0.1, "lr/1": 0.2, "valid/acc": 0.9})
     {'loss': 0.5, 'eval_acc': 0.9, 'learning_rate': 0.1}
     """
     logs = {}
     for key, value in metrics.items():
         split, name = split_prefix(key)
-        name = f"learning_rate{key[2:]}" if key == "lr" or key.startswith("lr/") else name
-        logs[f"eval_{name}".replace("/", "_") if split == "valid" else name] = value
-    rates = [key for key in logs if key.startswith("learning_rate")]
-    return {**{key: value for key, value in logs.items() if key not in rates}, **{key: logs[key] for key in rates}}
+        if key != "lr" and not key.startswith("lr/"):
+            logs[f"eval_{name}".replace("/", "_") if split == "valid" else name] = value
+    rate = next((value for key, value in metrics.items() if key == "lr" or key.startswith("lr/")), None)
+    return logs if rate is None else {**logs, "learning_rate": rate}
+
+
+def logs_by_set(metrics: Mapping[str, float], names: list[str]) -> list[dict[str, Any]]:
+    """Return the record of each of several sets of a validation.
+
+    Examples
+    --------
+    >>> logs_by_set({"valid/loss": 2.0, "valid/a/loss": 1.0, "valid/b/loss": 3.0}, ["a", "b"])
+    [{'eval_a_loss': 1.0}, {'eval_b_loss': 3.0}]
+    """
+    return [logs_of({key: metrics[key] for key in metrics if key.startswith(f"valid/{name}/")}) for name in names]
+
+
+def evaluations_in(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """Return what ``evaluate`` has returned for each set, by the prefix of its names.
+
+    Examples
+    --------
+    >>> evaluations_in({"eval_a_loss": 1.0, "eval_a_runtime": 0.1, "eval_b_loss": 2.0, "eval_b_runtime": 0.1})["eval_b"]
+    {'eval_b_loss': 2.0, 'eval_b_runtime': 0.1}
+    >>> evaluations_in({"loss": 1.0})
+    {'eval': {'eval_loss': 1.0}}
+    """
+    prefixes = [key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime")]
+    if not prefixes:
+        return {"eval": {key if key.startswith("eval_") else f"eval_{key}": value for key, value in metrics.items()}}
+    records: dict[str, dict[str, Any]] = {prefix: {} for prefix in prefixes}
+    for key, value in metrics.items():
+        owner = max((prefix for prefix in prefixes if key.startswith(f"{prefix}_")), key=len, default=None)
+        if owner is not None:
+            records[owner][key] = value
+    return records
+
+
+class StepLosses:
+    """The sum of the losses of steps, since the last record and in the whole run: each step counts the same."""
+
+    def __init__(self) -> None:
+        self._since_log: Any = 0.0
+        self._before = 0.0
+        self._logged_at = 0
+        self._began_at = 0
+
+    def begin(self, step: int) -> None:
+        """Begin a run at a step."""
+        self.load_state_dict({"since_log": 0.0, "before": 0.0, "logged_at": step, "began_at": step})
+
+    def add(self, outputs: Sequence[Any]) -> None:
+        """Add the loss of a step, the mean over its batches; several optimizers have a loss each, and no sum."""
+        losses = [each.loss.detach() * each.weight for each in outputs if isinstance(each.loss, Tensor)]
+        if losses:
+            self._since_log = self._since_log + sum(losses) / sum(each.weight for each in outputs)
+
+    def take_mean(self, step: int, mean: Callable[[Tensor], float]) -> float:
+        """Return the mean over the steps since the last record, and over the ranks."""
+        total = mean(torch.as_tensor(self._since_log))
+        steps = max(step - self._logged_at, 1)
+        self._before += total
+        self._since_log = 0.0
+        self._logged_at = step
+        return total / steps
+
+    def mean_of_run(self, step: int, mean: Callable[[Tensor], float]) -> float | None:
+        """Return the mean over the steps of the run; None where it has none."""
+        total = self._before + mean(torch.as_tensor(self._since_log))
+        return total / (step - self._began_at) if step > self._began_at else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums, and the steps at which they begin."""
+        return {
+            "since_log": float(self._since_log),
+            "before": self._before,
+            "logged_at": self._logged_at,
+            "began_at": self._began_at,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state."""
+        self._since_log = state["since_log"]
+        self._before = state["before"]
+        self._logged_at = state["logged_at"]
+        self._began_at = state["began_at"]
 
 
 def counts_of(loader: Any) -> tuple[int | None, int | None]:
@@ -224,12 +320,13 @@ class RunReader:
     ----------
     trainer : Trainer
         The trainer.
-    in_epoch : int or None
-        Optimizer steps of an epoch; None is unknown.
+    in_epoch, batches : int or None
+        Optimizer steps and batches of an epoch; None is unknown.
     """
 
     trainer: Any
     in_epoch: int | None = None
+    batches: int | None = None
 
     def arguments(self) -> CallbackArguments:
         """Return what a run is made of under the names of TrainingArguments."""
@@ -270,20 +367,36 @@ class RunReader:
             }
         )
 
+    @property
+    def begin_of_call(self) -> tuple[int, int]:
+        """The epoch and the step at which the present call of ``run`` began: Transformers counts from there."""
+        calls = self.trainer.progress_checker.run_calls
+        epoch, step = calls.starts[calls.index - 1] if calls.index else (0, 0)
+        return epoch, step
+
     def read(self, state: TrainerState) -> None:
         """Set where the run stands."""
         progress = self.trainer.progress_checker
-        share = min(progress.epoch_step / self.in_epoch, 1.0) if self.in_epoch else 0.0
-        state.epoch = progress.epoch + share
-        state.global_step = progress.step
+        share = min(progress.epoch_batch / self.batches, 1.0) if self.batches else 0.0
+        first_epoch, first_step = self.begin_of_call
+        state.epoch = progress.epoch - first_epoch + share
+        state.global_step = progress.step - first_step
+
+    def batches_in_epoch(self) -> int | None:
+        """Return how many batches an epoch has on this rank."""
+        run = self.trainer.current_run
+        limit = run.limits.steps_per_epoch
+        counts = [length_of(run.current_loader), limit and limit * self.trainer.step_window.batches]
+        return min((count for count in counts if count), default=None)
 
     def begin(self, state: TrainerState) -> None:
         """Set what holds for a whole call of ``run``."""
         run = self.trainer.current_run
         progress = self.trainer.progress_checker
         steps = remaining(progress, run.extent.last_epoch, run.extent.last_step, self.in_epoch)[1]
-        state.max_steps = 0 if steps is None else progress.step + steps
-        state.num_train_epochs = 0 if run.extent.last_epoch == NO_LIMIT else run.extent.last_epoch
+        first_epoch, first_step = self.begin_of_call
+        state.max_steps = 0 if steps is None else progress.step - first_step + steps
+        state.num_train_epochs = 0 if run.extent.last_epoch == NO_LIMIT else run.extent.last_epoch - first_epoch
         if not state.num_train_epochs and self.in_epoch and state.max_steps:
             state.num_train_epochs = math.ceil(state.max_steps / self.in_epoch)
         saves = option_value(self.trainer, "save_every")
@@ -297,29 +410,15 @@ class RunReader:
         """Set the best score so far."""
         saves = "state" in slots_of(type(self.trainer))
         best = self.trainer.best
-        path = self.trainer.best_path if saves else None
-        state.best_metric = best["score"] if dict.__contains__(best, "score") else None
-        state.best_global_step = best["step"] if dict.__contains__(best, "step") else None
+        is_known = dict.get(best, "split") == "valid"  # Transformers knows the best of evaluations alone.
+        path = self.trainer.best_path if saves and is_known else None
+        state.best_metric = best["score"] if is_known else None
+        state.best_global_step = best["step"] - self.begin_of_call[1] if is_known and saves else None
         state.best_model_checkpoint = None if path is None else str(path)
 
-    def mean_loss(self, first_step: int) -> float | None:
-        """Return the mean of the training loss by optimizer step, from a step on; None where no loss is recorded."""
-        total = 0.0
-        before = first_step
-        for row in self.trainer.train_history:
-            if row["step"] > before and "train_loss" in list(row):
-                total = total + row["train_loss"] * (row["step"] - before)
-                before = row["step"]
-        open_loss = self.trainer.log_train.means().get("loss") if self.trainer.progress_checker.epoch_batch else None
-        if open_loss is not None:
-            total = total + open_loss * (self.trainer.progress_checker.step - before)
-            before = self.trainer.progress_checker.step
-        return total / (before - first_step) if before > first_step else None
-
-    def end_logs(self, seconds: float, first_step: int) -> dict[str, Any]:
+    def end_logs(self, seconds: float, first_step: int, loss: float | None) -> dict[str, Any]:
         """Return what is logged when a run ends: its speed, and its mean loss."""
         steps = self.trainer.progress_checker.step - first_step
-        loss = self.mean_loss(first_step)
         samples = counts_of(self.trainer.current_run.user_loader)[0]
         trained = None if samples is None or not self.in_epoch else samples * steps / self.in_epoch
         logs = {**speed("train", seconds, trained, steps), "total_flos": 0.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from zae.common import random_state
 from zae.compose.calls import explained_call
 from zae.compose.introspect import slots_of
 from zae.compose.options import option_value, options_of
+from zae.data.loaders import length_of
 from zae.errors import ConfigError, OptionError
 
 _log = logging.getLogger("zae")
@@ -129,7 +131,12 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
     layer = "model"
     rank_state_attributes = ("_loss_sum",)
     # Where the present call of train() began, and the step of its evaluation where it ends within an epoch.
-    process_attributes: ClassVar[Mapping[str, Any]] = {"_last_step": 0, "_first_epoch": 0}
+    process_attributes: ClassVar[Mapping[str, Any]] = {
+        "_last_step": 0,
+        "_end_step": 0,
+        "_first_epoch": 0,
+        "_batches": None,
+    }
 
     replicated_options = {
         "label_smoothing_factor": "train_step",
@@ -169,7 +176,9 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
         self.max_steps = max_steps
         self._loss_sum = torch.zeros(())
         self._last_step = 0
+        self._end_step = 0
         self._first_epoch = 0
+        self._batches: int | None = None  # Of an epoch.
         self.eval_strategy = eval_strategy
         self.eval_steps = eval_steps or 500
         self.eval_delay = eval_delay
@@ -252,10 +261,21 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
             self._loss_sum = self._loss_sum + sum(losses) / sum(output.weight for output in outputs)
         if self.progress_checker.step == self._last_step:
             self.request("validate")
+        save_every = option_value(self, "save_every")
+        if self.progress_checker.step == self._end_step and save_every is not None and save_every.steps is not None:
+            self.request("save")  # As Transformers: before the epoch ends.
+
+    def on_epoch_begin(self) -> None:
+        """Evaluate before the first step, where ``eval_on_start`` asks for it."""
+        super().on_epoch_begin()
+        calls = self.progress_checker.run_calls
+        if self.eval_on_start and calls.starts[calls.index - 1][1] == self.progress_checker.step:
+            self.evaluate()
 
     def on_run_begin(self) -> None:
         """Begin the sum of losses of a new call."""
         super().on_run_begin()
+        self._batches = length_of(self.current_run.current_loader)
         calls = self.progress_checker.run_calls
         if calls.starts[calls.index - 1][1] == self.progress_checker.step:
             self._loss_sum = torch.zeros(())
@@ -300,6 +320,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
         steps_in_epoch = self.steps_per_epoch(loader)
         last_step = 0 if self.eval_strategy != "epoch" else length.cut_at(self, steps_in_epoch)
         self._last_step = last_step and first_step + last_step
+        self._end_step = first_step + (length.total_of(self, steps_in_epoch) or 0)
         self._first_epoch = first_epoch
         try:
             length.train(self, self, loader, first_step=first_step)
@@ -308,8 +329,15 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
         progress = self.progress_checker  # A resumed run has another one.
         samples = (progress.batch - batches) * self.loading.train_batch_size * self.engine.dp_world_size
         steps = progress.step - first_step
-        epoch = progress.epoch + progress.epoch_step / (steps_in_epoch or progress.epoch_step or 1) - first_epoch
-        return train_output(started, samples, steps, float(self._loss_sum) / max(steps, 1), epoch)
+        loss = float(self._loss_sum) / max(steps, 1)
+        return train_output(started, samples, steps, loss, self._epochs_of_call())
+
+    def _epochs_of_call(self) -> float:
+        """Return how many epochs this call of ``run`` has trained; of the open one, by its batches."""
+        progress = self.progress_checker
+        calls = progress.run_calls
+        first_epoch = calls.starts[calls.index - 1][0] if calls.index else 0
+        return progress.epoch - first_epoch + progress.epoch_batch / (self._batches or progress.epoch_batch or 1)
 
     def _begin_of_next_call(self) -> tuple[int, int]:
         """Return the epoch and the step at which the next call of ``run`` begins, or began in the loaded state."""
@@ -390,7 +418,10 @@ def _monitor_of(monitor: str, datasets: Mapping[str, Any]) -> str:
 
 def _recipe(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is not given of the optimizer, the schedule and the clipping, as Transformers would have it."""
-    made: dict[str, Any] = {"gradient_clip": given.get("max_grad_norm", 1.0), "scheduler_step_on_batch": True}
+    made: dict[str, Any] = {
+        "gradient_clip": given.get("max_grad_norm", 1.0) or math.inf,
+        "scheduler_step_on_batch": True,
+    }
     if given.get("optimizer") is None:
         optimizer = {name: given[name] for name in OPTIMIZER_ARGUMENTS if name in given}
         schedule = {name: given[name] for name in SCHEDULE_ARGUMENTS if name in given}

@@ -117,6 +117,8 @@ class EvaluationPart(AddOnPart):
 
         compute_loss: Any
 
+        def _epochs_of_call(self) -> float: ...
+
     # ------------------------------------------------------------------------------------------------ one batch
 
     def test_step(self, batch: Any) -> Any:
@@ -382,7 +384,7 @@ class EvaluationPart(AddOnPart):
 
         steps = -(-batches // max(self.engine.dp_world_size, 1))
         speed: dict[str, float] = speed_metrics(prefix, started, num_samples=samples, num_steps=steps)
-        epoch = {"epoch": float(self.progress_checker.epoch)} if with_epoch and self.progress_checker.step else {}
+        epoch = {"epoch": float(self._epochs_of_call())} if with_epoch and self.progress_checker.step else {}
         return speed | epoch
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from zae.compose.introspect import slots_of
+from zae.compose.options import option_value
 from zae.errors import ConfigError
 from zae.loop.progress import Every
 
@@ -87,11 +88,18 @@ def convert_evaluation(args: Any, to: Any, first_step: int = 0) -> None:
             )
 
 
+def total_of(args: Any, in_epoch: int | None) -> int | None:
+    """Return the optimizer steps of a call of ``train()``; None for a loader without a length."""
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    return math.ceil(args.num_train_epochs * in_epoch) if in_epoch else None
+
+
 def cut_at(args: Any, in_epoch: int | None) -> int:
     """Return the step within an epoch at which a run ends and is evaluated; 0 where it ends with an epoch."""
-    if not in_epoch:
+    total = total_of(args, in_epoch)
+    if not in_epoch or total is None:
         return 0
-    total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * in_epoch)
     return 0 if total % in_epoch == 0 or args.eval_delay > total / in_epoch else total
 
 
@@ -116,18 +124,16 @@ def train(
             raise ConfigError(f"eval_strategy={strategy!r} needs data; write eval_dataset=dataset")
         valid_loader = trainer.get_eval_dataloader()
     steps = trainer.steps_per_epoch(loader)
-    if args.max_steps > 0:
-        total_steps = args.max_steps
-    elif steps:
-        total_steps = math.ceil(args.num_train_epochs * steps)
-    elif not float(args.num_train_epochs).is_integer():
+    total_steps = total_of(args, steps) or total_steps
+    if args.max_steps <= 0 and not steps and not float(args.num_train_epochs).is_integer():
         raise ConfigError(
             f"num_train_epochs={args.num_train_epochs} of a loader without a length has no end; write max_steps"
         )
     limits = SimpleNamespace(total_steps=total_steps, run={}, report={})
     convert_length(args, limits)
     convert_evaluation(args, limits, first_step)
-    if args.eval_on_start and valid_loader is not None and trainer.progress_checker.step == first_step:
+    is_of_run = option_value(trainer, "eval_on_start", False)  # HuggingFaceAddon evaluates when the run has begun.
+    if args.eval_on_start and not is_of_run and valid_loader is not None and not trainer.progress_checker.step:
         trainer.evaluate(valid_loader)
     valid_loader = None if args.eval_strategy == "no" else valid_loader
     metrics = trainer.run(loader=loader, valid_loader=valid_loader, **limits.run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -307,7 +308,7 @@ def _convert_best(args: Any, to: ConvertedArguments) -> None:
 
 def _convert_step(args: Any, to: ConvertedArguments) -> None:
     """Carry the gradient clip, accumulation, seeds, and precision."""
-    to.options["gradient_clip"] = float(args.max_grad_norm or 0.0)
+    to.options["gradient_clip"] = float(args.max_grad_norm or math.inf)  # Its norm is logged all the same.
     to.options["seed"] = args.seed
     to.is_deterministic = args.full_determinism
     if args.gradient_accumulation_steps > 1:

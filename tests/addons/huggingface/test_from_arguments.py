@@ -424,8 +424,10 @@ def test_arguments_of_an_own_class_and_of_a_parser(tmp_path):
     converted = from_arguments(parsed)
     assert converted.add_ons == [StateManagerAddon, AMPAddon]
     assert converted.options["optimizer"].args.learning_rate == 1e-3
-    with pytest.raises(ConfigError, match=r"eval_steps=0.1 is a share of the run, whose steps are not known here"):
-        from_arguments({"use_cpu": True, "eval_strategy": "steps", "eval_steps": 0.1})
+    with pytest.raises(ConfigError, match=r"logging_steps=0.1 is a share of the run, whose steps are not known here"):
+        from_arguments({"use_cpu": True, "logging_steps": 0.1})
+    told = from_arguments({"use_cpu": True, "eval_strategy": "steps", "eval_steps": 0.1}).report
+    assert told["eval_steps"].startswith("eval_steps=0.1 is a share of the run: converted.train(")
     converted = from_arguments({"use_cpu": True, "eval_strategy": "steps", "eval_steps": 0.1}, total_steps=50)
     assert str(converted.run["valid_every"]) == "EveryAnd(steps=5, after=0, also=(50,))"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -338,7 +339,7 @@ def test_a_scheduler_that_counts_epochs_is_stepped_so_on_request() -> None:
 
 @pytest.mark.parametrize(
     ("options", "clip"),
-    [({}, 1.0), ({"max_grad_norm": 0.5}, 0.5), ({"max_grad_norm": 0}, 0.0), ({"gradient_clip": 2.0}, 2.0)],
+    [({}, 1.0), ({"max_grad_norm": 0.5}, 0.5), ({"max_grad_norm": 0}, math.inf), ({"gradient_clip": 2.0}, 2.0)],
 )
 def test_the_default_clip_holds_beside_an_optimizer(options: Any, clip: float) -> None:
     for optimizer in ({}, {"optimizer": torch.optim.SGD}):
