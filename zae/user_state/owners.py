@@ -11,6 +11,7 @@ import enum
 import functools
 import io
 import logging
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
@@ -153,6 +154,10 @@ class Walk:
                 if name not in hidden and name not in store:
                     self._visit(path, Place(vars(cls), name, cls), depth)  # type: ignore[arg-type]
             names = [name for name in store if name not in hidden and not name.startswith("__")]
+            # What is called in place of a method is none: the first step of a run is watched so.
+            names = [
+                name for name in names if not (callable(store[name]) and callable(getattr(type(value), name, None)))
+            ]
         for name in list(names):
             self._visit(path, Place(store, name), depth)
 
@@ -243,7 +248,12 @@ def _has_few_names(value: dict[Any, Any]) -> bool:
 @once_for_a_class
 def is_of_user(cls: type) -> bool:
     """Return whether a class, or one that it derives from, is of no library: engines derive from those of users."""
-    return not all(map(is_of_library, cls.__mro__))
+    return not all(is_of_library(each) and not _is_made(each) for each in cls.__mro__)
+
+
+def _is_made(cls: type) -> bool:
+    """Return whether a call has made a class, that of a metaclass or `make_dataclass`, whose module it then has."""
+    return cls.__module__ in ("abc", "types") and getattr(sys.modules[cls.__module__], cls.__name__, None) is not cls
 
 
 @once_for_a_class
@@ -266,9 +276,7 @@ def _class_values(cls: type) -> list[tuple[type, str]]:
     """Return the attributes of a user's classes that are values, each with the class that has it."""
     found: dict[str, type] = {}
     for each in reversed(cls.__mro__):
-        # A class that a call of its metaclass has made, as that of a trainer with add-ons, is "of the module abc".
-        is_made = each.__module__ == "abc"
-        if (is_of_library(each) and not is_made) or vars(each).get("_is_addon"):
+        if (is_of_library(each) and not _is_made(each)) or vars(each).get("_is_addon"):
             continue
         for name, value in vars(each).items():
             is_value = isinstance(value, (*_VALUES, Tensor, np.ndarray, *STREAMS)) or type(value) in _VALUES
