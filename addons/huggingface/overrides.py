@@ -51,6 +51,8 @@ class OverridesPart(AddOnPart):
 
     layer = "model"
     args: Any
+    _optimizer_factory: Any
+    _schedule_factory: Any
 
     if TYPE_CHECKING:
         optimizer: Any
