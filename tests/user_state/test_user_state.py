@@ -814,7 +814,8 @@ def _set_by(node: Any) -> set[str]:
     """Return the attributes that the methods of an add-on set on the trainer and that its class does not describe."""
     import ast
 
-    described = {"args", "mesh", "find_unused_parameters"}  # Options of a class that this one is of.
+    # Options, and a property, of a class that this one is of.
+    described = {"args", "mesh", "find_unused_parameters", "lr_scheduler"}
     stored = set[str]()
     for each in node.body:
         if isinstance(each, ast.AnnAssign):
