@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import random
 import time
@@ -47,6 +48,7 @@ class SlowStream(IterableDataset[Any]):
 
 class Seen(Trainer):
     seen: list[int]
+    unsaved_attributes = ("seen",)  # Of each process by itself.
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         self.seen.extend(int(each) for each in batch[:, 0])
@@ -139,15 +141,14 @@ class ShuffleBuffer(IterableDataset[Any]):
             yield torch.tensor([float(held.pop(int(stream.random() * len(held))))])
 
 
+_reads = itertools.count(1)
+
+
 class Counting(IterableDataset[Any]):
     """Another order each time it is read, by a number that no state has."""
 
-    def __init__(self) -> None:
-        self.reads = 0
-
     def __iter__(self) -> Iterator[Any]:
-        self.reads += 1
-        order = random.Random(self.reads).sample(range(SIZE), SIZE)
+        order = random.Random(next(_reads)).sample(range(SIZE), SIZE)
         yield from (torch.tensor([float(each)]) for each in order)
 
 

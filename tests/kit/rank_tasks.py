@@ -50,6 +50,7 @@ class Seen(Task):
     """The same, noting what is seen in which epoch."""
 
     seen: dict[int, list[float]]
+    unsaved_attributes = ("seen",)  # Of each process by itself.
 
     def train_step(self, batch):
         self.seen = getattr(self, "seen", {})
