@@ -634,6 +634,7 @@ class Noting(AddOnBase):
     """Notes each checkpoint that was saved or loaded, with what holds at that moment."""
 
     layer = "observe"
+    unsaved_attributes = ("noted",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

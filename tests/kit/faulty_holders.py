@@ -81,9 +81,10 @@ class HiddenStateAddon(AddOnBase):
 
 
 class ForgetsBestAddon(AddOnBase):
-    """Keep a best value that no checkpoint holds."""
+    """Keep a best value, and leave it out of checkpoints."""
 
     layer = "control"
+    unsaved_attributes = ("lowest",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -261,7 +261,8 @@ def _threads_left(before: set[threading.Thread]) -> bool:
 
 def check_state(kit: Kit) -> Iterator[str]:
     """Find a state that no checkpoint can contain, and one that is changed by loading it."""
-    names = {*(c.__name__ for c in kit.own_classes), "generators"}  # The last is AddOnBase.generator's.
+    # Of AddOnBase.generator, and of what training changes in attributes that no class declares.
+    names = {*(c.__name__ for c in kit.own_classes), "generators", "user_state"}
     state = kit.standard.notes.states[0]
     entries = {key: value for key, value in state.items() if key not in kit.bare.notes.states[0]}
     faults = []

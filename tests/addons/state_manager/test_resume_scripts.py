@@ -25,6 +25,7 @@ class Killed(BaseException):
 class Task(Trainer):
     """A regression with dropout that can be killed, and that stops itself at given steps."""
 
+    unsaved_attributes = ("events",)  # Of each process by itself.
     stop_at: frozenset[int] = frozenset()
     events = kill_at = 0
     by_signal = False

@@ -30,6 +30,7 @@ class Killed(BaseException):
 class Task(faults.Task):
     """It can be killed within a step."""
 
+    unsaved_attributes = ("steps_left",)
     steps_left = -1
 
     def train_step(self, batch: Any) -> Any:
