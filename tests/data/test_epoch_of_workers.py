@@ -90,6 +90,7 @@ class Stream(IterableDataset[Any]):
 
 class Seen(Trainer):
     seen: list[int]
+    unsaved_attributes = ("seen",)  # Of each process by itself.
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         self.seen.append(int(batch[0, 0]))

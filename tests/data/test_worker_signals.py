@@ -28,6 +28,8 @@ STATUS = {TERM: 143, INT: 130, USR1: 143, HUP: 129}
 class Signalled(faults.Task):
     """Sends a signal to its whole group, workers included, at a moment of the run."""
 
+    unsaved_attributes = ("at",)
+
     def __init__(self, *args: Any, at: str = "", number: int = TERM, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.at, self.number = at, number

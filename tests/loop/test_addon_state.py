@@ -158,6 +158,7 @@ def test_digests_tell_values_apart() -> None:
 class OwnAddon(AddOnBase):
     """Keep by hand what each rank has of its own, and draw from it."""
 
+    unsaved_attributes = ("mine", "seen")  # But by its own state_dict.
     layer = "observe"
     seen: ClassVar[dict[str, Any]] = {}
 

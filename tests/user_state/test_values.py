@@ -248,7 +248,7 @@ def test_what_no_checkpoint_can_hold_is_refused_by_name(make: Callable[[], Any])
 def test_a_list_that_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(NotSaved, match="nested deeper"):
+    with pytest.raises(NotSaved, match="contains itself"):
         written(endless)
 
 

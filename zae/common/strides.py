@@ -15,6 +15,7 @@ __all__ = [
     "copy_with_strides",
     "has_own_elements",
     "is_laid_out",
+    "span",
     "strides_to_save",
     "view_key",
     "with_strides",
@@ -100,12 +101,12 @@ def copy_with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         if stride == 0 and size > 1:
             base = base.narrow(axis, 0, 1)
-    memory = torch.zeros(_span(shape, strides), dtype=tensor.dtype, device=tensor.device)
+    memory = torch.zeros(span(shape, strides), dtype=tensor.dtype, device=tensor.device)
     memory.as_strided(base.shape, strides).copy_(base)
     return memory.as_strided(shape, strides)
 
 
-def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Return how many elements of memory lie between the first and the last element."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
@@ -116,7 +117,7 @@ def can_have_strides(shape: Sequence[int], strides: Sequence[int]) -> bool:
     if len(shape) != len(strides) or not count or any(not 0 <= stride < 2**62 for stride in strides):
         return False
     spread = [(size, stride) for size, stride in zip(shape, strides, strict=True) if stride or size == 1]
-    if _span(shape, strides) > _MOST_GAPS * count:
+    if span(shape, strides) > _MOST_GAPS * count:
         return False
     return _is_free_of_overlap([size for size, _ in spread], [stride for _, stride in spread])
 

@@ -200,8 +200,10 @@ class RankStates:
         varying = sorted(_varying_entries(cls).keys() - {GENERATORS, USER_STATE})
         saved: set[str] = set()
         for entries in self._entries():
-            saved.update(entries)
+            saved.update(entries.keys() - {USER_STATE})
         names = sorted(saved - {GENERATORS} - _merging(cls).keys())
+        if any(entries.get(USER_STATE) for entries in self._entries()):  # It is there on several ranks, also empty.
+            names.append("objects of the script")
         if names and len(self.ranks) != world and not rank:
             _log.warning(
                 "the state of %s was saved for each of %d ranks and cannot be divided among %d: every rank begins with "

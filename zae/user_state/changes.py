@@ -17,7 +17,6 @@ __all__ = ["Changes"]
 _log = logging.getLogger("zae")
 _LARGE_TO_SAY = 32 << 20
 _SHOWN = 10
-_LATER = (list, tuple, dict, set, frozenset)  # They may hold objects that are attributes too.
 
 
 class _Beginning(NamedTuple):
@@ -108,7 +107,10 @@ class Changes:
         packer.objects = {id(each.object): path for path, each in walk.owners.items() if path in self._objects}
         chosen = self.names & places.keys() if names is None else places.keys() & set(names)
         entries = []
-        for name in sorted(chosen, key=lambda name: (isinstance(places[name].value, _LATER), name)):
+        for name in sorted(chosen):  # What is in a list and is an attribute as well stays one object.
+            if type(places[name].value) not in PLAIN:
+                packer.names.setdefault(id(places[name].value), name)
+        for name in sorted(chosen):
             place = places[name]
             value = place.value
             try:
@@ -168,23 +170,17 @@ class Changes:
         Those in ``own`` were set by their objects, which have loaded a state of their own.
         """
         loaded = self._load_states(walk, state.get("states", {}), maker)
-        absent = []
-        entries = state.get("values", ())
-        for entry in entries:
-            name = (entry["owner"], entry["key"])
-            self.names.add(name)
-            if name in own or name in loaded:
-                continue
-            try:
-                problem = self._put(walk, entry, maker)
-            except Absent as why:
-                problem = f"{why} does not exist as the run begins: make it in __init__"
-            if problem:
-                absent.append(f"{_shown(name)} ({problem})")
+        entries = {(entry["owner"], entry["key"]): entry for entry in state.get("values", ())}
+        self.names.update(entries)
+        for name in entries:
+            if (name in own or name in loaded) and name in walk.places:
+                maker.values[name] = walk.places[name].value
+        rest = {name: entry for name, entry in entries.items() if name not in own and name not in loaded}
+        absent = self._put_all(walk, rest, maker)
         for owner, key in state.get("removed", ()):
             if owner in walk.owners and (owner, key) in walk.places and walk.places[owner, key].cls is None:
                 walk.owners[owner].store.pop(key, None)
-        self._put_beginnings(walk, {(each["owner"], each["key"]) for each in entries}, maker)
+        self._put_beginnings(walk, set(entries), maker)
         if absent and says:
             more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
             _log.warning(
@@ -193,6 +189,23 @@ class Changes:
                 "; ".join(absent[:_SHOWN]),
                 more,
             )
+
+    def _put_all(self, walk: Walk, entries: dict[Name, Mapping[str, Any]], maker: Maker) -> list[str]:
+        """Put values back, each after those that it holds; return which of them have no place here, and why."""
+        absent: list[str] = []
+        while entries:
+            later = {}
+            for name, entry in entries.items():
+                try:
+                    problem = self._put(walk, entry, maker)
+                except Absent as why:
+                    later[name] = f"{_shown(name)} ({why} does not exist as the run begins: make it in __init__)"
+                else:
+                    absent += [f"{_shown(name)} ({problem})"] * bool(problem)
+            if len(later) == len(entries):
+                return absent + list(later.values())
+            entries = {name: entries[name] for name in later}
+        return absent
 
     def _load_states(self, walk: Walk, states: Mapping[str, Any], maker: Maker) -> set[Name]:
         """Load the states of objects that have some; return the names of the values that this has set."""

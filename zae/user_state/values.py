@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zae.common.random_state import STREAMS, read_stream, write_stream
 from zae.common.redact import redact
-from zae.common.strides import view_key
+from zae.common.strides import is_laid_out, span, view_key
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointMismatch
 
@@ -91,9 +91,10 @@ class Packer:
         self.copies = copies
         self.most = most
         self.size = 0  # Bytes of the value that was written last.
-        self._names: dict[int, Name] = {}
+        self.names: dict[int, Name] = {}  # Of objects that have a name, by id: elsewhere they are written as it.
         self._texts: list[dict[str, str]] = []
         self._depth = 0
+        self._present: Name | None = None  # Of the value that is written.
 
     def count(self, size: int) -> None:
         """Add to the bytes of the value that is written."""
@@ -106,11 +107,11 @@ class Packer:
         self.size = 0
         self._depth = 0
         self._texts = []
-        written = self.pack(value, name[1])
+        self._present = name
+        is_first = type(value) not in PLAIN and self.names.setdefault(id(value), name) == name
+        written = self._pack_new(value) if is_first else self.pack(value, name[1])
         if redact(self._texts) != self._texts:
             raise NotSaved("what looks like a secret")
-        if type(value) not in PLAIN:
-            self._names.setdefault(id(value), name)
         return written
 
     def pack(self, value: Any, key: str = "") -> Any:
@@ -120,8 +121,14 @@ class Packer:
                 self.count(len(value))
                 self._texts.append({key: value})
             return value
-        if id(value) in self._names:
-            return ["same", *self._names[id(value)]]
+        if id(value) in self.names:
+            if self.names[id(value)] == self._present:
+                raise NotSaved("what contains itself")
+            return ["same", *self.names[id(value)]]
+        return self._pack_new(value)
+
+    def _pack_new(self, value: Any) -> Any:
+        """Return the form of a value that no other name stands for."""
         if id(value) in self.objects:
             return ["object", self.objects[id(value)]]
         kind = kind_of(value)
@@ -210,6 +217,8 @@ def _pack_tensor(value: Tensor, packer: Packer) -> list[Any]:
     if weight is not None:
         name, tensor = weight
         return [name, value is tensor]
+    if (view := _view_of_weight(value, packer)) is not None:
+        return view
     is_plain = type(value) in (Tensor, nn.Parameter, nn.Buffer) or is_sharded(value)
     if not is_plain or value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
         raise NotSaved(f"a {type(value).__name__} with the layout {value.layout} on {value.device}")
@@ -226,11 +235,37 @@ def _pack_tensor(value: Tensor, packer: Packer) -> list[Any]:
     return [tensor.clone() if packer.copies else tensor, shape, is_on_host, form]
 
 
+def _view_of_weight(value: Tensor, packer: Packer) -> list[Any] | None:
+    """Return the form of a view of a tensor of the model, transposed or sliced; None for any other tensor."""
+    if not is_laid_out(value) or value.is_meta or not value.numel():
+        return None
+    for name, weight in packer.weights.values():
+        if not is_laid_out(weight) or weight.dtype is not value.dtype or weight.data_ptr() > value.data_ptr():
+            continue
+        if weight.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
+            continue
+        offset = value.storage_offset() - weight.storage_offset()
+        if offset + span(value.shape, value.stride()) <= span(weight.shape, weight.stride()):
+            return [name, [list(value.shape), list(value.stride()), offset]]
+    return None
+
+
+def _make_view(weight: Tensor, shape: Any, strides: Any, offset: Any) -> Tensor:
+    """Return a view of a tensor of the model, which must lie within it."""
+    numbers = [*shape, *strides, offset]
+    is_within = all(type(each) is int and each >= 0 for each in numbers) and len(shape) == len(strides)
+    if not is_within or offset + span(shape, strides) > span(weight.shape, weight.stride()):
+        raise CheckpointMismatch("the state has a view of a tensor of the model that does not lie within it")
+    return weight.detach().as_strided(shape, strides, weight.storage_offset() + offset)
+
+
 def _make_tensor(maker: Maker, tensor: Any, shape: Any, is_on_host: bool = False, form: str = "") -> Any:
     if isinstance(tensor, str):  # The name of one of the model's, and whether it is that one itself.
         if tensor not in maker.weights:
             raise Absent(f"the tensor {tensor!r} of the model")
         weight = maker.weights[tensor]
+        if isinstance(shape, list):
+            return _make_view(weight, *shape)
         return weight if shape is True else weight.detach()
     made = tensor.to("cpu" if is_on_host else maker.device, copy=True)
     if list(made.shape) != shape:
