@@ -25,7 +25,7 @@ from zae.common.walk import leading_dimension
 from zae.data.loaders import Proxy, copy_with, describe, length_of, unwrap_sampler
 from zae.errors import LoaderError
 
-__all__ = ["EMPTY", "Ranks", "Shares", "is_empty", "shard", "shares_of"]
+__all__ = ["EMPTY", "Ranks", "Shares", "UnlessEmpty", "is_empty", "shard", "shares_of"]
 
 _log = logging.getLogger("zae")
 
@@ -299,7 +299,7 @@ def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool
     # The length of a custom sampler, or of a dataset with set_epoch, may change.
     fixed = _is_of_torch(batches.sampler) and not hasattr(loader.dataset, "set_epoch")
     if each_is_batch or (training and (batches.leaves_out or loader.collate_fn is not default_collate or not fixed)):
-        made.collate_fn = _Collate(loader.collate_fn, each_is_batch, training)
+        made.collate_fn = UnlessEmpty(loader.collate_fn, each_is_batch, training)
     if rank and loader.generator is not None and loader.num_workers:
         made.worker_init_fn = _WorkerSeed(loader.worker_init_fn, rank)
     return made
@@ -314,18 +314,18 @@ def _without_state(kind: type) -> type:
     return type(kind.__name__, (kind,), dict.fromkeys(("state_dict", "load_state_dict"), property(absent)))
 
 
-class _Collate:
+class UnlessEmpty:
     """Call the collate function of the user, but not for empty batches."""
 
     def __init__(self, collate: Callable[[Any], Any], each_is_batch: bool, training: bool) -> None:
-        self._collate = collate
+        self.collate = collate
         self._each_is_batch = each_is_batch
         self._training = training
 
     def __call__(self, samples: Any) -> Any:
         if not len(samples):
             return EMPTY
-        batch = self._collate(samples[0] if self._each_is_batch else samples)
+        batch = self.collate(samples[0] if self._each_is_batch else samples)
         return _present(batch) if self._training else batch
 
 
