@@ -25,7 +25,6 @@ __all__ = [
     "difference",
     "differing_parts",
     "hooks_of",
-    "shared_entries",
     "streams",
 ]
 
@@ -176,14 +175,6 @@ def differing_parts(a: Any, b: Any) -> Iterator[tuple[str, str]]:
         found = difference(read(a), read(b), part)
         if found is not None:
             yield part, found
-
-
-def shared_entries(rows: list[Any], known: list[Any]) -> list[Any]:
-    """Return rows with the entries that the known row at their place has; those that have none as they are."""
-    shared = []
-    for row, old in zip(rows, known):
-        shared.append({key: row[key] for key in row if key in old})
-    return shared + rows[len(known) :]
 
 
 def _public(state: dict[str, Any]) -> dict[str, Any]:
