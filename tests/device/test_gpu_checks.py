@@ -48,6 +48,7 @@ def assert_all_passed(done, results, sections):
 
 
 @needs_compiler
+@pytest.mark.exhaustive
 def test_all_checks_pass(tmp_path):
     build("cuda")
     done, results = run_checks(tmp_path)

@@ -54,6 +54,7 @@ def test_a_kind_means_the_current_device(current):
     assert trainer.device == torch.device(DEVICE, 1)
 
 
+@pytest.mark.exhaustive
 def test_in_spawned_ranks():
     trainer = NamesTheKind.add_on(MultiGPUAddon)(dense(), [f"{DEVICE}:0", f"{DEVICE}:1"], optimizer=sgd)
     history = trainer.run(1, [data(), data()])

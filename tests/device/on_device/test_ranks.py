@@ -37,7 +37,9 @@ def train(task, devices, *addons, batch_size):
     return trainer, history["train_metrics_history"][-1]
 
 
-@pytest.mark.parametrize("engine", [MultiGPUAddon, FSDPAddon], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "engine", [MultiGPUAddon, pytest.param(FSDPAddon, marks=pytest.mark.exhaustive)], ids=["ddp", "fsdp"]
+)
 def test_two_ranks_train_as_one_process(engine):
     alone, _ = train(Task, DEVICE, batch_size=32)
     together, _ = train(Task, BOTH, engine, batch_size=16)
@@ -46,6 +48,7 @@ def test_two_ranks_train_as_one_process(engine):
         torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_ranks_draw_different_masks():
     _, metrics = train(Noting, BOTH, MultiGPUAddon, batch_size=16)
     assert metrics["difference"] > 0
@@ -74,6 +77,7 @@ if trainer.is_main:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_group_of_the_script_that_is_for_the_device_alone(tmp_path):
     """The script has called init_process_group("nccl"): numbers of the host go over a group of zae."""
     script = tmp_path / "script.py"

@@ -70,7 +70,8 @@ def notes(folder, rank):
     return found
 
 
-@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("runs", [1, 2])
 def test_no_device_holds_more_than_its_part_and_a_tensor(runs, tmp_path):
     torch.manual_seed(0)
     options = {"save_path": tmp_path / "run", "save_format": "safetensors"}
