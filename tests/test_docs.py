@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import os
 import re
@@ -155,24 +154,3 @@ def test_required_packages_are_those_of_the_comparison():
     required = read_setup()["options"]["install_requires"].split()
     row = next(row for row in table_rows(page("comparison"), "| | zae | Lightning") if row[0] == "required packages")
     assert row[1] == str(len(required)) == "4"
-
-
-def names_of_tests():
-    """The names of all tests."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").rglob("test_*.py")]
-    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return {node.name for node in functions if node.name.startswith("test_")}
-
-
-def test_each_goal_has_a_row_with_tests_that_show_it():
-    """What is met names tests that exist, else the row says what is missing."""
-    tests, rows = names_of_tests(), table_rows(page("goals"), "| goal | what it means")
-    assert len({row[0] for row in rows}) == len(rows)
-    for goal, _, state, shown in rows:
-        named = set(re.findall(r"`(test_\w+)`", shown))
-        assert named <= tests, (goal, named - tests)
-        assert state in ("met", "in part", "not yet")
-        assert state == "not yet" or named or "`.ci/versions`" in shown or "Not yet:" in shown, goal
-        assert state != "met" or (named and "Not yet" not in shown), goal
-    commands = re.search(r"Commands (.*?), each", next(row[1] for row in rows if row[1].startswith("Commands")))[1]
-    assert set(re.findall(r"`(\w+)`", commands)) == set(COMMANDS)
