@@ -29,6 +29,7 @@ from zae.compose.introspect import hooks_of
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ONE_PROGRAM = "<!-- one program: each block continues the one before -->"
 LANGUAGES = ("python", "pycon", "bash", "text", "dockerfile")
 FIRST = re.search(r"```python\n(.*?)```", README, re.S)[1]
 
@@ -93,9 +94,9 @@ class Blocks:
         return self
 
     def forget(self, example):
-        """Leave only the names of the first block in the namespace."""
+        """Leave only the names of the first block in the namespace, unless the page is one program."""
         self.names |= example.namespace
-        if self.first:
+        if self.first and ONE_PROGRAM not in self.text:
             example.namespace.clear()
             example.namespace.update(self.first)
 
