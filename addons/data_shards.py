@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zae.common import random_state
-from zae.common.null_context import NULL_CONTEXT
+from zae.common.null_context import NULL_CONTEXT, both
 from zae.compose.introspect import AddOnPart
 from zae.data import sharding
 from zae.distributed.collectives import host_group
@@ -22,7 +22,6 @@ from zae.record import between_ranks
 
 __all__ = ["DataShardsAddon"]
 
-_SHOWN = 10
 _CACHED = 8  # Loaders of training, and of validation, whose shares are kept.
 
 
@@ -76,8 +75,6 @@ class DataShardsAddon(AddOnPart):
     def batches(self, loader: Any) -> Iterator[Any]:
         """Note how many samples the other ranks have in each batch."""
         self._shares = sharding.shares_of(loader)
-        if self.engine.needs_lockstep_forward and self._shares is not None and self._shares.leaves_out:
-            self._check_padding()
         try:
             yield from super().batches(loader)
         finally:
@@ -101,9 +98,9 @@ class DataShardsAddon(AddOnPart):
         return [*window[:-1], batch] if self._is_padded else window
 
     def sync_context(self, last: bool) -> Any:
-        """Let a padded batch draw no random numbers."""
+        """Let a padded batch draw no random numbers, and count in no statistics of other ranks."""
         inner = super().sync_context(last)
-        return self._undrawn(inner) if last and self._is_padded else inner
+        return self._undrawn(both(inner, _without_rows(self.unwrap()))) if last and self._is_padded else inner
 
     @contextmanager
     def _undrawn(self, inner: AbstractContextManager[None] = NULL_CONTEXT) -> Iterator[None]:
@@ -166,17 +163,6 @@ class DataShardsAddon(AddOnPart):
 
     # -------------------------------------------------------------------------------------------------- padding
 
-    def _check_padding(self) -> None:
-        """Refuse a model whose statistics a padded batch would change."""
-        kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-        names = [name for name, each in self.unwrap().named_modules() if isinstance(each, kinds) and each.training]
-        if names:
-            raise ConfigError(
-                f"the last batch of an epoch leaves a rank without samples; it takes part with a batch of weight 0, "
-                f"which would change the statistics of {', '.join(names[:_SHOWN])} ({type(self.unwrap()).__name__}). "
-                "Write drop_last=True in the DataLoader, or use GroupNorm or LayerNorm"
-            )
-
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Take part in the forward of the others where this rank has fewer batches."""
         batches = super().evaluation_batches(loader)
@@ -212,6 +198,35 @@ class DataShardsAddon(AddOnPart):
                     getattr(self, self.current_run.test_step)(self.to_device(spare))
             if not sharding.is_empty(batch):
                 yield batch
+
+
+@contextmanager
+def _without_rows(model: nn.Module) -> Iterator[None]:
+    """Let synchronized batch normalizations exchange the statistics of no rows, and normalize as in an evaluation.
+
+    What other normalizations compute of a padded batch is lost, since every rank gets the buffers of rank 0.
+    """
+    rows: dict[nn.Module, Tensor] = {}
+
+    def take(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        rows[module] = inputs[0]
+        return inputs[0][:0]
+
+    def give_back(module: Any, inputs: tuple[Tensor, ...], of_no_rows: Tensor) -> Tensor:
+        output = rows.pop(module)
+        if module.running_mean is not None:
+            statistics = module.running_mean.clone(), module.running_var.clone()
+            output = nn.functional.batch_norm(output, *statistics, module.weight, module.bias, eps=module.eps)
+        return output + of_no_rows.sum()  # A sum of nothing: its backward takes part in that of the other ranks.
+
+    norms = [each for each in model.modules() if isinstance(each, nn.SyncBatchNorm) and each.training]
+    hooks: list[Any] = [each.register_forward_pre_hook(take) for each in norms]
+    hooks += [each.register_forward_hook(give_back) for each in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _Given(Sequence[Any]):

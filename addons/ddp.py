@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from zae.common.argument_checks import check_flags
 from zae.common.model_weights import named_parameters
 from zae.common.null_context import NULL_CONTEXT, both
 from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check_reducer
@@ -139,15 +140,18 @@ class DDPEngine(Engine):
     ----------
     find_unused_parameters : bool
         As for DistributedDataParallel.
+    is_lockstep : bool
+        Whether a rank without samples takes part in each step, and in each batch of an evaluation.
     takes_turns : bool
         Whether a step may train with some of several optimizers: the wrapper would wait for the others.
     is_short : bool
         Whether some rank has no samples in the present step, in which the wrapper would wait for it.
     """
 
-    def __init__(self, inner: Engine, device: torch.device) -> None:
+    def __init__(self, inner: Engine, device: torch.device, is_lockstep: bool = False) -> None:
         super().__init__(inner)
         self._device = device
+        self.is_lockstep = is_lockstep
         self.find_unused_parameters = False
         self.takes_turns = False
         self.is_short = False
@@ -165,8 +169,13 @@ class DDPEngine(Engine):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which has wrapped no model."""
-        other = DDPEngine(self.inner, self._device)
+        other = DDPEngine(self.inner, self._device, self.is_lockstep)
         return {**vars(other), "find_unused_parameters": self.find_unused_parameters}
+
+    @property
+    def needs_lockstep_forward(self) -> bool:
+        """Whether a step, or the model in it, exchanges something with the other ranks."""
+        return self.is_lockstep
 
     # ------------------------------------------------------------------------------------------------- the wrapper
 
@@ -275,6 +284,12 @@ class DDPEngine(Engine):
 class ReplicatedAddon(AddOnPart):
     """Give each rank a copy of the model, with averaged gradients; a base of `MultiGPUAddon`.
 
+    Parameters
+    ----------
+    lockstep : bool, optional
+        Whether every rank calls each step as often as the others, so that a step may exchange tensors with them. By
+        default it is so where the model has a ``torch.nn.SyncBatchNorm``.
+
     Attributes
     ----------
     find_unused_parameters : bool
@@ -284,8 +299,15 @@ class ReplicatedAddon(AddOnPart):
     layer = "parallel"
     find_unused_parameters: bool
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    replicated_options = {
+        "lockstep": "micro_batches",
+    }
+
+    def __init__(self, *args: Any, lockstep: bool | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if lockstep is not None:
+            (lockstep,) = check_flags(lockstep=lockstep)
+        self.lockstep = lockstep
         self.find_unused_parameters = False
 
     @property
@@ -295,7 +317,10 @@ class ReplicatedAddon(AddOnPart):
 
     def build_engine(self) -> Engine:
         """Return the engine that averages gradients."""
-        return DDPEngine(super().build_engine(), self.device)
+        is_lockstep = self.lockstep
+        if is_lockstep is None:
+            is_lockstep = any(isinstance(each, nn.SyncBatchNorm) for each in self.unwrap().modules())
+        return DDPEngine(super().build_engine(), self.device, is_lockstep)
 
     def teardown(self) -> None:
         """Drop the wrapper."""
@@ -344,7 +369,7 @@ class ReplicatedAddon(AddOnPart):
         """Do not use the wrapper in a step in which a rank has no samples: it would wait for that rank."""
         found = super().micro_batches(batch)
         if self._ddp is not None:
-            self._ddp.is_short = self._leaves_out
+            self._ddp.is_short = self._leaves_out and not self._ddp.is_lockstep
         return found
 
 

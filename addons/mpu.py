@@ -40,6 +40,10 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
     ----------
     find_unused_parameters : bool
         Whether steps may leave parameters without gradients; searching for them takes time in every step.
+    lockstep : bool, optional
+        Whether each rank calls ``train_step`` and ``test_step`` as often as the others, so that a step may exchange
+        tensors with them. A rank without samples then gets a batch of another rank, which weighs nothing. By default it
+        is so where the model has a ``torch.nn.SyncBatchNorm``.
 
     Raises
     ------

@@ -53,6 +53,8 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
     accelerator_args : dict, optional
         The arguments of one that each rank makes: ``{"mixed_precision": "bf16", "log_with": "tensorboard"}``. By
         default, what ``accelerate launch`` was given. On a CPU, ``cpu=True`` is added.
+    lockstep : bool, optional
+        As for `MultiGPUAddon`: for steps that gather.
 
     Raises
     ------

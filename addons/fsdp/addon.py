@@ -391,8 +391,6 @@ class FSDPAddon(DistributedAddon):
         """Name the blocks that several ranks shard."""
         if plan.world_size == 1:
             return None
-        if plan.leaves_out:
-            self._check_padding()
         return f"{describe_blocks(self.blocks()) or 'none'}; the rest of the model is one more"
 
     # ------------------------------------------------------------------------------------------------ a step

@@ -88,7 +88,6 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "table": ("ddp", {"model": lambda: nn.Embedding(9, 2, max_norm=1.0)}, "Embedding has max_norm"),
     "lazy": ("fsdp", {"model": lambda: nn.LazyLinear(2)}, "the model is lazy"),
     "compiled": ("fsdp", {"model": lambda: torch.compile(Net(), backend="eager")}, "write compile_blocks=True"),
-    "BatchNorm": ("fsdp", {"model": lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))}, "drop_last=True"),
     "blocks": ("fsdp", {"fsdp_blocks": ["Blok"]}, "no module of Net is 'Blok'"),
     "mesh": ("fsdp", {"mesh": {"shard": 3}}, "is of 3 ranks, and this run has 2"),
     "no ranks": ("2-D", {"tensor_plan": PLAN, "mesh": {"shard": 2, "tensor": 1}}, "leaves 1 rank for each layer"),

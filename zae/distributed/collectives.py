@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zae.errors import DistributedError
 from zae.optim.state import like_parameter_layout
 
 __all__ = [
@@ -39,6 +40,7 @@ BUCKET = 25 * 2**20
 """Bytes of small tensors that are sent at once, as many as DistributedDataParallel averages at once."""
 
 _LARGEST = 1 << 20  # Bytes of a tensor that is held: memory that a run may need.
+_MOST_BYTES = 1 << 40  # Of an object that a rank sends.
 
 _held: deque[Any] = deque(maxlen=32)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_held))  # Never freed, also not when Python frees all modules at its end.
@@ -95,6 +97,13 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
         return values
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [int(size) for size in _gather(torch.tensor([len(own)]), count, group)]
+    if min(sizes) < 1 or max(sizes) > _MOST_BYTES:
+        raise DistributedError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} got what another exchange has sent: an object of "
+            f"{max(sizes, key=abs)} bytes. The ranks do not make the same exchanges. A step that exchanges tensors "
+            "itself (a gather, gather_for_metrics) needs lockstep=True (MultiGPUAddon, AccelerateAddon), since the "
+            "last batch of an epoch may leave a rank without samples"
+        )
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(own)] = own
     found = _gather(padded, count, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch.distributed as dist
 
 from zae.common.torch_private import default_store
-from zae.distributed.rank_process import has_lost_peer, has_timed_out, is_spawned, summarize
+from zae.distributed.rank_process import SIGNALS, has_lost_peer, has_timed_out, is_spawned, summarize
 from zae.errors import DistributedError
 
 __all__ = ["CollectiveCalls", "DriftCheck", "add_failed_rank_note"]
@@ -231,9 +232,10 @@ def summarize_ranks(answers: Mapping[int, str], world: int, rank: int, within: s
             f"or the network to it is down. End its process if it is still there, and {_AGAIN}. If its work takes that "
             "long, write a longer timeout=..."
         )
+    signals = ". ".join(f"{signal.Signals(number).name} (-{number}): {why}" for number, why in SIGNALS.items())
     return (
-        f"{who} ended without an error: it was killed, as the system does when memory runs out. If the launcher does "
-        f"not start it again, {_AGAIN}"
+        f"{who} ended without an error: it was killed by a signal, which the launcher names. {signals}. If the "
+        f"launcher does not start it again, {_AGAIN}"
     )
 
 

@@ -29,6 +29,7 @@ from zae.distributed import transfer
 from zae.errors import DistributedError
 
 __all__ = [
+    "SIGNALS",
     "Report",
     "Task",
     "has_lost_peer",
@@ -48,6 +49,14 @@ _OF_A_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 _OURS = tuple(str(Path(each).parent) for each in (torch.__file__, __file__))
 _LOADING = str(Path(torch.__file__).parent / "utils" / "data")
 _PR_SET_PDEATHSIG = 1
+
+SIGNALS: dict[int, str] = {
+    signal.SIGKILL: "the system kills a process so when memory runs out",
+    signal.SIGABRT: "gloo ends a process so when ranks exchange different tensors: all ranks must call the same blocks "
+    "of the model in the same order, and a step that exchanges tensors itself needs lockstep=True (MultiGPUAddon, "
+    "AccelerateAddon). Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment for a traceback",
+}
+"""What the end of a rank by a signal often means."""
 
 _WITH_FP32_PRECISION = (
     "cuda.matmul",

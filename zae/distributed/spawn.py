@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from zae.distributed import transfer
 from zae.distributed.launcher import join, launched_world, local_rank, planned_world
-from zae.distributed.rank_process import Report, Task, main_of_rank
+from zae.distributed.rank_process import SIGNALS, Report, Task, main_of_rank
 from zae.errors import ConfigError, DistributedError, exit_status
 
 __all__ = ["join", "launched_world", "local_rank", "planned_world", "spawn"]
@@ -37,12 +37,6 @@ GRACE = 5.0
 
 UNWIND = 9.0
 """Seconds from a rank's error to its end, in which it may save."""
-
-_WHY: dict[int, str] = {  # What a signal often means.
-    signal.SIGKILL: "; the system kills a process so when memory runs out",
-    signal.SIGABRT: "; gloo ends a process so when ranks exchange different tensors: all ranks must call the same "
-    "blocks of the model in the same order. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment for a traceback",
-}
 
 
 def spawn(
@@ -355,7 +349,8 @@ class _Ranks:
         who = f"rank {rank} of {len(self._processes)} (process {self._processes[rank].pid})"
         if code is not None and code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else "?"
-            return f"{who} was killed by signal {-code} ({name}){_WHY.get(-code, '')}; the others were ended"
+            why = f"; {SIGNALS[-code]}" if -code in SIGNALS else ""
+            return f"{who} was killed by signal {-code} ({name}){why}; the others were ended"
         if rank not in self._reports:
             return (
                 f"{who} ended with exit code {code} before it began; what it says is printed above. A script that runs "
