@@ -42,7 +42,7 @@ from zae.distributed.rank_process import is_spawned, note_failure, show, tell_fa
 from zae.distributed.ranks import NotJoined, RanksEngine
 from zae.distributed.stop_flag import StopFlag
 from zae.errors import ConfigError, DistributedError, TaskError
-from zae.loop.addon_state import ALONE, ENTRIES, is_in_mode
+from zae.loop.addon_state import ENTRIES, is_in_mode
 from zae.loop.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
 from zae.parts import Engine
 from zae.record import between_ranks
@@ -527,7 +527,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Add the position, random streams and log of each rank; all ranks call it."""
-        asks = self._is_parallel and not self._is_failing() and not is_in_mode(self, ENTRIES, ALONE)
+        asks = self._is_parallel and not self._is_failing() and not is_in_mode(self, ENTRIES)
         if asks:
             self.engine.rendezvous("state_dict")
             self.nonfinite.sync_counts(self.progress_checker, self)

@@ -437,7 +437,8 @@ class StateManagerAddon(AddOnBase):
         has_failed = checkpoints.has_failed
         in_step = self.current_run.batch is not None and not has_failed
         check_moment(target, self.current_run.is_evaluating, in_step and self.is_main)
-        state = RankStates.read_state(self, in_parts=checkpoints.model_format == "sharded" and not has_failed)
+        in_parts = checkpoints.model_format == "sharded" and not has_failed
+        state = RankStates.read_state(self, in_parts=in_parts, has_rows=False)
         if not checkpoints.about_run:
             checkpoints.about_run = {"monitor": self.monitor, "run": self.run_record.state_dict()}
         group = Group(self.rank, self.engine.gather_in_background)
@@ -450,6 +451,8 @@ class StateManagerAddon(AddOnBase):
             replaces,
             trained={name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad},
             group=group,
+            rows=self.history.rows,
+            pieces=checkpoints.pieces,
         )
         in_parts = lies_in_parts(state["model"], checkpoints.model_format)
         checkpoints.write(target, plan, group, in_parts=in_parts, is_writer=self.is_main or has_failed)

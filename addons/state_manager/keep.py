@@ -16,6 +16,7 @@ from zae.checkpoint.filesystem import checkpoint_name, original_name, step_of
 from zae.checkpoint.folder import Group, put_back
 from zae.checkpoint.locks import FolderLock
 from zae.checkpoint.manifest import Manifest
+from zae.checkpoint.rows import Pieces
 from zae.common.argument_checks import check_count
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.progress import Every, ProgressChecker
@@ -249,6 +250,7 @@ class Checkpoints:
         self.saved_at: _Moment | None = None
         self.passed_over: set[str] = set()
         self.saver = Saver(in_background)
+        self.pieces = Pieces()
         self._lock = FolderLock(self.folder)
         self._lock.check()
         self._replaced: list[Path] = []  # Those of another run, which the first checkpoint of this one replaces.

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from zae.checkpoint.folder import Group, Share, plan_share, sweep, write_share
+from zae.checkpoint.folder import Files, Group, Share, plan_share, sweep, write_share
+from zae.checkpoint.rows import Pieces
 from zae.checkpoint.tensor_bytes import DTYPES, byte_view
 from zae.checkpoint.tensor_files import parse_format
 from zae.common.device import can_copy_async
@@ -40,14 +41,14 @@ class Snapshots:
     def __init__(self) -> None:
         self._buffers: list[tuple[_Kind, Tensor]] = []  # Those of the last snapshot.
 
-    def take(self, files: Mapping[str, dict[str, Tensor] | bytes]) -> dict[str, dict[str, Tensor] | bytes]:
+    def take(self, files: Files) -> Files:
         """Return the same files with copies of their tensors; tied tensors stay tied."""
         spare: dict[_Kind, list[Tensor]] = {}
         for kind, buffer in self._buffers:
             spare.setdefault(kind, []).append(buffer)
         self._buffers = []
         copies: dict[tuple[object, ...], Tensor] = {}
-        copied: dict[str, dict[str, Tensor] | bytes] = {}
+        copied: Files = {}
         for file, content in files.items():
             if isinstance(content, dict):
                 content = {name: self._copy(each.detach(), spare, copies) for name, each in content.items()}
@@ -97,6 +98,7 @@ class Job(NamedTuple):
     share: Share
     replaces: Sequence[Path]
     trained: Collection[str]  # The parameters that must be finite.
+    pieces: Pieces  # Those of the history, of which checkpoints share the files.
     in_parts: bool = False
     group: Group = Group()  # The ranks that write it.
 
@@ -110,18 +112,22 @@ class Job(NamedTuple):
         replaces: Sequence[Path],
         trained: Collection[str],
         group: Group,
+        rows: Mapping[str, Sequence[Mapping[str, Any]]],
+        pieces: Pieces,
     ) -> Job:
-        """Make the files of a state; if the weights lie in parts, all ranks of the group call it."""
+        """Make the files of a state and of the rows of its history; if the weights lie in parts, all ranks call it."""
         weights = state["model"]
+        files_of_rows, last_rows = pieces.split(rows)
         rest = {key: value for key, value in state.items() if key != "model"}
+        rest["records"] = {**rest["records"], **last_rows}
         in_parts = lies_in_parts(weights, model_format)
         if in_parts:
             model_format = "sharded"
         else:
             model_format = "safetensors" if model_format == "sharded" else model_format
             group = Group()
-        share = plan_share(target, weights, rest, about, model_format=model_format, group=group)
-        return cls(target, share, replaces, trained, in_parts, group)
+        share = plan_share(target, weights, rest, about, model_format=model_format, group=group, pieces=files_of_rows)
+        return cls(target, share, replaces, trained, pieces, in_parts, group)
 
     def copy(self, snapshots: Snapshots) -> Job:
         """Return the same with copies of the tensors, so that training may change them."""
@@ -135,6 +141,7 @@ class Job(NamedTuple):
         reads_back = directory is None and bool(self.replaces)
         directory = directory or self.target
         write_share(directory, self.share, self.group, partial(self._check, self.share.weights()), reads_back)
+        self.pieces.source = directory
         if self.group.rank == 0:
             sweep(directory.parent)
         return directory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 import shutil
@@ -261,7 +260,7 @@ def test_a_long_history_is_the_same_after_a_resume(tmp_path: Path) -> None:
     at = len(resumed.log_history)
     assert at > 300
     assert repr(resumed.log_history) == repr(whole.log_history[:at])
-    saved = json.loads((resumed.last_path / "state.json").read_text())["records"]["log_history"]
+    saved = load_checkpoint(resumed.last_path)[2]["records"]["log_history"]
     assert repr(saved) == repr(resumed.log_history)
     resumed.run(6, loader(240), valid(), valid_every=Every(steps=40))
     assert repr(resumed.log_history) == repr(whole.log_history)

@@ -56,7 +56,7 @@ def test_no_bit_of_the_manifest_changes_unseen(tmp_path: Path) -> None:
         path.write_bytes(good[:index] + bytes([good[index] ^ 1 << index % 8]) + good[index + 1 :])
         with pytest.raises(CheckpointDamaged):
             read_manifest(directory)
-    path.write_bytes(good.replace(b'"format": 1', b'"format": 3'))
+    path.write_bytes(good.replace(b'"format": 1', b'"format": 4'))
     with pytest.raises(CheckpointDamaged, match=r"changed since it was written: .* \(or it was written by zae"):
         verify(directory)
 
@@ -231,7 +231,7 @@ def test_versions(tmp_path: Path) -> None:
     (directory / "manifest.json").write_bytes(seal({**manifest, "format": 7, "zae": "9.1", "news": 1}))
     for act in (verify, load_checkpoint, lambda _: newest_valid(tmp_path)):
         with pytest.raises(
-            CheckpointMismatch, match=r"written by zae '9.1', format 7; this version reads up to 2; upgrade"
+            CheckpointMismatch, match=r"written by zae '9.1', format 7; this version reads up to 3; upgrade"
         ):
             act(directory)
     for version in (0, -1, "1", None, True, 1.0):

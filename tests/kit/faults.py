@@ -36,7 +36,7 @@ from zae.checkpoint.manifest import seal
 from zae.checkpoint.tensor_bytes import byte_view
 
 OPERATIONS = [name for name in vars(FileSystem) if not name.startswith("_")]
-CHANGING = ("mkdir", "create", "write", "fsync", "rename")  # What a full disk refuses.
+CHANGING = ("mkdir", "create", "write", "link", "fsync", "rename")  # What a full disk refuses.
 
 # --- disks
 
@@ -162,6 +162,8 @@ class _Replay:
                     file.write(contents[index])
             elif name == "rename":
                 os.replace(*paths)
+            elif name == "link":
+                os.link(*paths)
             elif name == "remove_file":
                 os.unlink(paths[0])
             else:
@@ -193,7 +195,7 @@ class _Replay:
         """Operations on names: those before the fsync of their directory, and a part of the others."""
         kept = set()
         for index, (name, args) in enumerate(self.log):
-            if name in ("mkdir", "create", "rename", "remove_file", "remove_directory"):
+            if name in ("mkdir", "create", "link", "rename", "remove_file", "remove_directory"):
                 parent = Path(args[-1]).parent
                 synced = any(
                     later == "fsync_directory" and Path(where[0]) == parent for later, where in self.log[index + 1 :]

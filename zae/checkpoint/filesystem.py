@@ -41,13 +41,15 @@ STATE_TENSORS = "state.safetensors"
 STATE = "state.json"
 SHARDS = "shards.json"
 KNOWN = {MANIFEST, STATE_TENSORS, STATE, *MODEL_FILES.values()}
-"""All files that a checkpoint may have, without those of shards."""
+"""All files that a checkpoint may have, without those of shards and of rows."""
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _OURS = re.compile(r"(?:step|crash)-\d{8,18}")
 _ASIDE = re.compile(r"\.(replaced|deleting)-(.+)-[0-9a-f]{16}")
 _STAGED = re.compile(r"\.staging-.+-([0-9a-f]{8})-(\d+)-[0-9a-f]{16}")
 _SHARD = re.compile(r"shard-\d{5}\.safetensors")
+PIECE = re.compile(r"(train_history|valid_history|log_history)-(\d{1,12})-(\d{1,12})\.json")
+"""The files of rows: the list, its first row in the file, and the row after the last, see zae.checkpoint.rows."""
 _OLD = 24 * 3600.0
 
 
@@ -71,7 +73,7 @@ def shard_name(rank: int) -> str:
 
 def is_known(name: str) -> bool:
     """Return whether a file of this name may be part of a checkpoint."""
-    return name in KNOWN or name == SHARDS or _SHARD.fullmatch(name) is not None
+    return name in KNOWN or name == SHARDS or any(pattern.fullmatch(name) for pattern in (_SHARD, PIECE))
 
 
 # -------------------------------------------------------------------------------------------------- hidden names
@@ -393,6 +395,10 @@ class FileSystem:
                 start = os.lseek(handle, 0, os.SEEK_CUR) - size
                 os.posix_fadvise(handle, start, size, os.POSIX_FADV_DONTNEED)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name, which must be new."""
+        os.link(source, target)
+
     def fsync(self, handle: int) -> None:
         """Wait until the disk has the file."""
         os.fsync(handle)
@@ -490,6 +496,18 @@ def write_file(
             raise
         disk.close(handle)
     return output
+
+
+def share_file(source: Path, path: Path, size: int) -> bool:
+    """Give a whole file of this size, which the disk has, a second name; return whether it is there and has got one."""
+    try:
+        status = os.lstat(source)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            return False
+        disk.link(source, path)
+    except OSError:  # Another disk, or one without links.
+        return False
+    return True
 
 
 def replace_file(path: Path, writer: Callable[[Callable[[Any], object]], object], needed: int) -> None:

@@ -13,7 +13,8 @@ Where tensors lie in parts on several ranks, it has more files::
         shard-00000.safetensors   the parts that rank 0 has written, and so on for each rank
         shards.json               for each divided tensor its shape, dtype and parts: rank and offsets
 
-All are listed in the manifest with their SHA-256, and renamed together (see zae.checkpoint.shards).
+All are listed in the manifest with their SHA-256, and renamed together (see zae.checkpoint.shards). Where a run has
+recorded many rows, most of these are in files of their own, which checkpoints share (see zae.checkpoint.rows).
 
 A save goes down this file: `plan_share` makes JSON and tensors of a state and decides which rank writes what,
 `write_share` writes the files under a hidden name, lists their hashes in the manifest, and renames the directory.
@@ -32,7 +33,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -43,6 +44,7 @@ from zae.checkpoint.filesystem import (
     KNOWN,
     MANIFEST,
     MODEL_FILES,
+    PIECE,
     REMEDY,
     SHARDS,
     STATE,
@@ -62,12 +64,14 @@ from zae.checkpoint.filesystem import (
     refuse_foreign,
     set_aside,
     shard_name,
+    share_file,
     stage,
     staging_now,
     step_of,
     write_file,
 )
 from zae.checkpoint.manifest import FileEntry, Manifest, draft, is_whole, json_text, read_manifest, seal, verify
+from zae.checkpoint.rows import Piece, add_rows
 from zae.checkpoint.shards import OF_MODEL, OF_STATE, divide, read_parts
 from zae.checkpoint.tensor_bytes import byte_count, separate
 from zae.checkpoint.tensor_files import (
@@ -129,10 +133,14 @@ def _rebuild(rank: int, name: str, text: str, errno: int | None) -> Exception:
 # -------------------------------------------------------------------------------------------------------- planning
 
 
-class Share(NamedTuple):
-    """What one rank writes of a checkpoint: tensors or text by the name of the file; rank 0 has the manifest too."""
+Files: TypeAlias = "dict[str, dict[str, Tensor] | bytes | Piece]"
+"""What goes into each file, by its name: tensors, text, or rows that an earlier checkpoint may have as well."""
 
-    files: dict[str, dict[str, Tensor] | bytes]
+
+class Share(NamedTuple):
+    """What one rank writes of a checkpoint; rank 0 has the manifest too."""
+
+    files: Files
     manifest: Manifest | None
 
     def weights(self) -> dict[str, Tensor]:
@@ -155,15 +163,16 @@ def plan_share(
     *,
     model_format: str,
     group: Group = Group(),  # noqa: B008  (it is a tuple)
+    pieces: Mapping[str, Piece] = MappingProxyType({}),
 ) -> Share:
     """Return what this rank writes of a checkpoint, without writing it.
 
     Tensors stay where they are until they are copied or written. With "sharded" all ranks of the group call it.
     """
     if model_format == "sharded":
-        return _plan_shards(directory, model_state, state, manifest_info, group)
+        return _plan_shards(directory, model_state, state, manifest_info, group, pieces)
     structure, tensors = encode(dict(state), in_place=True)
-    return _whole_share(directory, model_format, model_state, tensors, structure, manifest_info)
+    return _whole_share(directory, model_format, model_state, tensors, structure, manifest_info, pieces)
 
 
 def _whole_share(
@@ -173,15 +182,17 @@ def _whole_share(
     tensors: dict[str, Tensor],
     structure: Any,
     manifest_info: Mapping[str, Any],
+    pieces: Mapping[str, Piece],
 ) -> Share:
     """Return the share of one rank that writes everything."""
     _, tied = separate(model_state)
-    files: dict[str, dict[str, Tensor] | bytes] = {
+    files: Files = {
         MODEL_FILES[model_format]: dict(model_state),
         STATE_TENSORS: tensors,
         STATE: json_text(directory, structure),
+        **pieces,
     }
-    return Share(files, draft(model_format, tied, manifest_info))
+    return Share(files, draft(model_format, tied, manifest_info, has_rows=bool(pieces)))
 
 
 def _plan_shards(
@@ -190,6 +201,7 @@ def _plan_shards(
     state: Mapping[Any, Any],
     manifest_info: Mapping[str, Any],
     group: Group,
+    pieces: Mapping[str, Piece],
 ) -> Share:
     """Return the parts that this rank writes of tensors that lie in parts; of rank 0 also what is not divided."""
     share = Share({}, None)
@@ -203,14 +215,14 @@ def _plan_shards(
         for name, tensor in tensors.items():
             named[OF_STATE + name] = tensor
         if group.rank == 0:
-            share = _whole_share(directory, "sharded", model_state, tensors, structure, manifest_info)
+            share = _whole_share(directory, "sharded", model_state, tensors, structure, manifest_info, pieces)
         return [name for name, tensor in named.items() if is_sharded(tensor) or tensor.is_meta]
 
     # What some rank has a part of, or nothing at all: the others must not write it as a whole tensor.
     in_parts = set(itertools.chain(*group.together(prepare, directory)))
     parts = {name: tensor for name, tensor in named.items() if name in in_parts and not tensor.is_meta}
     chunks, described = divide(parts, group, directory)
-    files: dict[str, dict[str, Tensor] | bytes] = {shard_name(group.rank): chunks}
+    files: Files = {shard_name(group.rank): chunks}
     for file, content in share.files.items():
         if isinstance(content, dict):
             kind = OF_STATE if file == STATE_TENSORS else OF_MODEL
@@ -241,8 +253,11 @@ def write_share(
     directory = Path(os.path.abspath(directory))
     manifest = share.manifest
     needed = 0  # Bytes, for the message of a full disk.
-    for held in share.files.values():
-        needed += len(held) if isinstance(held, bytes) else byte_count(*held.values())
+    for content in share.files.values():
+        if isinstance(content, Piece):
+            needed += content.entry["size"]
+        else:
+            needed += len(content) if isinstance(content, bytes) else byte_count(*content.values())
 
     def prepare() -> str | None:
         if manifest is None:
@@ -271,16 +286,23 @@ def write_share(
     return directory
 
 
-def _write_files(
-    staging: Path, files: Mapping[str, dict[str, Tensor] | bytes], check: Callable[[], object]
-) -> dict[str, FileEntry]:
+def _write_files(staging: Path, files: Files, check: Callable[[], object]) -> dict[str, FileEntry]:
     """Write the files of this rank, and return the size and hash of each."""
     if not staging.is_dir():
         raise CheckpointError(f"{staging.parent} is not on a disk that all ranks share; give such a save_path")
+    entries = {}
+    outputs = {}
     with contextlib.ExitStack() as hashing:  # Each file is hashed while the next is written, and during the check.
-        outputs = {name: write_file(staging / name, _writer(name, held), hashing) for name, held in files.items()}
+        for name, content in files.items():
+            path = staging / name
+            if isinstance(content, Piece):
+                entries[name] = content.entry
+                if content.source is not None and share_file(content.source / name, path, content.entry["size"]):
+                    continue
+                content = content.text
+            outputs[name] = write_file(path, _writer(name, content), hashing)
         check()
-    return {name: _entry_of(each) for name, each in outputs.items()}
+    return {**{name: _entry_of(each) for name, each in outputs.items()}, **entries}
 
 
 def _entry_of(output: Output) -> FileEntry:
@@ -305,6 +327,8 @@ def _install(staging: Path, directory: Path, manifest: Manifest) -> FileEntry:
 def _read_back(directory: Path, written: Mapping[str, FileEntry]) -> None:
     """Read files again that were just written, and raise CheckpointDamaged unless they have their hashes."""
     for name, entry in written.items():
+        if PIECE.fullmatch(name) and (directory / name).stat().st_nlink > 1:  # An earlier save has read it.
+            continue
         with open_input(directory / name, size=entry["size"]) as source:
             source.finish(entry["sha256"])
 
@@ -346,8 +370,9 @@ def load_checkpoint(
 
     Of one in shards, ``held`` names tensors of which this rank keeps its part (`read_parts`).
     """
-    if unknown := sorted(set(allow_partial) - (KNOWN - {MANIFEST})):
-        raise ConfigError(f"allow_partial names {unknown}; write names of {sorted(KNOWN - {MANIFEST})}")
+    unknown = [name for name in allow_partial if name not in KNOWN - {MANIFEST} and not PIECE.fullmatch(name)]
+    if unknown:
+        raise ConfigError(f"allow_partial names {sorted(unknown)}; write names of {sorted(KNOWN - {MANIFEST})}")
     directory = locate(Path(directory))
     manifest = read_manifest(directory)
     model_state: dict[str, Tensor] = {}
@@ -372,7 +397,6 @@ def load_state(
     ``parts`` is what `read_parts` returned, where it has been called.
     """
     manifest = manifest or read_manifest(directory)
-    state: dict[Any, Any] = {}
     parts = read_parts(directory, manifest)[1] if parts is None else parts
     reading = STATE_TENSORS
     try:
@@ -385,8 +409,10 @@ def load_state(
     except CheckpointDamaged:
         if reading not in allow_partial:
             raise
+        return {}
     if not isinstance(state, dict):
         raise CheckpointDamaged(f"{directory / STATE}: contains a {type(state).__name__}, not a dict. {REMEDY}")
+    add_rows(state, directory, manifest, allow_partial)
     return state
 
 

@@ -19,6 +19,7 @@ from zae.checkpoint.encoding import decode, encode, strict_json
 from zae.checkpoint.filesystem import (
     MANIFEST,
     MODEL_FILES,
+    PIECE,
     REMEDY,
     SHARDS,
     STATE,
@@ -40,6 +41,7 @@ from zae.errors import (
 __all__ = [
     "FORMAT",
     "MANIFEST_LIMIT",
+    "ROWS_FORMAT",
     "SHARDED_FORMAT",
     "STATE_LIMIT",
     "FileEntry",
@@ -58,13 +60,16 @@ FORMAT = 1
 """The format of a checkpoint without shards that this version writes."""
 
 SHARDED_FORMAT = 2
-"""The format of one with shards, and the newest that this version reads."""
+"""The format of one with shards."""
+
+ROWS_FORMAT = 3
+"""The format of one with rows in files, also with shards, and the newest that this version reads."""
 
 MANIFEST_LIMIT = 16 << 20
 """The largest manifest that is written or read, in bytes."""
 
 STATE_LIMIT = 256 << 20
-"""The largest state.json that is written, and the largest of it and of shards.json that is read, in bytes."""
+"""The largest state.json that is written, and the largest file of JSON beside the manifest that is read, in bytes."""
 
 _LAST = b',\n "sha256": "%s"\n}\n'
 _SEALED = re.compile(rb',\n "sha256": "[0-9a-f]{64}"\n}\n')
@@ -94,7 +99,7 @@ class Manifest(TypedDict):
     sha256: str  # of the manifest without this entry
 
 
-def draft(model_format: str, tied: Mapping[str, str], about: Mapping[str, Any]) -> Manifest:
+def draft(model_format: str, tied: Mapping[str, str], about: Mapping[str, Any], has_rows: bool = False) -> Manifest:
     """Return the manifest of a checkpoint that has no files yet, from what the caller says about it."""
     asked = {"run_id", "step", "epoch", "composition", "world_size", "info"}
     if unknown := sorted(about.keys() - asked):
@@ -102,7 +107,7 @@ def draft(model_format: str, tied: Mapping[str, str], about: Mapping[str, Any]) 
     info, tensors = encode(about.get("info", {}))
     if tensors:
         raise ConfigError(f"manifest_info['info'] holds a tensor at {next(iter(tensors))!r}; put it into the state")
-    number = SHARDED_FORMAT if model_format == "sharded" else FORMAT
+    number = ROWS_FORMAT if has_rows else SHARDED_FORMAT if model_format == "sharded" else FORMAT
     fixed = {"format": number, "zae": _version(), "model_format": model_format, "tied": dict(tied)}
     content = {**about, **fixed, "files": {}, "info": info, "sha256": ""}
     if fault := _fault(content):
@@ -148,16 +153,16 @@ def parse(data: bytes, where: str) -> Manifest:
         raise CheckpointDamaged(f"{where}: names no format of a checkpoint. {REMEDY}")
     newer = (
         f"written by zae {str(content.get('zae'))[:40]!r}, format {content['format']}; "
-        f"this version reads up to {SHARDED_FORMAT}; upgrade zae"
+        f"this version reads up to {ROWS_FORMAT}; upgrade zae"
     )
     found, got = content.get("sha256"), _digest(data)
     if found != got:
         shown = ascii(found[:12])[1:-1] if isinstance(found, str) else "none"
-        either = f" (or it was {newer})" if content["format"] > SHARDED_FORMAT else ""
+        either = f" (or it was {newer})" if content["format"] > ROWS_FORMAT else ""
         raise CheckpointDamaged(
             f"{where}: changed since it was written: expected sha256 {shown}, got {got[:12]}{either}. {REMEDY}"
         )
-    if content["format"] > SHARDED_FORMAT:
+    if content["format"] > ROWS_FORMAT:
         raise CheckpointMismatch(f"{where}: {newer}")
     if fault := _fault(content) or _files_fault(content):
         raise CheckpointDamaged(f"{where}: {fault}. {REMEDY}")
@@ -267,10 +272,12 @@ def _files_fault(content: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the list of files; only known names ever reach the disk."""
     expected = {MODEL_FILES[content["model_format"]], STATE_TENSORS, STATE}
     if content["model_format"] == "sharded":
-        if content["format"] != SHARDED_FORMAT:
+        if content["format"] < SHARDED_FORMAT:
             return f"is sharded, and of format {content['format']}"
         ranks = min(content["world_size"], len(content["files"]))  # A forged number must not take all memory.
         expected |= {SHARDS, *map(shard_name, range(ranks))}
+    if content["format"] == ROWS_FORMAT:
+        expected |= {name for name in content["files"] if PIECE.fullmatch(name)}
     for name in sorted(content["files"].keys() ^ expected):
         return f"lists the file {name!r:.80}, which is not part of it" if name not in expected else f"lacks {name}"
     for name, entry in content["files"].items():
@@ -280,7 +287,7 @@ def _files_fault(content: Mapping[str, Any]) -> str | None:
             return f"gives {name} the size {entry['size']!r:.80}"
         if type(entry["sha256"]) is not str or not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
             return f"gives {name} the sha256 {entry['sha256']!r:.80}"
-        if name in (STATE, SHARDS) and entry["size"] > STATE_LIMIT:
+        if name.endswith(".json") and entry["size"] > STATE_LIMIT:
             return f"claims {entry['size']} bytes for {name}; the limit is {STATE_LIMIT}"
     return None
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from zae.trainer import Trainer
 
 __all__ = [
-    "ALONE",
     "ENTRIES",
     "FROM_FILE",
     "GENERATORS",
     "PARTS",
+    "PARTS_WITHOUT_ROWS",
     "USER_STATE",
     "Generators",
     "as_saved",
@@ -57,8 +57,8 @@ ENTRIES = "entries alone"
 """One rank alone reads or loads only the entries of add-ons."""
 PARTS = "in parts"
 """A state is read with the parts of the tensors that each rank holds."""
-ALONE = "in parts, by one rank alone"
-"""The same, where the other ranks do not take part."""
+PARTS_WITHOUT_ROWS = "in parts, without the rows of the history"
+"""The same without the rows, which a save has in files of their own."""
 _mode: ContextVar[tuple[Any, str]] = ContextVar("_mode", default=(None, ""))
 
 
@@ -80,7 +80,7 @@ def state_mode(trainer: Trainer, mode: str) -> Iterator[None]:
 
 def gather_tensors(trainer: Trainer, value: Any) -> Any:
     """Return a value with whole tensors on every rank, unless each rank reads its parts."""
-    return value if is_in_mode(trainer, PARTS, ALONE) else trainer.engine.full_tensors(value)
+    return value if is_in_mode(trainer, PARTS, PARTS_WITHOUT_ROWS) else trainer.engine.full_tensors(value)
 
 
 # -------------------------------------------------------------------------------------------- declared attributes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import check_metrics
@@ -419,15 +419,19 @@ class History:
         """
         return records.get("monitor") in (None, self.criterion)
 
-    def state_dict(self, is_open: bool = True) -> dict[str, Any]:
+    @property
+    def rows(self) -> dict[str, Sequence[Mapping[str, Any]]]:
+        """The rows by their names in a state; a row that was recorded never changes."""
+        return {"train_history": self.train, "valid_history": self.valid, "log_history": self.log}
+
+    def state_dict(self, is_open: bool = True, has_rows: bool = True) -> dict[str, Any]:
         """Return the records; ``is_open`` says whether the rest of an epoch, or its validation, needs the log."""
+        rows = self.rows if has_rows else {}
         return {
             "log_train": self.log_train.state_dict(is_open),
             "train_metrics": dict(self.train_metrics),
             "test_metrics": dict(self.test_metrics),
-            "train_history": [dict(row) for row in self.train],
-            "valid_history": [dict(row) for row in self.valid],
-            "log_history": [dict(row) for row in self.log],
+            **{name: [dict(row) for row in each] for name, each in rows.items()},
             "best": dict(self.best),
             "monitor": self.criterion,
         }

@@ -20,6 +20,7 @@ from zae.loop.addon_state import (
     FROM_FILE,
     GENERATORS,
     PARTS,
+    PARTS_WITHOUT_ROWS,
     USER_STATE,
     declaring,
     digest,
@@ -76,14 +77,14 @@ class RankStates:
         return {"position": state["position"], "log_train": state["records"]["log_train"]}
 
     @classmethod
-    def read_state(cls, trainer: Trainer, *, in_parts: bool) -> dict[str, Any]:
-        """Return the state to save, with the entries of all ranks, which all call it.
+    def read_state(cls, trainer: Trainer, *, in_parts: bool, has_rows: bool = True) -> dict[str, Any]:
+        """Return the state to save, with the entries of all ranks, which all call it, and with the rows of the history.
 
         Each rank has its parts of the tensors, or rank 0 alone has whole ones: those of the others are on the meta
         device. Of the entries that may differ from rank to rank, digests are compared first: only what differs is sent,
         and saved for each rank.
         """
-        with state_mode(trainer, PARTS):
+        with state_mode(trainer, PARTS if has_rows else PARTS_WITHOUT_ROWS):
             state = dict(trainer.state_dict())
         if trainer.world_size == 1:
             return state

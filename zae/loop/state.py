@@ -29,7 +29,7 @@ from zae.common.strides import contiguous_strides, copy_with_strides, is_laid_ou
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointMismatch, ZaeError, printable
 from zae.loop import addon_state, older_states
-from zae.loop.addon_state import USER_STATE
+from zae.loop.addon_state import PARTS_WITHOUT_ROWS, USER_STATE, is_in_mode
 from zae.loop.progress import ProgressChecker
 from zae.loop.user_state import check_user_state
 from zae.optim import modes
@@ -87,7 +87,7 @@ class CoreState:
             **optimization.state_dict(module, parameters),
             **progress.entries(),
             "records": {
-                **trainer.history.state_dict(is_open),
+                **trainer.history.state_dict(is_open, has_rows=not is_in_mode(trainer, PARTS_WITHOUT_ROWS)),
                 **optimization.records(),
                 "run": trainer.run_record.state_dict(),
             },
@@ -108,14 +108,13 @@ class CoreState:
     def _read_tensors(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
         """Return the weights, the training weights that differ from them, and the states of the optimizers."""
         trainer = self.trainer
-        if addon_state.is_in_mode(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
+        if is_in_mode(trainer, addon_state.ENTRIES):  # Then one rank alone reads, and needs the rest.
             return {}, {}, {}
         in_use = self.optimization.optimizers
         weights, training_weights = modes.both_weights(in_use, trainer.model_state)
-        alone = addon_state.is_in_mode(trainer, addon_state.ALONE)
         optimizers = {}
         for name, optimizer in in_use.items():
-            found = trainer.engine.optimizer_state(optimizer, alone=alone)
+            found = trainer.engine.optimizer_state(optimizer)
             optimizers[name] = addon_state.gather_tensors(trainer, found)
         return dict(weights), training_weights, optimizers
 
@@ -125,10 +124,10 @@ class CoreState:
         optimization = self.optimization
         position = trainer.loader_position
         user_state = check_user_state(state.get(USER_STATE))
-        if addon_state.is_in_mode(trainer, addon_state.ENTRIES):
+        if is_in_mode(trainer, addon_state.ENTRIES):
             trainer.user_state.load_state_dict(trainer, user_state)
             return
-        if not addon_state.is_in_mode(trainer, addon_state.FROM_FILE):
+        if not is_in_mode(trainer, addon_state.FROM_FILE):
             trainer.current_run.check_load()
         _check_keys(state, strict)
         module = trainer.unwrap()
@@ -137,7 +136,7 @@ class CoreState:
         trainer.run_record.note_script(trainer)
         with _explaining_misfits():
             state = older_states.convert_wrapped(state, optimization, module, trainer.is_main)
-        is_ours = addon_state.is_in_mode(trainer, addon_state.FROM_FILE)  # Else others hold the tensors too.
+        is_ours = is_in_mode(trainer, addon_state.FROM_FILE)  # Else others hold the tensors too.
 
         def load_optimizer(name: str, values: Any) -> None:
             if not is_ours:

@@ -111,5 +111,5 @@ def test_a_newer_format_is_refused_in_words(tmp_path: Path) -> None:
     place = tmp_path / "save" / f"step-{frozen.CASES['ckpt'].step:08d}" / "manifest.json"
     place.write_bytes(seal({**json.loads(place.read_text()), "format": 7, "zae": "9.1"}))
     trainer, _, _ = frozen.CASES["ckpt"].build(tmp_path)
-    with pytest.raises(CheckpointMismatch, match=r"written by zae '9\.1', format 7; this version reads up to 2"):
+    with pytest.raises(CheckpointMismatch, match=r"written by zae '9\.1', format 7; this version reads up to 3"):
         trainer.setup()
