@@ -10,29 +10,20 @@ from _generators import gallery
 from kit.gallery import CPU_SECONDS, EXAMPLES, check, run
 from kit.gallery_list import GALLERY
 
-QUICK = ("imbalance",)  # One of the fastest is in every run of the tests.
 
+@pytest.mark.gallery
+@pytest.mark.parametrize("example", GALLERY, ids=lambda each: each.name)
+def test_an_example_reaches_its_floor(example, tmp_path):
+    """It exits with 0, says nothing to standard error, reaches its floor on the test data, and leaves no more files.
 
-def reach(example, folder):
-    """Run an example and check all that the gallery says of it; GALLERY_RECORD=1 stores the run for its page."""
+    That of the sunspots kills its run with SIGKILL, and compares the weights bit by bit.
+    """
+    folder = tmp_path / "empty"
     folder.mkdir()
     outcome = run(example, folder)
     check(example, outcome)
-    if "GALLERY_RECORD" in os.environ:
+    if "GALLERY_RECORD" in os.environ:  # For its page.
         gallery.store(example, outcome, folder)
-
-
-@pytest.mark.parametrize("example", [each for each in GALLERY if each.name in QUICK], ids=lambda each: each.name)
-def test_a_quick_example_reaches_its_floor(example, tmp_path):
-    """It exits with 0, says nothing to standard error, reaches its floor on the test data, and leaves no more files."""
-    reach(example, tmp_path / "empty")
-
-
-@pytest.mark.gallery
-@pytest.mark.parametrize("example", [each for each in GALLERY if each.name not in QUICK], ids=lambda each: each.name)
-def test_an_example_reaches_its_floor(example, tmp_path):
-    """The same for the others; that of the sunspots kills its run with SIGKILL, and compares the weights bit by bit."""
-    reach(example, tmp_path / "empty")
 
 
 def test_the_pages_are_made_of_the_scripts_and_their_runs():

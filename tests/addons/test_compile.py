@@ -273,6 +273,7 @@ def test_teardown_leaves_the_compiler_as_it_was() -> None:
     assert torch._dynamo.config.use_numpy_random_stream == before
 
 
+@pytest.mark.exhaustive
 def test_inductor_draws_dropout_like_eager_on_request() -> None:
     def losses(cls: type[Trainer], **options: Any) -> list[float]:
         task = cls(network(0.5), "cpu", optimizer=OPTIMIZERS["sgd"][0], log_bar=False, **options)

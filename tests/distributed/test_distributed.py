@@ -188,22 +188,28 @@ HEAD = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
 HEAD += "from kit.rank_tasks import *\nfrom zae.addons import MultiGPUAddon\n"
 
 
-def test_scripts_without_a_guard_and_from_standard_input_are_refused_in_words(tmp_path):
-    """What is typed into an interpreter cannot be imported elsewhere, all else runs; a script needs its guard."""
-    make = "Mine.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
-    body = f"class Mine(Task):\n    pass\n{make}.run(1, loader(4, 2))\n"
-    Path("bare.py").write_text(HEAD + body)
-    made = make.replace("Mine.", "Says.").replace("network()", "torch.nn.Linear(3, 1)")
+MAKE = "Mine.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.optim.SGD, log_bar=False)"
+UNGUARDED = f"class Mine(Task):\n    pass\n{MAKE}.run(1, loader(4, 2))\n"
+
+
+def test_a_script_without_a_guard_is_refused_in_words():
+    Path("bare.py").write_text(HEAD + UNGUARDED)
+    status, _, said = Script(Path("bare.py").absolute()).end()
+    assert status == 1
+    assert 'call run() under: if __name__ == "__main__":' in said
+    assert 'begins its run under: if __name__ == "__main__":' in said.splitlines()[-1]
+
+
+@pytest.mark.exhaustive
+def test_what_is_typed_into_an_interpreter_cannot_be_imported_elsewhere():
+    """All else runs."""
+    made = MAKE.replace("Mine.", "Says.").replace("network()", "torch.nn.Linear(3, 1)")
     first = f"print('step', {made}.run(1, loader(4, 2))['step'], flush=True)\n"
-    (failed, shown, typed), (status, _, bare) = (
-        Script(each).end() for each in (HEAD + first + body, Path("bare.py").absolute())
-    )
-    assert failed == status == 1
+    status, shown, said = Script(HEAD + first + UNGUARDED).end()
+    assert status == 1
     # The workers of a rank's loader are started as those of the caller's: spawned, each epoch takes seconds.
-    assert shown == f"torch.float32 {multiprocessing.get_start_method()}\nstep 1\n", typed
-    assert re.search(r"ConfigError: Mine cannot be sent .*Put it into a file.*from task import Mine\n$", typed)
-    assert 'call run() under: if __name__ == "__main__":' in bare
-    assert 'begins its run under: if __name__ == "__main__":' in bare.splitlines()[-1]
+    assert shown == f"torch.float32 {multiprocessing.get_start_method()}\nstep 1\n", said
+    assert re.search(r"ConfigError: Mine cannot be sent .*Put it into a file.*from task import Mine\n$", said)
 
 
 @pytest.mark.exhaustive
@@ -220,6 +226,7 @@ def test_a_condition_that_is_no_guard_is_refused_in_the_new_process(tmp_path):
 # ---------------------------------------------------------------------------------------------------- failing
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_killed_rank_is_named(who):
     """Long before the timeout of 600 s, with rank and signal; nothing is left."""
@@ -371,9 +378,9 @@ RESTART = """
             if is_dying and self.rank == 1 and self.progress_checker.step == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().train_step(batch)
-    runs = {{"dies": MultiGPUAddon, "whole": MultiGPUAddon, "shards-die": FSDPAddon, "shards": FSDPAddon}}
-    for name, engine in runs.items():
-        is_dying = os.environ.get("TORCHELASTIC_RESTART_COUNT") == {{"dies": "0", "shards-die": "1"}}.get(name)
+    engine = {{"ddp": MultiGPUAddon, "fsdp": FSDPAddon}}[sys.argv[1]]
+    for name in ("dies", "whole"):
+        is_dying = name == "dies" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
         trainer = build(Dies, (engine, StateManagerAddon, JSONLLoggerAddon), timeout=120.0, seed=1, log_every=1,
                         save_path=name, save_every=1, resume="auto", jsonl_path=name + ".jsonl",
                         save_format="sharded" if engine is FSDPAddon else "safetensors")
@@ -386,15 +393,28 @@ RESTART = """
 """
 
 
-def test_torchrun_restarts_and_the_ddp_example_in_two_ways_at_once(tmp_path):
-    """Restarted by torchrun, two ranks end bitwise as if never killed, with one log; runs beside runs.
-
-    So do two ranks with shards, which are killed in their second life.
-
-    examples/ddp.py is started by itself, and by two agents of torchrun: the world size is 2, and the accuracy the same.
-    """
-    example = ROOT / "examples" / "ddp.py"
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
+def test_ranks_that_torchrun_restarts_end_as_if_never_killed(engine):
+    """To the bit, and with one log."""
     Path("restart.py").write_text(textwrap.dedent(RESTART.format(tests=str(TESTS))))
+    alone = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", "alone"]  # As --standalone.
+    with forks():
+        agent = Torchrun(*alone, "--nproc_per_node", "2", "--max-restarts", "1", "restart.py", engine)
+        status, out, said = agent.end()
+    assert status == 0, said
+    names = ("dies", "whole")
+    assert {line for line in out.splitlines() if ": world 2" in line} == {f"{name}: world 2, step 8" for name in names}
+    assert all(list(Path(name).glob("step-*")) for name in names)
+    assert same(*(torch.load(f"{name}.pt", weights_only=True) for name in names))
+    for name in names:
+        records = lines(Path(f"{name}.jsonl"))
+        assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 9))
+
+
+@pytest.mark.exhaustive
+def test_the_ddp_example_is_started_in_two_ways():
+    """By itself, and by two agents of torchrun: the world size is 2, and the accuracy the same."""
+    example = ROOT / "examples" / "ddp.py"
     importlib.import_module("sklearn.datasets")  # Here once, and not in each of the forks.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -402,29 +422,16 @@ def test_torchrun_restarts_and_the_ddp_example_in_two_ways_at_once(tmp_path):
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_id", "job"]
     joins = ["--nnodes", "2", "--nproc_per_node", "1", *rendezvous, str(example)]
     with forks():
-        alone = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--rdzv_id", "alone"]  # As --standalone.
-        again = Torchrun(*alone, "--nproc_per_node", "2", "--max-restarts", "2", "restart.py")
         agents, plain = [Torchrun(*joins) for _ in range(2)], Script(example)
-        ended = [each.end() for each in (again, *agents, plain)]
-    assert [status for status, *_ in ended] == [0, 0, 0, 0], ended
-    (_, restarted, _), (_, one, _), (_, other, _), (_, out, said) = ended
+        ended = [each.end() for each in (*agents, plain)]
+    assert [status for status, *_ in ended] == [0, 0, 0], ended
+    (_, one, _), (_, other, _), (_, out, said) = ended
     assert besides_progress(said) == ""
     both = one + other
     shown = [re.findall(r"world size .*|test accuracy .*", text) for text in (out, both)]
     assert all(each == shown[0] for each in shown)
     assert shown[0][0] == "world size 2"
     assert float(shown[0][1].split()[-1]) > 0.9
-
-    names = ("dies", "whole", "shards-die", "shards")
-    told = {line for line in restarted.splitlines() if ": world 2" in line}
-    assert told == {f"{name}: world 2, step 8" for name in names}
-    assert [len(list(Path(name).glob("step-*"))) > 0 for name in names] == [True] * 4
-    ends = [torch.load(f"{name}.pt", weights_only=True) for name in names]
-    assert same(*ends[:2])
-    assert same(*ends[2:])
-    for name in names:
-        records = lines(Path(f"{name}.jsonl"))
-        assert [record["step"] for record in records if "train/loss" in record] == list(range(1, 9))
 
 
 NODES = """
@@ -520,6 +527,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_ranks_take_over_the_precision_of_float32_in_the_newer_names(tmp_path):
     """A script of its own: torch does not read the older names in a process that has used the newer ones."""
     script = tmp_path / "script.py"

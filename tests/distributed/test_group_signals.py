@@ -186,9 +186,10 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("launcher", "workers", "count"),
-    [("torchrun", 2, 1), *(pytest.param(name, workers, 20, marks=MANY) for name in LAUNCHERS for workers in (0, 2))],
+    [("torchrun", 2, 1), *((name, workers, 20) for name in LAUNCHERS for workers in (0, 2))],
 )
 def test_a_launcher_is_told_to_end(launcher: str, workers: int, count: int) -> None:
     """The launcher alone, or it and all processes below it, in turn; then the script is started again."""

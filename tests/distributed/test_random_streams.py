@@ -50,6 +50,7 @@ def assert_nothing_in_common(ranks):
     assert sum(map(len, seen)) == len(set().union(*seen))
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["", "seed"])
 def test_ranks_draw_other_numbers_and_both_ways_to_start_draw_the_same(options, workers, tmp_path):
@@ -109,6 +110,7 @@ def test_a_seed_of_the_script_between_two_runs_counts(tmp_path):
     assert_nothing_in_common([one[0][2:], one[1][2:], two[0][2:], two[1][2:]])
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("engine", [MultiGPUAddon, FSDPAddon])
 @pytest.mark.parametrize("moment", ["after an epoch", "within an epoch", "by hand between two runs"])
 def test_a_resume_continues_the_streams_of_every_rank(moment, engine, tmp_path):

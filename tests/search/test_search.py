@@ -16,6 +16,7 @@ import optuna
 import pytest
 import torch
 
+from kit.rank_tasks import forks
 from kit.searches import Line, batches, make_trainer, outcome, search_saved, train_line
 from zae import ConfigError, NonFiniteError
 from zae.addons import EarlyStoppingAddon, EMAAddon, JSONLLoggerAddon, MultiGPUAddon, StateManagerAddon
@@ -258,7 +259,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_searched(name, tmp_path):
     changed, said = WRONG[name]
     arguments = {"objective": train_line, "n_trials": 1, "folder": tmp_path, **changed}
-    with pytest.raises(ConfigError, match=said):
+    with forks(), pytest.raises(ConfigError, match=said):
         search(**arguments)
 
 
