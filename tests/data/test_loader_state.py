@@ -519,45 +519,6 @@ def test_a_collator_with_a_state_is_asked_for_it() -> None:
     assert list(capture_parts(bound)) == ["collate_fn.stream"]
 
 
-class Marked(torch.utils.data.Dataset):
-    """A dataset with a fingerprint, as those of Hugging Face have."""
-
-    def __init__(self, fingerprint: str) -> None:
-        self.fingerprint, self.data = fingerprint, hand.data(SIZE)
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> Any:
-        return self.data[index]
-
-
-@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: torch.utils.data.Subset(data, range(SIZE))],
-                         ids=["itself", "subset"])  # fmt: skip
-@pytest.mark.parametrize("now", ["a", "b"])
-def test_a_dataset_with_another_fingerprint_is_named(now: str, wrap: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """It only warns: some datasets get a new fingerprint in each process. A state without one says nothing."""
-    make = lambda mark: DataLoader(wrap(Marked(mark)), batch_size=4, shuffle=True)  # noqa: E731
-    first = build()
-    first.run(1, make("a"), max_steps=2)
-
-    def resume(state: Any) -> None:
-        trainer = build()
-        trainer.load_state_dict(state)
-        trainer.progress_checker.run_calls.index = 0  # As a script that is started again.
-        trainer.run(1, make(now))
-
-    state = first.state_dict()
-    resume(state)
-    said = [each.message for each in caplog.records if "fingerprint" in each.message]
-    assert bool(said) == (now == "b")
-    assert all("its fingerprint was a and is b" in each for each in said)
-    del state["position"]["facts"]["dataset fingerprint"]
-    caplog.clear()
-    resume(state)
-    assert "fingerprint" not in caplog.text
-
-
 class Reversed(torch.utils.data.Sampler[int]):
     """Draws its order from its own generator, and has no state."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +177,55 @@ def test_restarting_the_epoch_takes_other_data(tmp_path: Path, caplog: pytest.Lo
     assert any("goes on with those of this script" in text for text in said(caplog))
 
 
-def test_a_setting_of_the_dataset_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, 1, DataLoader(Named(NAMES), 4))
-    train(tmp_path, 2, DataLoader(Named(NAMES, "other"), 4))
-    (warning,) = said(caplog)
-    assert "loader.dataset.root='other' in the script and 'train' in the checkpoint" in warning
+class Level:
+    """A transform."""
+
+    def __init__(self, level: float) -> None:
+        self.level = level
+
+
+class Described(Named):
+    """Has settings in itself, in a transform and in a dict, and is marked as the library datasets marks its own."""
+
+    rate = 0.5
+
+    def __init__(self, root: str = "train", level: float = 0.1, mark: str = "a", rate: float = 0.5) -> None:
+        super().__init__(NAMES, root)
+        self.transforms = [Level(level)]
+        self.options = {"crop": level}
+        self._fingerprint = mark
+        type(self).rate = rate
+        # What each process has anew is no setting.
+        self.began = time.time()
+        self.process = os.getpid()
+        self.encoder = network()
+
+
+SETTINGS = {
+    "an attribute": ({"root": "other"}, ["loader.dataset.root='other' in the script and 'train' in the checkpoint"]),
+    "within a transform": (
+        {"level": 0.2},
+        ["loader.dataset.transforms[0].level=0.2 in the script and 0.1 in", "loader.dataset.options.crop=0.2 in the"],
+    ),
+    "of the class": ({"rate": 0.7}, ["loader.dataset.rate=0.7 in the script and 0.5 in the checkpoint"]),
+    "the mark of a library": ({"mark": "b"}, ["loader.dataset.fingerprint='b' in the script and 'a' in the check"]),
+    "none": ({}, []),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(22))], ids=["itself", "subset"])
+@pytest.mark.parametrize("what", SETTINGS)
+def test_a_setting_of_the_dataset_is_named(
+    what: str, wrap: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changed, expected = SETTINGS[what]
+    train(tmp_path, 1, DataLoader(wrap(Described()), 4))
+    said(caplog)
+    train(tmp_path, 2, DataLoader(wrap(Described(**changed)), 4))
+    texts = said(caplog)
+    assert len(texts) == bool(expected), texts
+    for text in expected:
+        assert text.replace("dataset.", "dataset.dataset." if wrap(NAMES) is not NAMES else "dataset.") in texts[0]
 
 
 def test_another_loss_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,22 +6,26 @@ No sample is read, since a dataset may draw random numbers for it, or need long;
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from zae.common.plain_values import content_digest, plain_value
 from zae.common.random_state import STREAMS
-from zae.data.loaders import length_of, parts_of_dataset, unwrap_sampler
+from zae.common.torch_private import fingerprint_of
+from zae.data.loaders import datasets_in, length_of, parts_of_dataset, unwrap_sampler
+from zae.user_state.owners import Walk
 
-__all__ = ["Contents", "contents_of", "fingerprint_of"]
+__all__ = ["Contents", "contents_of"]
 
-MAX_DEPTH = 4  # Datasets in datasets: Subset(ConcatDataset([...])).
 ROWS = 8  # Rows of a table of the library datasets that are compared.
+DAY = 24 * 60 * 60
 _LISTS = (list, tuple, range, Tensor, np.ndarray)
 
 
@@ -43,76 +47,80 @@ class Contents(NamedTuple):
 _known: dict[int, tuple[weakref.ref[Any], Contents]] = {}
 
 
-def fingerprint_of(dataset: Any, place: str = ".dataset") -> Contents:
-    """Return what a dataset holds; it is read once in a process, since training may fill a cache in it."""
-    known = _known.get(id(dataset))
-    if known is not None and known[0]() is dataset:
-        return known[1]
-    found = Contents({}, {})
-    _read_dataset(dataset, place, found, MAX_DEPTH)
-    key = id(dataset)
-    with contextlib.suppress(TypeError):  # A list has no weak references.
-        _known[key] = (weakref.ref(dataset, lambda _: _known.pop(key, None)), found)
-    return found
-
-
 def contents_of(loader: Any) -> Contents:
     """Return what the dataset and the samplers of a loader hold."""
     dataset = getattr(loader, "dataset", None)
     found = Contents({}, {})
     if dataset is not None:
-        whole = fingerprint_of(dataset)
+        whole = _of_dataset(dataset)
         found.samples.update(whole.samples)
         found.settings.update(whole.settings)
     elif isinstance(loader, Sequence):
         found.samples[" itself"] = content_digest(loader)
     batches = getattr(loader, "batch_sampler", None)
     for place, sampler in ((".sampler", getattr(batches, "sampler", None)), (".batch_sampler", batches)):
-        for name, value in _attributes(unwrap_sampler(sampler)):
+        for name, value in getattr(unwrap_sampler(sampler), "__dict__", {}).items():
             if value is not dataset and isinstance(value, _LISTS) and not name.startswith("_"):
                 found.samples[f"{place}.{name}"] = content_digest(value)  # Entries and their weights: none is drawn.
     return found
 
 
-def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object, without its random streams."""
-    for name, value in getattr(owner, "__dict__", {}).items():
-        if not isinstance(value, STREAMS):
-            yield name, value
+def _of_dataset(dataset: Any) -> Contents:
+    """Return what a dataset holds; it is read once in a process, since training may fill a cache in it."""
+    known = _known.get(id(dataset))
+    if known is not None and known[0]() is dataset:
+        return known[1]
+    found = _read(datasets_in(dataset, ".dataset"))
+    key = id(dataset)
+    with contextlib.suppress(TypeError):  # A list has no weak references.
+        _known[key] = (weakref.ref(dataset, lambda _: _known.pop(key, None)), found)
+    return found
 
 
-def _read_dataset(dataset: Any, place: str, found: Contents, depth: int) -> None:
-    """Add what a dataset holds, and the datasets that it takes samples from."""
-    size = None if isinstance(dataset, IterableDataset) else length_of(dataset)
-    if size is not None:
-        found.samples[f"len({place})"] = size
-    if isinstance(dataset, _LISTS):
-        found.samples[place] = content_digest(dataset)
-        return
-    if hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):  # Of the library datasets.
-        found.samples[place] = _rows_of_table(dataset, size or 0)
-        return
-    inner = parts_of_dataset(dataset)
-    apart = {id(each) for each in inner.values()}
-    for name, value in _attributes(dataset):
-        if id(value) in apart or (inner and name == "datasets"):
-            continue
-        where = f"{place}.{name}"
-        if name == "tensors" and isinstance(value, (list, tuple)):
-            found.samples.update((f"{where}[{index}]", content_digest(each)) for index, each in enumerate(value))
-        elif name == "indices" or _is_per_sample(value, size):
-            found.samples[where] = _digest(value)
+def _read(datasets: Mapping[str, Any]) -> Contents:
+    """Return what datasets hold, and the objects of the user in them."""
+    found = Contents({}, {})
+    sizes: dict[str, int | None] = {}
+    walk = Walk(datasets.values())
+    for place, dataset in datasets.items():
+        size = sizes[place] = None if isinstance(dataset, IterableDataset) else length_of(dataset)
+        if size is not None:
+            found.samples[f"len({place})"] = size
+        mark = fingerprint_of(dataset)
+        if mark is not None:  # Some datasets get a new one in each process: it is named, and not refused.
+            found.settings[f"{place}.fingerprint"] = mark
+        if isinstance(dataset, _LISTS):
+            found.samples[place] = content_digest(dataset)
+        elif hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):  # Of the library datasets.
+            found.samples[place] = _rows_of_table(dataset, size or 0)
         else:
+            walk.add(place, dataset)
+    for (owner, key), place in walk.places.items():
+        value = place.value
+        where = f"{owner}.{key}"
+        is_within = key in ("dataset", "datasets") and parts_of_dataset(datasets.get(owner))
+        if is_within or isinstance(value, STREAMS) or isinstance(walk.owners[owner].object, nn.Module):
+            continue
+        if key == "tensors" and isinstance(value, (list, tuple)):
+            found.samples.update((f"{where}[{index}]", content_digest(each)) for index, each in enumerate(value))
+        elif key == "indices" or _is_per_sample(value, sizes.get(owner)):
+            found.samples[where] = _digest(value)
+        elif not _is_of_process(value):
             found.settings[where] = plain_value(value)
-    if depth:
-        for name, each in inner.items():
-            _read_dataset(each, place + name, found, depth - 1)
+    return found
 
 
 def _is_per_sample(value: Any, size: int | None) -> bool:
     """Return whether a value has an entry for each sample."""
     is_sized = hasattr(value, "__len__") and not isinstance(value, (str, bytes))
     return is_sized and size is not None and length_of(value) == size
+
+
+def _is_of_process(value: Any) -> bool:
+    """Return whether a value is the number of this process, or a time of the last day, which each process has anew."""
+    if type(value) not in (int, float):
+        return False
+    return value == os.getpid() or 0 <= time.time() - value < DAY
 
 
 def _digest(value: Any) -> str:

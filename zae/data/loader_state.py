@@ -15,13 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from zae.common import random_state
 from zae.common.random_state import STREAMS
-from zae.common.torch_private import fingerprint_of
 from zae.common.walk import has_same_bits, names_read_by, search
-from zae.data.loaders import is_stateful, length_of, parts_of_dataset, unwrap_sampler
+from zae.data.loaders import datasets_in, is_stateful, length_of, unwrap_sampler
 from zae.errors import CheckpointMismatch
 
 __all__ = [
-    "FINGERPRINT",
     "as_begun",
     "capture_parts",
     "changes_of",
@@ -33,9 +31,6 @@ __all__ = [
     "restore_parts",
     "streams_of",
 ]
-
-FINGERPRINT = "dataset fingerprint"
-"""The fact that only warns where it differs: some datasets get a new one in each process."""
 
 _log = logging.getLogger("zae")
 _DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
@@ -58,7 +53,6 @@ def facts_of(loader: Any) -> dict[str, Any]:
     for name in ("batch_size", "drop_last"):
         value = getattr(loader, name, None)
         facts[name] = getattr(batch_sampler, name, None) if value is None or batch_sampler is not None else value
-    facts[FINGERPRINT] = _fingerprint(dataset)
     facts["seed of the SeededDataset"] = _seed_of_samples(dataset)
     samplers = {name.replace("_", " "): sampler for name, sampler in _samplers_of(loader).items()}
     for name, sampler in samplers.items():
@@ -66,23 +60,10 @@ def facts_of(loader: Any) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
 
 
-def _fingerprint(dataset: Any) -> str | None:
-    """Return the fingerprint of a dataset, or of the dataset that it takes samples from."""
-    for _ in range(_DEPTH):
-        found = fingerprint_of(dataset)
-        if found is not None:
-            return found
-        dataset = getattr(dataset, "dataset", None)
-    return None
-
-
 def _seed_of_samples(dataset: Any) -> int | None:
     """Return the seed of a SeededDataset, or of the SeededDataset that a dataset takes samples from."""
-    for _ in range(_DEPTH):
-        if type(dataset).__name__ == "SeededDataset":
-            return int(dataset.seed)
-        dataset = getattr(dataset, "dataset", None)
-    return None
+    seeds = [each.seed for each in datasets_in(dataset).values() if type(each).__name__ == "SeededDataset"]
+    return int(seeds[0]) if seeds else None
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -204,13 +185,7 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
 
 def parts_of(loader: Any) -> dict[str, Any]:
     """Return the samplers and datasets of a loader, and the datasets within these, by their places."""
-    parts = _samplers_of(loader)
-    left = [("dataset", getattr(loader, "dataset", None), _DEPTH)]
-    while left:
-        place, dataset, depth = left.pop()
-        parts[place] = dataset
-        if depth:
-            left += [(place + name, each, depth - 1) for name, each in parts_of_dataset(dataset).items()]
+    parts = {**_samplers_of(loader), **datasets_in(getattr(loader, "dataset", None))}
     return {place: each for place, each in parts.items() if each is not None}
 
 

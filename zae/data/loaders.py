@@ -21,6 +21,7 @@ __all__ = [
     "batch_size_of",
     "check_loader",
     "copy_with",
+    "datasets_in",
     "datasets_with_epoch",
     "describe",
     "has_order",
@@ -200,6 +201,15 @@ def parts_of_dataset(dataset: Any) -> dict[str, Any]:
     if not isinstance(several, Mapping):
         return {}
     return {f".datasets[{key!r}]": each for key, each in several.items()}
+
+
+def datasets_in(dataset: Any, place: str = "dataset", depth: int = _DEPTH) -> dict[str, Any]:
+    """Return a dataset, and those that it takes samples from, by their places."""
+    found = {place: dataset}
+    if depth:
+        for name, each in parts_of_dataset(dataset).items():
+            found |= datasets_in(each, place + name, depth - 1)
+    return found
 
 
 def datasets_with_epoch(dataset: Any, place: str = "", depth: int = _DEPTH) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from torch.utils.data import (
 
 from zae.common import random_state
 from zae.data.loader_state import (
-    FINGERPRINT,
     as_begun,
     capture_parts,
     changes_of,
@@ -244,16 +243,7 @@ class LoaderPosition:
         """
         before = {} if self._resume is None else dict(self._resume["facts"])
         now = facts_of(loader)
-        fingerprint_before = before.pop(FINGERPRINT, None)
-        fingerprint = now.pop(FINGERPRINT, None)
-        is_known = fingerprint_before is not None and fingerprint is not None
-        if not new_run and is_known and fingerprint_before != fingerprint:
-            _log.warning(
-                "the dataset has changed since the checkpoint was saved: its fingerprint was %s and is %s, so its "
-                "samples may differ",
-                fingerprint_before,
-                fingerprint,
-            )
+        before.pop("dataset fingerprint", None)  # In a state of an older version; now it is in the record of the run.
         changes = changes_of(before, now) if before else []
         if new_run and self._ended_with is not None and self._ended_with is not loader:
             changes.append("it is another object")
@@ -610,7 +600,7 @@ def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
 
 def _another_loader(changes: Sequence[str]) -> CheckpointMismatch:
     return CheckpointMismatch(
-        f"the loader is not the one that this run was saved with: {'; '.join(changes)}. Build it as it was, write "
-        "reshard=True (an option of StateManagerAddon) to distribute the remaining samples again, or begin a new run "
-        "from the weights alone: apply_weights(path)"
+        f"the loader is not the one that this run was saved with: {'; '.join(changes)}. Build it as it was; "
+        "give each run its own save_path, for each batch size that is tried as well; or begin a new run from the "
+        "weights alone: apply_weights(path)"
     )

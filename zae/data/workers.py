@@ -30,7 +30,7 @@ from zae.common.random_state import STREAMS, isolated, read_stream, write_stream
 from zae.common.torch_private import end_by_kill, shut_down_workers
 from zae.common.walk import search
 from zae.data.loader_state import streams_of
-from zae.data.loaders import datasets_with_epoch, parts_of_dataset
+from zae.data.loaders import datasets_in, datasets_with_epoch, parts_of_dataset
 from zae.errors import ConfigError, LoaderError, kind_of
 
 __all__ = [
@@ -213,14 +213,10 @@ def seed_streams_of(loader: Any) -> None:
 
     In this process their states are saved, as those of the dataset are; workers have copies, which cannot be read.
     """
-    left = [getattr(loader, "dataset", None)]
-    while left:
-        dataset = left.pop()
+    for dataset in datasets_in(getattr(loader, "dataset", None)).values():
         if isinstance(dataset, SeededDataset):
             dataset.streams_of_loader = streams_of(loader)
             dataset._streams = None
-        else:
-            left += parts_of_dataset(dataset).values()
 
 
 def is_seeded(dataset: Any) -> bool:

@@ -20,7 +20,7 @@ from zae.common.walk import is_of_library
 from zae.compose.introspect import function_of
 from zae.compose.options import option_values, options_of
 from zae.data.contents import contents_of
-from zae.data.loader_state import FINGERPRINT, facts_of
+from zae.data.loader_state import facts_of
 from zae.data.loaders import length_of
 from zae.schedulers.lengths import milestones_of, parts_of
 
@@ -45,8 +45,8 @@ __all__ = [
 
 Record = dict[str, Any]
 
-_FACTS_ASIDE = (FINGERPRINT, "seed of the SeededDataset", "dataset length", "number of batches")
-"""Facts of a loader that follow from its data, or that differ in each process."""
+_FACTS_ASIDE = ("seed of the SeededDataset", "dataset length", "number of batches")
+"""Facts of a loader that follow from its data."""
 
 _LAYERS_ASIDE = ("observe", "parallel", "state")
 """The layers of add-ons whose options change nothing of what is computed."""
