@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -133,7 +133,9 @@ def _ordered(constant: Any) -> Any:
 
 def content_digest(value: Any) -> str:
     """Return a hash of all that a long value holds; of an object of an unknown class, only the class."""
-    if isinstance(value, np.memmap):  # It may be larger than the memory, and would be read from the disk.
+    if isinstance(value, np.memmap) or isinstance(
+        getattr(value, "base", None), np.memmap
+    ):  # It may be larger than the memory, and would be read from the disk.
         return f"a mapped file of {value.dtype} {value.shape}"
     if isinstance(value, np.ndarray) and value.dtype.kind in "OUSV":
         return f"{value.dtype.kind} {value.shape} {content_digest(value.ravel().tolist())}"
@@ -178,7 +180,7 @@ def _encode(entries: Iterable[Any]) -> Iterator[bytes]:
     while chunk := list(islice(iterator, CHUNK)):
         kinds = set(map(type, chunk))
         if kinds <= {tuple, list}:
-            kinds = {type(each) for entry in chunk for each in entry}
+            kinds = set(map(type, chain.from_iterable(chunk)))
         if kinds <= set(_SCALARS):
             yield marshal.dumps(chunk, 2)  # The later versions depend on who else refers to an object.
         elif all(issubclass(kind, Tensor) for kind in kinds) and isinstance(chunk[0], Tensor):

@@ -19,6 +19,7 @@ __all__ = [
     "strides_to_save",
     "view_key",
     "with_strides",
+    "without_repeats",
 ]
 
 _MOST_GAPS = 64  # A tensor of n elements is given back in memory for 64 n at most: a small file may be hostile.
@@ -97,13 +98,19 @@ def copy_with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     strides = tuple(strides)
     if not can_have_strides(shape, strides):
         raise ValueError(f"a tensor of shape {shape!s:.80} cannot have the strides {strides!s:.80}")
-    base = tensor
-    for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-        if stride == 0 and size > 1:
-            base = base.narrow(axis, 0, 1)
+    base = without_repeats(tensor, strides)
     memory = torch.zeros(span(shape, strides), dtype=tensor.dtype, device=tensor.device)
     memory.as_strided(base.shape, strides).copy_(base)
     return memory.as_strided(shape, strides)
+
+
+def without_repeats(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
+    """Return the first element alone of each dimension with stride 0: in full there may be no memory for them."""
+    strides = tensor.stride() if strides is None and is_laid_out(tensor) else strides or ()
+    for axis, (size, stride) in enumerate(zip(tensor.shape, strides)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -54,16 +54,17 @@ class PartValues:
         self._changes.begin(walk, Packer({}, walk.paths, _HOST, copies=True, most=LARGE))
         _warn_of_living_iterators(loader)
 
-    def note(self, loader: Any) -> None:
-        """Note which values have changed."""
-        new = self._changes.note(_walk(loader, self._changes))
+    def note(self, loader: Any) -> Walk:
+        """Note which values have changed; return the walk that has looked at them."""
+        walk = _walk(loader, self._changes)
+        new = self._changes.note(walk)
         if new and not self._has_warned and getattr(loader, "persistent_workers", False) and loader.num_workers:
-            self._warn_of_workers(loader, new)
+            self._warn_of_workers(walk, new)
+        return walk
 
     def capture(self, loader: Any) -> dict[str, Any]:
         """Return the present values: those that have changed, and the small ones, since the epoch may change them."""
-        self.note(loader)
-        walk = _walk(loader, self._changes)
+        walk = self.note(loader)
         small = Packer({}, walk.paths, _HOST, copies=True, most=LARGE)
         rest = walk.places.keys() - self._changes.names
         found = self._changes.write(walk, small, rest, says=False)
@@ -92,13 +93,13 @@ class PartValues:
     def marks(self, loader: Any) -> dict[Name, object]:
         """Return the marks of the values, to see what a part sets as it loads a state of its own."""
         walk = _walk(loader, self._changes)
-        return {name: mark_of(value, walk.paths) for name, value in walk.values()}
+        return {name: mark_of(place.value, walk.paths) for name, place in walk.places.items()}
 
-    def _warn_of_workers(self, loader: Any, names: Iterable[Name]) -> None:
+    def _warn_of_workers(self, walk: Walk, names: Iterable[Name]) -> None:
         """Warn of attributes of a dataset that are set here, while its workers keep copies."""
         for owner, key in sorted(names):
             if owner.startswith(("loader.dataset", "loader.collate_fn")) and not owner.startswith("loader.dataset."):
-                value = _walk(loader, self._changes).places[owner, key].value
+                value = walk.places[owner, key].value
                 if isinstance(value, Tensor) and value.is_shared():
                     continue
                 self._has_warned = True

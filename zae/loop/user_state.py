@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
-from zae.common.strides import view_key
 from zae.common.torch_private import unsaved_buffers, version_of
 from zae.common.walk import is_of_zae, is_sharded
 from zae.compose.introspect import is_add_on
@@ -71,15 +69,17 @@ class UserState:
     def begin(self, trainer: Trainer, continues: bool) -> None:
         """Mark the values as a call of ``run`` begins, and put back those of a state that it continues from."""
         walk = _walk(trainer, self._changes, is_begin=True)
-        self._changes.begin(walk, _packer(trainer, walk, copies=True, most=LARGE))
+        packer = Packer(_tensors_of(trainer), walk.paths, trainer.device, copies=True, most=LARGE)
+        self._changes.begin(walk, packer)
         if self._modules is None:
-            self._modules = _classes_in(trainer.unwrap())
+            self._modules = _classes_in(walk)
         state = self._pending
         self._pending = None
         self._continues = continues and state is not None
         if state is not None:
             self._put_back(trainer, state)
-            _warn_of_replaced(state.get("modules", {}), trainer)
+            if trainer.is_main:
+                _warn_of_replaced(state.get("modules", {}), self._modules)
 
     def hold(self, trainer: Trainer) -> None:
         """Keep the values over the hooks that begin an epoch, where the epoch that goes on was begun before."""
@@ -138,16 +138,15 @@ class UserState:
     def _read(self, trainer: Trainer, copies: bool = False) -> dict[str, Any]:
         walk = _walk(trainer, self._changes)
         self._changes.note(walk)
-        state = self._changes.write(walk, _packer(trainer, walk, copies), says=trainer.is_main)
-        gradients = {}
+        tensors = _tensors_of(trainer)
+        packer = Packer(tensors, walk.paths, trainer.device, copies)
+        state = self._changes.write(walk, packer, says=trainer.is_main)
         if trainer.current_run.batch is None:  # Within a step they are on their way.
-            for name, each in trainer.unwrap().named_parameters():
-                if each.grad is not None:
-                    gradients[name] = each.grad.clone() if copies else each.grad
-        if gradients:
-            state["gradients"] = gradients
-        modules = _classes_in(trainer.unwrap())
-        before = modules if self._modules is None else self._modules
+            gradients = {name: each.grad for name, each in tensors.items() if each.grad is not None}
+            if gradients:
+                state["gradients"] = {name: each.clone() if copies else each for name, each in gradients.items()}
+        before = self._modules or {}
+        modules = _classes_in(walk) if before else {}
         if modules != before:
             changed = [path for path in modules.keys() | before.keys() if modules.get(path) != before.get(path)]
             state["modules"] = {path: modules.get(path, _ABSENT) for path in changed}
@@ -194,57 +193,51 @@ def _walk(trainer: Trainer, changes: Changes, is_begin: bool = False) -> Walk:
     model = trainer.unwrap()
     run = trainer.current_run
     optimizers = trainer.optimization.optimizers
-    apart: list[object] = [trainer, vars(trainer)["model"], *model.modules(), run.user_loader, run.valid_loader]
+    apart: list[object] = [trainer, vars(trainer)["model"], run.user_loader, run.valid_loader]
     apart += parts_of(run.user_loader).values()
     apart += trainer.optimization.schedulers.values()
     for optimizer in optimizers.values():
         apart += with_inner(optimizer)
     walk = changes.walk([each for each in apart if each is not None], is_begin)
+    walk.add_module("model", model, with_tensors=False)  # The first: a task may hold a part of its model.
     walk.add("task", trainer, without=names_of_trainer(type(trainer)))
-    walk.add_module("model", model, with_tensors=False)
     for key, optimizer in optimizers.items():
         if is_of_user(type(optimizer)):
             walk.add(f"optimizer[{key!r}]", optimizer)
     return walk
 
 
-def _packer(trainer: Trainer, walk: Walk, copies: bool, most: int | None = None) -> Packer:
-    weights = {}
-    for name, each in _tensors_of(trainer).items():
-        weights[view_key(each) or (id(each),)] = (name, each)
-    return Packer(weights, walk.paths, trainer.device, copies, most)
-
-
 def _tensors_of(trainer: Trainer) -> dict[str, Tensor]:
     """Return the tensors that the state of the model has."""
-    model = trainer.unwrap()
-    found: dict[str, Tensor] = dict(model.named_parameters())
-    for path, module in model.named_modules():
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for path, module in trainer.unwrap().named_modules():
         unsaved = unsaved_buffers(module)
-        for name, each in module.named_buffers(path, recurse=False):
-            if name.rpartition(".")[2] not in unsaved:
-                found[name] = each
+        for name, each in [*module._parameters.items(), *module._buffers.items()]:
+            if each is not None and name not in unsaved and id(each) not in seen:
+                seen.add(id(each))
+                found[f"{path}.{name}" if path else name] = each
     return found
 
 
-def _classes_in(model: nn.Module) -> dict[str, str]:
-    """Return the class of each module of a model; of a lazy one that which its first forward gives it."""
+def _classes_in(walk: Walk) -> dict[str, str]:
+    """Return the class of each module of the model; of a lazy one that which its first forward gives it."""
     found = {}
-    for path, module in model.named_modules(prefix="model"):
-        becomes = getattr(module, "cls_to_become", None) if isinstance(module, LazyModuleMixin) else None
-        found[path] = (becomes or type(module)).__qualname__
+    for path, owner in walk.owners.items():
+        if isinstance(owner.object, nn.Module) and f"{path}.".startswith("model."):
+            kind = type(owner.object)
+            found[path] = (getattr(kind, "cls_to_become", None) or kind).__qualname__
     return found
 
 
-def _warn_of_replaced(saved: Mapping[str, str], trainer: Trainer) -> None:
+def _warn_of_replaced(saved: Mapping[str, str], present: Mapping[str, str]) -> None:
     """Warn of modules that training had replaced when the state was saved, and that the script has not replaced."""
-    present = _classes_in(trainer.unwrap())
     differ = []
     for path, kind in sorted(saved.items()):
         now = present.get(path, _ABSENT)
         if now != kind:
             differ.append(f"{path} was {kind} and is {now}")
-    if differ and trainer.is_main:
+    if differ:
         more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
         _log.warning(
             "training had replaced modules of the model when the state that this run resumes from was saved, and a "

@@ -1,7 +1,8 @@
 """One walk over the objects of a user: which of them hold values, and which values these are.
 
 An owner is an object whose attributes are looked at one by one: of a class that is not of a library, or a namespace; a
-dict with a few text keys, by its keys; and a module, by its tensors too. All else that an owner holds is a value.
+dict with a few text keys, by its keys; and a module, by its tensors too. All else that an owner holds is a value, and
+so is the state of an owner that saves one itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import logging
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -26,10 +28,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from zae.common.random_state import STREAMS
 from zae.common.torch_private import unsaved_buffers
-from zae.common.walk import is_of_library, is_of_zae
-from zae.user_state.values import Name, has_state, kind_of
+from zae.common.walk import has_same_bits, is_of_library, is_of_zae
+from zae.user_state.values import PLAIN, Name, has_state, kind_of
 
-__all__ = ["STATE", "Owner", "Place", "Walk", "can_have", "is_of_user", "left_out", "once_for_a_class"]
+__all__ = ["STATE", "Owner", "Place", "Walk", "attributes_of", "can_have", "is_of_user", "once_for_a_class"]
 
 _Found = TypeVar("_Found")
 _log = logging.getLogger("zae")
@@ -69,18 +71,21 @@ def once_for_a_class(function: Callable[[type], _Found]) -> Callable[[type], _Fo
 class Place(NamedTuple):
     """Where a value is."""
 
-    store: MutableMapping[str, Any]
+    store: Any  # A mapping; of the state that an object saves itself, the object.
     key: str
     cls: type | None = None  # The class that holds it, where it is no attribute of the object.
 
     @property
     def value(self) -> Any:
         """The value that is there."""
-        return self.store[self.key]
+        return self.store.state_dict() if self.key is STATE else self.store[self.key]
 
     def write(self, value: Any) -> None:
         """Put another value there."""
-        if self.cls is None:
+        if self.key is STATE:
+            if not has_same_bits(self.store.state_dict(), value):
+                self.store.load_state_dict(value)
+        elif self.cls is None:
             self.store[self.key] = value
         else:
             type.__setattr__(self.cls, self.key, value)
@@ -131,15 +136,7 @@ class Walk:
         self._known = known
         self._taken = set(known.values())
         self._is_divided = is_divided
-
-    def values(self, without: Container[Name] = ()) -> Iterator[tuple[Name, Any]]:
-        """Yield the values, and the states that objects save themselves, but for some names."""
-        for name, place in self.places.items():
-            if name not in without:
-                yield name, place.value
-        for path, each in self.stateful.items():
-            if (path, STATE) not in without:
-                yield (path, STATE), each.state_dict()
+        self._classes: dict[type, tuple[frozenset[str], list[tuple[type, str]]]] = {}
 
     def add(self, path: str, value: Any, depth: int = MAX_DEPTH, without: frozenset[str] = frozenset()) -> None:
         """Look at an object whose attributes are values, whatever its class."""
@@ -147,19 +144,22 @@ class Walk:
         self.paths[id(value)] = path
         self.owners[path] = Owner(value, store)
         if isinstance(value, dict):
-            names: Iterable[str] = value
-        else:
-            hidden = _of_bases(type(value)) | left_out(type(value)) | without
-            for cls, name in _class_values(type(value)):
-                if name not in hidden and name not in store:
-                    self._visit(path, Place(vars(cls), name, cls), depth)  # type: ignore[arg-type]
-            names = [name for name in store if name not in hidden and not name.startswith("__")]
+            for name in [*value]:
+                self._visit(path, Place(store, name), depth)
+            return
+        cls = type(value)
+        if cls not in self._classes:
+            self._classes[cls] = _names_aside(cls), _class_values(cls)
+        aside, of_classes = self._classes[cls]
+        for holder, name in of_classes:
+            if name not in aside and name not in without and name not in store:
+                self._visit(path, Place(vars(holder), name, holder), depth)
+        for name in [*store]:
+            if name in aside or name in without or name.startswith("__"):
+                continue
             # What is called in place of a method is none: the first step of a run is watched so.
-            names = [
-                name for name in names if not (callable(store[name]) and callable(getattr(type(value), name, None)))
-            ]
-        for name in list(names):
-            self._visit(path, Place(store, name), depth)
+            if not (callable(store[name]) and callable(getattr(cls, name, None))):
+                self._visit(path, Place(store, name), depth)
 
     def add_module(self, path: str, module: nn.Module, depth: int = MAX_DEPTH, *, with_tensors: bool) -> None:
         """Look at a module and those within: at buffers that its state lacks, or at all tensors; and at attributes."""
@@ -167,10 +167,8 @@ class Walk:
             if id(each) in self.paths or (with_tensors and id(each) in self._apart):
                 continue
             for name in [*each._buffers, *each._parameters] if with_tensors else unsaved_buffers(each):
-                store: Any = each._parameters if name in each._parameters else each._buffers
-                self.places[inner, name] = Place(store, name)
-            is_open = is_of_user(type(each)) or (with_tensors and not type(each).__module__.startswith("torch."))
-            if is_open:
+                self.places[inner, name] = Place(each._parameters if name in each._parameters else each._buffers, name)
+            if is_of_user(type(each)) or (with_tensors and not type(each).__module__.startswith("torch.")):
                 self.add(inner, each, depth)
             else:
                 self.paths[id(each)] = inner
@@ -179,11 +177,16 @@ class Walk:
     def _visit(self, path: str, place: Place, depth: int) -> None:
         """Note a value, and look into it where it is an owner."""
         value = place.value
-        if id(value) in self._apart or is_of_zae(type(value)) or len(self.places) > MAX_PLACES:
+        if len(self.places) > MAX_PLACES:
+            return
+        if type(value) in PLAIN:
+            self.places[path, place.key] = place
+            return
+        if id(value) in self._apart or is_of_zae(type(value)):
             return
         inner = f"{path}.{place.key}"
-        is_new = id(value) not in self.paths and depth
-        if is_new and type(value) is dict and _has_few_names(value) and self._is_divided((path, place.key), value):
+        is_open = depth and type(value) is dict and id(value) not in self.paths and _has_few_names(value)
+        if is_open and self._is_divided((path, place.key), value):
             self.add(inner, value, depth - 1)
             return
         self.places[path, place.key] = place
@@ -194,8 +197,7 @@ class Walk:
                 inner,
                 MAX_PLACES,
             )
-            return
-        if depth:
+        elif depth:
             for location, each in _owners_in(inner, value):
                 self._enter(location, each, depth - 1)
 
@@ -217,11 +219,12 @@ class Walk:
             self.owners[path] = Owner(value, {})
         if has_state(value):
             self.stateful[path] = value
+            self.places[path, STATE] = Place(value, STATE)
 
 
 def _owners_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield a value that is an owner, or saves a state of its own, and those in a short container."""
-    if _is_owner(value) or _has_own_state(value):
+    if _is_owner(value) or (has_state(value) and not isinstance(value, _CLOSED)):
         yield path, value
     elif isinstance(value, (list, tuple, dict, deque)) and len(value) <= MAX_ENTRIES:
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
@@ -237,115 +240,40 @@ def _is_owner(value: Any) -> bool:
     return hasattr(value, "__dict__") or bool(_slots_of(type(value)))
 
 
-def _has_own_state(value: Any) -> bool:
-    return has_state(value) and not isinstance(value, _CLOSED)
-
-
 def _has_few_names(value: dict[Any, Any]) -> bool:
     return 0 < len(value) <= MAX_ENTRIES and all(type(key) is str for key in value)
+
+
+# ------------------------------------------------------------------------------------------------------------ classes
 
 
 @once_for_a_class
 def is_of_user(cls: type) -> bool:
     """Return whether a class, or one that it derives from, is of no library: engines derive from those of users."""
-    return not all(is_of_library(each) and not _is_made(each) for each in cls.__mro__)
+    return not all(map(_is_of_library, cls.__mro__))
 
 
-def _is_made(cls: type) -> bool:
-    """Return whether a call has made a class, that of a metaclass or `make_dataclass`, whose module it then has."""
-    return cls.__module__ in ("abc", "types") and getattr(sys.modules[cls.__module__], cls.__name__, None) is not cls
+def _is_of_library(cls: type) -> bool:
+    """Return whether a class is of a library; one of a metaclass or `make_dataclass` is not, whose module it has."""
+    is_made = cls.__module__ in ("abc", "types") and getattr(sys.modules[cls.__module__], cls.__name__, None) is not cls
+    return is_of_library(cls) and not is_made
 
 
-@once_for_a_class
-def left_out(cls: type) -> frozenset[str]:
-    """Return the attributes that a class names in ``unsaved_attributes``."""
-    names: set[str] = {"unsaved_attributes"}
-    for each in cls.__mro__:
-        names.update(vars(each).get("unsaved_attributes", ()))
-    return frozenset(names)
-
-
-@once_for_a_class
-def _of_bases(cls: type) -> frozenset[str]:
-    """Return the attributes that an object has of classes of torch."""
-    found = [names for base, names in _OF_BASES.items() if issubclass(cls, base)]
-    return frozenset().union(*found)
+def _names_aside(cls: type) -> frozenset[str]:
+    """Return the attributes that are no values: of classes of torch, and those that a class leaves unsaved."""
+    found = {"unsaved_attributes"}.union(*(names for base, names in _OF_BASES.items() if issubclass(cls, base)))
+    return frozenset(found.union(*(vars(each).get("unsaved_attributes", ()) for each in cls.__mro__)))
 
 
 def _class_values(cls: type) -> list[tuple[type, str]]:
     """Return the attributes of a user's classes that are values, each with the class that has it."""
     found: dict[str, type] = {}
     for each in reversed(cls.__mro__):
-        if (is_of_library(each) and not _is_made(each)) or vars(each).get("_is_addon"):
-            continue
-        for name, value in vars(each).items():
-            is_value = isinstance(value, (*_VALUES, Tensor, np.ndarray, *STREAMS)) or type(value) in _VALUES
-            if is_value and not name.startswith("__") and not name.startswith("_abc_"):
-                found[name] = each
+        if not (_is_of_library(each) or vars(each).get("_is_addon")):
+            for name, value in vars(each).items():
+                if isinstance(value, (*_VALUES, Tensor, np.ndarray, *STREAMS)) and not name.startswith(("__", "_abc_")):
+                    found[name] = each
     return [(each, name) for name, each in found.items()]
-
-
-# --------------------------------------------------------------------------------------------------------- attributes
-
-
-def _slots_of(cls: type) -> dict[str, types.MemberDescriptorType]:
-    """Return the attributes that the classes of an object keep in slots."""
-    found = {}
-    for each in reversed(cls.__mro__):
-        if "__slots__" in vars(each) and not is_of_library(each):
-            members = {key: held for key, held in vars(each).items() if isinstance(held, types.MemberDescriptorType)}
-            found.update(members)
-    return found
-
-
-def attributes_of(value: Any) -> MutableMapping[str, Any]:
-    """Return the attributes of an object; to write into it calls no code of its class."""
-    slots = _slots_of(type(value))
-    return _Attributes(value, slots) if slots else vars(value)
-
-
-class _Attributes(MutableMapping[str, Any]):
-    """The attributes of an object of a class with slots, and those beside them."""
-
-    def __init__(self, value: Any, slots: dict[str, types.MemberDescriptorType]) -> None:
-        self._object = value
-        self._slots = slots
-        self._others: dict[str, Any] = getattr(value, "__dict__", {})
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._slots:
-            return self._others[name]
-        try:
-            return self._slots[name].__get__(self._object)
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._slots:
-            self._slots[name].__set__(self._object, value)
-        elif hasattr(self._object, "__dict__"):
-            self._others[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        if name in self._slots:
-            self._slots[name].__delete__(self._object)
-        else:
-            del self._others[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([name for name in (*self._slots, *self._others) if name in self])
-
-    def __contains__(self, name: object) -> bool:
-        if name not in self._slots:
-            return name in self._others
-        try:
-            self._slots[name].__get__(self._object)
-        except AttributeError:
-            return False
-        return True
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 def can_have(owner: Owner, name: str) -> bool:
@@ -356,7 +284,55 @@ def can_have(owner: Owner, name: str) -> bool:
     if isinstance(owner.object, dict):
         return True
     cls = type(owner.object)
-    if name.startswith("__") or not name.isidentifier() or name in _of_bases(cls) or name in left_out(cls):
+    if name.startswith("__") or not name.isidentifier() or name in _names_aside(cls):
         return False
     held = next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), None)
     return held is None or isinstance(held, (types.MemberDescriptorType, *_VALUES)) or kind_of(held) is not None
+
+
+# --------------------------------------------------------------------------------------------------------- attributes
+
+
+def _slots_of(cls: type) -> dict[str, types.MemberDescriptorType]:
+    """Return the attributes that the classes of an object keep in slots."""
+    found = {}
+    for each in reversed(cls.__mro__):
+        if "__slots__" in vars(each) and not is_of_library(each):
+            slots = {name: slot for name, slot in vars(each).items() if isinstance(slot, types.MemberDescriptorType)}
+            found.update(slots)
+    return found
+
+
+def attributes_of(value: Any) -> MutableMapping[str, Any]:
+    """Return the attributes of an object; to write into it calls no code of its class."""
+    slots = _slots_of(type(value))
+    return _InSlots(value, slots) if slots else vars(value)
+
+
+class _InSlots(dict[str, Any]):
+    """The attributes of an object of a class with slots, and those beside them; what is set here is set there."""
+
+    def __init__(self, value: Any, slots: dict[str, types.MemberDescriptorType]) -> None:
+        self._object = value
+        self._slots = slots
+        super().__init__(getattr(value, "__dict__", {}))
+        for name, slot in slots.items():
+            with suppress(AttributeError):  # It is empty.
+                super().__setitem__(name, slot.__get__(value))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._slots[name].__get__(self._object) if name in self._slots else vars(self._object)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._slots:
+            self._slots[name].__set__(self._object, value)
+        elif hasattr(self._object, "__dict__"):
+            vars(self._object)[name] = value
+        super().__setitem__(name, value)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name in self._slots and name in self:
+            self._slots[name].__delete__(self._object)
+        else:
+            getattr(self._object, "__dict__", {}).pop(name, None)
+        return super().pop(name, *default)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import enum
+import functools
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from zae.common.random_state import STREAMS, read_stream, write_stream
 from zae.common.redact import redact
-from zae.common.strides import is_laid_out, span, view_key
+from zae.common.strides import is_laid_out, span, without_repeats
 from zae.common.walk import is_sharded
 from zae.errors import CheckpointMismatch
 
@@ -39,7 +40,6 @@ MAX_DEPTH = 25  # A state is nested twice as deep as the value, and may be neste
 _SCALARS = (complex, bytes, torch.dtype, torch.device, torch.Size)
 _ARRAYS = "biufcSUmM"  # The kinds of NumPy's types that a checkpoint has.
 _FACTORIES = {each.__name__: each for each in (int, float, bool, str, list, dict, set, tuple)}
-_BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
 
 class NotSaved(Exception):
@@ -65,8 +65,7 @@ class Packer:
     Parameters
     ----------
     weights : mapping
-        The model's tensors with their names, by `view_key`, or by id where that is None: what shows one of them is
-        written as its name.
+        The model's tensors by their names: what shows one of them is written as its name.
     objects : mapping
         The paths of the user's objects by id: their values are written one by one, and they themselves as their path.
     device : torch.device
@@ -79,7 +78,7 @@ class Packer:
 
     def __init__(
         self,
-        weights: Mapping[tuple[object, ...], tuple[str, Tensor]],
+        weights: Mapping[str, Tensor],
         objects: Mapping[int, str],
         device: torch.device,
         copies: bool = False,
@@ -96,6 +95,14 @@ class Packer:
         self._depth = 0
         self._present: Name | None = None  # Of the value that is written.
 
+    @functools.cached_property
+    def weights_in_memory(self) -> dict[tuple[str, int], list[tuple[str, Tensor]]]:
+        """The model's tensors with their names, by where they lie."""
+        found: dict[tuple[str, int], list[tuple[str, Tensor]]] = {}
+        for name, each in self.weights.items():
+            found.setdefault(_memory_of(each), []).append((name, each))
+        return found
+
     def count(self, size: int) -> None:
         """Add to the bytes of the value that is written."""
         self.size += size
@@ -105,12 +112,11 @@ class Packer:
     def write(self, name: Name, value: Any) -> Any:
         """Return the form of a value that has a name."""
         self.size = 0
-        self._depth = 0
         self._texts = []
         self._present = name
         is_first = type(value) not in PLAIN and self.names.setdefault(id(value), name) == name
         written = self._pack_new(value) if is_first else self.pack(value, name[1])
-        if redact(self._texts) != self._texts:
+        if self._texts and redact(self._texts) != self._texts:
             raise NotSaved("what looks like a secret")
         return written
 
@@ -137,9 +143,10 @@ class Packer:
         if self._depth == MAX_DEPTH:
             raise NotSaved(f"what is nested deeper than {MAX_DEPTH} levels")
         self._depth += 1
-        written = [kind.name, *kind.pack(value, self)]
-        self._depth -= 1
-        return written
+        try:
+            return [kind.name, *kind.pack(value, self)]
+        finally:
+            self._depth -= 1
 
 
 class Maker:
@@ -213,12 +220,9 @@ def has_state(value: Any) -> bool:
 
 
 def _pack_tensor(value: Tensor, packer: Packer) -> list[Any]:
-    weight = packer.weights.get(view_key(value) or (id(value),))
-    if weight is not None:
-        name, tensor = weight
-        return [name, value is tensor]
-    if (view := _view_of_weight(value, packer)) is not None:
-        return view
+    for name, weight in packer.weights_in_memory.get(_memory_of(value), ()):
+        if value is weight or (place := _place_within(value, weight)) is not None:
+            return [name, True if value is weight else place]
     is_plain = type(value) in (Tensor, nn.Parameter, nn.Buffer) or is_sharded(value)
     if not is_plain or value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
         raise NotSaved(f"a {type(value).__name__} with the layout {value.layout} on {value.device}")
@@ -226,28 +230,41 @@ def _pack_tensor(value: Tensor, packer: Packer) -> list[Any]:
     if value.is_leaf and value.requires_grad:
         form = "parameter" if isinstance(value, nn.Parameter) else "leaf"
     is_on_host = value.is_cpu and packer.device.type != "cpu"
-    tensor = value.detach()  # The graph is of a step that has ended.
-    shape = list(tensor.shape)
-    for axis, (size, stride) in enumerate(zip(tensor.shape, () if is_sharded(value) else tensor.stride())):
-        if size > 1 and not stride:  # Expanded: in full there may be no memory for it.
-            tensor = tensor.narrow(axis, 0, 1)
+    tensor = without_repeats(value.detach())  # The graph is of a step that has ended.
     packer.count(tensor.numel() * tensor.element_size())
-    return [tensor.clone() if packer.copies else tensor, shape, is_on_host, form]
+    return [tensor.clone() if packer.copies else tensor, list(value.shape), is_on_host, form]
 
 
-def _view_of_weight(value: Tensor, packer: Packer) -> list[Any] | None:
-    """Return the form of a view of a tensor of the model, transposed or sliced; None for any other tensor."""
-    if not is_laid_out(value) or value.is_meta or not value.numel():
+def _memory_of(tensor: Tensor) -> tuple[str, int]:
+    """Return a key that is equal for two tensors in the same memory."""
+    try:
+        pointer = tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        pointer = 0
+    return ("memory", pointer) if pointer else ("object", id(tensor))
+
+
+def _place_within(value: Tensor, weight: Tensor) -> list[Any] | None:
+    """Return where a tensor lies within one of the model that shares its memory: itself, transposed, or sliced."""
+    is_apart = not (is_laid_out(value) and is_laid_out(weight)) or weight.dtype is not value.dtype
+    if is_apart or not value.numel() or value.is_conj() or value.is_neg():
         return None
-    for name, weight in packer.weights.values():
-        if not is_laid_out(weight) or weight.dtype is not value.dtype or weight.data_ptr() > value.data_ptr():
-            continue
-        if weight.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
-            continue
-        offset = value.storage_offset() - weight.storage_offset()
-        if offset + span(value.shape, value.stride()) <= span(weight.shape, weight.stride()):
-            return [name, [list(value.shape), list(value.stride()), offset]]
-    return None
+    offset = value.storage_offset() - weight.storage_offset()
+    is_within = offset >= 0 and offset + span(value.shape, value.stride()) <= span(weight.shape, weight.stride())
+    return [list(value.shape), list(value.stride()), offset] if is_within else None
+
+
+def _make_tensor(maker: Maker, tensor: Any, shape: Any, is_on_host: bool = False, form: str = "") -> Any:
+    if isinstance(tensor, str):  # The name of one of the model's, and whether it is that one itself, or where in it.
+        if tensor not in maker.weights:
+            raise Absent(f"the tensor {tensor!r} of the model")
+        return maker.weights[tensor] if shape is True else _make_view(maker.weights[tensor], *shape)
+    made = tensor.to("cpu" if is_on_host else maker.device, copy=True)
+    if list(made.shape) != shape:
+        made = made.expand(shape)
+    if form == "parameter":
+        return nn.Parameter(made)
+    return made.requires_grad_() if form == "leaf" else made
 
 
 def _make_view(weight: Tensor, shape: Any, strides: Any, offset: Any) -> Tensor:
@@ -257,22 +274,6 @@ def _make_view(weight: Tensor, shape: Any, strides: Any, offset: Any) -> Tensor:
     if not is_within or offset + span(shape, strides) > span(weight.shape, weight.stride()):
         raise CheckpointMismatch("the state has a view of a tensor of the model that does not lie within it")
     return weight.detach().as_strided(shape, strides, weight.storage_offset() + offset)
-
-
-def _make_tensor(maker: Maker, tensor: Any, shape: Any, is_on_host: bool = False, form: str = "") -> Any:
-    if isinstance(tensor, str):  # The name of one of the model's, and whether it is that one itself.
-        if tensor not in maker.weights:
-            raise Absent(f"the tensor {tensor!r} of the model")
-        weight = maker.weights[tensor]
-        if isinstance(shape, list):
-            return _make_view(weight, *shape)
-        return weight if shape is True else weight.detach()
-    made = tensor.to("cpu" if is_on_host else maker.device, copy=True)
-    if list(made.shape) != shape:
-        made = made.expand(shape)
-    if form == "parameter":
-        return nn.Parameter(made)
-    return made.requires_grad_() if form == "leaf" else made
 
 
 def _fill_tensor(present: Tensor, value: Tensor) -> bool:
@@ -302,30 +303,35 @@ def _fill_array(present: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> b
 
 
 def _pack_stream(value: Any, packer: Packer) -> list[Any]:
-    state = read_stream(value)
-    own = value.bit_generator.state["bit_generator"] if isinstance(value, np.random.Generator) else ""
-    return [type(value).__name__, own, packer.pack(state)]
+    return [_name_of_stream(value), packer.pack(read_stream(value))]
 
 
-def _make_stream(maker: Maker, name: str, own: str, state: Any) -> Any:
+def _make_stream(maker: Maker, name: str, state: Any) -> Any:
     stream = maker.present
-    if not isinstance(stream, STREAMS) or type(stream).__name__ != name:
-        stream = _new_stream(maker, name, own)
+    if not isinstance(stream, STREAMS) or _name_of_stream(stream) != name:
+        if name not in _NEW_STREAMS:
+            raise CheckpointMismatch(f"the state has a random stream of {name!r:.40}, which zae does not make")
+        stream = _NEW_STREAMS[name](maker)
     write_stream(stream, maker.make(state))
     return stream
 
 
-def _new_stream(maker: Maker, name: str, own: str) -> Any:
-    if name == "Generator" and own:
-        if own not in _BIT_GENERATORS:
-            raise CheckpointMismatch(f"the state has a random stream of {own!r:.40}, which zae does not make")
-        return np.random.Generator(getattr(np.random, own)())
-    made: dict[str, Callable[[], Any]] = {
-        "Generator": lambda: torch.Generator(maker.device),
-        "RandomState": np.random.RandomState,
-        "Random": random.Random,
-    }
-    return made[name]()
+def _name_of_stream(value: Any) -> str:
+    if isinstance(value, np.random.Generator):
+        return type(value.bit_generator).__name__
+    return f"torch.{type(value).__name__}" if isinstance(value, torch.Generator) else type(value).__name__
+
+
+_NEW_STREAMS: dict[str, Callable[[Maker], Any]] = {
+    "PCG64": lambda maker: np.random.Generator(np.random.PCG64()),
+    "PCG64DXSM": lambda maker: np.random.Generator(np.random.PCG64DXSM()),
+    "MT19937": lambda maker: np.random.Generator(np.random.MT19937()),
+    "Philox": lambda maker: np.random.Generator(np.random.Philox()),
+    "SFC64": lambda maker: np.random.Generator(np.random.SFC64()),
+    "RandomState": lambda maker: np.random.RandomState(),
+    "Random": lambda maker: random.Random(),
+    "torch.Generator": lambda maker: torch.Generator(maker.device),
+}
 
 
 # ---------------------------------------------------------------------------------------------------------- containers
