@@ -26,10 +26,9 @@ __all__ = ["LARGE", "mark_of"]
 LARGE = 1 << 20
 """Bytes of a value from which on no copy of it is kept."""
 
-_SHORT = 64  # Bytes that are kept as they are.
 _DEPTH = 4  # Objects of libraries in one another.
 _FEW = 64  # Entries of a container in such an object; of a larger one their number counts.
-_MANY = 4096  # Entries of a container whose content is hashed in parts.
+_MANY = 4096  # Entries of a container that are written at once.
 
 
 def mark_of(value: Any, paths: Mapping[int, str] = MappingProxyType({}), depth: int = _DEPTH) -> object:
@@ -55,15 +54,22 @@ def mark_of(value: Any, paths: Mapping[int, str] = MappingProxyType({}), depth: 
 
 
 def _mark_of_entries(container: Any, paths: Mapping[int, str], depth: int) -> object:
-    if len(container) > _MANY:
-        return content_digest(container)
-    entries = tuple(container.items() if isinstance(container, Mapping) else container)
-    try:
-        # What consists of the plain types of Python alone; in version 2 of the format, which has no references.
-        data = marshal.dumps(entries, 2)
-        return data if len(data) <= _SHORT else hash(data)
-    except ValueError:
-        return tuple([mark_of(each, paths, depth) for each in entries])
+    """Return the mark of what a container holds, by parts: together they would take the memory of all of it."""
+    if isinstance(container, Mapping):
+        container = [*container.items()]
+    elif not isinstance(container, (list, tuple)):
+        container = [*container]
+    marks = []
+    for start in range(0, len(container), _MANY):
+        entries = tuple(container[start : start + _MANY])
+        try:
+            # What consists of the plain types of Python alone; in version 2 of the format, which has no references.
+            data = marshal.dumps(entries, 2)
+            marks.append(data if len(container) <= _FEW else hash(data))
+        except ValueError:
+            mark = tuple([mark_of(each, paths, depth) for each in entries])
+            marks.append(mark if len(container) <= _MANY else hash(mark))
+    return len(container), marks
 
 
 def _mark_of_array(value: np.ndarray[Any, Any]) -> object:
