@@ -11,7 +11,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from zae.addon import AddOnBase, Fact
-from zae.checkpoint.filesystem import reason
+from zae.checkpoint.hashed_files import reason
 from zae.common.argument_checks import check_count, check_flags, check_folder
 from zae.common.torch_private import is_profiling
 from zae.errors import ConfigError

@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from zae.addons.accelerate.accelerator import Prepared, load_library
-from zae.checkpoint.filesystem import aside_name, install, make_directory, staging_name
+from zae.checkpoint.directories import install
+from zae.checkpoint.filesystem import make_directory
 from zae.checkpoint.folder import Group
+from zae.checkpoint.names import aside_name, staging_name
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 
 __all__ = ["PARTS", "Folder", "save"]

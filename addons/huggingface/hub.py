@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from zae.checkpoint.filesystem import MANIFEST, make_directory, not_saved, replace_file
+from zae.checkpoint.filesystem import make_directory, not_saved, replace_file
 from zae.checkpoint.manifest import is_whole
+from zae.checkpoint.names import MANIFEST
 from zae.checkpoint.tensor_bytes import byte_count
 from zae.checkpoint.weights import save_weights
 from zae.common.redact import redact

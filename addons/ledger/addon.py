@@ -26,7 +26,7 @@ from zae.addons.ledger.step_record import (
     state_hashes,
     weight_hashes,
 )
-from zae.checkpoint.filesystem import reason
+from zae.checkpoint.hashed_files import reason
 from zae.common.argument_checks import check_file, check_flags
 from zae.common.fingerprint import fingerprint, random_state
 from zae.common.walk import leaves_of

@@ -437,8 +437,9 @@ class StateManagerAddon(AddOnBase):
         has_failed = checkpoints.has_failed
         in_step = self.current_run.batch is not None and not has_failed
         check_moment(target, self.current_run.is_evaluating, in_step and self.is_main)
-        in_parts = checkpoints.model_format == "sharded" and not has_failed
-        state = RankStates.read_state(self, in_parts=in_parts, has_rows=False)
+        in_shards = checkpoints.model_format == "sharded"
+        state = RankStates.read_state(self, in_parts=in_shards and not has_failed, has_rows=False)
+        in_parts = lies_in_parts(state["model"], checkpoints.model_format)
         if not checkpoints.about_run:
             checkpoints.about_run = {"monitor": self.monitor, "run": self.run_record.state_dict()}
         group = Group(self.rank, self.engine.gather_in_background)
@@ -448,13 +449,13 @@ class StateManagerAddon(AddOnBase):
             state,
             checkpoints.describe(self.progress_checker, self.world_size, info),
             checkpoints.model_format,
+            in_parts,
             replaces,
             trained={name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad},
             group=group,
             rows=self.history.rows,
             pieces=checkpoints.pieces,
         )
-        in_parts = lies_in_parts(state["model"], checkpoints.model_format)
         checkpoints.write(target, plan, group, in_parts=in_parts, is_writer=self.is_main or has_failed)
 
     def _present_score(self) -> float | None:

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from zae.addons.state_manager.crash import crashes_in
 from zae.addons.state_manager.saver import Job
-from zae.checkpoint.filesystem import MANIFEST, make_directory, remove_checkpoint, stage
+from zae.checkpoint.directories import remove_checkpoint
+from zae.checkpoint.filesystem import make_directory, stage
 from zae.checkpoint.folder import list_checkpoints, load_checkpoint, sweep
 from zae.checkpoint.manifest import Manifest, read_manifest
+from zae.checkpoint.names import MANIFEST
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError
 
 __all__ = ["Checkpointer", "Content", "FolderCheckpointer", "make_checkpointer", "step_of_weights", "weight_files"]

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 from zae.addons.state_manager.checkpointer import Checkpointer, step_of_weights
 from zae.addons.state_manager.crash import forget_claims
 from zae.addons.state_manager.saver import Job, Saver
-from zae.checkpoint.filesystem import checkpoint_name, original_name, step_of
 from zae.checkpoint.folder import Group, put_back
 from zae.checkpoint.locks import FolderLock
 from zae.checkpoint.manifest import Manifest
+from zae.checkpoint.names import checkpoint_name, original_name, step_of
 from zae.checkpoint.rows import Pieces
 from zae.common.argument_checks import check_count
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError

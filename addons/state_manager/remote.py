@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from zae.addons.state_manager.checkpointer import Checkpointer, step_of_weights
-from zae.checkpoint.filesystem import MANIFEST, REMEDY, is_known, put_file
+from zae.checkpoint.hashed_files import REMEDY
 from zae.checkpoint.manifest import MANIFEST_LIMIT, Manifest, parse, read_manifest
+from zae.checkpoint.names import MANIFEST, is_known
 from zae.common.argument_checks import check_url
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
 
@@ -306,7 +307,7 @@ class FsspecCheckpointer(Checkpointer):
                 return
             with self.reaching(f"{path.name} was not saved"):
                 self._make_folder(self.root)
-                put_file(self.files, local / path.name, f"{self.root}/{path.name}")
+                _put_file(self.files, local / path.name, f"{self.root}/{path.name}")
 
     def remove_weights(self, path: Path) -> None:
         """Remove a file; one that stays costs space, not the run."""
@@ -315,3 +316,21 @@ class FsspecCheckpointer(Checkpointer):
                 self.files.rm_file(f"{self.root}/{path.name}")
         except CheckpointError as error:
             _log.warning("%s", error)
+
+
+def _put_file(files: Any, source: Path, place: str) -> None:
+    """Copy a file into a file system of fsspec, whole or absent: an object is, and elsewhere what is renamed."""
+    from fsspec import AbstractFileSystem
+
+    if type(files).mv is AbstractFileSystem.mv:  # There is no rename: it copies.
+        files.put_file(str(source), place)
+        return
+    folder, _, name = place.rpartition("/")
+    hidden = f"{folder}/.{name}.part"
+    try:
+        files.put_file(str(source), hidden)
+        files.mv(hidden, place)
+    except Exception:
+        with contextlib.suppress(Exception):  # The first error is the one to report.
+            files.rm_file(hidden)
+        raise

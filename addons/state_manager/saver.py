@@ -109,6 +109,7 @@ class Job(NamedTuple):
         state: Mapping[str, Any],
         about: Mapping[str, Any],
         model_format: str,
+        in_parts: bool,
         replaces: Sequence[Path],
         trained: Collection[str],
         group: Group,
@@ -120,7 +121,6 @@ class Job(NamedTuple):
         files_of_rows, last_rows = pieces.split(rows)
         rest = {key: value for key, value in state.items() if key != "model"}
         rest["records"] = {**rest["records"], **last_rows}
-        in_parts = lies_in_parts(weights, model_format)
         if in_parts:
             model_format = "sharded"
         else:

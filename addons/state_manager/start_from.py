@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from zae import optim
-from zae.checkpoint.filesystem import MODEL_FILES, STATE, STATE_TENSORS
 from zae.checkpoint.folder import list_checkpoints, load_state, newest_valid
 from zae.checkpoint.manifest import read_manifest, verify
+from zae.checkpoint.names import MODEL_FILES, STATE, STATE_TENSORS
 from zae.checkpoint.tensor_files import format_of
 from zae.checkpoint.weights import load_weights
 from zae.common import random_state

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from zae.checkpoint import filesystem
-from zae.checkpoint.filesystem import CHUNK, Output, open_input, read_whole
+from zae.checkpoint import hashed_files
+from zae.checkpoint.hashed_files import CHUNK, Output, open_input, read_whole
 from zae.errors import CheckpointDamaged
 
 
@@ -74,7 +74,7 @@ def test_it_works_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_slow_hash_holds_the_writing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filesystem, "_AHEAD", 2)
+    monkeypatch.setattr(hashed_files, "_AHEAD", 2)
     real = hashlib.sha256()
     ahead: list[int] = []
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from zae.checkpoint import filesystem
-from zae.checkpoint.filesystem import aside_name, checkpoint_name, is_abandoned, set_aside, staging_name, step_of
+from zae.checkpoint import names
+from zae.checkpoint.names import aside_name, checkpoint_name, is_abandoned, set_aside, staging_name, step_of
 from zae.errors import ConfigError
 
 
@@ -46,6 +46,6 @@ def test_who_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         killer(error)
         assert is_abandoned(other, 0.0) is gone
         assert is_abandoned(other, 25 * 3600.0)
-    monkeypatch.setattr(filesystem, "_host", lambda: "00000000")
+    monkeypatch.setattr(names, "_host", lambda: "00000000")
     assert not is_abandoned(name, 0.0)
     assert is_abandoned(name, 25 * 3600.0)

@@ -34,9 +34,9 @@ from zae.addons import EMAAddon, StateManagerAddon
 from zae.addons.state_manager import resume
 from zae.addons.state_manager.checkpointer import FolderCheckpointer
 from zae.addons.state_manager.saver import Job
-from zae.checkpoint.filesystem import SHARDS
 from zae.checkpoint.folder import Group, Share, load_checkpoint, newest_valid, plan_share
 from zae.checkpoint.manifest import parse, read_manifest, seal, verify
+from zae.checkpoint.names import SHARDS
 from zae.checkpoint.weights import load_weights
 from zae.common.walk import tensors_in
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, NonFiniteError

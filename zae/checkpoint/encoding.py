@@ -51,6 +51,7 @@ _ROOM = 4  # Brackets that a leaf may add: {"$tensor": ["name", null, [1, 0], [1
 _COLLISIONS = 64  # Keys of one hash in a dict: 34 powers of two have the same, as floats.
 _NUMPY_TEXT = re.compile(r"[<>|=](?:[biufcSU]\d{1,9}|[mM]8(?:\[\d*[A-Za-z]{1,2}\])?)")
 _NUMPY_KINDS = "biufcSUmM"
+_OUTSIDE_NAMES = re.compile(r"[^A-Za-z0-9_-]")  # What names of tensors do not contain.
 _FIRST = itemgetter(slice(1))  # The first letter of a key: "$" if it looks like a tag.
 
 # The keys from a value back to the root, linked: one tuple for each level, turned into text only for a message.
@@ -232,7 +233,18 @@ class _Encoder:
                 return list(value)
             return [self.value(item, (path, index), depth + 1) for index, item in enumerate(value)]
         if kind in (dict, OrderedDict, Counter):
-            return self._dict(value, path, depth)
+            if kind is not dict or not {str}.issuperset(map(type, value)) or "$" in map(_FIRST, value):
+                return self._pairs(value, path, depth)
+            made = {}
+            for key, item in value.items():
+                kind = type(item)
+                is_plain = (
+                    kind in _ALWAYS
+                    or (kind is float and -math.inf < item < math.inf)
+                    or (kind is int and _LEAST <= item <= _MOST)
+                )
+                made[key] = item if is_plain else self.value(item, (path, key), depth + 1)
+            return made
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if isinstance(value, enum.Enum) and type(value.value) in PLAIN:
@@ -245,15 +257,8 @@ class _Encoder:
                 _check_key(member, path)
         return {tag: self.value(_KINDS[tag].parts(value), path, depth + 1)}
 
-    def _dict(self, value: dict[Any, Any], path: _Path, depth: int) -> Any:
-        """Return an object if JSON can hold the keys and none looks like a tag, else pairs."""
-        if type(value) is dict and {str}.issuperset(map(type, value)) and "$" not in map(_FIRST, value):
-            if _are_in_json(value.values()):
-                return value  # A row of a history, which may have a hundred thousand.
-            made = {}
-            for key, item in value.items():
-                made[key] = item if type(item) in _ALWAYS else self.value(item, (path, key), depth + 1)
-            return made
+    def _pairs(self, value: dict[Any, Any], path: _Path, depth: int) -> Any:
+        """Return the pairs of a dict that is no object in JSON: by its keys, one that looks like a tag, or its type."""
         pairs = []
         for key, item in value.items():
             _check_key(key, path)
@@ -290,7 +295,7 @@ class _Encoder:
 
     def _keep(self, tensor: Tensor, path: _Path) -> str:
         """Store a tensor under a unique ASCII name made of its path."""
-        base = ".".join(map(name_of_key, _keys(path))) or "value"
+        base = ".".join(_OUTSIDE_NAMES.sub("_", str(key)) for key in _keys(path)) or "value"
         name = base
         while name in self.tensors or name == "__metadata__":  # the one name that safetensors reserves
             self._uses[base] += 1
@@ -331,7 +336,7 @@ def _check_key(key: Any, path: _Path) -> None:
 
 def name_of_key(key: Any) -> str:
     """Return what stands for a key in the name of a tensor."""
-    return re.sub(r"[^A-Za-z0-9_-]", "_", str(key))
+    return _OUTSIDE_NAMES.sub("_", str(key))
 
 
 def _keys(path: _Path) -> list[Any]:

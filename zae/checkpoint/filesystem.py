@@ -1,366 +1,25 @@
-"""Every change of the disk: files and directories that are whole or absent, whatever happens while they are written.
+"""Every change of the disk: files that are whole or absent, whatever happens while they are written.
 
 What is written gets a hidden name beside its place, is brought to the disk, and is renamed, so that no reader ever sees
-a part of it::
-
-    .staging-<name>-<host>-<pid>-<token>     being written; left behind only by a process that was killed
-    .replaced-<name>-<token>                 what stood at <name> before; it stands in while <name> is missing
-    .deleting-<name>-<token>                 being removed
-
-Nothing else in zae changes a checkpoint, and nothing here changes the disk but through `disk`, one operation at a time:
-a test that replaces it sees, and can break, each of them.
+a part of it (`zae.checkpoint.names`). Nothing else in zae changes a checkpoint, and all changes go through `disk`, one
+operation at a time: a test that replaces it sees, and can break, each of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import io
 import os
-import queue
-import re
-import secrets
 import shutil
-import socket
 import stat
-import threading
 from collections.abc import Callable, Iterator
-from io import FileIO
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
-
-from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
-
-# -------------------------------------------------------------------------------------------------------------- names
-
-MANIFEST = "manifest.json"
-# By format; in the last one the tensors that ranks hold in parts are in further files, see zae.checkpoint.folder.
-MODEL_FILES = {"safetensors": "model.safetensors", "ckpt": "model.ckpt", "sharded": "model.safetensors"}
-STATE_TENSORS = "state.safetensors"
-STATE = "state.json"
-SHARDS = "shards.json"
-KNOWN = {MANIFEST, STATE_TENSORS, STATE, *MODEL_FILES.values()}
-"""All files that a checkpoint may have, without those of shards and of rows."""
-
-_STEP = re.compile(r"step-(\d{8,18})")
-_OURS = re.compile(r"(?:step|crash)-\d{8,18}")
-_ASIDE = re.compile(r"\.(replaced|deleting)-(.+)-[0-9a-f]{16}")
-_STAGED = re.compile(r"\.staging-.+-([0-9a-f]{8})-(\d+)-[0-9a-f]{16}")
-_SHARD = re.compile(r"shard-\d{5}\.safetensors")
-PIECE = re.compile(r"(train_history|valid_history|log_history)-(\d{1,12})-(\d{1,12})\.json")
-"""The files of rows: the list, its first row in the file, and the row after the last, see zae.checkpoint.rows."""
-_OLD = 24 * 3600.0
-
-
-def checkpoint_name(step: int) -> str:
-    """Return the directory name for the checkpoint of a step; names sort as their steps do."""
-    if step < 0:
-        raise ConfigError(f"step is {step}; the step of a checkpoint must be 0 or more")
-    return f"step-{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """Return the step that a directory name stands for; None if `checkpoint_name` does not return such names."""
-    match = _STEP.fullmatch(name)
-    return None if match is None else int(match[1])
-
-
-def shard_name(rank: int) -> str:
-    """Return the name of the file with the parts that a rank has written."""
-    return f"shard-{rank:05d}.safetensors"
-
-
-def is_known(name: str) -> bool:
-    """Return whether a file of this name may be part of a checkpoint."""
-    return name in KNOWN or name == SHARDS or any(pattern.fullmatch(name) for pattern in (_SHARD, PIECE))
-
-
-# -------------------------------------------------------------------------------------------------- hidden names
-
-
-def staging_name(name: str) -> str:
-    """Return an unpredictable hidden name to write under: ``.staging-<name>-<host>-<pid>-<token>``."""
-    return f".staging-{name}-{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
-
-
-def is_abandoned(name: str, age: float) -> bool:
-    """Return whether this is a staging name of a process that no longer runs, last written `age` seconds ago."""
-    match = _STAGED.fullmatch(name)
-    if match is None:
-        return False
-    host, pid = match[1], int(match[2])
-    # An earlier process had the number of this one, as in a container that was restarted.
-    return age > _OLD or (host == _host() and (pid == os.getpid() or not is_running(pid)))
-
-
-def aside_name(name: str, kind: str) -> str:
-    """Return a new hidden name, of kind "replaced" or "deleting", for a directory that is moved aside."""
-    match = _ASIDE.fullmatch(name)
-    return f".{kind}-{name if match is None else match[2]}-{secrets.token_hex(8)}"
-
-
-def set_aside(name: str, kind: str) -> str | None:
-    """Return the name that a directory had before it was hidden; None if it is not hidden in this way."""
-    match = _ASIDE.fullmatch(name)
-    return match[2] if match is not None and match[1] == kind else None
-
-
-def original_name(name: str) -> str:
-    """Return the name of a checkpoint, also of one that a killed save has left moved aside."""
-    return set_aside(name, "replaced") or name
-
-
-# ---------------------------------------------------------------------------------------------------- directories
-
-
-def entries_of(parent: Path) -> list[os.DirEntry[str]]:
-    """List a directory; a missing one is empty."""
-    try:
-        with os.scandir(parent) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []
-    except NotADirectoryError as error:
-        raise ConfigError(
-            f"{parent} is a file, not a directory; give the directory that holds checkpoints. start_from and "
-            "apply_weights take a file of weights"
-        ) from error
-
-
-def holds_checkpoint(directory: Path) -> bool:
-    """Return whether a directory is a checkpoint, perhaps a damaged one, and not only a user's own files."""
-    try:
-        names = {entry.name for entry in entries_of(directory)}
-    except OSError:  # Without permission to list it; reading it will say so.
-        return True
-    return not names or any(map(is_known, names))  # An empty one has lost its files.
-
-
-def locate(directory: Path) -> Path:
-    """Return the directory, or the one that a killed save has moved aside to replace it; raise if there is neither."""
-    if directory.is_dir():
-        return directory
-    with contextlib.suppress(ConfigError):
-        twins = [entry for entry in entries_of(directory.parent) if set_aside(entry.name, "replaced") == directory.name]
-        twins = [entry for entry in twins if holds_checkpoint(Path(entry.path))]
-        if twins and not os.path.lexists(directory):
-            return Path(max(twins, key=lambda entry: entry.stat(follow_symlinks=False).st_mtime).path)
-    raise CheckpointNotFound(f"there is no checkpoint at {directory}; give the directory that holds {MANIFEST}")
-
-
-def refuse_foreign(directory: Path) -> None:
-    """Raise if a directory to be replaced or removed contains a user's files and is not named like a checkpoint."""
-    if not os.path.lexists(directory) or _OURS.fullmatch(original_name(directory.name)):
-        return
-    foreign = sorted(entry.name for entry in entries_of(directory) if not is_known(entry.name))
-    if foreign:
-        raise CheckpointError(
-            f"{directory} contains {foreign[0]!r}, which is not part of a checkpoint; it is neither replaced nor "
-            "removed: choose another directory"
-        )
-
-
-def _host() -> str:
-    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process with this number runs on this host."""
-    if os.name == "nt":  # Signal 0 is Ctrl-C there.
-        return True
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-# ------------------------------------------------------------------------------------------------------------- hashes
-
-REMEDY = "Restore the file from a copy, or delete this checkpoint and resume from an older one."
-"""What to do about a damaged file."""
-
-CHUNK = 8 << 20
-"""The most bytes in one write or read."""
-
-_AHEAD = 16  # The most pieces that wait for their hash while the next are written: memory must not grow.
-_BATCH = 1 << 20  # smaller pieces are collected: one write for a thousand small tensors
-
-
-class Output:
-    """Counts and hashes what is written, and passes it on in large pieces.
-
-    Large pieces are hashed by a thread while they are written; leaving the context ends that thread. After a failed
-    write, ``error`` is what it raised, and every later one raises it again.
-    """
-
-    def __init__(self, write: Callable[[memoryview], object]) -> None:
-        self.size = 0
-        self.error: BaseException | None = None
-        self._write = write
-        self._pending = bytearray()
-        self._digest = hashlib.sha256()
-        self._hasher: threading.Thread | None = None
-        self._queue: queue.Queue[memoryview | None] = queue.Queue(_AHEAD)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._hasher is not None:
-            self._queue.put(None)
-            self._hasher.join()
-            self._hasher = None
-
-    def write(self, data: Any) -> None:
-        """Write a buffer, which must not change before the context is left; small ones are collected."""
-        if self.error is not None:
-            raise self.error
-        view = memoryview(data)
-        if not view.nbytes:
-            return
-        view = view.cast("B")
-        if len(view) < _BATCH:
-            self._pending += view
-            if len(self._pending) >= _BATCH:
-                self.flush()
-            return
-        self.flush()
-        for start in range(0, len(view), CHUNK):
-            self._emit(view[start : start + CHUNK])
-
-    def flush(self) -> None:
-        """Write what was collected."""
-        pending = self._pending
-        self._pending = bytearray()
-        if pending:
-            self._emit(memoryview(pending))
-
-    def hexdigest(self) -> str:
-        """Return the SHA-256 of everything written; the context must have been left."""
-        return self._digest.hexdigest()
-
-    def _emit(self, data: memoryview) -> None:
-        """Hash one piece and write it."""
-        self._hash(data)
-        try:
-            self._write(data)
-        except BaseException as error:
-            self.error = error  # torch.save raises another error instead
-            raise
-        self.size += len(data)
-
-    def _hash(self, data: memoryview) -> None:
-        """Hash a piece directly while the file is small, then in the thread, which costs as much as a megabyte."""
-        if self._hasher is None and len(data) >= _BATCH:
-            hasher = threading.Thread(target=self._hash_all, name="zae-sha256", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no thread is started while the interpreter shuts down
-                hasher.start()
-                self._hasher = hasher
-        if self._hasher is None:
-            self._digest.update(data)
-        else:
-            self._queue.put(data)
-
-    def _hash_all(self) -> None:
-        """Hash pieces until there are no more; hashlib releases the interpreter lock."""
-        while (data := self._queue.get()) is not None:
-            self._digest.update(data)
-
-
-class Input:
-    """Reads an open file of ``size`` bytes and hashes what it reads."""
-
-    def __init__(self, file: FileIO, path: Path, size: int) -> None:
-        self.size = size
-        self.path = path
-        self._file = file
-        self._digest = hashlib.sha256()
-
-    def fill(self, buffer: memoryview) -> None:
-        """Fill a buffer with the next bytes; a file that ends earlier is damaged."""
-        while len(buffer):
-            count = self._file.readinto(buffer[:CHUNK])
-            if not count:
-                raise CheckpointDamaged(f"{self.path}: ends before its {self.size} bytes. {REMEDY}")
-            self._digest.update(buffer[:count])
-            buffer = buffer[count:]
-
-    def skip(self, data: memoryview) -> None:
-        """Hash the next bytes of the file, which a library has read already, and move past them."""
-        self._digest.update(data)
-        self._file.seek(len(data), os.SEEK_CUR)
-
-    def finish(self, expected: str) -> None:
-        """Read the rest, and compare the SHA-256 of the whole file with the expected one."""
-        while data := self._file.read(_BATCH):
-            self._digest.update(data)
-        found = self._digest.hexdigest()
-        if found != expected:
-            raise CheckpointDamaged(
-                f"{self.path}: changed since it was written, or of another checkpoint: "
-                f"expected sha256 {expected[:12]}, got {found[:12]}. {REMEDY}"
-            )
-
-
-@contextlib.contextmanager
-def open_input(path: Path, *, size: int | None = None, limit: int | None = None) -> Iterator[Input]:
-    """Open a regular file of this size, or of at most `limit` bytes; raise CheckpointDamaged if that fails.
-
-    A symbolic link is not followed.
-    """
-    try:
-        with FileIO(path, "rb", opener=_open_no_link) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointDamaged(f"{path}: is not a regular file. {REMEDY}")
-            if size is not None and status.st_size != size:
-                raise CheckpointDamaged(
-                    f"{path}: cut short or overwritten: expected {size} bytes, got {status.st_size}. {REMEDY}"
-                )
-            if limit is not None and status.st_size > limit:
-                raise CheckpointDamaged(f"{path}: has {status.st_size} bytes; the limit is {limit}. {REMEDY}")
-            yield Input(file, path, status.st_size)
-    except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{path}: is missing. {REMEDY}") from error
-    except OSError as error:
-        kind = (
-            "is a symbolic link, which checkpoints do not contain"
-            if path.is_symlink()
-            else f"cannot be read: {reason(error)}"
-        )
-        raise CheckpointDamaged(f"{path}: {kind}. {REMEDY}") from error
-
-
-def read_whole(path: Path, *, size: int | None = None, limit: int | None = None, sha256: str | None = None) -> bytes:
-    """Read a file as `open_input` does, and compare it with a hash if one is given."""
-    with open_input(path, size=size, limit=limit) as source:
-        stream = io.BytesIO(bytes(source.size))  # It gives its memory away, so that the file is in memory once.
-        with stream.getbuffer() as view:
-            source.fill(view)
-        if sha256 is not None:
-            source.finish(sha256)
-    return stream.getvalue()
-
-
-def reason(error: OSError) -> str:
-    """Return what the operating system reported, and for which file, in one line."""
-    return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-
-
-# Windows has only the last flag, other systems the first two.
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    """Open without following a link or waiting for the other end of a pipe."""
-    return os.open(path, flags | _NO_LINK)
-
-
-# ------------------------------------------------------------------------------------------------ changes of the disk
+from typing import Any
+
+from zae.checkpoint.hashed_files import Output, reason
+from zae.checkpoint.names import is_known, original_name, set_aside, staging_name
+from zae.errors import CheckpointError, ConfigError
 
 _LARGE = 1 << 20  # bytes: smaller pieces are left to the system
 
@@ -437,9 +96,6 @@ disk = FileSystem()
 """What every function uses; it is looked up at each call."""
 
 
-# -------------------------------------------------------------------------------------------------------- writing
-
-
 def make_directory(path: str | os.PathLike[str]) -> Path:
     """Make a directory and the missing ones above it; raise CheckpointError if that fails or a file is in the way."""
     path = Path(path)
@@ -481,7 +137,7 @@ def write_file(
 ) -> Output:
     """Write one new file and wait until the disk has it; its hash is complete when ``hashing`` is closed."""
     handle = disk.create(path)
-    output = Output(lambda data: disk.write(handle, data))
+    output = Output(partial(disk.write, handle))
     with contextlib.ExitStack() as here:
         (hashing or here).enter_context(output)
         try:
@@ -519,59 +175,18 @@ def replace_file(path: Path, writer: Callable[[Callable[[Any], object]], object]
         disk.fsync_directory(path.parent)
 
 
-def put_file(files: Any, source: Path, place: str) -> None:
-    """Copy a file into a file system of fsspec, whole or absent: an object is, and elsewhere what is renamed."""
-    from fsspec import AbstractFileSystem
-
-    if type(files).mv is AbstractFileSystem.mv:  # There is no rename: it copies.
-        files.put_file(str(source), place)
-        return
-    folder, _, name = place.rpartition("/")
-    hidden = f"{folder}/.{name}.part"
+def entries_of(parent: Path) -> list[os.DirEntry[str]]:
+    """List a directory; a missing one is empty."""
     try:
-        files.put_file(str(source), hidden)
-        files.mv(hidden, place)
-    except Exception:
-        with contextlib.suppress(Exception):  # The first error is the one to report.
-            files.rm_file(hidden)
-        raise
-
-
-def install(staging: Path, directory: Path) -> None:
-    """Rename a staged directory to its place; what stands there is moved aside, and `sweep` removes it."""
-    aside = directory.with_name(aside_name(directory.name, "replaced")) if os.path.lexists(directory) else None
-    if aside is not None:
-        # If the process is killed between the two renames, `locate` finds the old one under its new name.
-        disk.rename(directory, aside)
-        disk.fsync_directory(directory.parent)
-    try:
-        disk.rename(staging, directory)
-    except OSError:
-        if aside is not None:
-            with contextlib.suppress(OSError):
-                disk.rename(aside, directory)
-        raise
-    disk.fsync_directory(directory.parent)
-
-
-# ------------------------------------------------------------------------------------------------------- removing
-
-
-def remove_checkpoint(directory: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint, whole or damaged; a process that is killed during this leaves it whole or gone.
-
-    What a user has put into its directory stays there, and the directory with it. Raise CheckpointError if it is not
-    named like a checkpoint and contains such files, or if it cannot be removed.
-    """
-    directory = locate(Path(directory))
-    refuse_foreign(directory)
-    gone = directory.with_name(aside_name(directory.name, "deleting"))
-    try:
-        disk.rename(directory, gone)
-        disk.fsync_directory(directory.parent)
-        clear(gone)
-    except OSError as error:
-        raise CheckpointError(f"{directory} was not removed: {reason(error)}; remove it yourself") from error
+        with os.scandir(parent) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+    except NotADirectoryError as error:
+        raise ConfigError(
+            f"{parent} is a file, not a directory; give the directory that holds checkpoints. start_from and "
+            "apply_weights take a file of weights"
+        ) from error
 
 
 def clear(path: Path) -> bool:
@@ -608,9 +223,6 @@ def _give_back(path: Path, foreign: list[Path]) -> bool:
         if each not in taken:
             disk.rename(each, home / each.name)
     return bool(taken)
-
-
-# --------------------------------------------------------------------------------------------------------- errors
 
 
 def not_saved(path: Path, error: OSError, needed: int, free: int | None = None) -> CheckpointError:

@@ -39,38 +39,34 @@ from torch import Tensor
 
 from zae import errors
 from zae.checkpoint import filesystem
+from zae.checkpoint.directories import holds_checkpoint, install, locate, refuse_foreign
 from zae.checkpoint.encoding import decode, encode, strict_json
 from zae.checkpoint.filesystem import (
+    clear,
+    entries_of,
+    make_directory,
+    not_saved,
+    share_file,
+    stage,
+    staging_now,
+    write_file,
+)
+from zae.checkpoint.hashed_files import REMEDY, Output, open_input, read_whole
+from zae.checkpoint.manifest import FileEntry, Manifest, draft, is_whole, json_text, read_manifest, seal, verify
+from zae.checkpoint.names import (
     KNOWN,
     MANIFEST,
     MODEL_FILES,
     PIECE,
-    REMEDY,
     SHARDS,
     STATE,
     STATE_TENSORS,
-    Output,
-    clear,
-    entries_of,
-    holds_checkpoint,
-    install,
     is_abandoned,
-    locate,
-    make_directory,
-    not_saved,
-    open_input,
     original_name,
-    read_whole,
-    refuse_foreign,
     set_aside,
     shard_name,
-    share_file,
-    stage,
-    staging_now,
     step_of,
-    write_file,
 )
-from zae.checkpoint.manifest import FileEntry, Manifest, draft, is_whole, json_text, read_manifest, seal, verify
 from zae.checkpoint.rows import Piece, add_rows
 from zae.checkpoint.shards import OF_MODEL, OF_STATE, divide, read_parts
 from zae.checkpoint.tensor_bytes import byte_count, separate
@@ -339,6 +335,8 @@ def sweep(parent: str | os.PathLike[str]) -> list[Path]:
     with contextlib.suppress(OSError, ConfigError):
         for entry in entries_of(Path(parent)):
             path = Path(entry.path)
+            if not entry.name.startswith("."):  # What has its name is in its place.
+                continue
             with contextlib.suppress(OSError):  # What cannot be removed stays until the next time.
                 if _is_stray(path) and clear(path):
                     removed.append(path)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from zae.checkpoint import filesystem
-from zae.checkpoint.filesystem import make_directory, not_saved, read_whole
+from zae.checkpoint.filesystem import make_directory, not_saved
+from zae.checkpoint.hashed_files import read_whole
 from zae.errors import CheckpointDamaged, ConfigError, printable
 
 __all__ = ["FolderLock"]

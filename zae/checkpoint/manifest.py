@@ -15,20 +15,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
+from zae.checkpoint.directories import locate
 from zae.checkpoint.encoding import decode, encode, strict_json
-from zae.checkpoint.filesystem import (
-    MANIFEST,
-    MODEL_FILES,
-    PIECE,
-    REMEDY,
-    SHARDS,
-    STATE,
-    STATE_TENSORS,
-    locate,
-    open_input,
-    read_whole,
-    shard_name,
-)
+from zae.checkpoint.hashed_files import REMEDY, open_input, read_whole
+from zae.checkpoint.names import MANIFEST, MODEL_FILES, PIECE, SHARDS, STATE, STATE_TENSORS, shard_name
 from zae.checkpoint.tensor_files import SUFFIXES
 from zae.errors import (
     CheckpointDamaged,
@@ -101,17 +91,12 @@ class Manifest(TypedDict):
 
 def draft(model_format: str, tied: Mapping[str, str], about: Mapping[str, Any], has_rows: bool = False) -> Manifest:
     """Return the manifest of a checkpoint that has no files yet, from what the caller says about it."""
-    asked = {"run_id", "step", "epoch", "composition", "world_size", "info"}
-    if unknown := sorted(about.keys() - asked):
-        raise ConfigError(f"manifest_info: the entry {unknown[0]!r} is unknown; write {sorted(asked)}")
     info, tensors = encode(about.get("info", {}))
     if tensors:
         raise ConfigError(f"manifest_info['info'] holds a tensor at {next(iter(tensors))!r}; put it into the state")
     number = ROWS_FORMAT if has_rows else SHARDED_FORMAT if model_format == "sharded" else FORMAT
     fixed = {"format": number, "zae": _version(), "model_format": model_format, "tied": dict(tied)}
     content = {**about, **fixed, "files": {}, "info": info, "sha256": ""}
-    if fault := _fault(content):
-        raise ConfigError(f"manifest_info: {fault}")
     return cast(Manifest, {key: content[key] for key in Manifest.__annotations__})
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zae.checkpoint.encoding import decode, encode, strict_json
-from zae.checkpoint.filesystem import PIECE, REMEDY, read_whole
+from zae.checkpoint.hashed_files import REMEDY, read_whole
 from zae.checkpoint.manifest import FileEntry, Manifest, json_text
+from zae.checkpoint.names import PIECE
 from zae.errors import CheckpointDamaged
 
 __all__ = ["Piece", "Pieces", "add_rows"]

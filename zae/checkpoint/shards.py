@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from zae.checkpoint.encoding import strict_json
-from zae.checkpoint.filesystem import REMEDY, SHARDS, read_whole, shard_name
+from zae.checkpoint.hashed_files import REMEDY, read_whole
 from zae.checkpoint.manifest import FileEntry, Manifest
+from zae.checkpoint.names import SHARDS, shard_name
 from zae.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES
 from zae.checkpoint.tensor_files import iterate_safetensors
 from zae.common.walk import is_sharded

@@ -22,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from zae.checkpoint.encoding import strict_json
-from zae.checkpoint.filesystem import MODEL_FILES, Input, open_input, read_whole
+from zae.checkpoint.hashed_files import Input, open_input, read_whole
+from zae.checkpoint.names import MODEL_FILES
 from zae.checkpoint.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, separate
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
 
@@ -122,7 +123,7 @@ def write_safetensors(
     if tied:
         notes[_TIES] = json.dumps(tied)  # Another note may look like a tie by chance; this one does not.
     # The largest elements first, so that each tensor starts at a multiple of its element size.
-    order = sorted(kept, key=lambda name: (-kept[name].element_size(), name))
+    order = [name for _, name in sorted((-tensor.element_size(), name) for name, tensor in kept.items())]
     header: dict[str, Any] = {"__metadata__": notes}
     end = 0
     for name in order:

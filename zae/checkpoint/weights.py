@@ -12,8 +12,10 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from zae.checkpoint.filesystem import holds_checkpoint, read_whole, replace_file
+from zae.checkpoint.directories import holds_checkpoint
+from zae.checkpoint.filesystem import replace_file
 from zae.checkpoint.folder import list_checkpoints, sweep
+from zae.checkpoint.hashed_files import read_whole
 from zae.checkpoint.manifest import read_manifest
 from zae.checkpoint.shards import read_parts
 from zae.checkpoint.tensor_bytes import byte_count, separate

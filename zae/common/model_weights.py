@@ -62,7 +62,7 @@ def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Map names of parameters, or keys of the ``state_dict``, of a module with wrappers to plain names."""
     prefixes = []
     for path, each in module.named_modules(remove_duplicate=False):
-        if inner := _inner_name(each):
+        if each._modules and (inner := _inner_name(each)):  # A wrapper has a module inside.
             prefixes.append((f"{path}.{inner}." if path else f"{inner}.", f"{path}." if path else ""))
     prefixes.sort(key=lambda pair: -len(pair[0]))  # A wrapper within another one first.
     made = {}

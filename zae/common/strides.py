@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ def view_key(tensor: Tensor) -> tuple[object, ...] | None:
         return None
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides that torch gives to a new tensor of this shape."""
     strides = []
     step = 1

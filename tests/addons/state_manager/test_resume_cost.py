@@ -12,7 +12,7 @@ import torch
 from kit import faults
 from zae import Trainer
 from zae.addons import StateManagerAddon
-from zae.checkpoint.filesystem import MODEL_FILES
+from zae.checkpoint.names import MODEL_FILES
 from zae.checkpoint.weights import load_weights, save_weights
 
 
