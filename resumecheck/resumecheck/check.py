@@ -30,6 +30,7 @@ __all__ = ["Options", "Result", "check"]
 
 _STEPS_AFTER_FAILURE = 3
 _LEAST_BYTES_COMPARED = 200
+_PATIENCE_S, _PATIENCE_FACTOR = 120, 5  # A run that takes so much longer than the reference is ended.
 _EPOCH_FACTOR = 5  # An epoch that begins within so many horizons is waited for.
 
 
@@ -212,6 +213,7 @@ class _Check:
                 "of a finished run? Leave it out: --without 'out/*'. Was Python started with -I, -E or -S?"
             )
         self.end = self.workspace.snapshot()
+        self.runner.patience_s = _PATIENCE_S + _PATIENCE_FACTOR * self.reference.seconds
         result = self.result
         result.steps, result.ranks = self.reference.count(), len(self.reference.rows)
         result.saves = [each for each in find_saves(self.reference, self.end) if each.events[0]["row"] < result.steps]
@@ -282,7 +284,7 @@ class _Check:
         """Start the script in an instant; a failure of a fork is confirmed by a start of its own, once for a cause."""
         more = self._resume_words(instant.tree)
         limit = None if instant.runs_to_end or self.options.to_the_end else self._limit(instant)
-        fork = self.result.ranks == 1 and not instant.runs_to_end and self.runner.by == "optimizer"
+        fork = self.result.ranks == 1 and self.runner.by == "optimizer"
         run = self.runner.start(instant.tree, limit=limit, more=more, fork=fork)
         judgement = self._judge(instant, run)
         if fork and judgement.verdict == FAILED and judgement.cause not in confirmed:
@@ -319,9 +321,14 @@ class _Check:
 
     def _judge(self, instant: Instant, run: Run) -> Judgement:
         """Judge a run that was started again in an instant."""
+        if run.is_stuck:
+            message = f"started again it makes {run.count()} steps, and then nothing for a long time: it was ended"
+            return fail("cannot start", message, run.count())
         if run.status != 0 and not run.is_limited:
             return _judge_failure(instant, run)
-        resume = Resume(run.rows, instant.lowest, instant.done, not run.is_limited, instant.has_whole_save)
+        is_first_fault = instant.kind == "save" and not self.result.causes("step")
+        saved = {each.row for each in self.result.saves} if is_first_fault else set[int]()
+        resume = Resume(run.rows, instant.lowest, instant.done, not run.is_limited, instant.has_whole_save, saved)
         judgement = judge(self.reference.rows, resume, self.reference.names)
         if judgement.cause == "does not resume" and instant.kind == "save":
             judgement.causes = ["lost work"]
@@ -359,7 +366,7 @@ class _Check:
             return
         tree = self.workspace.snapshot()
         again = self.runner.start(tree, more=self._resume_words(tree), limit=self.options.horizon)
-        resume = Resume(again.rows, 0, done, not again.is_limited, False)
+        resume = Resume(again.rows, 0, done, not again.is_limited, False, set())
         judgement = judge(self.reference.rows, resume, self.reference.names)
         resumed = judgement.resumed or 0
         if resumed >= done:

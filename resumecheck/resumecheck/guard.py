@@ -21,7 +21,16 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Guard", "has_landlock", "map_paths", "read_refusal", "restrict", "when_imported", "writable_caches"]
+__all__ = [
+    "Guard",
+    "has_landlock",
+    "is_within",
+    "map_paths",
+    "read_refusal",
+    "restrict",
+    "when_imported",
+    "writable_caches",
+]
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CHANGES: dict[str, tuple[str, tuple[tuple[int, int | None], ...]]] = {
@@ -103,9 +112,9 @@ def writable_caches(environment: Mapping[str, str], temporary: str, origin: str)
     variables = {}
     for name, default in (CACHES | inner).items():
         folder = os.path.realpath(os.path.expanduser(environment.get(name) or default))
-        if os.path.isdir(folder) and not _is_within(origin, folder):
+        if os.path.isdir(folder) and not is_within(origin, folder):
             folders.append(folder)
-        elif not any(_is_within(folder, each) for each in folders):
+        elif not any(is_within(folder, each) for each in folders):
             variables[name] = os.path.join(temporary, name.lower())
     return folders, variables
 
@@ -115,7 +124,8 @@ def _is_device(path: str) -> bool:
     return path.startswith(DEVICES) and not re.match("/dev/shm/[^/]+/", path)
 
 
-def _is_within(path: str, folder: str) -> bool:
+def is_within(path: str, folder: str) -> bool:
+    """Return whether a path is a folder, or in it."""
     return os.path.join(path, "").startswith(os.path.join(folder, ""))
 
 

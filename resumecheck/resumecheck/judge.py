@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,8 @@ class Resume:
     """The steps that were made before the kill."""
     is_to_end: bool
     has_whole_save: bool
+    saved: Collection[int]
+    """The steps of the saves, if what is left may be of two of them: the kill fell into one."""
 
 
 def fail(cause: str, message: str, step: int | None = None, resumed: int | None = None) -> Judgement:
@@ -131,7 +133,9 @@ class _Comparison:
         if not causes:
             end = ", and the end" if resume.is_to_end else ""
             return Judgement(PASSED, f"{begun}, {len(self.made)} steps the same{end}", resumed=start)
-        if index == 0 and "optimizer state" in causes and self._has_state_of_another_save(start):
+        if index == 0 and (
+            self._other_save(start) or ("optimizer state" in causes and self._has_state_of_a_step(start))
+        ):
             causes.insert(0, "two saves")
         if lost > 0:
             causes.append("lost work")
@@ -241,16 +245,36 @@ class _Comparison:
         """Return the random streams that differ and matter: something draws from them later, or made these samples."""
         row, other = self.expected[start + index], self.made[index]
         lost = _lost_streams(self.expected[start + index :], self.made[index:])
-        lost = [name for name in lost if len({each["random"].get(name) for each in self.expected}) > 1]
+        lost = [name for name in lost if name in self._drawn_streams()]
         if lost or not start + index or row["inputs"] == other["inputs"]:
             return lost
         before = self.expected[start + index - 1]["random"]
         differing = [name for name, state in row["random"].items() if state != other["random"].get(name, state)]
         return sorted(name for name in differing if row["random"][name] != before.get(name))
 
-    def _has_state_of_another_save(self, start: int) -> bool:
-        row = self.made[0]
-        same = self._places_of_state(row)
+    def _other_save(self, start: int) -> int | None:
+        """Return the step of another save than that of the weights, of which all is that differs in the first row."""
+        drawn = self._drawn_streams()
+
+        def with_state(row: Row, state: Any) -> dict[str, Any]:
+            streams = {name: each for name, each in row["random"].items() if name in drawn}
+            return {**row, "random": streams, "state_before": state}
+
+        row = with_state(self.made[0], self.made[0].get("state_before"))
+        rows = [with_state(each, state) for each, state in zip(self.expected, self.states)]
+        keys = [key for key in _differing(rows[start], row) if key not in _FOLLOWS]
+        for place in sorted(set(self.resume.saved) - {0, start, self.count}):
+            if keys and all(_is_same(rows[place].get(key), row.get(key)) for key in keys):
+                return place
+        return None
+
+    def _drawn_streams(self) -> list[str]:
+        """Return the random streams from which something draws."""
+        names = {name for each in self.expected for name in each["random"]}
+        return [name for name in names if len({each["random"].get(name) for each in self.expected}) > 1]
+
+    def _has_state_of_a_step(self, start: int) -> bool:
+        same = self._places_of_state(self.made[0])
         return bool(same) and same[-1] not in (0, start)
 
     def _places_of_state(self, row: Row) -> list[int]:
@@ -274,6 +298,8 @@ class _Comparison:
             return f"{start + len(self.made)} steps are made in all, and {self.count} without a kill"
         if cause == "learning rate":
             return f"the lr is {_text(other['lr'])}, and {_text(one['lr'])} without a kill (or another option differs)"
+        if cause == "two saves" and (save := self._other_save(start)):
+            return f"the weights are those after step {start}, and all else is of the save after step {save}"
         if cause in ("optimizer state", "two saves"):
             return self._reason_of_state(other, start)
         if cause == "samples":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import selectors
 import shutil
@@ -18,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Union
 
-from . import guard, steps, watch
+from . import guard, watch
 from .errors import Refused, Stopped
 from .workspace import Tree, Workspace
 
-__all__ = ["Run", "Runner", "end_processes"]
+__all__ = ["Run", "Runner", "end_processes", "write_watcher"]
 
 _POLL_S = 0.05
 _LOOK_S = 0.4
@@ -46,6 +47,8 @@ class Run:
     saw_backward: bool = False
     is_limited: bool = False
     """Whether it was stopped at its last step, and did not end."""
+    is_stuck: bool = False
+    """Whether it was ended since it took much longer than the reference."""
     handles_sigterm: bool = False
     status: int = 0
     output: str = ""
@@ -72,15 +75,15 @@ class Runner:
         self.home, self.workspace, self.allow, self.deadline, self.by = home, workspace, list(allow), deadline, by
         self.logs, self.temporary = home / "logs", home / "tmp"
         self.refusal = str(self.logs / "refusal.json")
-        watching = home / "watch"
-        for each in (self.logs, self.temporary, watching):
+        for each in (self.logs, self.temporary):
             each.mkdir()
-        for module, name in ((watch, "sitecustomize"), (guard, "resumecheck_guard"), (steps, "resumecheck_steps")):
-            shutil.copyfile(str(module.__file__), watching / f"{name}.py")
+        write_watcher(home / "watch")
         self.spellings = _spellings(workspace.origin)
         self.command = self._find(command)
         self.same: list[str] = []
         """The files that no instant changes: to look at them is no look at an instant."""
+        self.patience_s = float("inf")
+        """How long a run may take."""
         self.starts = self.forks = 0
         self.waiting: dict[tuple[str, ...], Forks | None] = {}
 
@@ -218,15 +221,15 @@ class Runner:
         self, server: socket.socket, process: AnyProcess, run: Run, plan: Mapping[str, Any], sigterm: bool
     ) -> None:
         """Answer the processes of the script until they end, or are to be ended."""
-        polled, deadline = PolledFiles(self.workspace), self.deadline
-        signaled = False
+        polled, end = PolledFiles(self.workspace), time.monotonic() + self.patience_s
         with selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)
             while process.poll() is None:
-                if time.monotonic() > deadline:
-                    if signaled and time.monotonic() < self.deadline:
-                        return
+                if time.monotonic() > self.deadline:
                     raise Stopped("the time was over")
+                if time.monotonic() > end:
+                    run.is_stuck = True
+                    return
                 if os.path.exists(self.refusal):
                     return
                 if not selector.select(_POLL_S):
@@ -242,8 +245,7 @@ class Runner:
                         run.is_limited, run.handles_sigterm = True, message["handles_sigterm"]
                         if not sigterm:
                             return
-                        signaled, run.is_limited = True, False
-                        deadline = min(deadline, time.monotonic() + _SIGTERM_TIMEOUT_S)
+                        run.is_limited, end = False, min(end, time.monotonic() + _SIGTERM_TIMEOUT_S)
                         os.kill(process.pid, signal.SIGTERM)
                     else:
                         self._take(message, process, run, plan, polled)
@@ -282,12 +284,22 @@ class Runner:
                 f"the script would {refusal['operation']} {path}, outside of the working folder, and was ended before. "
                 f"{remedy}"
             )
-        denied = next((line for line in output.splitlines() if "Permission denied" in line), None)
-        if denied is not None and guard.has_landlock():
+        denied = next((line for line in output.splitlines() if "Permission denied" in line and self._is_ours(line)), "")
+        if denied and guard.has_landlock():
             raise Refused(
                 f"a program of the script was not allowed to change what is outside of the working folder "
                 f"({denied.strip()[:300]}). {remedy}"
             )
+
+    def _is_ours(self, line: str) -> bool:
+        """Return whether a path in a line is outside of the copy, and one that could be changed without the guard."""
+        allowed = [str(each) for each in (self.workspace.work, self.temporary, self.logs)]
+        for word in re.findall(r"[^\s'\"`:=]*/[^\s'\"`:]*", line):
+            path = os.path.realpath(self.workspace.work / word)
+            existing = path if os.path.exists(path) else os.path.dirname(path)
+            if not any(guard.is_within(path, each) for each in allowed) and os.access(existing, os.W_OK):
+                return True
+        return False
 
 
 class Forks:
@@ -379,6 +391,15 @@ def _spellings(folder: Path) -> list[str]:
     return [shell, str(folder)] if is_other else [str(folder)]
 
 
+def write_watcher(folder: Path) -> None:
+    """Write what runs in each Python process that has a folder on its path."""
+    package = folder / "resumecheck_watcher"
+    package.mkdir(parents=True)
+    for name in ("guard", "hashes", "steps", "watch"):
+        shutil.copyfile(Path(__file__).with_name(f"{name}.py"), package / f"{name}.py")
+    (folder / "sitecustomize.py").write_text("from resumecheck_watcher import watch\n\nwatch.start()\n")
+
+
 # --- processes
 
 
@@ -411,10 +432,9 @@ def _signal(pids: Sequence[int], number: int) -> None:
 def _descendants(pid: int) -> list[int]:
     """Return what a process has started, and what these have, as they are now."""
     children: dict[int, list[int]] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError):  # It has ended.
-            parent = int(file.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(file.parent.name))
+    for each in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{each}/stat") as file:  # It may have ended.
+            children.setdefault(int(file.read().rpartition(")")[2].split()[1]), []).append(int(each))
     result, left = [], [pid]
     while left:
         new = children.get(left.pop(), [])

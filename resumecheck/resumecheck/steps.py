@@ -1,27 +1,27 @@
 """Record what each optimizer step of this process depends on and what it does, as one row of hashes.
 
-It runs in the process that trains and imports nothing but the standard library: torch is given. A hash is a sum of
-64-bit words, so that any flipped bit changes it. The words of inputs are multiplied by their places, as their order
-counts. Of optimizer states, which tell a cause and no verdict, some thousand words of each tensor are summed. Sums are
-made on the device of the tensor, and those of a step are read at once.
+It runs in the process that trains: torch is given. Of weights 64-bit words are summed, so that any flipped bit changes
+the sum; those of inputs are multiplied by their places, as their order counts. Of the state of an optimizer, which
+tells a cause and no verdict, some thousand words of each tensor are summed. Sums are made on the device of the tensor,
+and those of a step are read at once.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import os
 import random
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["Recorder", "digest", "fingerprints", "number", "wrap"]
+from .hashes import digest, ordered_sum, random_streams, read
 
-_KEYED_WORDS = 1 << 16
-_SAMPLED_WORDS = 4096
+__all__ = ["Recorder", "fingerprints", "wrap"]
+
+_SAMPLED_BLOCKS = 64  # Of so many words, in a tensor of an optimizer's state.
+_NO_VIEW: tuple[Any, int, Any] = None, 0, None
 _GOLDEN = 0x9E3779B97F4A7C15  # Spreads a sum over all of its bits.
 
 Row = dict[str, Any]
@@ -97,7 +97,7 @@ class Recorder:
         name, weights = self._name(optimizer), parameters_of(optimizer)
         start: dict[str, Any] = {}
         if name not in self.versions:
-            start["state_before"] = self._state_sums(optimizer, weights)
+            start["state_before"] = self._state_of(optimizer, weights)
         if self.versions.get(name) != [each._version for each in weights]:  # Else they are those after the step before.
             start["before"] = self.sums(weights)
         self.starts.append(start)
@@ -108,7 +108,7 @@ class Recorder:
             return
         weights = parameters_of(optimizer)
         groups = [{k: each[k] for k in optimizer.defaults if k in each} for each in optimizer.param_groups]
-        state = self._state_sums(optimizer, weights)
+        state = self._state_of(optimizer, weights)
         self._write_row(self._name(optimizer), weights, self.starts.pop(), groups, state, skipped)
 
     def _is_captured(self) -> bool:
@@ -138,7 +138,8 @@ class Recorder:
             names = [self.parameter_names.get(id(each), f"parameter {index}") for index, each in enumerate(weights)]
             size = sum(each.numel() * each.element_size() for each in weights)
             self.write({"kind": "optimizer", "optimizer": name, "names": names, "bytes": size})
-        numbers = self._read(sums)
+        values = iter(read([each for some in sums.values() for each in some]))
+        numbers = {key: [next(values) for _ in some] for key, some in sums.items()}
         self.count += 1
         row: Row = {"kind": "step", "n": self.count, "optimizer": name, "skipped": skipped}
         row.update({key: digest(value) for key, value in numbers.items() if key not in ("loss", "scale")})
@@ -152,7 +153,7 @@ class Recorder:
         row["loss"], row["scale"] = [number(each) for each in numbers["loss"]], numbers["scale"]
         row["lr"] = [number(each.get("lr")) for each in groups]
         row["options"] = digest([sorted((key, _option(value)) for key, value in each.items()) for each in groups])
-        row["random"] = self.random or self.random_streams()
+        row["random"] = self.random or random_streams()
         row["shapes"], row["seen"] = digest(self.shapes), len(self.inputs)
         row["shuffled"], row["new_epoch"] = self.is_shuffled, self.is_new_epoch
         self.weights_after[name], self.versions[name] = row["after"], [each._version for each in weights]
@@ -168,7 +169,7 @@ class Recorder:
         if self.root is None and self.torch.is_grad_enabled():
             self.root = module
             if self.random is None:
-                self.random = self.random_streams()
+                self.random = random_streams()
 
     def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Hash the inputs of the outermost module: the tensors that are no results of others."""
@@ -183,7 +184,7 @@ class Recorder:
         for each in tensors_in(self.torch, (args, kwargs)):
             if not each.requires_grad:
                 self.shapes.append((str(each.dtype), tuple(each.shape)))
-                self.inputs.append(self.ordered_sum(each))
+                self.inputs.append(ordered_sum(each))
 
     def compile(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         """See the calls of a module that is compiled in place, with the hooks around it."""
@@ -200,7 +201,7 @@ class Recorder:
 
     def backward(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Note the loss; without an optimizer of torch.optim, the weights before its update are a row."""
-        self.losses.append(tensor.detach())
+        self.losses.append(tensor.detach().reshape(-1)[0])
         result = original(tensor, *args, **kwargs)
         if self.by == "backward":
             models = [model for reference in self.models.values() if (model := reference()) is not None]
@@ -243,7 +244,7 @@ class Recorder:
         """Hash the samples of a batch as the loader gives it."""
         batch = original(batches)
         if self.torch.is_grad_enabled():
-            self.batches += [self.ordered_sum(each) for each in tensors_in(self.torch, batch)]
+            self.batches += [ordered_sum(each) for each in tensors_in(self.torch, batch)]
         return batch
 
     def restore_random(self, stream: str) -> Callable[..., Any]:
@@ -252,7 +253,7 @@ class Recorder:
         def call(original: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if not self.count:
-                self.restored[stream] = self.random_streams()[stream]
+                self.restored[stream] = random_streams()[stream]
             return result
 
         return call
@@ -261,104 +262,51 @@ class Recorder:
 
     def fingerprints_in(self, value: Any) -> str:
         """Return the fingerprints of the tensors in an object that is saved."""
-        tensors = list(tensors_in(self.torch, value, is_deep=True))
-        return fingerprints(self._read({"tensors": [self._sum(each) for each in tensors]})["tensors"])
+        return fingerprints(read([self._sum(each) for each in tensors_in(self.torch, value, is_deep=True)]))
 
-    def sums(self, tensors: Iterable[Any], words: int = 0) -> list[Any]:
-        """Sum each of some tensors that live on: what prepares a sum is done once."""
-        return [self._sum_of_part(each, words) for each in tensors]
+    def sums(self, tensors: Iterable[Any], is_sampled: bool = False) -> list[Any]:
+        """Sum the words of each tensor, or some of them; what prepares a sum of a tensor that lives on is done once."""
+        totals = []
+        for each in tensors:
+            tensor, place, view = self.views.get(id(each), _NO_VIEW)
+            is_prepared = tensor is not None and tensor() is each and each.data_ptr() == place
+            totals.append(view.sum() if is_prepared else self._sum(each, is_sampled))
+        return totals
 
-    def _sum_of_part(self, tensor: Any, words: int) -> Any:
+    def _sum(self, tensor: Any, is_sampled: bool = False) -> Any:
+        """Sum a tensor as 64-bit words, or where it does not fill them, as integers of its own size."""
         torch = self.torch
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-            return self._sum(tensor, words)
-        prepared, place = self.views.get(id(tensor)), tensor.data_ptr()
-        if prepared is not None and prepared[0]() is tensor and prepared[1] == place:
-            return prepared[2].sum(dtype=torch.int64)
-        view = self._integers(tensor, words)
-        if view is not None and view.data_ptr() == place:
-            self.views[id(tensor)] = weakref.ref(tensor), place, view
-        return 0 if view is None else view.sum(dtype=torch.int64)
-
-    def _sum(self, tensor: Any, words: int = 0) -> Any:
-        """Sum the integers of a tensor, or about so many of them, on its device."""
-        view = self._integers(tensor, words)
-        return 0 if view is None else view.sum(dtype=self.torch.int64)
-
-    def _integers(self, tensor: Any, words: int) -> Any:
-        """Return a tensor as 64-bit words, or as integers of its own size where it fills no words; None if empty."""
-        torch, data = self.torch, plain(self.torch, tensor)
-        size, count = data.element_size(), data.numel()
-        if not count:
-            return None
-        flat, ratio = data.contiguous().reshape(-1), 8 // size
-        if count % ratio:
-            integers = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
+        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+            return ordered_sum(tensor)
+        data = tensor.detach()
+        if hasattr(data, "to_local"):
+            data = data.to_local()
+        data = torch.view_as_real(data) if data.is_complex() else data
+        flat, ratio = data.contiguous().reshape(-1), 8 // data.element_size()
+        if flat.numel() % ratio:
+            words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[data.element_size()])
         else:
-            integers = (flat.clone() if flat.storage_offset() % ratio else flat).view(torch.int64)
-        stride = integers.numel() // words if words else 1
-        return integers[:: stride | 1] if stride > 1 else integers
+            words = (flat.clone() if flat.storage_offset() % ratio else flat).view(torch.int64)
+        length = words.numel() // _SAMPLED_BLOCKS
+        if is_sampled and length > _SAMPLED_BLOCKS:
+            words = words[: length * _SAMPLED_BLOCKS].view(-1, length)[:, :_SAMPLED_BLOCKS]
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and words.data_ptr() == tensor.data_ptr():
+            gone = functools.partial(lambda key, _: self.views.pop(key, None), id(tensor))
+            self.views[id(tensor)] = weakref.ref(tensor, gone), words.data_ptr(), words
+        return words.sum()
 
-    def ordered_sum(self, tensor: Any) -> Any:
-        """Sum the 64-bit words of a tensor, each times its place."""
-        torch, data = self.torch, plain(self.torch, tensor).contiguous().reshape(-1)
-        if not data.numel():
-            return 0
-        data = data.view(torch.uint8)
-        rest = data.numel() % 8
-        if rest or data.storage_offset() % 8:
-            data = torch.cat([data, data.new_zeros(8 - rest if rest else 0)])
-        words = data.view(torch.int64)
-        keys = self.__dict__.setdefault("keys", {})
-        if words.device not in keys:
-            keys[words.device] = torch.arange(1, 2 * _KEYED_WORDS, 2, device=words.device) * 0x5851F42D4C957F2D
-        key, total = keys[words.device], 0
-        for start in range(0, words.numel(), _KEYED_WORDS):
-            part = words[start : start + _KEYED_WORDS]
-            total = total * 1000003 + (part * key[: part.numel()]).sum()
-        return total
-
-    def _state_sums(self, optimizer: Any, weights: list[Any]) -> list[Any]:
-        """Hash the state of an optimizer: its tensors by sums, all else by its text."""
+    def _state_of(self, optimizer: Any, weights: list[Any]) -> list[Any]:
+        """Sum the tensors of the state of an optimizer; of all else there is the text."""
         values: list[Any] = []
         for each in weights:
             state = optimizer.state.get(each) or {}
             for key in sorted(state, key=str):
                 value = state[key]
                 if isinstance(value, self.torch.Tensor):
-                    values.append(self._sum_of_part(value, _SAMPLED_WORDS))
+                    values += self.sums([value], is_sampled=True)
                 elif value is not None and not callable(value):
                     values.append(f"{key}={value!r:.200}")
         return values
-
-    def random_streams(self) -> dict[str, str]:
-        """Hash each random stream of this process, without a draw."""
-        torch = self.torch
-        _, words, gauss = random.getstate()
-        states = {"torch": torch.get_rng_state().numpy().tobytes(), "python": repr((hash(words), gauss)).encode()}
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and hasattr(numpy, "random"):
-            _, words, *rest = numpy.random.get_state()
-            states["numpy"] = words.tobytes() + repr(rest).encode()
-        if torch.cuda.is_initialized():
-            devices = range(torch.cuda.device_count())
-            states["cuda"] = b"".join(torch.cuda.get_rng_state(index).numpy().tobytes() for index in devices)
-        return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
-
-    def _read(self, sums: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Return numbers in place of tensors, read with one wait for each device."""
-        groups: dict[tuple[Any, Any], list[tuple[str, int, Any]]] = {}
-        numbers = {key: list(values) for key, values in sums.items()}
-        for key, values in sums.items():
-            for index, value in enumerate(values):
-                if isinstance(value, self.torch.Tensor):
-                    one = value.detach().reshape(-1)[0] if value.dim() else value.detach()
-                    groups.setdefault((value.device, value.dtype), []).append((key, index, one))
-        for places in groups.values():
-            values = self.torch.stack([each[2] for each in places]).tolist()
-            for (key, index, _), value in zip(places, values):
-                numbers[key][index] = value
-        return numbers
 
     def _name(self, optimizer: Any) -> str:
         """Name an optimizer by its class, the shapes of its parameters, and its number among equal ones."""
@@ -386,15 +334,6 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
-def plain(torch: Any, tensor: Any) -> Any:
-    """Return the dense local part of a tensor."""
-    tensor = tensor.detach()
-    tensor = getattr(tensor, "_local_tensor", tensor)
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce().values()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def tensors_in(torch: Any, value: Any, is_deep: bool = False) -> Iterator[Any]:
     """Yield the tensors in nested lists, tuples and dicts, and where it is deep, in modules."""
     if isinstance(value, torch.Tensor):
@@ -420,11 +359,6 @@ def _option(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_option(each) for each in value]
     return float(value) if isinstance(value, int) else value
-
-
-def digest(value: Any) -> str:
-    """Return sixteen digits for a value, by its text."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def fingerprints(sums: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""What runs in each Python process of the script: copied as ``sitecustomize.py`` to a folder on its path.
+"""What runs in each Python process of the script: a copy on its path, which its ``sitecustomize`` starts.
 
 It records the optimizer steps (``steps.py``), refuses changes outside of the copy (``guard.py``), and tells the parent
 each change of a file before it is made. The parent stops all processes, takes a snapshot, and lets them go on.
@@ -6,7 +6,6 @@ each change of a file before it is made. The parent stops all processes, takes a
 
 from __future__ import annotations
 
-import importlib
 import importlib.machinery
 import importlib.util
 import json
@@ -16,6 +15,8 @@ import socket
 import sys
 import threading
 from typing import Any
+
+from . import guard, hashes, steps
 
 PLAN = "RESUMECHECK_PLAN"
 """The environment variable that holds what to do, as JSON."""
@@ -40,8 +41,8 @@ Plan = dict[str, Any]
 class Watch:
     """Tell the parent what this process does to the files of the copy, and what its optimizer does."""
 
-    def __init__(self, plan: Plan, guard: Any, steps: Any) -> None:
-        self.plan, self.guard, self.steps = plan, guard, steps
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.work = os.path.join(plan["work"], "")
         self.busy_threads: set[int] = set()
         self.counts: dict[str, int] = {}
@@ -59,7 +60,7 @@ class Watch:
         """Tell each change of a file in the copy."""
         if event == "open":
             path, _, flags = arguments
-            if isinstance(flags, int) and flags & self.guard.WRITES and isinstance(path, (str, bytes, os.PathLike)):
+            if isinstance(flags, int) and flags & guard.WRITES and isinstance(path, (str, bytes, os.PathLike)):
                 self.change("append" if flags & os.O_APPEND else "write", path)
         elif event in _CHANGES and self.plan["snapshots"]:
             path = arguments[_CHANGES[event]]
@@ -106,7 +107,7 @@ class Watch:
         situation["thread"] = f"{os.getpid()}-{threading.get_ident()}" if is_aside else ""
         situation["line"] = line_of_the_script(self.work)
         if self.recorder is not None and not is_aside:
-            situation["random"] = self.recorder.random_streams()
+            situation["random"] = hashes.random_streams()
         return situation
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -124,8 +125,8 @@ class Watch:
 
     def watch_torch(self, torch: Any) -> None:
         """Record the steps, and what is given to torch.save."""
-        self.recorder = self.steps.Recorder(torch, self.write, self.plan["by"])
-        torch.save = self.steps.wrap(torch.save, self.save)
+        self.recorder = steps.Recorder(torch, self.write, self.plan["by"])
+        torch.save = steps.wrap(torch.save, self.save)
 
     def save(self, original: Any, value: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         """Tell what is saved, by its weights; a path is opened in C++ without an event."""
@@ -148,7 +149,7 @@ class Watch:
             self.change("safetensors", filename, **self._content(dict(tensors)))
             return original(tensors, filename, *args, **kwargs)
 
-        module.save_file = self.steps.wrap(module.save_file, call)
+        module.save_file = steps.wrap(module.save_file, call)
 
     def watch_safetensors(self, module: Any) -> None:
         """See files that are written in Rust, by libraries that call it themselves."""
@@ -157,7 +158,7 @@ class Watch:
             self.change("safetensors", filename)
             return original(tensors, filename, *args, **kwargs)
 
-        module.serialize_file = self.steps.wrap(module.serialize_file, call)
+        module.serialize_file = steps.wrap(module.serialize_file, call)
 
     def _content(self, value: Any) -> dict[str, Any]:
         """Return the fingerprints of the tensors in an object, and what its entries are."""
@@ -343,24 +344,16 @@ def _describe_dict(torch: Any, value: dict[Any, Any], depth: int) -> Any:
     return "random state" if "random state" in entries.values() else "dict"
 
 
-def _run_hidden_sitecustomize() -> None:
-    """Run the sitecustomize that this one hides."""
-    own = os.path.dirname(os.path.realpath(__file__))
+def start() -> None:
+    """Watch this process as the environment says, then run the ``sitecustomize`` that was hidden by the watcher's."""
+    if PLAN in os.environ:
+        plan = {**json.loads(os.environ[PLAN]), "pid": os.getpid()}
+        guard.Guard(plan["writable"], plan["refusal"])
+        if plan["orders"]:
+            Fork(plan)
+        Watch(plan)
+    own = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     others = [each for each in sys.path if os.path.realpath(each or ".") != own]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-def _start() -> None:
-    plan = {**json.loads(os.environ[PLAN]), "pid": os.getpid()}
-    guard = importlib.import_module("resumecheck_guard")
-    guard.Guard(plan["writable"], plan["refusal"])
-    if plan["orders"]:
-        Fork(plan)
-    Watch(plan, guard, importlib.import_module("resumecheck_steps"))
-    _run_hidden_sitecustomize()
-
-
-if __name__ == "sitecustomize" and PLAN in os.environ:
-    _start()

@@ -22,6 +22,10 @@ WRITES = {
     "update": "open(path, 'r+b').write(b'changed')",
     "torch.save": "import torch; torch.save({'a': torch.ones(3)}, path)",
     "safetensors": "import torch; from safetensors.torch import save_file; save_file({'a': torch.ones(3)}, path)",
+    "save_pretrained": "from transformers import GPT2Config, GPT2Model\n"
+    "GPT2Model(GPT2Config(n_layer=1, n_embd=4, n_head=1, vocab_size=9)).save_pretrained(os.path.dirname(path))",
+    "HDF5": "import h5py; h5py.File(path, 'w')",
+    "HDF5, beside it": "import h5py; h5py.File(path + '.h5', 'a')",
     "remove": "os.remove(path)",
     "rename away": "os.rename(path, 'here.pt')",
     "rename onto it": "open('new.pt', 'w').close(); os.replace('new.pt', path)",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from resumecheck import Options, Refused, Result, check
+from resumecheck import Options, Refused, Result, check, guard
 from resumecheck.judge import NOT_JUDGED
 from resumecheck.report import as_text
 
@@ -365,8 +365,8 @@ KINDS = {
     "two files": (
         LOOP + TWO_FILES,
         set(),
-        {"two saves", "random state"},
-        "before the rename of optimizer.pt",
+        {"two saves"},
+        "the weights are those after step 10, and all else is of the save after step 5",
     ),
     "safetensors": (LOOP + SAFETENSORS, set(), set(), "resumed after step 25"),
     "an average is not saved": (LOOP + AVERAGES, {"other state"}, set(), "the tensors of average.pt at the end differ"),
@@ -441,6 +441,25 @@ def test_a_save_by_another_program_is_not_seen_and_not_denied(tmp_path: Path, mo
     )
     result = check_script("import os\n" + text, tmp_path / "run", monkeypatch)
     assert (result.status, result.judgements[0].cause) == (2, "not seen"), as_text(result)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("words", ["Permission denied", "last.pt: Permission denied", "/proc/sys/x: Permission denied"])
+def test_words_of_the_script_are_no_refusal(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = check_script(f"print({words!r})\n" + SAVES_AT_THE_END, tmp_path / "run", monkeypatch)
+    assert result.judgements[0].cause == "does not resume"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["{}", "../last.pt"])
+def test_a_program_that_writes_outside_is_refused(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on, and the script as well: what the program says is all there is."""
+    target = target.format(tmp_path / "last.pt")
+    text = SAVES_AT_THE_END + f"import os\nos.system('cp model.pt {target}')\n"
+    if guard.has_landlock():
+        with pytest.raises(Refused, match="a program of the script was not allowed"):
+            check_script(text, tmp_path / "run", monkeypatch)
+        assert os.listdir(tmp_path) == ["run"]
 
 
 def test_a_save_outside_of_the_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

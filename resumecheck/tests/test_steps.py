@@ -6,65 +6,72 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from resumecheck import guard, steps, watch
+from resumecheck import steps, watch
+from resumecheck.hashes import fingerprints, read
+from resumecheck.runs import write_watcher
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 
 
 @pytest.fixture
-def hasher() -> steps.Recorder:
-    """A watcher that is not installed."""
+def recorder() -> steps.Recorder:
+    """A recorder that is not installed."""
     recorder = steps.Recorder.__new__(steps.Recorder)
-    recorder.torch = torch
+    recorder.torch, recorder.views = torch, {}
     return recorder
-
-
-def sum_of(hasher: steps.Recorder, tensor: torch.Tensor) -> int:
-    return int(hasher._sum(tensor))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 33])
-def test_a_flipped_bit_changes_the_hash(dtype: torch.dtype, count: int, hasher: steps.Recorder) -> None:
-    """Of any element, also of the last ones, which fill no word, and of a part of a larger tensor."""
+def test_a_flipped_bit_changes_the_hash(dtype: torch.dtype, count: int, recorder: steps.Recorder) -> None:
+    """Of any element, also of the last ones, which fill no word, and of a part of a larger one; also a second time."""
     whole = torch.arange(count + 1).to(dtype)
     for tensor in (whole[:count], whole[1:]):
-        before, keyed = sum_of(hasher, tensor), int(hasher.ordered_sum(tensor))
+        before, ordered = read(recorder.sums([tensor])), fingerprints([tensor])
         for index in range(count):
-            changed = tensor.clone()
-            data = changed.view(torch.uint8)
-            data[index * changed.element_size()] ^= 1
-            assert sum_of(hasher, changed) != before
-            assert int(hasher.ordered_sum(changed)) != keyed
+            data = tensor.view(torch.uint8)
+            data[index * tensor.element_size()] ^= 1
+            assert read(recorder.sums([tensor])) != before
+            assert fingerprints([tensor]) != ordered
+            data[index * tensor.element_size()] ^= 1
+        assert read(recorder.sums([tensor])) == before
 
 
-def test_the_hash_does_not_depend_on_where_a_tensor_lies(hasher: steps.Recorder) -> None:
+def test_the_hash_does_not_depend_on_where_a_tensor_lies(recorder: steps.Recorder) -> None:
     whole = torch.randn(9)
     for tensor in (whole[1:], whole[::2], whole.view(3, 3).t()):
-        assert sum_of(hasher, tensor) == sum_of(hasher, tensor.clone())
-    assert int(hasher.ordered_sum(whole[1:])) == int(hasher.ordered_sum(whole[1:].clone()))
+        assert read(recorder.sums([tensor])) == read(recorder.sums([tensor.clone()]))
+    assert fingerprints([whole[1:]]) == fingerprints([whole[1:].clone()])
 
 
-def test_the_order_of_samples_counts(hasher: steps.Recorder) -> None:
+def test_the_order_of_samples_counts() -> None:
     """Within a batch as well, also of one that is hashed in several pieces."""
     for count in (8, 200_000):
         batch = torch.arange(count)
-        assert int(hasher.ordered_sum(batch)) != int(hasher.ordered_sum(batch.flip(0)))
+        assert fingerprints([batch]) != fingerprints([batch.flip(0)])
+
+
+def test_a_tensor_that_an_optimizer_has_replaced_is_not_kept(recorder: steps.Recorder) -> None:
+    """A state that is made anew in each step would else fill the memory."""
+    array = np.zeros(1000)
+    tensor, is_alive = torch.from_numpy(array), weakref.ref(array)
+    recorder.sums([tensor], is_sampled=True)
+    del array, tensor
+    assert is_alive() is None
 
 
 def run_watched(script: str, own_sitecustomize: str, logs: Path, tmp_path: Path) -> str:
     """Run a script whose watcher hides a sitecustomize of the user; return what they print."""
-    for name, text in {"own": own_sitecustomize, "watch": Path(watch.__file__).read_text()}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "sitecustomize.py").write_text(text)
-    for module in (guard, steps):
-        name = module.__name__.replace(".", "_")
-        (tmp_path / "watch" / f"{name}.py").write_text(Path(module.__file__).read_text())
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text(own_sitecustomize)
+    write_watcher(tmp_path / "watch")
     plan = {"folder": str(logs), "work": str(tmp_path), "by": "optimizer", "orders": "", "limit": None}
     plan |= {"writable": [str(tmp_path)], "refusal": str(logs / "refusal.json"), "snapshots": False}
     path = os.pathsep.join([str(tmp_path / "watch"), str(tmp_path / "own")])
