@@ -22,7 +22,7 @@ from zae.checkpoint.folder import Group
 from zae.common import random_state
 from zae.common.argument_checks import check_number
 from zae.common.device import exchange_current
-from zae.common.fingerprint import fingerprints
+from zae.common.hashes import fingerprints
 from zae.common.model_weights import named_parameters
 from zae.common.null_context import both
 from zae.common.torch_private import count_devices

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zae.addon import Fact
 from zae.addons.distributed import DistributedAddon
-from zae.common.fingerprint import fingerprint
+from zae.common.hashes import fingerprint
 from zae.common.null_context import NULL_CONTEXT, both
 from zae.common.torch_private import is_compiled
 from zae.common.walk import is_sharded, tensors_in

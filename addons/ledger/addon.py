@@ -22,13 +22,14 @@ from zae.addon import AddOnBase
 from zae.addons.ledger.step_record import (
     gradient_hashes,
     note_settings,
+    random_state,
     settings_of,
     state_hashes,
     weight_hashes,
 )
 from zae.checkpoint.hashed_files import reason
 from zae.common.argument_checks import check_file, check_flags
-from zae.common.fingerprint import fingerprint, random_state
+from zae.common.hashes import fingerprint
 from zae.common.walk import leaves_of
 from zae.compose.introspect import add_ons_of
 from zae.data.loaders import Proxy, length_of
@@ -38,7 +39,7 @@ from zae.loop.progress import Every
 from zae.loop.step_output import loss_numbers
 from zae.trainer import Trainer
 
-__all__ = ["LedgerAddon", "fingerprint"]
+__all__ = ["LedgerAddon"]
 
 _log = logging.getLogger("zae")
 

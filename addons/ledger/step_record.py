@@ -10,17 +10,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae import optim
-from zae.common.fingerprint import fingerprints
+from zae.common import random_state as rng
+from zae.common.hashes import digest, fingerprint, fingerprints, random_streams
 from zae.common.model_weights import named_parameters
 
 __all__ = [
     "gradient_hashes",
     "hash_each",
     "note_settings",
+    "random_state",
     "settings_of",
     "state_hashes",
     "weight_hashes",
 ]
+
+
+def random_state() -> str:
+    """Hash the random streams of the process and of its accelerators, without drawing from them."""
+    return digest((random_streams(), {kind: fingerprint(each) for kind, each in rng.of_devices().items()}))
 
 
 def hash_each(tensors: Mapping[str, Any]) -> dict[str, str]:

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zae.common.hashes
 
-from resumecheck import steps, watch
+from resumecheck import hashes, steps, watch
 from resumecheck.hashes import fingerprints, read
 from resumecheck.runs import write_watcher
 
@@ -104,3 +105,8 @@ def test_steps_are_seen_whoever_looks_for_torch_first(before: str, is_in_sitecus
     run_watched(f"{in_script}\nimport torch{STEP}", in_sitecustomize, logs, tmp_path)
     rows = [json.loads(line) for file in logs.iterdir() for line in file.read_text().splitlines()]
     assert [each["n"] for each in rows if each["kind"] == "step"] == [1]
+
+
+def test_zae_hashes_a_step_in_the_same_way() -> None:
+    """Neither needs the other: each has the file."""
+    assert Path(zae.common.hashes.__file__).read_text() == Path(hashes.__file__).read_text()

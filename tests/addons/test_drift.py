@@ -15,7 +15,7 @@ from kit.ranks import each_rank, on_ranks
 from zae import DistributedError
 from zae.addon import AddOnBase
 from zae.addons import EMAAddon, LedgerAddon, MultiGPUAddon, StateManagerAddon
-from zae.common.fingerprint import fingerprints
+from zae.common.hashes import fingerprints
 from zae.diff import compare, read_ledger
 
 

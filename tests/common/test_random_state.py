@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from zae import Trainer
-from zae.addons.ledger.addon import random_state
+from zae.addons.ledger.step_record import random_state
 from zae.common import random_state as rng
 from zae.errors import CheckpointMismatch, ConfigError
 

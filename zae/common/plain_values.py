@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common.fingerprint import fingerprint
+from zae.common.hashes import fingerprint
 from zae.common.random_state import STREAMS
 from zae.common.walk import is_sharded
 

@@ -50,7 +50,6 @@ __all__ = [
     "move_module",
     "overflow_flags",
     "shut_down_workers",
-    "sparse_parts",
     "unsaved_buffers",
     "version_of",
 ]
@@ -215,15 +214,6 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
         return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
     except AttributeError:
         return True
-
-
-def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices and the values of a sparse tensor, without coalescing them."""
-    try:
-        return tensor._indices(), tensor._values()
-    except AttributeError:
-        tensor = tensor.coalesce()
-        return tensor.indices(), tensor.values()
 
 
 def alike(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
