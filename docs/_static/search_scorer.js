@@ -18,6 +18,25 @@ const _headingsOf = (docname) => {
     .map(([heading]) => heading);
 };
 
+// A page has to have all words of a query. Where none has, those that have most of them are shown.
+document.addEventListener("DOMContentLoaded", () => {
+  const search = Search._performSearch;
+  Search._performSearch = (query, words, ...rest) => {
+    const found = search(query, words, ...rest);
+    if (found.length || words.size < 2) return found;
+    const pages = new Map();
+    for (const word of words) {
+      for (const result of search(word, new Set([word]), ...rest)) {
+        const page = pages.get(result[0]) ?? { words: new Set(), result };
+        page.words.add(word);
+        pages.set(result[0], page);
+      }
+    }
+    const order = [...pages.values()].sort((a, b) => a.words.size - b.words.size || a.result[4] - b.result[4]);
+    return order.map((page) => page.result);  // The last one is shown first.
+  };
+});
+
 var Scorer = {
   score: ([docname, title, anchor, description, score, filename, kind]) => {
     const query = _wordsOf(new URLSearchParams(window.location.search).get("q") ?? "");

@@ -1,8 +1,9 @@
 """A recurrent language model of characters learns the text of Python's help pages in
-one pass over it.
+one pass over it, and passes its hidden state from batch to batch.
 
-An optimizer step accumulates two batches, its rate follows a cosine, and the score is
-in bits per character.
+The text is read in sixteen places at once: a row of a batch continues the same row of
+the batch before. An optimizer step accumulates two batches, its rate follows a cosine,
+and the score is in bits per character.
 """
 
 import math
@@ -11,13 +12,12 @@ from pydoc_data.topics import topics
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from zae import Every, Trainer
 from zae.addons import GradientAccumulationAddon, JSONLLoggerAddon
 from zae.schedulers import cosine
 
-LENGTH, WIDTH = 96, 128
+ROWS, LENGTH, WIDTH = 16, 96, 128
 
 
 class Network(nn.Module):
@@ -29,18 +29,43 @@ class Network(nn.Module):
         )
         self.head = nn.Linear(WIDTH, n_characters)
 
-    def forward(self, characters):
-        return self.head(self.gru(self.embed(characters))[0])
+    def forward(self, characters, hidden):
+        outputs, hidden = self.gru(self.embed(characters), hidden)
+        return self.head(outputs), hidden
 
 
 class LanguageModel(Trainer):
-    def train_step(self, batch):
-        (rows,) = batch
-        logits = self.model(rows[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    def on_epoch_begin(self):
+        super().on_epoch_begin()
+        self.hidden = torch.zeros(1, ROWS, WIDTH)
+
+    def train_step(self, rows):
+        loss, hidden = self.loss_of(rows, self.hidden)
+        self.hidden = hidden.detach()  # Saved in a checkpoint; gradients end here.
         return {"loss": loss, "bits": loss / math.log(2)}
 
-    test_step = train_step
+    def on_validation_begin(self):
+        super().on_validation_begin()
+        self.held_out = torch.zeros(1, ROWS, WIDTH)
+
+    def test_step(self, rows):
+        loss, self.held_out = self.loss_of(rows, self.held_out)
+        return {"loss": loss, "bits": loss / math.log(2)}
+
+    def loss_of(self, rows, hidden):
+        logits, hidden = self.model(rows[:, :-1], hidden)
+        targets = rows[:, 1:].flatten()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets), hidden
+
+
+def batches(text):
+    """Cut a text into rows, and these into batches that overlap by a character."""
+    length = len(text) // ROWS
+    rows = text[: ROWS * length].view(ROWS, length)
+    return [
+        rows[:, start : start + LENGTH + 1]
+        for start in range(0, length - LENGTH, LENGTH)
+    ]
 
 
 def bigram_bits(train, test, n):
@@ -65,15 +90,7 @@ def main():
     parts = torch.tensor([alphabet[each] for each in text]).tensor_split(
         [len(text) * 8 // 10, len(text) * 9 // 10]
     )
-    rows = [
-        TensorDataset(
-            part[: len(part) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
-        )
-        for part in parts
-    ]
-    train, valid, test = (
-        DataLoader(each, 16, shuffle=each is rows[0]) for each in rows
-    )
+    train, valid, test = map(batches, parts)
     trainer = LanguageModel.add_on(GradientAccumulationAddon, JSONLLoggerAddon)(
         lambda: Network(len(alphabet)),
         "cpu",

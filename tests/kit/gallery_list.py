@@ -72,6 +72,7 @@ GALLERY = (
             Plot("learning rate", curves("runs/char_lm.jsonl", lr="lr")),
         ),
         (
+            "howto/state_over_batches.md",
             "howto/accumulation.md",
             "howto/learning_rate.md",
         ),
@@ -96,6 +97,19 @@ GALLERY = (
         ),
         ("features/report.md", "howto/predictions.md"),
         (("runs/autoencoder.png", "Sixteen test digits, what the autoencoder and what the components make of them"),),
+    ),
+    Example(
+        "vae",
+        "Variational autoencoder: digits drawn from noise",
+        rf"test: {number('bound')} nats per digit; pixels one by one: {number('alone')}\n"
+        r"digits drawn after 1, 2, 4, 8, 16, 32 and 60 epochs: runs/vae\.png\n",
+        "{bound} nats per digit",
+        "below the {alone} of pixels that are drawn one by one",
+        lambda found: found["bound"] < found["alone"],
+        ("runs/vae.jsonl", "runs/vae.png", "runs/vae/step-*"),
+        (Plot("nats per digit", both("runs/vae.jsonl", "loss")),),
+        ("howto/samples.md", RESUME),
+        (("runs/vae.png", "Sixteen digits of the same noise, after 1, 2, 4, 8, 16, 32 and 60 epochs"),),
     ),
     Example(
         "gan",
@@ -161,6 +175,18 @@ GALLERY = (
         ("runs/reinforce.jsonl",),
         (Plot("return of a game", curves("runs/reinforce.jsonl", sampled="train/return", greedy="valid/return")),),
         ("howto/streams.md", "howto/early_stopping.md"),
+    ),
+    Example(
+        "actor_critic",
+        "Reinforcement learning: an actor-critic, and games that resume",
+        r"ended after 133 steps and resumed: the same weights, bit for bit\n"
+        rf"test: mean return {number('mean')} in 50 games\n",
+        "mean return {mean} of 50 games; the same weights after a resume, bit for bit",
+        "150, and the same weights",
+        lambda found: found["mean"] >= 150,
+        ("runs/played/*", "runs/resumed/*"),
+        (Plot("games that end, of 256 moves", curves("runs/played/log.jsonl", games="train/ended")),),
+        ("howto/reinforcement_learning.md", "explanation/what_is_saved.md"),
     ),
     Example(
         "gpt2",
