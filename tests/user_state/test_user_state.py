@@ -10,7 +10,7 @@ import pickle
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -567,6 +567,38 @@ def test_what_zae_has_not_saved_is_refused_before_anything_is_loaded(entry: Any,
     with pytest.raises(CheckpointMismatch, match="user_state"):
         trainer.load_state_dict(state)
     assert trainer.progress_checker.step == step
+
+
+class Game:
+    """It cannot be looked into, and says itself where it stands: a new dict, list and stream each time."""
+
+    def __init__(self, seed: int) -> None:
+        self.moves: Iterator[float] = iter([])
+        self.stream = np.random.default_rng(seed)
+        self.place = np.zeros(2)
+
+    def step(self) -> float:
+        self.place = 0.9 * self.place + self.stream.random(2)
+        return float(self.place.sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": list(self.place), "stream": self.stream.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = np.array(state["place"])
+        self.stream.bit_generator.state = state["stream"]
+
+
+def test_several_objects_with_states_of_their_own(tmp_path: Path) -> None:
+    class Plays(Task):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.games = [Game(seed) for seed in range(8)]
+
+        def factor(self, batch: Any) -> float:
+            return 1.0 + sum(game.step() for game in self.games) / 100
+
+    assert_resumes(lambda: Plays, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------ what is said
