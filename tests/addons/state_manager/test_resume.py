@@ -431,7 +431,7 @@ def test_reshard_with_another_batch_size(folder: Path, order: Any, at: int) -> N
         return [sorted(index for epoch, index in pairs if epoch == number) for number in range(3)]
 
     assert forked(lambda: run(4, kill_at=at) and None).status == -signal.SIGKILL
-    with pytest.raises(CheckpointMismatch, match=r"batch_size was 4 and is 3\..*reshard=True"):
+    with pytest.raises(CheckpointMismatch, match=r"batch_size was 4 and is 3\..*its own save_path"):
         run(3)
     shutil.copytree(folder / "run", folder / "straight")
     before = (folder / "seen").read_text()
