@@ -215,6 +215,7 @@ def seed_streams_of(loader: Any) -> None:
     """
     for dataset in datasets_in(getattr(loader, "dataset", None)).values():
         if isinstance(dataset, SeededDataset):
+            dataset.streams_of_loader = []  # Of an earlier loader over it.
             dataset.streams_of_loader = streams_of(loader)
             dataset._streams = None
 
