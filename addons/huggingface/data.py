@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from zae.common.argument_checks import check_count
 from zae.compose.introspect import AddOnPart
 from zae.data.loaders import length_of
+from zae.data.workers import is_seeded
 from zae.errors import ConfigError, kind_of
 
 __all__ = ["STRATEGIES", "DatasetsPart", "LoaderSettings", "columns_of", "default_collator", "forward_of"]
@@ -78,6 +79,15 @@ def check_dataset(name: str, dataset: Any) -> None:
         raise ConfigError(f"{found}; give a list of dicts, a Dataset of torch or of datasets, or an IterableDataset")
     if not is_iterable and length_of(dataset) == 0:
         raise ConfigError(f"{found} without samples; give it data, or look at what has filtered them")
+
+
+def _create_stream(collate: Any) -> None:
+    """Create the generator of a collator with a seed now, and not with its first batch: a resume puts it back.
+
+    It is that of Transformers in a process that is no worker; each worker creates another one.
+    """
+    if getattr(collate, "seed", None) is not None and hasattr(collate, "get_generator") and not collate.generator:
+        collate.generator = collate.get_generator(collate.seed)
 
 
 class _Keep:
@@ -164,6 +174,8 @@ class LoaderSettings:
         """Return the loader over a dataset; ``group`` is how many batches make a step of training, 0 evaluates."""
         check_dataset("train_dataset" if group else "eval_dataset", dataset)
         sampler = self._sampler(dataset, group)
+        if not self.num_workers or is_seeded(dataset):
+            _create_stream(collate)
         if self.removes_columns and hasattr(dataset, "remove_columns") and getattr(dataset, "column_names", None):
             dropped = [name for name in dataset.column_names if name not in columns]
             _refuse_empty(dataset.column_names, columns, model)

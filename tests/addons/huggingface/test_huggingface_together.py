@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from kit import hf
 from kit.ranks import on_ranks
@@ -23,6 +24,7 @@ from zae.addons import (
     MultiGPUAddon,
     StateManagerAddon,
 )
+from zae.data import SeededDataset
 
 _SETTINGS = {"optim": "sgd", "learning_rate": 0.1, "per_device_train_batch_size": 4, "num_train_epochs": 2}
 
@@ -65,6 +67,44 @@ def test_resumed_within_an_epoch_it_is_bitwise_the_same(strategy: str, accumulat
         last.train(resume_from_checkpoint=True)
     with pytest.raises(ConfigError, match=r"needs checkpoints.*StateManagerAddon\)\(\.\.\., save_path=folder\)"):
         make().train(resume_from_checkpoint=True)
+
+
+SENTENCES = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in hf.rows("causal")]
+
+
+def masking() -> Any:
+    """A collator that draws from a generator of its own, which it makes with its first batch."""
+    return transformers.DataCollatorForLanguageModeling(hf.tokenizer(), mlm_probability=0.5, seed=7)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collator_with_a_seed_draws_as_in_transformers(workers: int, tmp_path: Path) -> None:
+    """In this process, and in workers, which have a generator each."""
+    given = {"train_dataset": SENTENCES, "data_collator": masking()}
+    settings = {**_SETTINGS, "dataloader_num_workers": workers}
+    theirs = transformers.Trainer(hf.make_model("masked"), hf.arguments(tmp_path, **settings), **given)
+    expected = theirs.train().training_loss
+    ours = make(head="masked", **{**settings, **given, "data_collator": masking()})
+    assert ours.train().training_loss == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at", [4, 6, 10])
+def test_a_collator_with_a_seed_is_resumed(workers: int, at: int, tmp_path: Path, caplog: Any) -> None:
+    """Exactly; in workers over a SeededDataset, which seeds it for each batch."""
+    options: dict[str, Any] = {
+        "head": "masked",
+        "train_dataset": SeededDataset(SENTENCES) if workers else SENTENCES,
+        "dataloader_num_workers": workers,
+        "save_every": at,
+        "keep_last": None,
+    }
+    whole = make(StateManagerAddon, save_path=tmp_path / "run", data_collator=masking(), **options)
+    whole.train()
+    resumed = make(StateManagerAddon, save_path=tmp_path / "resumed", data_collator=masking(), **options)
+    resumed.train(resume_from_checkpoint=tmp_path / "run" / f"step-{at:08d}")
+    assert_equal(whole, resumed)
+    assert not [each for each in caplog.records if "exact" in each.getMessage()]
 
 
 def test_with_the_add_ons_of_a_step(tmp_path: Path) -> None:
