@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -247,11 +247,7 @@ def is_of_zae(cls: type) -> bool:
 
 
 def names_in(function: Any) -> set[str]:
-    """Return the names of attributes and globals in a function, method or property; none for anything else."""
-    if isinstance(function, property):
-        function = function.fget
-    elif isinstance(function, (MethodType, classmethod, staticmethod)):
-        function = function.__func__
+    """Return the names of attributes and globals in a function; none for anything else."""
     return _names_in(inspect.unwrap(function).__code__) if isinstance(function, FunctionType) else set()
 
 
