@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from user_state.test_values import Transition
 
 from kit.faults import everything
@@ -822,6 +824,39 @@ def test_a_task_may_declare_what_ranks_have(world: int, tmp_path: Path) -> None:
     resumed, again = run("parts", 2, None)
     assert torch.equal(hidden, again)
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+class Scaling:
+    """A collate object that keeps its count where nothing looks, and says it in its state."""
+
+    def __init__(self) -> None:
+        self.kept = threading.local()
+        self.kept.count = 0
+
+    def __call__(self, samples: Any) -> Any:
+        self.kept.count += 1
+        return torch.stack(samples) * self.kept.count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.kept.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.kept.count = state["count"]
+
+
+@on_ranks(2)
+def test_a_collate_object_with_a_state_of_its_own_on_several_ranks(world: int, tmp_path: Path) -> None:
+    def run(folder: str, *limits: int | None) -> Any:
+        for limit in limits:
+            loader = DataLoader(torch.cat(INPUTS), 6, collate_fn=Scaling())  # type: ignore[arg-type]
+            trainer = build(Task, tmp_path / folder, add_ons=[MultiGPUAddon])
+            trainer.run(2, loader, max_steps=limit)
+        return weights(trainer)
+
+    straight = run("straight", None)
+    for stop in (2, 3, 4):
+        resumed = run(f"from {stop}", stop, None)
+        assert all(torch.equal(resumed[name], straight[name]) for name in straight), stop
 
 
 def test_the_attributes_of_zae_are_known_by_name() -> None:

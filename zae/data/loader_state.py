@@ -17,6 +17,7 @@ from zae.common import random_state
 from zae.common.random_state import STREAMS
 from zae.common.walk import has_same_bits, names_read_by, search
 from zae.data.loaders import datasets_in, is_stateful, length_of, unwrap_sampler
+from zae.data.sharding import collate_of
 from zae.errors import CheckpointMismatch
 
 __all__ = [
@@ -93,6 +94,8 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
     has_loaded = False
     for place, state in states.items():
         if place not in found:
+            place = place.replace("collate_fn.collate.", "collate_fn.", 1)  # Of several ranks, in older versions.
+        if place not in found:
             if _is_part(place):
                 raise CheckpointMismatch(
                     f"the checkpoint contains a state of the loader's {place}, but this one cannot load a state; build "
@@ -161,7 +164,7 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
             break
         parts["dataset" + ".dataset" * depth] = dataset
         dataset = getattr(dataset, "dataset", None)
-    collate = getattr(loader, "collate_fn", None)
+    collate = collate_of(loader)
     seen = {id(generator) for generator in random_state.generators_of(loader)}
     ours = {id(part) for part in (*parts.values(), getattr(loader, "_iterator", None))}
     parts["collate_fn"] = getattr(collate, "__self__", collate)
@@ -191,7 +194,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
 
 def functions_of(loader: Any, parts: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """List the functions of the user that a loader with these parts calls for its samples, by their places."""
-    collate = getattr(loader, "collate_fn", None)
+    collate = collate_of(loader)
     found = [("collate_fn", collate)] if isinstance(collate, (*_FUNCTIONS, functools.partial)) else []
     for place, part in parts.items():
         if is_stateful(part):  # Its state is what it says.

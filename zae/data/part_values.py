@@ -19,7 +19,7 @@ from zae.common.torch_private import is_loader_iterator
 from zae.common.walk import is_of_zae
 from zae.data.loader_state import parts_of
 from zae.data.loaders import Proxy
-from zae.data.sharding import UnlessEmpty
+from zae.data.sharding import collate_of
 from zae.user_state.changes import Changes
 from zae.user_state.marks import LARGE, mark_of
 from zae.user_state.owners import Walk, is_of_user
@@ -130,9 +130,7 @@ def _own_parts(loader: Any) -> dict[str, Any]:
     while isinstance(loader, Proxy):
         loader = loader.passed
     parts = {f"loader.{place}": part for place, part in parts_of(loader).items()}
-    collate = getattr(loader, "collate_fn", None)
-    if isinstance(collate, UnlessEmpty):  # Of a loader that is divided among ranks.
-        collate = collate.collate
+    collate = collate_of(loader)
     if is_of_user(type(collate)):
         parts["loader.collate_fn"] = collate
     if is_of_user(type(loader)):

@@ -25,7 +25,7 @@ from zae.common.walk import leading_dimension
 from zae.data.loaders import Proxy, copy_with, describe, length_of, unwrap_sampler
 from zae.errors import LoaderError
 
-__all__ = ["EMPTY", "Ranks", "Shares", "UnlessEmpty", "is_empty", "shard", "shares_of"]
+__all__ = ["EMPTY", "Ranks", "Shares", "collate_of", "is_empty", "shard", "shares_of"]
 
 _log = logging.getLogger("zae")
 
@@ -327,6 +327,12 @@ class UnlessEmpty:
             return EMPTY
         batch = self.collate(samples[0] if self._each_is_batch else samples)
         return _present(batch) if self._training else batch
+
+
+def collate_of(loader: Any) -> Any:
+    """Return the collate function of the user, also of a loader that is divided among ranks."""
+    collate = getattr(loader, "collate_fn", None)
+    return collate.collate if isinstance(collate, UnlessEmpty) else collate
 
 
 def _present(batch: Any) -> Any:
