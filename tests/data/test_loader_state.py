@@ -605,3 +605,36 @@ def test_a_stateful_loader_over_a_stream_without_a_state_is_resumed_again_and_ag
         trainer.run(2, make(), max_steps=at)
         states.append(through_disk(trainer.state_dict()))
     assert differing(end, core_of(trainer)) == []
+
+
+class Endless:
+    """Keeps an iterator over its epochs, where nothing looks."""
+
+    def __init__(self, is_shuffled: bool) -> None:
+        rest = self.samples(is_shuffled)
+        self.take = lambda: next(rest)
+
+    def __len__(self) -> int:
+        return 3
+
+    def samples(self, is_shuffled: bool) -> Iterator[Any]:
+        batches = list(DataLoader(hand.data(12), batch_size=4))
+        stream = random.Random(3)
+        while True:
+            yield from stream.sample(batches, 3) if is_shuffled else batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.take() for _ in range(3))
+
+
+@pytest.mark.parametrize("is_shuffled", [True, False])
+@pytest.mark.parametrize("at", [3, 7, 11])
+def test_a_loader_that_begins_again_after_a_resume_is_named_once(
+    at: int, is_shuffled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where one epoch was before it, and the next ones say that it is shuffled; one that is not is right."""
+    states, _ = states_of(lambda: Endless(is_shuffled), build(), 6)
+    caplog.clear()
+    goes_on(build(), states[at], Endless(is_shuffled), 6)
+    said = [each for each in caplog.records if "the Endless began again with this resume" in each.getMessage()]
+    assert len(said) == is_shuffled

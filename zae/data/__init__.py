@@ -2,9 +2,10 @@
 
 Public: `SeededDataset` draws the same random numbers in any worker.
 
-`position` resumes an epoch; `skip` iterates over a loader from a batch on; `loader_state` captures and restores the
-parts of a loader; `gather` builds batches of tensors in memory; `sharding` splits data between ranks; `reshard`
-continues an epoch on another number of ranks; `workers` handles loader workers that draw, and those that die.
+`position` resumes an epoch; `reading` has a class for each way to read a loader; `streams` captures what its batches
+follow from, `loader_state` the states and `part_values` the values of its parts; `gather` builds batches of tensors in
+memory; `sharding` splits data between ranks; `reshard` continues an epoch on another number of ranks; `workers` handles
+loader workers that draw, and those that die.
 """
 
 from zae.common.lazy import load as _load

@@ -95,8 +95,8 @@ def _read(datasets: Mapping[str, Any]) -> Contents:
             found.samples[place] = _rows_of_table(dataset, size or 0)
         else:
             walk.add(place, dataset)
-    for (owner, key), place in walk.places.items():
-        value = place.value
+    for (owner, key), entry in walk.places.items():
+        value = entry.value
         where = f"{owner}.{key}"
         is_within = key in ("dataset", "datasets") and parts_of_dataset(datasets.get(owner))
         if is_within or isinstance(value, STREAMS) or isinstance(walk.owners[owner].object, nn.Module):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zae.data.loader_state import changes_of, facts_of
-from zae.data.loaders import Proxy, with_entries
+from zae.data.loaders import Proxy, length_of, with_entries
+from zae.errors import CheckpointMismatch
 
-__all__ = ["own_batch_sampler", "pad_order", "place_of", "why_not_reshard"]
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
 
+__all__ = ["Padding", "own_batch_sampler", "place_of", "reshard", "why_not_reshard"]
+
+_log = logging.getLogger("zae")
 _BY_SAMPLE = ("BatchSampler", "SampleShards")
 
 
@@ -47,13 +53,63 @@ class _PaddedList(Sequence[Any]):
         return self._batches[max(0, range(len(self))[index] - self._count)]
 
 
-def pad_order(loader: Any, count: int) -> Any:
-    """Return a loader whose order begins with placeholders, which are never loaded."""
-    if not count:
-        return loader
-    if not isinstance(loader, DataLoader):
-        return _PaddedList(loader, count)
-    return with_entries(loader, lambda entries, size: _Padded(entries, count))
+class Padding:
+    """The placeholders before the order of an epoch that was resharded: so many entries, which are never loaded."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._last: tuple[Any, Any] = (None, None)  # The loader that was padded last, and what came of it.
+
+    def pad(self, loader: Any) -> Any:
+        """Return a loader whose order begins with the placeholders; for one loader always the same."""
+        if self._last[0] is not loader:
+            self._last = (loader, self._pad(loader))
+        return self._last[1]
+
+    def _pad(self, loader: Any) -> Any:
+        if not isinstance(loader, DataLoader):
+            return _PaddedList(loader, self.count)
+        return with_entries(loader, lambda entries, size: _Padded(entries, self.count))
+
+
+def reshard(state: Mapping[str, Any], trainer: Trainer, loader: Any) -> None:
+    """Let the position of a trainer, which has loaded this state, continue in another layout, if it is another one.
+
+    The progress in the epoch is counted in the new batches from here on.
+    """
+    progress = trainer.progress_checker
+    world = trainer.engine.dp_world_size
+    before = state["facts"]
+    ranks = (state.get("ranks", world), world)
+    now = facts_of(loader)
+    has_same_batches = all(before.get(key) == now.get(key) for key in ("batch_size", "drop_last"))
+    if ranks[0] == world and has_same_batches:
+        return
+    used = progress.epoch_batch
+    reasons = why_not_reshard(loader, before, ranks, state["pad"], used)
+    if used and state["loader"] is not None:
+        reasons.append(f"a {type(loader).__name__} has its own position, counted in the previous batches")
+    if reasons:
+        raise CheckpointMismatch(
+            f"reshard=True cannot reshard the rest of the epoch: {'; '.join(reasons)}. Build the loader as it was, or "
+            "add mid_epoch='restart' to begin the epoch again"
+        )
+    present = state["present"]
+    pad = state["pad"]
+    if used:
+        if ranks[0] != world:
+            # Several ranks draw the whole order at once, one process the end of it at the end.
+            present = {**present, "generators": None}
+        absent = sum(after <= used for after in state["absent"])
+        pad, progress.epoch_batch = place_of(loader, before, used + absent, ranks, pad)
+    kept = {key: value for key, value in state.items() if key not in ("may_reshard", "ranks")}
+    changes = {"present": present, "facts": {}, "loader": None, "pad": pad, "absent": []}
+    trainer.loader_position.load_state_dict({**kept, **changes})
+    if used:
+        wrapped_loader = trainer.wrap_loader(loader, True)
+        steps = trainer.steps_per_epoch(wrapped_loader) or 0
+        progress.epoch_step = -(-steps * progress.epoch_batch // (length_of(wrapped_loader) or 1))  # Rounded up.
+        _log.info("epoch %d is resharded: each remaining sample is used once", progress.epoch + 1)
 
 
 def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int, int], pad: int) -> tuple[int, int]:

@@ -546,7 +546,7 @@ class Run:
         trainer.scheduler_step("epoch")
         progress.close_epoch()
         self.extent.reset_epoch()
-        trainer.loader_position.forget()
+        trainer.loader_position.start_next_epoch(progress.batch)
         say_not_numbers(self, trainer.log_train, "train_step")
         recorded: Metrics = history.train_metrics
         return recorded

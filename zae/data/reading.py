@@ -1,0 +1,526 @@
+"""How an epoch is read, and continued after its first batches: one class for each kind of loader.
+
+    SampledPosition    a DataLoader over samples with an index, or a list: the sampler is moved on, no sample is read
+    StatefulPosition   a loader with a state of its own: it says itself where it continues
+    ReplayPosition     a stream, or a loader of another class: its batches are read again, and the last one is compared
+    IteratorPosition   an iterator: it goes on over the epochs, and a new process reads it again from where it began
+
+Each has `batches`, `state_dict` and `load_state_dict`. The random streams are not theirs: `zae.data.streams` captures
+those, once for an epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from zae.common import random_state
+from zae.common.plain_values import content_digest, plain_value
+from zae.common.torch_private import version_of
+from zae.common.walk import leaves_of
+from zae.data.gather import batches_of
+from zae.data.loaders import Proxy, copy_with, is_stateful
+from zae.data.streams import LoaderStreams, State
+from zae.data.workers import is_seeded, iterate
+from zae.errors import CheckpointMismatch
+
+__all__ = ["FirstBatches", "LastBatch", "SampledPosition", "position_of"]
+
+_log = logging.getLogger("zae")
+_FORM = "2:"
+"""What a digest begins with; those of older versions looked at the beginning of a batch, and are not compared."""
+
+_OF_STREAMS = (
+    "Where it draws random numbers, seed them in each __iter__, or draw from a generator of its own. Where its batches "
+    "depend on the model, as those that a policy collects, make it a class with state_dict and load_state_dict, which "
+    "says where it stands"
+)
+_OF_LOADERS = "Let each call of its __iter__ begin a new epoch, or give it state_dict and load_state_dict"
+
+
+class SampledPosition:
+    """The sampler is moved on, and no sample is read.
+
+    Attributes
+    ----------
+    is_read_again : bool
+        Whether a resume within an epoch reads used batches again; then ``last`` is the one that was used last.
+    may_begin_again : bool
+        Whether the loader itself says where an epoch begins, which may be the first one in each process.
+    """
+
+    is_read_again = False
+    may_begin_again = False
+
+    def __init__(self, loader: Any, streams: LoaderStreams, is_fast: bool) -> None:
+        self.loader = loader
+        self.streams = streams
+        self.is_fast = is_fast
+        self.last: LastBatch | None = None
+        self._last_digest: str | None = None  # Of the batch that was used last, in a loaded state.
+        self._keeps_workers = False  # Whether the workers come from an earlier epoch, in an uninterrupted run.
+
+    def batches(self, used: int, present: State | None) -> Iterator[Any]:
+        """Iterate over what is left of an epoch of which so many batches were used; ``present`` is of a loaded state.
+
+        The order of the samples is drawn again, from the state of the epoch's begin.
+        """
+        if used:
+            present = present or self.streams.capture()
+            self.streams.rewind(self.streams.begin or present)
+        elif present is not None:
+            self._warn_of_new_workers()
+            self.streams.rewind(present, with_values=False)  # They were put back before the hooks that begin an epoch.
+        if not used or self.streams.begin is None:
+            self.streams.mark_begin()
+        iterator = self._open(used)
+        if used and present is not None:  # Workers that have begun their first batches have their own random streams.
+            self.streams.restore(present)
+        return iterator
+
+    def start_next_epoch(self, used_in_all: int, absent: int) -> None:
+        """Note that an epoch has ended, after so many batches in all, and with so many that were None."""
+        self._keeps_workers = bool(getattr(self.loader, "persistent_workers", False))
+
+    def end_workers(self) -> None:
+        """Keep what is lost with the workers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the random streams."""
+        return {"persists": True} if self._keeps_workers else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what was saved."""
+        self._keeps_workers = bool(state.get("persists"))
+        self._last_digest = state.get("last_batch")
+
+    def _warn_of_new_workers(self) -> None:
+        if self._keeps_workers and not is_seeded(getattr(self.loader, "dataset", None)):
+            _log.warning(
+                "resuming with persistent_workers=True: the workers of the run that was saved had come from earlier "
+                "epochs, and random numbers that the dataset draws in them, or what it keeps there, are not exact; %s, "
+                "or write persistent_workers=False",
+                _exact_in_workers(self.loader),
+            )
+
+    def _open(self, count: int) -> Iterator[Any]:
+        """Iterate over the loader without its first batches; no seed is drawn for workers that have one."""
+        has_seed = not count and getattr(self.loader, "_iterator", None) is not None
+        if not self._keeps_workers or has_seed:
+            return self._skip(count)
+        own = self.loader.generator
+        self.loader.generator = torch.Generator()  # The workers' seed is drawn from it, and not from the loader's own.
+        try:
+            return self._skip(count)
+        finally:
+            self.loader.generator = own
+
+    def _skip(self, count: int) -> Iterator[Any]:
+        """Skip the first entries of a sampler before anything is loaded; any other loader is read."""
+        if not count:
+            return batches_of(self.loader, self.is_fast)
+        rest = _skip_entries(self.loader, count, self.is_fast) if _takes_samples(self.loader) else None
+        return self._read_again(count) if rest is None else rest
+
+    def _read_again(self, count: int) -> Iterator[Any]:
+        """Load the first batches and drop them, and refuse to go on where the last of them is another one."""
+        loader = self.loader
+        name = f"loader {type(loader).__name__}"
+        what = type(loader).__name__
+        remedy = _OF_STREAMS
+        if _takes_samples(loader):  # It reads on from where it is, whatever its dataset does.
+            what = f"a {what}, which overrides __iter__"
+            remedy = _OF_LOADERS
+        elif isinstance(loader, DataLoader):
+            name = f"dataset {type(loader.dataset).__name__}"
+            what = "an IterableDataset"
+        if not isinstance(loader, Sequence):
+            level = logging.WARNING if isinstance(loader, DataLoader) else logging.INFO
+            text = "resuming in the middle of an epoch of %s: the first %d batches are loaded and dropped"
+            _log.log(level, text, what, count)
+        iterator = iterate(loader)
+        last, has_drawn = _drop(iterator, count)
+        saved = self._last_digest
+        if last is None or saved is None or not saved.startswith(_FORM):
+            if has_drawn:
+                _warn_of_draws(name)
+        elif (digest := LastBatch(last).digest()) != saved and digest is not None:
+            raise CheckpointMismatch(
+                f"the {name} yields other batches when it is read again: the last one that was used, batch {count}, is "
+                f"another one now, so that to continue would use some samples twice and others never. {remedy}. With "
+                "mid_epoch='restart' (an option of StateManagerAddon) nothing is read again, and the epoch begins anew"
+            )
+        return iterator
+
+
+class ReplayPosition(SampledPosition):
+    """The used batches are read again, and the last of them is compared with the one that was used."""
+
+    is_read_again = True
+    may_begin_again = True
+
+    def start_next_epoch(self, used_in_all: int, absent: int) -> None:
+        super().start_next_epoch(used_in_all, absent)
+        self.last = None
+
+    def state_dict(self) -> dict[str, Any]:
+        digest = None if self.last is None else self.last.digest()
+        return super().state_dict() | ({} if digest is None else {"last_batch": digest})
+
+
+class IteratorPosition(ReplayPosition):
+    """An iterator goes on, from epoch to epoch; a new process reads it again from where it began.
+
+    Parameters
+    ----------
+    used_before : int
+        The batches that were used before its first one.
+    """
+
+    def __init__(self, loader: Any, streams: LoaderStreams, is_fast: bool, used_before: int) -> None:
+        super().__init__(loader, streams, is_fast)
+        self._first: State | None = None  # The streams as it began, in this epoch or in an earlier one.
+        self._skipped = -used_before  # The batches that were None, less those of other loaders.
+        self._used_before = used_before
+        self._has_ended = False
+
+    def batches(self, used: int, present: State | None) -> Iterator[Any]:
+        """Go on; from a loaded state, read all that it has yielded since it began."""
+        streams = self.streams
+        count = 0 if present is None else used + self._used_before + self._skipped
+        if count:
+            _log.info("the first %d batches of the iterator are skipped", count)
+            streams.rewind(self._first or streams.begin or present)  # type: ignore[arg-type]
+        elif present is not None:
+            streams.rewind(present, with_values=False)
+        if not used:
+            streams.mark_begin()
+        self._first = self._first or streams.begin
+        iterator = self.loader if used and present is None else self._open(count)
+        if count and present is not None:
+            streams.restore(present)
+            streams.begin = streams.begin if used else present
+        return self._go_on(iterator)
+
+    def start_next_epoch(self, used_in_all: int, absent: int) -> None:
+        """Note where it stands; one that yields batches again, after it has ended, begins at its first one."""
+        if self._has_ended:
+            self._skipped = -used_in_all
+            self._first = None
+            self._has_ended = False
+        else:
+            self._skipped += absent
+        self._used_before = used_in_all
+
+    def state_dict(self) -> dict[str, Any]:
+        first = self.streams.with_changed(self._first)
+        return {**super().state_dict(), "first": first, "absent_before": self._skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._first = state.get("first")
+        self._skipped = int(state["absent_before"])
+
+    def _go_on(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield the rest of an iterator, without calling ``iter()``, which restarts some iterators."""
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                self._has_ended = True
+                return
+            yield batch
+
+
+class StatefulPosition(SampledPosition):
+    """The loader continues from its own state, where it has all of it; else as one without a state."""
+
+    may_begin_again = True
+
+    def __init__(self, loader: Any, streams: LoaderStreams, is_fast: bool) -> None:
+        super().__init__(loader, streams, is_fast)
+        self._loaded: Any = None  # A state that was loaded, and from which nothing has continued yet.
+        self._kept: Any = None  # The last state of a loader whose workers are gone.
+        self._is_skipped = False  # Whether this epoch does not read the loader from its own state.
+
+    def batches(self, used: int, present: State | None) -> Iterator[Any]:
+        state = self._loaded
+        self._loaded = None
+        self._kept = None
+        self._is_skipped = bool(used) and (state is None or _begins_anew(self.loader) or _lacks_place(state))
+        if state is None or present is None or self._is_skipped:
+            return super().batches(used, present)
+        loader = self.loader
+        if not used:
+            self._warn_of_new_workers()
+        self.streams.restore(present)
+        iterator = self._from_state(state)
+        if used:
+            if getattr(loader, "num_workers", 0) and not is_seeded(getattr(loader, "dataset", None)):
+                _warn_of_workers(loader)
+            self.streams.restore(present)
+        elif isinstance(loader, DataLoader) and not loader.persistent_workers:
+            # The loader ended, and started again, with draws that an uninterrupted run makes once.
+            self.streams.restore(present)
+            self.streams.mark_begin()
+            return iterate(loader)
+        elif isinstance(loader, DataLoader) and self._keeps_workers and not _begins_anew(loader):
+            random_state.restore(present["random"])  # The workers of an uninterrupted run have their seed already.
+        if not used:
+            self.streams.begin = present
+        return iterator
+
+    def _from_state(self, state: Any) -> Iterator[Any]:
+        self.loader.load_state_dict(state)
+        try:
+            return iterate(self.loader)
+        except AssertionError as error:  # Of torchdata, with any text or none.
+            workers = getattr(self.loader, "num_workers", 0)
+            why = str(error) or "refused"
+            raise CheckpointMismatch(
+                f"the state of the {type(self.loader).__name__} does not fit num_workers={workers} ({why}); give as "
+                "many workers as it was saved with, or begin the epoch again: mid_epoch='restart', an option of "
+                "StateManagerAddon"
+            ) from error
+
+    def _read_again(self, count: int) -> Iterator[Any]:
+        self._is_skipped = False  # It is the loader itself that is read.
+        return super()._read_again(count)
+
+    def end_workers(self) -> None:
+        if not self._is_skipped:
+            self._kept = self.loader.state_dict()  # Without its workers, it would return its initial state.
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if not self._is_skipped:
+            state["loader"] = self.loader.state_dict() if self._kept is None else self._kept
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._loaded = state["loader"]
+
+
+def position_of(loader: Any, streams: LoaderStreams, is_fast: bool, used_before: int) -> SampledPosition:
+    """Return how a loader is read that is met after so many batches of epochs before."""
+    if isinstance(loader, Iterator):
+        return IteratorPosition(loader, streams, is_fast, used_before)
+    if is_stateful(loader):
+        return StatefulPosition(loader, streams, is_fast)
+    has_own_loop = type(loader).__iter__ is not DataLoader.__iter__
+    if isinstance(loader, Sequence) or (_takes_samples(loader) and not has_own_loop):
+        return SampledPosition(loader, streams, is_fast)
+    return ReplayPosition(loader, streams, is_fast)
+
+
+def _begins_anew(loader: Any) -> bool:
+    """Return whether a StatefulDataLoader has a sampler without a state, whose order it does not restore.
+
+    It begins such a sampler anew in the middle of the epoch, with the random state of that moment.
+    """
+    if not _takes_samples(loader):
+        return False
+    if loader.num_workers and is_stateful(loader.dataset):  # That state is in the workers, and the loader has it.
+        return False
+    order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if isinstance(order, BatchSampler):
+        order = order.sampler
+    is_restored = is_stateful(order) or type(order).__module__.startswith("torchdata.")  # Its iterators have a state.
+    return not is_restored and type(order) is not SequentialSampler
+
+
+def _lacks_place(state: Any) -> bool:
+    """Return whether a StatefulDataLoader has saved no state of its IterableDataset, and of no iterator over it.
+
+    It skips batches then, and counts those that it skips a second time in the state that it saves next.
+    """
+    places = [*_entries(state, ("dataset_state", "dataset_iter_state"))]
+    return bool(places) and all(place is None for place in places) and any(_entries(state, ("fetcher_state",)))
+
+
+def _entries(state: Any, keys: Sequence[str]) -> Iterator[Any]:
+    """Yield what is under some keys in nested dicts."""
+    if not isinstance(state, Mapping):
+        return
+    for key, value in state.items():
+        if key in keys:
+            yield value
+        yield from _entries(value, keys)
+
+
+# ------------------------------------------------------------------------------------------- a batch that was used
+
+
+class LastBatch:
+    """The batch that was used last, of a loader whose first batches a resumed run reads again and drops.
+
+    Its digest is in the state, and the batch at its place is compared with it: a stream that draws from an unseeded
+    generator, or that counts how often it was read, yields others.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        # Its leaves: a step may change a dict, an object, or a tensor in place, which is then not compared.
+        self._leaves = [(each, _versions_in(each)) for _, each in leaves_of(batch)]
+
+    def digest(self) -> str | None:
+        """Return a digest of all that it holds; None where a step has changed it."""
+        if any(_versions_in(each) != versions for each, versions in self._leaves):
+            return None
+        values = [content_digest(each) if isinstance(each, Tensor) else plain_value(each) for each, _ in self._leaves]
+        return _FORM + content_digest(values)
+
+
+def _versions_in(leaf: Any) -> Any:
+    """Return what changes where a step changes a tensor, or an attribute of an object."""
+    if isinstance(leaf, Tensor):
+        return version_of(leaf)
+    attributes = getattr(leaf, "__dict__", {})
+    return [(name, id(each), version_of(each) if isinstance(each, Tensor) else 0) for name, each in attributes.items()]
+
+
+class FirstBatches:
+    """The batches that epochs begin with: a loader that began again is seen by them.
+
+    Its epoch begins as the first one did, after a resume, and no other epoch does.
+    """
+
+    def __init__(self) -> None:
+        self._digest: str | None = None  # Of the first epoch.
+        self._has_others = False  # Whether an epoch began with another batch,
+        self._has_same = False  # and whether one began with the same batch.
+        self._is_resumed = False
+        self._is_suspect = False  # Whether the only one that began with the same batch came after the resume.
+
+    def note(self, batch: Any, name: str) -> None:
+        """Look at the batch that an epoch begins with."""
+        digest = LastBatch(batch).digest()
+        if self._digest is None:
+            self._digest = digest
+        elif digest == self._digest:
+            self._is_suspect = self._is_resumed and not self._has_same
+            self._has_same = True
+        else:
+            self._has_others = True
+        self._is_resumed = False
+        if self._is_suspect and self._has_others:
+            self._is_suspect = False
+            _log.warning(
+                "the %s began again with this resume: an epoch after it began with the batch that the first epoch "
+                "began with, and no epoch before it did, so that samples come in another order than without a resume. "
+                "What it keeps over its epochs is in no checkpoint: give it state_dict and load_state_dict",
+                name,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an entry for a state, once an epoch has begun."""
+        noted = [self._digest, self._has_others, self._has_same]
+        return {} if self._digest is None else {"first_batch": noted}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the entry of a state; a process that has seen no epoch of this loader resumes."""
+        self._is_resumed = self._digest is None
+        if "first_batch" in state:
+            self._digest, self._has_others, self._has_same = state["first_batch"]
+
+
+# ------------------------------------------------------------------------------------------ entries that are skipped
+
+
+class _SkipFirst(Proxy):
+    """A batch sampler (or sampler) without its first entries."""
+
+    def __init__(self, sampler: Any, skip: int) -> None:
+        super().__init__(sampler)
+        self._skip = skip
+        self.rest: Iterator[Any] | None = None  # Once the loader iterates over it.
+        self._turn = threading.Lock()
+
+    def __iter__(self) -> Iterator[Any]:
+        # Nothing is skipped here: a DataLoader draws its base seed after this call and before the first entry.
+        self.rest = iter(self.passed)
+        return self._entries()
+
+    def _entries(self) -> Iterator[Any]:
+        self.skip()
+        assert self.rest is not None
+        yield from self.rest
+
+    def skip(self) -> None:
+        """Drop the first entries now, while the random state is that of the beginning of the epoch."""
+        assert self.rest is not None
+        with self._turn:  # A loader may fetch its batches in a thread.
+            count = self._skip
+            self._skip = 0
+            sampler = getattr(self.passed, "sampler", self.passed)
+            _, has_drawn = _drop(self.rest, count)
+            if has_drawn:
+                _warn_of_draws(f"sampler {type(sampler).__name__}")
+
+    def __len__(self) -> int:
+        return super().__len__() - self._skip
+
+
+def _takes_samples(loader: Any) -> bool:
+    """Return whether a loader is a DataLoader over a dataset that is read by index."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def _skip_entries(loader: Any, count: int, is_fast: bool) -> Iterator[Any] | None:
+    """Iterate over a copy of a loader whose sampler skips its first entries; None if the loader does not use it."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = _SkipFirst(getattr(loader, name), count)
+    iterator = batches_of(copy_with(loader, **{name: sampler}), is_fast)
+    if sampler.rest is None:  # The __iter__ of a subclass is a generator, for example.
+        return None
+    if loader.num_workers and not is_seeded(loader.dataset):
+        _warn_of_workers(loader)
+    sampler.skip()
+    return iterator
+
+
+def _drop(iterator: Iterator[Any], count: int) -> tuple[Any, bool]:
+    """Drop the first entries; return the last one, and whether global random streams were drawn from between them.
+
+    Training uses these streams too, so that the entries may be others than those that were used.
+    """
+    before = None
+    last = None
+    for _ in range(count):
+        entry = next(iterator, None)
+        if entry is not None:
+            last = entry
+        if before is None:  # After the first entry, which may draw all numbers of the epoch at once.
+            before = random_state.comparable()
+    return last, count > 0 and before != random_state.comparable()
+
+
+def _warn_of_draws(what: str) -> None:
+    _log.warning(
+        "the %s draws from the global random streams while it is iterated: the order of the samples may differ from "
+        "that of an uninterrupted run; give it its own generator",
+        what,
+    )
+
+
+def _warn_of_workers(loader: Any) -> None:
+    """Warn that what a dataset draws in new workers is not what it would have drawn in the middle of an epoch."""
+    _log.warning(
+        "resuming in the middle of an epoch with num_workers=%d: the samples are the same, but random numbers that the "
+        "dataset draws in its workers are not exact; %s",
+        loader.num_workers,
+        _exact_in_workers(loader),
+    )
+
+
+def _exact_in_workers(loader: Any) -> str:
+    """Return with what random numbers in workers are exact; a stream cannot be a `SeededDataset`."""
+    if isinstance(loader.dataset, IterableDataset):
+        return "let its dataset draw from a generator that its state_dict contains"
+    return "write SeededDataset(dataset) of zae.data for the dataset of the loader"
