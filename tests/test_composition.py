@@ -106,6 +106,7 @@ def test_every_ordered_pair_is_one_class(pair: tuple[str, str]) -> None:
     assert difference(run(by_hand, options, pair), options) is None
 
 
+@pytest.mark.sample(count=5)
 @pytest.mark.parametrize("seed", in_parts(list(range(200)), range(12)))
 def test_random_permutations_with_random_options(seed: int) -> None:
     """Every add-on at once, or all but a few, named in a random order, with random options."""
@@ -176,6 +177,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(("plant", "told"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_planted_fault_is_named(plant, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison names the add-on, or the pair of them, that it takes to go wrong."""

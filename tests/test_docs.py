@@ -65,7 +65,7 @@ def files():
 PASTED = [path for path in RUN_HERE if paste(path.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.sample(count=25)
+@pytest.mark.sample(count=10)
 @pytest.mark.parametrize("path", PASTED, ids=name_of)
 def test_a_page_pasted_into_an_empty_file_runs(path, tmp_path, files):
     """All blocks below each other are a script: it needs no other page, and no block disturbs a later one."""

@@ -260,6 +260,7 @@ def on_two_ranks(engine: Any, folder: Path) -> Any:
     return train(False, "a"), train(str(folder / "a" / "step-00000002"), "b")
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("engine", [MultiGPUAddon, AccelerateAddon])
 def test_two_ranks_have_the_same_weights_and_resume(engine: Any, tmp_path: Path) -> None:
     outcomes = each_rank(2, on_two_ranks, engine, tmp_path)

@@ -38,6 +38,7 @@ SIZES = list(itertools.product(range(1, 10), ((1, Seen, 1), (2, Seen, 2), (2, Co
 ALTERNATING = [case for at, case in enumerate(SIZES) if at % 2 == case[0] % 2]  # Of each size two of the four.
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("world", "sizes"),
     [

@@ -149,6 +149,7 @@ def test_a_run_that_is_killed_makes_the_same_decision(kill: int) -> None:
     assert resumed.spikes == whole.spikes
 
 
+@pytest.mark.sample(count=1)
 @on_ranks(2, 4)
 @pytest.mark.parametrize("engine", [MultiGPUAddon, FSDPAddon])
 def test_all_ranks_decide_alike(world: int, engine: Any, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_paths_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list((tmp_path / "here").iterdir()) == []
 
 
-@pytest.mark.sample(count=4)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("every", [1, 4, Every(epochs=1), Every(epochs=2)])
 @pytest.mark.parametrize("stop", [3, 6, 8])
 def test_a_resumed_run_ends_like_the_whole_one(every: Any, stop: int, tmp_path: Path) -> None:

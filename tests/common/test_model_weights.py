@@ -68,6 +68,7 @@ def core_of(trainer: Any) -> Any:
     return {key: dict(state[key]) for key in ("model", "training_weights", "optimizer", "order", "EMAAddon")}
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_saved_names_are_those_of_the_plain_module(name: str) -> None:
     """In files, states and averages; a run begun with a wrapper is resumed without it, and the other way round."""

@@ -55,6 +55,7 @@ def expected():
     return other_torch.train(wrapped=False)
 
 
+@pytest.mark.exhaustive
 def test_the_weights_are_the_same_without_the_names():
     """A later torch may have none of them; a name that it lacks cannot stop `import zae` either."""
     kit = source_names.ROOT / "tests"
@@ -66,7 +67,7 @@ def test_the_weights_are_the_same_without_the_names():
     assert done.stdout.strip() == other_torch.train()
 
 
-@pytest.mark.sample(count=7)
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("name", sorted(names_read() - ELSEWHERE))  # Those of ELSEWHERE do not matter in training.
 def test_the_weights_are_the_same_without_one_name(name, expected, monkeypatch):
     """The functions look up a name that torch does not have instead; torch itself keeps the name."""

@@ -111,6 +111,7 @@ def _in_another_process(trainer, cls, queue):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_composed_trainer_travels_to_a_spawned_process():
     cls = Task.add_on(InnerAddon, EMAAddon, WrappingAddon)
     trainer, twin = make(cls), make(cls)

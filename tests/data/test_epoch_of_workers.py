@@ -121,6 +121,7 @@ STALE: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(count=4)
 @pytest.mark.parametrize("name", list(STALE))
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_an_epoch_that_does_not_reach_the_workers_is_refused(name: str, kind: Any) -> None:
@@ -160,6 +161,7 @@ SHARED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("name", list(SHARED))
 def test_an_epoch_that_workers_see_is_trained_and_resumes(name: str, tmp_path: Path) -> None:
     straight = make()

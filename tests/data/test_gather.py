@@ -517,7 +517,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(count=3)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("name", LOADERS)
 def test_training_and_resuming_are_bitwise_those_of_the_plain_loader(name: str) -> None:
     expected = trained(False, LOADERS[name])

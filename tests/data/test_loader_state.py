@@ -261,6 +261,7 @@ LOADERS["torchdata's loader"] = lambda: StatefulDataLoader(
 )
 
 
+@pytest.mark.sample(count=6)
 @pytest.mark.parametrize("name", list(LOADERS))
 def test_whatever_the_parts_of_a_loader_keep(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Streams in transforms, places of samplers and streams, loaders that iterate in a way of their own."""

@@ -104,7 +104,7 @@ def through_disk(state: Any) -> Any:
     return decode(json.loads(json.dumps(structure)), {name: tensor.clone() for name, tensor in tensors.items()})
 
 
-@pytest.mark.sample(covering=1)
+@pytest.mark.sample(count=6)
 @pytest.mark.parametrize("name", [name for name in SAMPLERS if "workers" not in name])
 @pytest.mark.parametrize("tensors", [False, True], ids=["samples", "tensors"])
 def test_exact_at_every_step(name: str, tensors: bool) -> None:
@@ -144,7 +144,7 @@ def step_samples(asked: list[int], batch: int, batches: int) -> int:
     return (batch // (batches // 2)) * each + (batch % (batches // 2)) * 4
 
 
-@pytest.mark.sample(covering=1)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("name", ["shuffled", "generator", "replacement", "two workers"])
 @pytest.mark.parametrize("stop", [1, 3, 6, 8])
 def test_exact_in_pieces_and_in_another_process_of_workers(name: str, stop: int, caplog: Any) -> None:

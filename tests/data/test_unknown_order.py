@@ -79,6 +79,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("name", list(LOADERS))
 def test_an_epoch_in_no_order_is_not_resumed_within(name: str, tmp_path: Path, caplog: Any) -> None:
     """The run says so as it begins; it is refused before it trains, and at the end of an epoch it resumes."""
@@ -179,6 +180,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 AT = {"counting": SIZE // 2 + 5}  # In the second epoch.
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_a_stream_that_is_another_one_now_is_refused(name: str, tmp_path: Path) -> None:
     """By what was used last: the batches before are not held, and the same one is at the same place by chance."""
@@ -214,6 +216,7 @@ class Dicts:
             yield {"numbers": numbers, "names": [f"a{index}", "b"], "other": (np.ones(index), None)}
 
 
+@pytest.mark.sample(count=4)
 @pytest.mark.parametrize("task", [Reading, Changing])
 @pytest.mark.parametrize("at", [1, 5, 12, 17])
 def test_a_stream_that_is_the_same_is_resumed(task: Any, at: int, tmp_path: Path) -> None:

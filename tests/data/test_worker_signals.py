@@ -98,6 +98,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(covering=1, of="at")
 @pytest.mark.parametrize(("at", "number", "options"), CASES)
 def test_a_signal_to_the_whole_group(folder: Path, at: str, number: int, options: Any, whole: Any) -> None:
     """What is under way gets its batches, the state is saved, and the resumed end is bitwise the same."""
@@ -206,6 +207,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.exhaustive
 def test_a_script_ends_that_leaves_workers_behind() -> None:
     """Those that persist, and one that hangs: Python ends them as it exits, without a word."""
     Path("script.py").write_text(textwrap.dedent(SCRIPT))

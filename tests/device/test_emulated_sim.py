@@ -19,6 +19,7 @@ OF_THE_KIND = (
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the emulated device is not built")
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_on_an_emulation():
     build("sim")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,14 @@ CELLS = (
     "t.fails = -1\nt.run(1, batches)",
     "t = build(); t.fails, t.error = 6, ValueError('bad <i>')\nt.run(3, batches)",
     "t",
-    RANKS,
     "for _ in range(2): build().run(1, batches)",
     "assert 'ipywidgets' not in sys.modules",
     SHIFT_TAB,
 )
 
 
-@pytest.fixture(scope="module")
-def shown() -> tuple[list[list[Any]], dict[int, int]]:
-    """The outputs of all cells: those above, then the notebooks of examples/, each with an empty namespace.
-
-    And the number of the updates of each cell.
-    """
+def execute(texts: Sequence[str]) -> tuple[list[list[Any]], dict[int, int]]:
+    """Return the outputs of cells in a new kernel, and the number of the updates of each."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -89,13 +85,15 @@ def shown() -> tuple[list[list[Any]], dict[int, int]]:
                 updates[index] = updates.get(index, 0) + 1
             return super().process_message(message, cell, index)
 
-    cells = [nbformat.v4.new_code_cell(text) for text in CELLS]
-    for path in sorted(FOLDER.glob("*.ipynb")):
-        cells += [nbformat.v4.new_code_cell("%reset -f"), *nbformat.read(path, 4).cells]
-    notebook = nbformat.v4.new_notebook(cells=cells)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in texts])
     client = Counted(notebook, timeout=600, kernel_name="python3", allow_errors=True)
     client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return [cell.get("outputs", []) for cell in notebook.cells], updates
+    return [cell.outputs for cell in notebook.cells], updates
+
+
+@pytest.fixture(scope="module")
+def shown() -> tuple[list[list[Any]], dict[int, int]]:
+    return execute(CELLS)
 
 
 def of(shown: Any, text: str) -> list[Any]:
@@ -134,9 +132,10 @@ def test_metrics_show_their_curves_and_table(shown: Any) -> None:
     assert len(of(shown, "for _ in range(2): build().run(1, batches)")) == 2
 
 
-def test_ranks_are_shown_in_the_cell_that_started_them(shown: Any) -> None:
+@pytest.mark.exhaustive
+def test_ranks_are_shown_in_the_cell_that_started_them() -> None:
     """The output of rank 0 is drawn by the kernel, once; the metrics are not drawn again; nothing goes to a stream."""
-    live, short = of(shown, RANKS)
+    (_, (live, short)), updates = execute((TASK, RANKS))
     assert live.output_type == "display_data"
     assert [line.split()[:2] for line in live.data["text/plain"].splitlines()[2:]] == [
         ["1", "6"],
@@ -146,7 +145,7 @@ def test_ranks_are_shown_in_the_cell_that_started_them(shown: Any) -> None:
     assert "3 epochs, 18 steps" in live.data["text/html"]
     assert "0.5" in live.data["text/html"], "the mean rank of two ranks"
     assert "shown above" in short.data["text/html"]
-    assert shown[1][CELLS.index(RANKS)] >= 1
+    assert updates[1] >= 1
 
 
 def test_a_run_that_ends_early_leaves_its_table_and_the_error(shown: Any) -> None:
@@ -165,10 +164,16 @@ def test_a_trainer_shows_where_it_stands(shown: Any) -> None:
     assert "epoch=1, step=6" in text
 
 
-def test_the_notebooks_of_the_examples_run(shown: Any) -> None:
+@pytest.mark.exhaustive
+def test_the_notebooks_of_the_examples_run() -> None:
     """Three notebooks, each with one output for each run; the last of them shows add-ons, a plan and the loop."""
-    outputs = shown[0][len(CELLS) :]
-    assert len(sorted(FOLDER.glob("*.ipynb"))) == 3
+    import nbformat
+
+    paths = sorted(FOLDER.glob("*.ipynb"))
+    assert len(paths) == 3
+    outputs: list[Any] = []
+    for path in paths:
+        outputs += execute([cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"])[0]
     errors = [each for cell in outputs for each in cell if each.output_type in ("error", "stream")]
     assert [each.get("name", each.output_type) for each in errors] == ["stdout"]
     assert errors[0].text == "8 8\n"

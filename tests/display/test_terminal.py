@@ -231,6 +231,7 @@ def test_what_a_step_writes_is_in_whole_lines_above_the_bar(tmp_path: Path, colu
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_standard_error_that_takes_nothing_does_not_end_the_run(tmp_path: Path, shown: Any) -> None:
     """A reader that is gone after the first line, and a full disk: the exit status and the end are as ever."""
     path, end = script(tmp_path, pause=0.003)

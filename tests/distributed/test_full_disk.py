@@ -44,6 +44,7 @@ def _run(folder: Path, width: int, grows: bool) -> str:
     return str(raised.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("width", "grows", "what"), [(10_000, False, "the trainer"), (8, True, "the result")])
 def test_a_full_temporary_folder_is_named(tmp_path: Path, width: int, grows: bool, what: str) -> None:
     text = answer(_run, tmp_path, width, grows)

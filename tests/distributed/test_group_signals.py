@@ -128,7 +128,7 @@ def repeat(count: int) -> Any:
     ("way", "number", "engine", "options"),
     [
         (by_a_launcher, TERM, MultiGPUAddon, {}),
-        (by_a_cluster_and_a_launcher, TERM, MultiGPUAddon, {"save_async": True}),
+        pytest.param(by_a_cluster_and_a_launcher, TERM, MultiGPUAddon, {"save_async": True}, marks=MANY),
         (again_and_again, TERM, MultiGPUAddon, {"workers": 0}),
         pytest.param(again_and_again, signal.SIGUSR1, FSDPAddon, {"save_format": "sharded"}, marks=MANY),
         pytest.param(by_a_cluster_and_a_launcher, signal.SIGINT, MultiGPUAddon, {}, marks=MANY),

@@ -82,7 +82,7 @@ CASES += [(FSDPAddon, "raise", 1, "step"), (FSDPAddon, "kill", 0, "end"), (FSDPA
 CASES += [(PipelineAddon, "raise", 1, "step"), (PipelineAddon, "kill", 0, "end"), (PipelineAddon, "hang", 1, "step")]
 
 
-@pytest.mark.sample(covering=1)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize(("engine", "how", "who", "where"), CASES)
 def test_a_rank_fails_and_the_run_goes_on(engine, how, who, where, whole, monkeypatch, capfd):
     """Nothing aborts or is half there; a resume ends bitwise."""
@@ -106,6 +106,7 @@ def test_a_rank_fails_and_the_run_goes_on(engine, how, who, where, whole, monkey
     assert metrics["train_metrics_history"] == history["train_metrics_history"]
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(
     ("engine", "where", "last"), [(MultiGPUAddon, "step", 7), (MultiGPUAddon, "end", 6), (FSDPAddon, "step", 7)]
 )

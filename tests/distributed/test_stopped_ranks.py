@@ -143,6 +143,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(
     ("world", "how", "who", "where", "text"),
     [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in CASES[2:])],

@@ -56,7 +56,7 @@ def rows(engine: Engine, single: bool = False) -> Any:
     return data(16 * engine.shares, 4 * engine.shares if single else 4)
 
 
-@pytest.mark.sample(count=1)
+@pytest.mark.exhaustive
 @on_engine
 def test_adapters_on_ranks(engine: Engine, tmp_path: Path) -> None:
     """Weights, averages, records and checkpoints of one process; resumed bitwise; the files load into one process.

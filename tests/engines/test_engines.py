@@ -83,7 +83,7 @@ def test_the_weights_are_those_of_one_process(engine: Engine) -> None:
     assert train_beside_one_process(engine, 20) == [20, 2]
 
 
-@functools.partial(on_engine, default=["ddp", "tensor", "accelerate", "pipelines", "context-ddp"])
+@functools.partial(on_engine, default=["tensor", "pipelines"])
 def test_the_first_weights_are_those_of_one_process(engine: Engine) -> None:
     """The same with fewer steps, for the default run."""
     assert train_beside_one_process(engine, 4) == [4, 2]
@@ -108,7 +108,7 @@ def train_beside_one_process(engine: Engine, many: int) -> list[int]:
     return compared
 
 
-@functools.partial(on_engine, default=["ddp", "fsdp"])  # Ranks that divide layers alone all have samples.
+@functools.partial(on_engine, default=["fsdp"])  # Ranks that divide layers alone all have samples.
 def test_ranks_without_samples(engine: Engine) -> None:
     """A last window in which some ranks have no sample."""
     for task in (Task, Counted):
@@ -184,7 +184,7 @@ def test_a_loss_for_each_of_several_optimizers(engine: Engine) -> None:
     check(trainer, engine)
 
 
-@on_engine
+@functools.partial(on_engine, default=["ddp"])
 def test_two_runs_are_bitwise_the_same_and_a_second_run_goes_on(engine: Engine) -> None:
     """Wrapping happens once: run, evaluate, toggle and run again use the same module."""
     ends, rows = [], 8 * engine.shares
@@ -205,7 +205,7 @@ def test_two_runs_are_bitwise_the_same_and_a_second_run_goes_on(engine: Engine) 
     assert distance(trainer, single) < LIMIT
 
 
-@on_engine
+@functools.partial(on_engine, default=["ddp"])
 def test_evaluation_of_unequal_shares(engine: Engine) -> None:
     """Five batches on two ranks, before a run and after it; inference keeps the order."""
     trainer, single = (build(each) for each in (engine, None))
@@ -222,7 +222,7 @@ def test_evaluation_of_unequal_shares(engine: Engine) -> None:
     check(trainer, engine)
 
 
-@on_engine
+@functools.partial(on_engine, default=["fsdp"])
 def test_the_initial_weights_are_those_of_one_process(engine: Engine) -> None:
     """Of a factory and a seed; with meta_init too, where the engine has it."""
     expected = weights(build(None, model=Net, seed=7))

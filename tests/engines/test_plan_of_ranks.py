@@ -65,7 +65,7 @@ def make(case: Case, devices: Any = "cpu") -> Any:
     return build(ENGINES[name], *add_ons, task=Task, device=devices, **{"model": Net(), **options})
 
 
-@pytest.mark.sample(count=1)
+@pytest.mark.exhaustive
 @engines(["ddp", "fsdp", "tensor", "2-D"])
 def test_the_steps_are_those_of_the_ranks(name: str) -> None:
     """The plan is made before the ranks are there: steps of each rank, and samples of all shares of the data."""

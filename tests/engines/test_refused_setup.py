@@ -103,6 +103,7 @@ def refuse_setup(folder: Path, engine: str, every: int) -> int:
 WHOLE = [pytest.param(name, 1, marks=pytest.mark.exhaustive) for name, each in ENGINES.items() if each.world == 2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("engine", "every"), [("fsdp", 3), *WHOLE])
 def test_a_disk_that_refuses_while_rank_0_sets_up(engine: str, every: int, tmp_path: Path, crews: Any) -> None:
     """Each operation: all ranks raise that error and can go on; "auto" then trains to the same end."""

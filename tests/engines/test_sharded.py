@@ -617,6 +617,7 @@ def write_on_two(planned: list[Share], path: Path, victim: int, at: int) -> list
     return [each.wait() for each in ranks]
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_killed_before_any_operation(tmp_path: Path, crews: Any) -> None:
     """Each of two ranks, before each file operation: the previous checkpoint stands, or the new one is whole."""
     planned = crews(2).call(shares, tmp_path)
@@ -682,6 +683,7 @@ WAYS: dict[str, tuple[Any, int, dict[str, Any], str, int]] = {
 }
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(
     "way",
     ["killed in a thread", "hangs", *(pytest.param(w, marks=pytest.mark.exhaustive) for w in ("killed", "asked"))],

@@ -156,6 +156,7 @@ def test_a_loss_of_logits_in_parts(engine: Engine) -> None:
     assert here["valid_metrics_history"][0] == pytest.approx(there["valid_metrics_history"][0], rel=1e-9)
 
 
+@pytest.mark.exhaustive
 @on_tensor
 def test_blocks_that_the_user_has_compiled(engine: Engine) -> None:
     """Compiled code that takes what a divided layer is still sending has wrong gradients of it, by torch alone."""

@@ -52,7 +52,7 @@ class Double(Net):
         self.double()
 
 
-@pytest.mark.sample(count=1)
+@pytest.mark.exhaustive
 @on_engine
 def test_ema_early_stopping_and_a_logger(engine: Engine, tmp_path: Path) -> None:
     """Validation uses the average; the average is whole in a state, and goes on from it."""
@@ -210,7 +210,7 @@ def test_a_rank_that_fails_does_not_save_the_whole(name: str, tmp_path: Path) ->
     assert sorted(path.name for path in (tmp_path / "save").iterdir() if "step" in path.name) == ["step-00000002"]
 
 
-@pytest.mark.sample(count=1)
+@pytest.mark.exhaustive
 @engines()
 def test_spawned_ranks_leave_the_result_in_the_trainer(name: str) -> None:
     """run starts the ranks; afterwards one process evaluates, and runs again."""
@@ -231,7 +231,7 @@ def test_spawned_ranks_leave_the_result_in_the_trainer(name: str) -> None:
         assert trainer.evaluate(data(5, 1, False)) == pytest.approx(single.evaluate(data(5, 1, False)), rel=1e-9)
 
 
-@pytest.mark.sample(count=1)
+@pytest.mark.exhaustive
 @on_engine
 def test_loggers_and_prefetched_batches(engine: Engine, tmp_path: Path) -> None:
     """The clients of W&B and Neptune, offline: rank 0 alone writes, and the weights are bitwise those without them."""

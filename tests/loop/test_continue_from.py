@@ -112,6 +112,7 @@ def train(trainer: Any, batches: Any = None, **options: Any) -> dict[str, Any]:
 PLACES = ["train_step", "on_step_end", "checkpoint", "on_epoch_begin", "on_epoch_end", "on_validation_end", "test_step"]
 
 
+@pytest.mark.sample(count=5)
 @pytest.mark.parametrize("way", ["state", "path"])
 @pytest.mark.parametrize("where", PLACES)
 def test_a_run_that_goes_back_ends_as_one_that_never_went_on(where: str, way: str, tmp_path: Path) -> None:
@@ -137,6 +138,7 @@ def test_from_any_step_to_any_other(at: int, back: int) -> None:
     assert returning.has_returned
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("way", ["load", "load path"])
 @pytest.mark.parametrize("where", ["checkpoint", "on_epoch_begin", "on_epoch_end", "on_validation_end"])
 def test_a_state_that_is_loaded_between_two_steps_is_continued_from(where: str, way: str, tmp_path: Path) -> None:
@@ -258,6 +260,7 @@ def test_a_run_that_went_back_is_resumed(way: str, tmp_path: Path) -> None:
     assert train(build(Task, StateManagerAddon, **options)) == straight
 
 
+@pytest.mark.sample(count=1)
 @on_ranks(2)
 @pytest.mark.parametrize("way", ["state", "path"])
 def test_on_ranks(world: int, way: str, tmp_path: Path) -> None:

@@ -260,6 +260,7 @@ def tensors() -> list[Tensor]:
     return [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(("keep", "returns"), [(False, False), (False, True), (True, True)])
 def test_nothing_keeps_a_graph_and_tensors_do_not_pile_up(keep: bool, returns: bool) -> None:
     """Over 1000 steps; outputs are kept only where that was asked for, detached and on the host."""

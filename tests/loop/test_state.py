@@ -545,6 +545,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("how", ["resume", "load_state", "load_state_dict"])
 def test_a_load_holds_a_state_once(how: str, tmp_path: Path) -> None:
     """It grows by no more than 1.1 times the size of the state, what stays in the optimizer and average included."""

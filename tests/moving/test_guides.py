@@ -23,7 +23,7 @@ PAGES = ("from_a_loop", "from_accelerate", "from_lightning", "from_transformers"
 SIDES = [(page, heading) for page in PAGES for heading in rows(page)]
 
 
-@pytest.mark.sample(count=8)
+@pytest.mark.sample(count=4)
 @pytest.mark.parametrize(("page", "heading"), SIDES)
 def test_both_sides_of_a_guide_give_the_same(page, heading, tmp_path, monkeypatch):
     """The same weights, bitwise but for Transformers; a second start of what saves finds nothing left to do."""

@@ -234,7 +234,7 @@ def resumed(name: str, engine: Any, folder: Path) -> tuple[int, Any, bool]:
 BOUNDS: dict[Any, Any] = {("Muon", FSDPAddon): 1e-2}
 
 
-@pytest.mark.sample(count=2)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("engine", [MultiGPUAddon, FSDPAddon])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_two_ranks_train_as_one_process_does(name: str, engine: Any, tmp_path: Path) -> None:

@@ -299,6 +299,7 @@ def trains(make_optimizer: Callable[..., Optimizer], dtype: torch.dtype) -> bool
     return True
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_optimizer_of_torch_resumes_bitwise_at_every_step(dtype: torch.dtype) -> None:
     """NAdam's product and ASGD's counts are not of the weights' type, which torch would make of them."""

@@ -114,6 +114,7 @@ def refused(engine: str, names: list[str]) -> list[tuple[str, str, float]]:
     return found
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("engine", ONE_OF_EACH)
 def test_what_one_rank_was_given_is_refused_on_all_of_them(engine: str) -> None:
     names = [name for name in OTHER if engine != "pipeline" or name not in ("dtype", "adapter")]
@@ -135,6 +136,7 @@ def watch(trainer: Any) -> None:
     """A callback of one rank."""
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_what_a_rank_shows_and_keeps_to_itself_may_differ(engine: str, tmp_path: Any) -> None:
     """A logger, a bar, a callback, a profiler, an add-on that watches, a seed and a folder: only rank 0 has them."""

@@ -108,6 +108,7 @@ def rate_and_epochs(trial: Any) -> dict[str, Any]:
     return {**rate(trial), "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 4)}
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize(
     ("space", "direction", "options"),
     [

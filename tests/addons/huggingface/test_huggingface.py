@@ -108,6 +108,7 @@ def test_a_second_call_of_train_begins_the_schedule_anew(tmp_path: Any) -> None:
         assert difference(resumed.model.state_dict(), whole.model.state_dict()) == 0
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("more", [{}, {"max_steps": 4}, {"num_train_epochs": 1.5}, {"model_init": True}], ids=str)
 def test_a_second_call_of_train_is_that_of_transformers(more: Any, tmp_path: Any) -> None:
     """Steps, epochs, loss, order of the data and evaluations begin again; with model_init the weights do."""
@@ -172,6 +173,7 @@ def test_accumulation_with_unequal_numbers_of_targets(head: str, tmp_path: Any) 
     assert difference(ours(head, **{**settings, "gradient_accumulation_steps": 1}), found) > 1e-3
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize(
     "given",
     [
@@ -282,6 +284,7 @@ class OwnSteps(Trainer):
     test_step = train_step
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_scheduler_of_ones_own_is_stepped_as_transformers_does(kind: str, tmp_path: Path) -> None:
     """After each optimizer step, with the default clip; however the trainer is made, and from a factory too."""

@@ -29,6 +29,7 @@ def train(folder, at=None, epochs=3, **options):
     return trainer
 
 
+@pytest.mark.exhaustive
 def test_killed_at_any_step_each_line_is_there_once(tmp_path):
     """SIGKILL at every step, again in the resumed run, and resume: the file is that of the uninterrupted run."""
     expected = digest(train(tmp_path / "whole"))
@@ -43,6 +44,7 @@ def test_killed_at_any_step_each_line_is_there_once(tmp_path):
         assert lines(folder / "run.jsonl") == whole
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("save_every", [4, Every(epochs=1)])
 def test_a_checkpoint_between_two_records_of_one_step(tmp_path, save_every):
     """The last step of an epoch saves before the epoch's own records of the same step."""

@@ -570,7 +570,7 @@ def test_allow_partial(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         trainer(folder / "partial", allow_partial=["state.json"])
 
 
-@pytest.mark.sample(covering=1)
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("at", range(0, 60, 7))
 def test_an_async_save_is_committed_by_the_same_rules(folder: Path, at: int) -> None:
     """Killed in the background thread, at some operations; what is there is whole."""

@@ -190,6 +190,7 @@ def _run_to_a_gate(store: Path, folder: Path, marker: Path, background: bool) ->
     made.run(None, hand.loader(), max_steps=50)
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("background", [False, True], ids=["now", "async"])
 def test_sigterm_during_an_upload(tmp_path: Path, whole: Any, background: bool) -> None:
     """The upload is finished, the last step is saved, and the status is 143; a resume is bitwise the same."""
@@ -358,6 +359,7 @@ class _Killing:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("scheme", ["faulty", "objects"])
 def test_a_kill_during_an_upload_of_weights(tmp_path: Path, scheme: str) -> None:
     """Each file is whole or absent, and the resumed run makes the same files. A put of an object is atomic."""

@@ -104,7 +104,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(count=3)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("name", list(CASES))
 def test_killed_after_every_update(folder: Path, name: str) -> None:
     """One life for each update, each killed after it; the end is bitwise the same."""
@@ -245,7 +245,7 @@ def straight_and_resumed(folder: Path, loader: Callable[[], Any], at: int, **opt
     return whole, run(folder / "run", again), again
 
 
-@pytest.mark.sample(covering=1)
+@pytest.mark.sample(count=5)
 @pytest.mark.parametrize("at", [1, 5, 6, 7, 12, 17])
 @pytest.mark.parametrize(
     "make",
@@ -373,6 +373,7 @@ def test_or_the_epoch_begins_again(folder: Path, make: Any, seen: int, caplog: p
     assert "the 3 batches" in said[0]
 
 
+@pytest.mark.sample(count=5)
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
@@ -395,7 +396,7 @@ def test_another_loader(folder: Path, loader: Any, message: str, at: int) -> Non
     assert trainer.progress_checker.step == at
 
 
-@pytest.mark.sample(count=2)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(
     ("at", "order"),
     [
@@ -584,7 +585,7 @@ class AtTheEnd(KillAddon):
             file.write(f"{self.progress_checker.epoch} ")
 
 
-@pytest.mark.sample(count=2)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(
     ("kills", "options"),
     [

@@ -181,6 +181,7 @@ class Failing(rank_tasks.Task):
             self.stop("one rank has enough")
 
 
+@pytest.mark.exhaustive
 def test_several_ranks_pass_over_a_call_that_ended_early(tmp_path: Path) -> None:
     """The same on two ranks, which are started for each call; and the learning rate is halved once."""
 

@@ -41,6 +41,7 @@ def test_ranks_that_write_to_disks_of_their_own_are_refused_before_a_step(tmp_pa
         assert "save_format='safetensors', which rank 0 writes" in text
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_a_folder_that_only_rank_0_writes_to_is_named_and_not_refused(engine: str, tmp_path: Path) -> None:
     (steps, text), (other_steps, other_text) = each_rank(WORLD, lambda: start(engine, tmp_path, False))
@@ -49,6 +50,7 @@ def test_a_folder_that_only_rank_0_writes_to_is_named_and_not_refused(engine: st
     assert "does not see" not in other_text
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("options", [{}, {"save_format": "sharded"}], ids=str)
 def test_a_shared_disk_is_told_nothing(options: dict[str, Any], tmp_path: Path) -> None:
     for steps, text in each_rank(WORLD, lambda: start("fsdp", tmp_path, True, **options)):

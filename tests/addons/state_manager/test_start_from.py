@@ -100,7 +100,7 @@ def test_it_is_what_one_does_by_hand(source: Any, parts: tuple[str, ...], tmp_pa
     assert (progress.epoch, progress.step) == ((5, 26) if "progress" in parts else (2, 12))
 
 
-@pytest.mark.sample(count=2)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -139,7 +139,7 @@ def cut_short(case: Case, folder: Path, step: int, at: int, number: int = TERM) 
     assert number == KILL or not (folder / "run" / ".lock").exists()
 
 
-@pytest.mark.sample(count=2)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_validation_is_given_up_and_made_first(folder: Path, name: str) -> None:
     """Signalled in validations, and killed in one that was resumed: bitwise the same."""

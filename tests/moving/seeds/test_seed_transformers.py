@@ -368,6 +368,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("head", PATTERNS)
 def test_common_patterns(head: str) -> None:
     text = PATTERNS[head]
