@@ -48,14 +48,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 FOLDERS_OF_ONE_WORKER = ("tests/engines/",)
 """Their files share ranks that stay: each new rank takes a second for what torch imports and caches in it."""
 
-LONGEST = ("scripts", "kinds", "emulated_cuda", "gpu_checks", "distributed", "table", "crash",
-           "resume", "package", "testing", "search", "wandb_logger", "notebook", "docs", "mpu", "group_signals",
-           "compile", "composition", "examples", "mpu_resume", "rank_failures", "random_streams", "launchers",
-           "gallery", "state_manager", "torch_private", "frozen", "loading", "stop_signals", "readme", "addon_examples",
-           "fault_signals", "loader_state", "class_identity", "hints", "resume_scripts", "seed_transformers",
-           "unsaved_elsewhere", "ledger", "gather", "huggingface", "optimizer_state", "from_arguments", "jsonl_logger",
-           "callbacks_ranks", "mpu_data", "papers", "trainer_runs", "start_from",
-           "stopped_ranks")  # fmt: skip
+LONGEST = ("emulated_cuda", "scripts", "kinds", "table", "sharded", "engines", "package", "crash", "resume",
+           "notebook", "distributed", "examples", "random_streams", "search", "composition", "fsdp",
+           "huggingface", "compile", "continue_from", "readme", "fault_signals", "testing", "rank_failures",
+           "state_manager", "loader_state", "hf_saving", "module_state", "wandb_logger", "addon_examples",
+           "state", "stop_signals", "failed_runs", "worker_signals", "group_signals", "together", "ledger",
+           "tensor", "mpu")  # fmt: skip
 """The files that take more than five seconds of a processor, the longest first."""
 
 

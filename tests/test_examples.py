@@ -1,7 +1,4 @@
-"""The examples outside of the gallery, each run in an empty folder: what they print, and the files they leave.
-
-The first one, which the README begins with, is started by an interpreter of its own; the others in forks, at once.
-"""
+"""The examples outside of the gallery, each run in an empty folder: what they print, and the files they leave."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import importlib
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -36,12 +31,6 @@ def _warm():
 def start(name, seconds=60):
     """Run an example in the present folder; return its output, which is plain text."""
     return plain(*Script(EXAMPLES / name).end(seconds))[0]
-
-
-def start_afresh(name):
-    """The same, by the command that the README shows."""
-    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, timeout=600)
-    return plain(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 def plain(status, out, err):
@@ -72,7 +61,7 @@ def test_digits_is_killed_and_goes_on_and_is_finished(tmp_path):
     assert status == -signal.SIGKILL
     done = len(re.findall(EPOCH, early))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    text, said = start_afresh("digits.py")
+    text, said = plain(*Script(EXAMPLES / "digits.py").end())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
     epochs, step, accuracy = matched(ENDING, text)

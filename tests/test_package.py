@@ -210,6 +210,7 @@ def test_extras_hold_only_what_is_used():
     assert extras["all"] == [f"zae[{','.join(sorted(own - {'deepspeed', 'neptune', 'ray'}))}]"]
 
 
+@pytest.mark.exhaustive
 def test_a_failed_import_keeps_its_cause():
     """A name that torch has lost is named, with the module that wanted it; the import works where it is there again."""
     code = """

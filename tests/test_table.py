@@ -227,7 +227,7 @@ def test_trainers_are_copied(entries: Any, tmp_path: Any) -> None:
 # --- training
 
 
-@pytest.mark.sample(covering=2)
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + PAIRS, ids=together)
 def test_neutral_setting_is_the_plain_run(entries: Any, tmp_path: Any, plain: Any) -> None:
     """Bitwise, with a validation that the plain run does not have; weights, optimizer and random streams."""
@@ -238,7 +238,7 @@ def test_neutral_setting_is_the_plain_run(entries: Any, tmp_path: Any, plain: An
     assert trainer.train_history == plain.train_history
 
 
-@pytest.mark.sample(covering=2)
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + PAIRS + TRAINED, ids=together)
 def test_biting_setting_is_the_hand_loop(entries: Any, straight: Any) -> None:
     """Bitwise the weights, the epoch means and the validation's losses."""

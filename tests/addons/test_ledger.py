@@ -550,6 +550,7 @@ def test_a_ledger_of_nested_batches_leaves_the_run_as_it_is(tmp_path: Path) -> N
     assert len(read_ledger(tmp_path / "ledger.jsonl")) == 2
 
 
+@pytest.mark.exhaustive
 def test_ledger_hashes_are_the_same_in_every_process() -> None:
     code = (
         "import torch, random, numpy; from zae.addons.ledger.step_record import random_state; "

@@ -40,6 +40,7 @@ from zae.addons import (
 from zae.errors import CheckpointMismatch
 
 
+@pytest.mark.exhaustive
 @on_ranks(2, 3)
 def test_every_add_on_resumes_bitwise(world, tmp_path):
     """AMP fp16, accumulation, EMA, early stopping, dropout, batch norm, clipping: from any checkpoint."""

@@ -294,6 +294,7 @@ def resident(field):
     return int(found[1]) * 1024
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_weights_are_sent_in_buckets(world):
     """The values are those of rank 0, whatever the layout; beside the weights there are no two buckets."""
@@ -337,6 +338,7 @@ class Counting(Block):
         return super().forward(inputs)
 
 
+@pytest.mark.exhaustive
 def test_one_process_prepares_the_blocks_too(caplog):
     """It compiles blocks, and computes them again, in a second run as in the first; of a policy it warns once."""
     ends, compiled = [], []

@@ -380,6 +380,7 @@ def release(method: Any, disk: Held, made: Any, path: Path) -> Any:
     return on_step_end
 
 
+@pytest.mark.exhaustive
 def test_training_goes_on_while_threads_write(saved: Any, tmp_path: Path, crews: Any) -> None:
     """The state of the moment is written, over connections of their own; the run ends bitwise as without."""
     for end in crews(2).call(save_late, tmp_path / "run"):
@@ -429,6 +430,7 @@ def refuse_each(folder: Path) -> int:
     return failed
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_refuses_is_reported_by_all_ranks(tmp_path: Path, crews: Any) -> None:
     """Whichever operation of whichever rank it is: the old checkpoint stands, nothing is left, the next save works."""
     failed = crews(2).call(refuse_each, tmp_path)
@@ -449,6 +451,7 @@ def refuse_late(folder: Path, kind: str) -> tuple[int, str]:
     return made.progress_checker.step, error
 
 
+@pytest.mark.exhaustive
 def test_a_failure_in_the_background_is_raised_by_all_ranks(tmp_path: Path, crews: Any) -> None:
     """At the same step, although one disk alone has refused; with on_save_error="warn" the run goes on to its end."""
     (one, first), (two, second) = crews(2).call(refuse_late, tmp_path, "raise")

@@ -174,6 +174,7 @@ def p_of() -> torch.Tensor:
     return torch.zeros(2, dtype=torch.float64)
 
 
+@pytest.mark.exhaustive
 @in_parts
 def test_sequence_parallel_layers(engine: Engine) -> None:
     """Norms on parts of the sequence leave gradients in parts, which are added up."""
@@ -196,6 +197,7 @@ def test_sequence_parallel_layers(engine: Engine) -> None:
     assert distance(trainer, single) < 1e-12
 
 
+@pytest.mark.exhaustive
 @in_parts
 def test_composed_with_averages_and_autocast(engine: Engine) -> None:
     """Averages are those of one process; bfloat16 rounds, so that two runs of the same engine are compared."""

@@ -255,6 +255,7 @@ def test_not_the_main_thread(folder: Path) -> None:
     assert len(ended) == 1
 
 
+@pytest.mark.exhaustive
 def test_the_status_that_a_shell_sees(folder: Path) -> None:
     """A script that gets Ctrl-C ends with 130 for its shell, after the save."""
     script = folder / "script.py"

@@ -130,6 +130,7 @@ def vocabulary(**more: Any) -> dict[str, Any]:
 COMMON = (GradientAccumulationAddon, StateManagerAddon, EarlyStoppingAddon)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_one_vocabulary_on_one_process_on_several_and_sharded(world: int, tmp_path: Path) -> None:
     """Quick starts, the examples of DDP and FSDP: one add-on more, the other lines as they are."""

@@ -161,6 +161,7 @@ class _Noted:
         """Do nothing."""
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_were_given_the_same_end_as_one_process() -> None:
     def rank() -> float:
         return distance(train("fsdp"), train("ddp"))
