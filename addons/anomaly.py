@@ -153,7 +153,7 @@ class AnomalyAddon(AddOnBase):
 
     def _error(self, what: str) -> NonFiniteError:
         progress = self.progress_checker
-        batch = progress.epoch_batch + 1 + self.current_run.micro_index
+        batch = progress.epoch_batch + 1 + self.current_run.activity.micro_index
         return NonFiniteError(
             f"step {progress.step + 1} (epoch {progress.epoch + 1}, batch {batch}) is not finite: {what}. The "
             f"optimizer did not step: the weights are those after step {progress.step}"

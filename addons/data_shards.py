@@ -117,7 +117,7 @@ class DataShardsAddon(AddOnPart):
         loss = super().scale_loss(loss, num_targets, count)
         if self._shares is None or (num_targets is not None and not self._is_padded):
             return loss
-        own, together = self._shares.share(self.progress_checker.epoch_batch + self.current_run.micro_index)
+        own, together = self._shares.share(self.progress_checker.epoch_batch + self.current_run.activity.micro_index)
         share = own * self.engine.dp_world_size / together
         if share == 1:
             return loss
@@ -195,7 +195,7 @@ class DataShardsAddon(AddOnPart):
                 spare = batch
             else:
                 with self._undrawn(), self.forward_context():
-                    getattr(self, self.current_run.test_step)(self.to_device(spare))
+                    getattr(self, self.current_run.activity.evaluation.step)(self.to_device(spare))
             if not sharding.is_empty(batch):
                 yield batch
 

@@ -351,7 +351,7 @@ class TensorParallelAddon(DistributedAddon):
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
         """Compare the losses of the first batch of an epoch: each rank may have taken its part for the whole."""
         values, weight = super().micro_step(batch, count)
-        is_first = not self.progress_checker.epoch_batch and not self.current_run.micro_index
+        is_first = not self.progress_checker.epoch_batch and not self.current_run.activity.micro_index
         engine = self._tensor_engine
         if engine is not None and is_first and not engine.is_same_on_ranks(values["loss"]):
             raise ConfigError(

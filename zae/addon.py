@@ -170,7 +170,7 @@ class AddOnBase(Trainer):
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Restore the states of the generators when an evaluation ends; begin them at its seed, if it has one."""
-        with self._open_generators().isolated(self.current_run.evaluation_seed), super().evaluation_context():
+        with self._open_generators().isolated(self.current_run.activity.evaluation.seed), super().evaluation_context():
             yield
 
     def state_dict(self) -> dict[str, Any]:

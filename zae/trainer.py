@@ -46,6 +46,7 @@ from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run
 from zae.loop.step_output import StepOutput, copy_output, count_targets, explain_failure, read_output, sample_weight
 from zae.loop.user_state import UserState
+from zae.loop.validation import run_test_epoch
 from zae.optim import checks
 from zae.optim.optimization import Optimization
 from zae.parts import Engine, Precision, SingleProcess, StepWindow
@@ -423,7 +424,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         with self.ready():
             if self.mode == "test":
                 for _ in range(limits.n_epoch or 1):
-                    run.run_test_epoch()
+                    run_test_epoch(run)
                 return self.metrics
             run.begin()
             self.on_run_begin()
@@ -496,7 +497,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
             run.watches_next_step = False
             FirstStep(self).run_batch(batch)
             return
-        run.batch = batch
+        run.activity.batch = batch
         self.on_step_begin(batch)
         with self.batch_context():
             # Before the forward, which puts a NaN into the buffers too: a step that is left out gives them back.
@@ -515,7 +516,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         for step_dict, weight in outputs:
             self.logging(step_dict, weight)
         self.on_step_end(outputs)
-        run.batch = None
+        run.activity.batch = None
 
     @hook
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
@@ -535,13 +536,13 @@ class Trainer(Processes, metaclass=TrainerMeta):
             For each micro-batch, what ``train_step`` returned and its weight in the epoch's means.
         """
         micro_batches = self.micro_batches(batch)
-        run = self.current_run
+        activity = self.current_run.activity
         count = len(micro_batches)
         outputs: list[tuple[Mapping[str, Any], float]] = []
-        # The run holds both, for error notes and for add-ons that count batches.
-        for run.micro_index, run.batch in enumerate(micro_batches):
-            with self.sync_context(run.micro_index == count - 1):
-                outputs.append(self.micro_step(self.to_device(run.batch), count))
+        # The activity holds both, for error notes and for add-ons that count batches.
+        for activity.micro_index, activity.batch in enumerate(micro_batches):
+            with self.sync_context(activity.micro_index == count - 1):
+                outputs.append(self.micro_step(self.to_device(activity.batch), count))
         self.normalize([values.get("num_targets") for values, _ in outputs])
         return outputs
 
@@ -934,8 +935,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
         By default it does what was asked for by `request`, a save excepted.
         """
-        if self.current_run.requests:
-            self.current_run.serve_requests()
+        if self.current_run.requests.actions:
+            self.current_run.requests.serve(self.current_run)
 
     @hook
     def should_validate(self, is_due: bool) -> bool:
@@ -1377,9 +1378,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
     train_history: list[Metrics] = _of_part("history", "train", "A row for each epoch of training.")
     valid_history: list[Metrics] = _of_part("history", "valid", "A row for each validation.")
     log_history: list[dict[str, Any]] = _of_part("history", "log", "A row for each call of ``log``.")
-    valid_name: str | None = _of_part(
-        "current_run", "valid_name", "The name of the loader that is evaluated, where several were given by name."
-    )
+
+    @property
+    def valid_name(self) -> str | None:
+        """The name of the loader that is evaluated, where several were given by name."""
+        return self.current_run.activity.evaluation.loader_name
 
     @property
     def metrics(self) -> MetricsDict:
@@ -1540,13 +1543,15 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, without those of this run: it sets itself up, and continues from here."""
-        run = self.current_run  # A copy of a trainer that evaluates has the weights of the evaluation.
+        evaluation = (
+            self.current_run.activity.evaluation
+        )  # A copy of a trainer that evaluates has the weights of the evaluation.
         own = {name: value for name, value in without_first_calls(vars(self)).items() if name != "current_run"}
         engine = copy.deepcopy(self.engine)  # It has no process group, and has wrapped no model.
-        return {**own, "model": self._module, "engine": engine, "is_evaluating": run.is_evaluating}
+        return {**own, "model": self._module, "engine": engine, "evaluation": evaluation}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Set the attributes of a copy, whose schedulers see again that their optimizers step."""
         vars(self).update(state, current_run=Run(self))
-        self.current_run.is_evaluating = vars(self).pop("is_evaluating", False)
+        self.current_run.activity.evaluation = vars(self).pop("evaluation")
         optim.mark_copied(self.scheduler)

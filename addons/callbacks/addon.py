@@ -174,7 +174,7 @@ class CallbackAddon(AddOnBase):
             "processing_class": self._callbacks.processing_class,
             **one,
             "train_dataloader": run.loader,
-            "eval_dataloader": run.current_loader if run.is_evaluating else run.valid_loader,
+            "eval_dataloader": run.activity.loader if run.activity.evaluation.is_running else run.valid_loader,
             **more,
         }
         for flag, name in self._callbacks.call_foreign(event, self._callbacks.args, keywords):
@@ -304,7 +304,7 @@ class CallbackAddon(AddOnBase):
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
         """Call ``on_substep_end`` after each batch of a window but the last."""
         found = super().micro_step(batch, count)
-        if self.current_run.micro_index + 1 < count:
+        if self.current_run.activity.micro_index + 1 < count:
             self.call_event("on_substep_end")
         return found
 

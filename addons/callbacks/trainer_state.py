@@ -386,7 +386,7 @@ class RunReader:
         """Return how many batches an epoch has on this rank."""
         run = self.trainer.current_run
         limit = run.limits.steps_per_epoch
-        counts = [length_of(run.current_loader), limit and limit * self.trainer.step_window.batches]
+        counts = [length_of(run.activity.loader), limit and limit * self.trainer.step_window.batches]
         return min((count for count in counts if count), default=None)
 
     def begin(self, state: TrainerState) -> None:

@@ -169,7 +169,7 @@ class TrainUnitAddon(AddOnBase):
 
     @property
     def _valid_unit(self) -> Any:
-        name = self.current_run.valid_name
+        name = self.current_run.activity.evaluation.loader_name
         if len(self.valid_units) == 1:
             return next(iter(self.valid_units.values()))
         if name not in self.valid_units:

@@ -275,7 +275,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
     def on_run_begin(self) -> None:
         """Begin the sum of losses of a new call."""
         super().on_run_begin()
-        self._batches = length_of(self.current_run.current_loader)
+        self._batches = length_of(self.current_run.activity.loader)
         calls = self.progress_checker.run_calls
         if calls.starts[calls.index - 1][1] == self.progress_checker.step:
             self._loss_sum = torch.zeros(())

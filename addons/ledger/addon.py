@@ -164,7 +164,7 @@ class LedgerAddon(AddOnBase):
     def to_device(self, batch: Any) -> Any:
         """Note the samples of a batch and the hash of each tensor; one hash where the samples are not known."""
         noted = self._stages["batch"]["data"] if self._stages else []
-        index = self.current_run.micro_index
+        index = self.current_run.activity.micro_index
         if self._stages and len(noted) == index:  # Else the gradients of a window are computed again.
             self._stages["batch"]["content"].append([fingerprint([tensor]) for tensor in _tensors(batch)])
             sampler = getattr(self._loaders[1], "batch_sampler", None)

@@ -407,7 +407,7 @@ class PipelineAddon(DistributedAddon):
                 explain_failure(error, out, part, type(self), self.optimizers)
                 raise
 
-        at = self.progress_checker.batch + self.current_run.micro_index
+        at = self.progress_checker.batch + self.current_run.activity.micro_index
         self._runner.run(self.train_step, batch, finish, True, at)
         values, weight = self._runner.share(found.joined(self.log_train.keeps))
         if not weighs and values.get("num_targets") is not None:
@@ -429,7 +429,7 @@ class PipelineAddon(DistributedAddon):
     def _evaluated(self, step: Callable[[Any], Any], batch: Any) -> Any:
         if self._runner is None or self._runner.is_running:
             return step(batch)
-        found = Found(f"what {type(self).__name__}.{self.current_run.test_step} returned")
+        found = Found(f"what {type(self).__name__}.{self.current_run.activity.evaluation.step} returned")
 
         def finish(out: Any, part: Any, rows: int, total: int) -> None:
             targets = out.get("num_targets") if isinstance(out, Mapping) else None

@@ -279,7 +279,7 @@ class StateManagerAddon(AddOnBase):
             is_sharded = self.checkpoints.model_format == "sharded"
             check_shared_disk(self.save_path, group, writes_on_all_ranks=is_sharded)
         if self.is_main and self._resumption.mid_epoch != "restart":
-            self.loader_position.warn_of_order(self.current_run.current_loader)
+            self.loader_position.warn_of_order(self.current_run.activity.loader)
         self._reload()
         if self.save_on_signal:
             self.current_run.signals = self._stop_signals.install()
@@ -325,10 +325,10 @@ class StateManagerAddon(AddOnBase):
         if checkpoints.weights.is_used:
             score = self._present_score() if checkpoints.weights.rule.best else None
             checkpoints.save_weights(progress, self.save_model, Group(self.rank, self.gather), score, is_best)
-        is_due = self.current_run.decide("should_checkpoint", is_due)
         requests = self.current_run.requests
-        if is_due or "save" in requests:
-            requests.discard("save")
+        is_due = requests.decide(self, "should_checkpoint", is_due)
+        if is_due or "save" in requests.actions:
+            requests.actions.discard("save")
             self.save_state()
 
     def on_run_end(self) -> None:
@@ -354,7 +354,9 @@ class StateManagerAddon(AddOnBase):
         super().on_exception(error)
         self.checkpoints.has_failed = True
         progress = self.progress_checker
-        in_step = self._crash.was_in_step(progress, self.current_run.batch is not None)  # None before the first step.
+        in_step = self._crash.was_in_step(
+            progress, self.current_run.activity.batch is not None
+        )  # None before the first step.
         if progress.pending_validation and in_step is not None:
             in_step = False  # The state is that before the validation, which a resumed run repeats.
         if not isinstance(error, Exception) or isinstance(error, CheckpointError) or in_step is None:
@@ -435,8 +437,8 @@ class StateManagerAddon(AddOnBase):
         """Read the state on every rank, and write it: on the main rank, or after an exception on this one."""
         checkpoints = self.checkpoints
         has_failed = checkpoints.has_failed
-        in_step = self.current_run.batch is not None and not has_failed
-        check_moment(target, self.current_run.is_evaluating, in_step and self.is_main)
+        in_step = self.current_run.activity.batch is not None and not has_failed
+        check_moment(target, self.current_run.activity.evaluation.is_running, in_step and self.is_main)
         in_shards = checkpoints.model_format == "sharded"
         state = RankStates.read_state(self, in_parts=in_shards and not has_failed, has_rows=False)
         in_parts = lies_in_parts(state["model"], checkpoints.model_format)
@@ -483,7 +485,7 @@ class StateManagerAddon(AddOnBase):
         CheckpointNotFound, CheckpointDamaged, CheckpointMismatch
             With what to do.
         """
-        self.current_run.check_load()
+        self.current_run.activity.check_load()
         self.checkpoints.settle()
         files = check_partial(allow_partial)
         place = self.save_path if path is None else Path(path).expanduser()

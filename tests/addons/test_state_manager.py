@@ -551,7 +551,7 @@ def test_a_copy_made_within_an_evaluation_has_its_weights_too(tmp_path: Path) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = CopyingTask.add_on(StateManagerAddon, EMAAddon)(model, "cpu", optimizer=optimizer, save_path=tmp_path)
     made.evaluate(valid())
-    assert not made.current_run.is_evaluating
+    assert not made.current_run.activity.evaluation.is_running
     with pytest.raises(CheckpointError, match="an evaluation is running"):
         made.twins[0].save_state()
 

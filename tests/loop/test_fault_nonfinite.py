@@ -217,7 +217,7 @@ def test_a_mean_over_no_target_says_what_to_write() -> None:
 
         def train_step(self, batch: Any) -> dict[str, Any]:
             inputs, labels = batch
-            labels = labels.masked_fill(torch.tensor(self.current_run.micro_index == 1), -100)
+            labels = labels.masked_fill(torch.tensor(self.current_run.activity.micro_index == 1), -100)
             count, reduction = (labels != -100).sum(), "mean" if self.divides else "sum"
             loss = torch.nn.functional.cross_entropy(self.model(inputs), labels, reduction=reduction)
             return {"loss": loss if self.divides else loss / count.clamp(min=1), "num_targets": count}

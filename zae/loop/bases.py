@@ -84,7 +84,7 @@ class Processes:
             Log the training metrics, evaluate the ``valid_loader``, save the state (with StateManagerAddon), or end
             the epoch, whose other batches are left out.
         """
-        self.current_run.request(action)
+        self.current_run.requests.add(action)
 
     # ------------------------------------------------------------------------------------- the model in them
 

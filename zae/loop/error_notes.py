@@ -41,14 +41,14 @@ def add_notes(error: BaseException, run: Run) -> None:
     _add_hint(error, run.trainer)
     progress = run.trainer.progress_checker
     place = f"in epoch {progress.epoch + 1}, step {progress.step + 1} (batch {progress.epoch_batch + 1})"
-    if run.loader_use == "evaluation":
+    if run.activity.loader_use == "evaluation":
         place = f"in an evaluation after step {progress.step}"
     place = f"{place}, on {run.trainer.device}"
     is_late = _may_be_late(error)
     call = ""
     try:
         note = _describe_place(error, place, run)
-        if run.batch is not None and not is_late and not isinstance(error, ZaeError):
+        if run.activity.batch is not None and not is_late and not isinstance(error, ZaeError):
             call = describe_failed_call(error, run.trainer.unwrap())
     except Exception as other:  # Raised by an object of the user that is described here; the first error matters.
         note = f"{place}; what is known of it could not be described ({type(other).__name__}: {other})"
@@ -82,18 +82,18 @@ def _why_late() -> str:
 def _describe_place(error: Exception, place: str, run: Run) -> str:
     """Describe the batch, or the loader that was asked for one; return "" outside of steps and loaders."""
     is_of_worker = "DataLoader worker" in str(error)  # torch raises it anywhere, in a step too.
-    failed_at = run.trainer.loader_position.failed_at if run.loader_use == "epoch" else None
-    if run.batch is not None and not is_of_worker and failed_at is None:
-        return f"{place}; the batch was {describe_batch(run.batch)}"
-    if not run.is_loading and not is_of_worker:
+    failed_at = run.trainer.loader_position.failed_at if run.activity.loader_use == "epoch" else None
+    if run.activity.batch is not None and not is_of_worker and failed_at is None:
+        return f"{place}; the batch was {describe_batch(run.activity.batch)}"
+    if not run.activity.is_loading and not is_of_worker:
         return ""
     progress = run.trainer.progress_checker
-    workers = getattr(run.current_loader, "num_workers", 0)
+    workers = getattr(run.activity.loader, "num_workers", 0)
     asked = f"while batch {failed_at or progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
-    if run.loader_use == "evaluation":
+    if run.activity.loader_use == "evaluation":
         asked = f"while a batch was asked for in an evaluation after step {progress.step}"
     of_workers = f", num_workers={workers}" if workers else ""
-    return f"{asked}, from {describe(run.current_loader)}{of_workers}{dead_workers(error)}"
+    return f"{asked}, from {describe(run.activity.loader)}{of_workers}{dead_workers(error)}"
 
 
 def _add_hint(error: Exception, trainer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_ended, check_loader, describe, has_pinned_batches
 from zae.data.workers import abandon_workers
 from zae.errors import LoaderError, StepError
+from zae.loop.activity import EvaluationSettings
 from zae.loop.epoch_log import in_turn, to_host
 from zae.loop.history import Metrics
 from zae.loop.progress import EvaluationAborted
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "evaluated_model", "evaluation_weights", "switch_mode"]
 
+_log = logging.getLogger("zae")
 _SECONDS = 2.0  # Between two times that the ranks ask each other in a validation.
 _TOGETHER = 8  # Batches of each rank whose predictions are gathered at once.
 
@@ -114,7 +117,7 @@ def evaluation_weights(optimization: Optimization, device: torch.device) -> Iter
 @contextmanager
 def evaluated_model(trainer: Trainer) -> Iterator[None]:
     """Let a block use the model as an evaluation does; within an evaluation, change nothing."""
-    if trainer.current_run.is_evaluating:  # To enter its context again would reset its metrics.
+    if trainer.current_run.activity.evaluation.is_running:  # To enter its context again would reset its metrics.
         yield
         return
     with trainer.ready(), torch.no_grad(), trainer.evaluation_context():
@@ -211,7 +214,7 @@ class Evaluation:
 
     def record_batch(self, batch: Any) -> None:
         """Evaluate and record one batch, in an evaluation or outside of one."""
-        context = NULL_CONTEXT if self.trainer.current_run.is_evaluating else self._testing(None)
+        context = NULL_CONTEXT if self.trainer.current_run.activity.evaluation.is_running else self._testing(None)
         with context:
             self._test_batches(None, iter([batch]), self.trainer.logging)
 
@@ -222,24 +225,24 @@ class Evaluation:
         """
         check_loader(loader)
         trainer = self.trainer
-        run = trainer.current_run
+        activity = trainer.current_run.activity
         # What this rank has computed and not passed on yet: one entry for each batch, None for a batch that was None.
         held: list[tuple[int | None, Any] | None] = []
         batches_at_once = 1 if trainer.world_size == 1 else _TOGETHER
 
         def hold(values: Any, weight: Any) -> None:
-            held[-1] = (leading_dimension(run.batch), to_host(values))
+            held[-1] = (leading_dimension(activity.batch), to_host(values))
 
         def pass_on(is_last: bool) -> bool:
             """Gather what all ranks hold, and take it; return whether every rank has passed on its last batch."""
-            run.is_loading = False  # An error in here is not one of the loader.
+            activity.is_loading = False  # An error in here is not one of the loader.
             parts = trainer.engine.gather_dp((is_last, held))
             for each in in_turn([part for _, part in parts]):
                 if each is not None:
                     size, values = each
                     take(size, values)
             held.clear()
-            run.is_loading = not is_last
+            activity.is_loading = not is_last
             return all(ends for ends, _ in parts)
 
         def hold_each(batches: Iterator[Any]) -> Iterator[Any]:
@@ -276,22 +279,23 @@ class Evaluation:
         """
         trainer = self.trainer
         run = trainer.current_run
-        step = getattr(trainer, run.test_step)
-        mode = run.test_step.removesuffix("_step")
+        activity = run.activity
+        step = getattr(trainer, activity.evaluation.step)
+        mode = activity.evaluation.step.removesuffix("_step")
         # Looked up once: a small model is evaluated faster than attributes of a composed class are found.
         to_device = trainer.to_device
         forward_context = trainer.forward_context
         sample_weight = trainer.sample_weight
         given = 0
         count = 0
-        with run.iterating(loader):
+        with activity.reading(loader):
             for batch in batches:
                 if signals:
                     return None
                 given += 1
                 if batch is None:
                     continue
-                run.batch = batch
+                activity.batch = batch
                 batch = to_device(batch)
                 with forward_context():
                     out = step(batch)
@@ -299,7 +303,7 @@ class Evaluation:
                 if not count and weighs:
                     say_uncounted(run, batch, values)
                 take(values, weight)
-                run.batch = None
+                activity.batch = None
                 count += 1
             check_ended(wrapped, given)
         return count
@@ -309,18 +313,15 @@ class Evaluation:
         """Enclose an evaluation by this step, and put back what it changes."""
         trainer = self.trainer
         position = trainer.loader_position
-        run = trainer.current_run
         root = trainer.model if isinstance(trainer.model, nn.Module) else trainer.unwrap()
         modes = {module: module.training for module in root.modules()}
         before_trainer = (trainer.mode, position.pinned)
-        before_run = (run.is_evaluating, run.test_step, run.valid_name, run.evaluation_seed)
+        activity = trainer.current_run.activity
+        evaluation_before = activity.evaluation
         try:
             trainer.mode = "test"
             position.pinned = has_pinned_batches(loader)  # Of this loader, not of the epoch's.
-            run.is_evaluating = True
-            run.test_step = step
-            run.valid_name = name
-            run.evaluation_seed = self.seed
+            activity.evaluation = EvaluationSettings(True, step, name, self.seed)
             root.eval()
             isolated = random_state.isolated(*random_state.generators_of(loader))
             with torch.no_grad(), isolated, preserve_streams(loader), trainer.evaluation_context():
@@ -329,12 +330,12 @@ class Evaluation:
                     random_state.draw_as_rank(trainer.engine.dp_rank)
                 yield
             if root.training and step == "test_step":
-                run.warn_of_training_mode()
+                _warn_of_training_mode(trainer)
         finally:
             for module, is_training in modes.items():  # A step may have called model.train().
                 module.training = is_training
             trainer.mode, position.pinned = before_trainer
-            run.is_evaluating, run.test_step, run.valid_name, run.evaluation_seed = before_run
+            activity.evaluation = evaluation_before
 
     @contextmanager
     def _fresh_log(self) -> Iterator[None]:
@@ -350,3 +351,13 @@ def _common_keys(rows: Mapping[str, Metrics]) -> list[str]:
     """List the metrics that each of several loaders has, in the order of the first one."""
     first = next(iter(rows.values()))
     return [key for key in first if all(key in row for row in rows.values())]
+
+
+def _warn_of_training_mode(trainer: Trainer) -> None:
+    """Warn once of a ``test_step`` that leaves the model in training mode."""
+    if trainer.is_main and trainer.history.is_first_remark("the mode after test_step"):
+        _log.warning(
+            "%s.test_step leaves the model in training mode, and the next batch is evaluated in it unless the step "
+            "begins with self.model.eval(); leave model.train() out of test_step: training continues as it was",
+            type(trainer).__name__,
+        )

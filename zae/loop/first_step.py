@@ -20,6 +20,7 @@ from zae.common.torch_private import version_of
 from zae.common.walk import local_part, names_in
 from zae.compose.first_call import check_properties
 from zae.compose.introspect import is_add_on, is_base
+from zae.data.loaders import describe, length_of
 from zae.errors import StepError, TaskError
 from zae.loop.other_optimizers import naming_other_optimizers
 from zae.loop.step_output import say_not_numbers, say_uncounted
@@ -27,9 +28,10 @@ from zae.optim import needs_closure, parameters_of
 from zae.schedulers.lengths import steps_taken
 
 if TYPE_CHECKING:
+    from zae.loop.run import Run
     from zae.trainer import Trainer
 
-__all__ = ["FirstStep", "WeightSample", "warn_of_unmoved", "weights_of"]
+__all__ = ["FirstEpoch", "FirstStep"]
 
 _log = logging.getLogger("zae")
 _SHOWN = 16  # Numbers of each parameter that are kept for an epoch.
@@ -225,7 +227,7 @@ class FirstStep:
         )
 
 
-class WeightSample(NamedTuple):
+class _WeightSample(NamedTuple):
     """The first numbers of a parameter, to see later whether it has changed."""
 
     parameter: Tensor
@@ -233,7 +235,7 @@ class WeightSample(NamedTuple):
     numbers: Tensor
 
     @classmethod
-    def of(cls, parameter: Tensor) -> WeightSample:
+    def of(cls, parameter: Tensor) -> _WeightSample:
         """Return the sample of a parameter as it is now."""
         return cls(parameter, version_of(parameter), _first_numbers(parameter).clone())
 
@@ -247,11 +249,62 @@ def _first_numbers(parameter: Tensor) -> Tensor:
     return local_part(parameter.data).reshape(-1)[:_SHOWN]
 
 
-def weights_of(trainer: Trainer) -> dict[str, list[WeightSample]]:
+class FirstEpoch:
+    """Compares, as it ends, the first epoch of a run with what its loader has said and with the weights before it."""
+
+    def __init__(self) -> None:
+        self._weights: dict[str, list[_WeightSample]] = {}  # Of each optimizer.
+        self._skipped_steps = 0
+        self._length: int | None = None  # That of the loader as the first epoch of the training began.
+
+    def open(self, run: Run, wrapped_loader: Any) -> None:
+        """Note what there is as an epoch begins, or continues."""
+        trainer = run.trainer
+        progress = trainer.progress_checker
+        is_begin = not progress.epoch_batch
+        if is_begin:
+            self._length = None if progress.epoch else length_of(wrapped_loader)
+        self._weights = _weights_of(trainer) if run.watches_next_step and is_begin else {}
+        self._skipped_steps = progress.skipped_steps
+
+    def close(self, run: Run, wrapped_loader: Any, is_complete: bool) -> None:
+        """Warn of another number of batches, and of weights that no step has changed."""
+        trainer = run.trainer
+        progress = trainer.progress_checker
+        if is_complete:
+            self._warn_of_length(run, wrapped_loader)
+        if progress.skipped_steps - self._skipped_steps < progress.epoch_step:
+            _warn_of_unmoved(trainer, self._weights)
+        self._weights = {}
+
+    def _warn_of_length(self, run: Run, wrapped_loader: Any) -> None:
+        """Warn, in the first epoch, of a loader that yields another number of batches than its length says."""
+        trainer = run.trainer
+        progress = trainer.progress_checker
+        length = self._length
+        count = progress.epoch_batch + trainer.loader_position.absent_count
+        self._length = None
+        if length in (None, count) or run.extent.epoch_ends_at or not trainer.is_main:
+            return
+        planned = run.extent.total_steps()
+        made_for = ""
+        if planned is not None and trainer.schedulers:
+            made_for = f", and its schedules were made for {planned} steps of the whole run"
+        _log.warning(
+            "the loader has a length of %d and yielded %d batches in the first epoch (%s)%s: let __len__ return the "
+            "number of batches, or write steps_per_epoch=...",
+            length,
+            count,
+            describe(wrapped_loader),
+            made_for,
+        )
+
+
+def _weights_of(trainer: Trainer) -> dict[str, list[_WeightSample]]:
     """Return the first numbers of what each optimizer trains on this rank, to compare them later."""
     found = {}
     for name, optimizer in trainer.optimizers.items():
-        found[name] = [WeightSample.of(parameter) for parameter in _trained_by(optimizer)]
+        found[name] = [_WeightSample.of(parameter) for parameter in _trained_by(optimizer)]
     return found
 
 
@@ -267,7 +320,7 @@ def _trained_by(optimizer: Any) -> list[Tensor]:
     return found
 
 
-def warn_of_unmoved(trainer: Trainer, before: Mapping[str, list[WeightSample]]) -> None:
+def _warn_of_unmoved(trainer: Trainer, before: Mapping[str, list[_WeightSample]]) -> None:
     """Warn of optimizers that have changed none of their weights in the epoch that ends."""
     names = []
     for name, samples in before.items():

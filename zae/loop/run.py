@@ -14,8 +14,9 @@
         close_epoch(loader)            the means of the epoch; step the schedulers; count the epoch
         end_epoch()                    validate, keep the best, call on_epoch_end, save
 
-What is counted lies in `zae.loop.progress`, where the call ends in `zae.loop.limits`, and how the call goes back to an
-earlier state in `zae.loop.continuation`.
+What is counted lies in `zae.loop.progress`, where the call ends in `zae.loop.limits`, how the call goes back to an
+earlier state in `zae.loop.continuation`, what it is doing at a moment in `zae.loop.activity`, what is asked of it in
+`zae.loop.requests`, and what it records in `zae.loop.recording`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -32,21 +33,23 @@ import torch
 from torch import nn
 
 from zae import optim
-from zae.common.argument_checks import check_metrics
 from zae.compose.first_call import watching_first_calls
-from zae.compose.introspect import is_overridden, mentions_super
+from zae.compose.introspect import mentions_super
 from zae.data.loaders import describe, length_of
 from zae.data.workers import check_epoch_of_workers, ignore_dead_workers
 from zae.display.choose import choose_display
 from zae.display.terminal import Display
-from zae.errors import ConfigError, LoaderError, TaskError, kind_of
+from zae.errors import LoaderError, TaskError
+from zae.loop.activity import Activity
 from zae.loop.continuation import Continuation
-from zae.loop.first_step import WeightSample, warn_of_unmoved, weights_of
+from zae.loop.first_step import FirstEpoch
 from zae.loop.history import Metrics
 from zae.loop.limits import Extent, RunLimits
-from zae.loop.progress import NO_LIMIT, SIGNALED, TIME_IS_UP, EvaluationAborted
+from zae.loop.progress import NO_LIMIT, TIME_IS_UP
+from zae.loop.recording import log_training, record_epoch, update_best
+from zae.loop.requests import Requests
 from zae.loop.run_view import RunView
-from zae.loop.step_output import say_not_numbers
+from zae.loop.validation import validate
 from zae.metrics.reductions import means_of, merge_sums
 
 if TYPE_CHECKING:
@@ -56,7 +59,6 @@ if TYPE_CHECKING:
 __all__ = ["Run"]
 
 _log = logging.getLogger("zae")
-_ACTIONS = ("log", "validate", "save", "end_epoch")
 
 
 class Run:
@@ -97,26 +99,12 @@ class Run:
         Signals that ask for the end, as `StopSignals` notes them.
     began : float
         When the call began, by ``time.monotonic``.
-    requests : set of str
-        What `Trainer.request` asked for, as all ranks know it; `serve_requests` does it.
-    micro_index : int
-        The index in its window of the batch whose gradient is computed.
-    is_evaluating : bool
-        Whether weights, modes and random streams are those of an evaluation.
-    test_step : {"test_step", "predict_step"}
-        The step that an evaluation makes of each batch.
-    valid_name : str or None
-        The name of the loader that an evaluation reads, where the loaders were given by name.
-    evaluation_seed : int or None
-        Where the random streams of an evaluation begin; None is where those of training stand.
-    batch : object
-        For error notes: the batch of the step in progress.
-    current_loader : object
-        For error notes: the loader of the open epoch, or of the evaluation.
-    loader_use : {"epoch", "evaluation"}
-        For error notes: what ``current_loader`` is read for.
-    is_loading : bool
-        For error notes: whether ``current_loader`` is being asked for a batch.
+    requests : Requests
+        What `Trainer.request` asked for, and the hooks that decide what is due.
+    activity : Activity
+        What the run is doing at this moment.
+    first_epoch : FirstEpoch
+        What the first epoch is compared with as it ends.
     """
 
     def __init__(
@@ -142,30 +130,13 @@ class Run:
         self.is_ready = False
         self.wrapped_model: Any = None
         self.previous_device: torch.device | None = None
-        # The first step and the first epoch are looked at more closely.
         self.watches_next_step = False
         self.has_begun_epoch = False
         self.continues_call = False
-        self._weights_before: dict[str, list[WeightSample]] = {}  # Of each optimizer.
-        self._skipped_before = 0
-        self._first_length: int | None = None  # The length of the loader as the first epoch of the run began.
-        self._has_warned_of_mode = False
-        # What is to be done between steps.
         self.signals: list[int] = []
-        self.requests: set[str] = set()
-        self._logged_at = -1  # The step after which training was logged last.
-        # What the present step does.
-        self.micro_index = 0
-        # What the present evaluation does.
-        self.is_evaluating = False
-        self.test_step = "test_step"
-        self.valid_name: str | None = None
-        self.evaluation_seed: int | None = None
-        # For error notes.
-        self.batch: Any = None
-        self.current_loader: Any = None
-        self.loader_use = "epoch"
-        self.is_loading = False
+        self.requests = Requests()
+        self.activity = Activity()
+        self.first_epoch = FirstEpoch()
 
     @property
     def trainer(self) -> Any:
@@ -279,7 +250,7 @@ class Run:
         trainer.run_record.note_call(self)  # First: an epoch that is set is no setting of the dataset.
         self.continues_call = not calls.is_new_call
         wrapped_loader = self._fit_loader()
-        self.current_loader = wrapped_loader
+        self.activity.loader = wrapped_loader
         optim.check_closures(trainer.optimizers, type(trainer))
         self.extent.steps_in_epoch = self.extent.steps_per_epoch(wrapped_loader)
         if not calls.is_completed:
@@ -353,32 +324,21 @@ class Run:
         if progress.run_calls.must_replay:  # The state is of a later call.
             return
         trainer.user_state.begin(trainer, self.continues_call)
-        trainer.loader_position.begin_values(self.current_loader)
+        trainer.loader_position.begin_values(self.activity.loader)
         if progress.pending_validation == "epoch":
             self.end_epoch()
         elif progress.pending_validation:
-            self._validate("step")
+            validate(self, "step")
             trainer.checkpoint()
 
     # ---------------------------------------------------------------------------------- a state within the call
-
-    def check_load(self) -> None:
-        """Refuse to load a state within a step or an evaluation, which would go on with it."""
-        if self.batch is not None or self.is_evaluating:
-            within = "an evaluation" if self.is_evaluating else "a step"
-            raise ConfigError(
-                f"a state is loaded within {within}, which would go on with other weights than it began with; write "
-                "continue_from(state), which loads it when the step is done"
-            )
 
     def take_up_state(self) -> bool:
         """Continue from a state that was loaded within the call, as a script does that is started again in it."""
         if not self.continuation.is_due:
             return False
         self.continuation.take_up()
-        # What was done, or asked for, since that state counts no more.
         self.requests.clear()
-        self._logged_at = -1
         self.extent.reset_epoch()
         self.trainer.nonfinite.forget()
         self.begin()
@@ -414,14 +374,12 @@ class Run:
         self._leave_epoch(wrapped_loader)
         is_begin = not progress.epoch_batch
         if is_begin:
-            self._first_length = None if progress.epoch else length_of(wrapped_loader)
             trainer.log_train.begin_epoch()
             trainer.log_test.clear()
         progress.pending_validation = ""
         optimization.begin_training()
         trainer.zero_grad()  # An exception may have left the gradients of a step.
-        self._weights_before = weights_of(trainer) if self.watches_next_step and is_begin else {}
-        self._skipped_before = progress.skipped_steps
+        self.first_epoch.open(self, wrapped_loader)
         # A script may have left the model in evaluation mode; modules that it has frozen one by one stay so.
         if isinstance(trainer.model, nn.Module) and not trainer.model.training:
             trainer.model.train()
@@ -432,9 +390,9 @@ class Run:
         """Return the remaining batches of the open epoch: none after the last of ``steps_per_epoch``."""
         trainer = self.trainer
         progress = self._progress
-        self.current_loader = wrapped_loader
-        self.loader_use = "epoch"
-        self.is_loading = True
+        self.activity.loader = wrapped_loader
+        self.activity.loader_use = "epoch"
+        self.activity.is_loading = True
         if progress.epoch_batch and self.extent.is_epoch_end:
             # The epoch has all of its steps. Its loader is opened all the same: the next epoch follows what it draws.
             trainer.loader_position.batches(wrapped_loader, progress.epoch_batch, progress.batch)
@@ -445,24 +403,25 @@ class Run:
     def after_step(self) -> bool:
         """Log, validate and save where it is due, in this order; return whether the epoch, or the run, ends here."""
         trainer = self.trainer
-        self.is_loading = False
+        self.activity.is_loading = False
         if self.continuation.is_requested:  # What was done since that state counts no more.
             return True
         progress = trainer.progress_checker
         step = progress.step
-        if trainer.log_every.due_at_step(step) or "log" in self.requests:
-            self.log_training()
+        requests = self.requests
+        if trainer.log_every.due_at_step(step) or "log" in requests.actions:
+            log_training(self)
         if self.valid_loader is not None:
-            is_due = self.decide("should_validate", self.limits.valid_every.due_at_step(step))
-            if is_due or "validate" in self.requests:
-                self._validate("step")
+            is_due = requests.decide(trainer, "should_validate", self.limits.valid_every.due_at_step(step))
+            if is_due or "validate" in requests.actions:
+                validate(self, "step")
         if self.limits.max_time is not None:
             self._check_time()
         # After the validation: a checkpoint has its metrics, and may be the best one.
         trainer.checkpoint()
         if self.display.shown and self.display.due():
             self.display.update(RunView(self))
-        self.is_loading = True
+        self.activity.is_loading = True
         if self.continuation.is_due:
             return True
         extent = self.extent
@@ -483,45 +442,19 @@ class Run:
         """Compute the means of an epoch, step its schedulers, and count it."""
         trainer = self.trainer
         progress = self._progress
-        self.is_loading = False
+        self.activity.is_loading = False
         self.display.end_epoch(RunView(self))
         if self.continuation.is_due:
             return Metrics()
         if not progress.epoch_batch:
             self._refuse_no_batches(wrapped_loader)
-        if is_complete:
-            self._warn_of_length(wrapped_loader)
         # It may raise: losses that wait on an accelerator are looked at before the epoch is recorded.
         trainer.nonfinite.sync_counts(progress, trainer)
-        skipped_steps = progress.skipped_steps - self._skipped_before
-        if skipped_steps < progress.epoch_step:
-            warn_of_unmoved(trainer, self._weights_before)
-        self._weights_before = {}
+        self.first_epoch.close(self, wrapped_loader, is_complete)
         if not is_complete:  # The epoch stays open: it has means, but no row in the history.
             sums = trainer.engine.gather_dp(trainer.log_train.sums())
             return Metrics(means_of(merge_sums(sums)))
-        return self._record_epoch()
-
-    def _warn_of_length(self, wrapped_loader: Any) -> None:
-        """Warn, in the first epoch, of a loader that yields another number of batches than its length says."""
-        progress = self._progress
-        length = self._first_length
-        count = progress.epoch_batch + self.trainer.loader_position.absent_count
-        self._first_length = None
-        if length in (None, count) or self.extent.epoch_ends_at or not self.trainer.is_main:
-            return
-        planned = self.extent.total_steps()
-        made_for = ""
-        if planned is not None and self.trainer.schedulers:
-            made_for = f", and its schedules were made for {planned} steps of the whole run"
-        _log.warning(
-            "the loader has a length of %d and yielded %d batches in the first epoch (%s)%s: let __len__ return the "
-            "number of batches, or write steps_per_epoch=...",
-            length,
-            count,
-            describe(wrapped_loader),
-            made_for,
-        )
+        return record_epoch(self)
 
     def _refuse_no_batches(self, wrapped_loader: Any) -> None:
         """Raise the error for a loader that yields nothing."""
@@ -531,26 +464,6 @@ class Run:
             remedy = "a generator is exhausted after one epoch: give a list, or a class with __iter__"
         raise LoaderError(f"the loader yielded 0 batches in epoch {number} ({describe(wrapped_loader)}); {remedy}")
 
-    def _record_epoch(self) -> Metrics:
-        """Record the metrics of a complete epoch, step its schedulers, and count it."""
-        trainer = self.trainer
-        progress = self._progress
-        history = trainer.history
-        # metric_on_epoch_end is called for training here, and must find no entries of a validation within the epoch.
-        trainer.log_test.clear()
-        metrics = history.summarize("train", trainer.engine, trainer.metric_on_epoch_end)
-        # The rates that the epoch had: its schedulers step below.
-        history.record("train", metrics, progress.place, trainer.optimization.learning_rates())
-        if trainer.log_every.due_at_epoch(progress.epoch + 1):
-            self.log_training(trainer.train_metrics)
-        trainer.scheduler_step("epoch")
-        progress.close_epoch()
-        self.extent.reset_epoch()
-        trainer.loader_position.start_next_epoch(progress.batch)
-        say_not_numbers(self, trainer.log_train, "train_step")
-        recorded: Metrics = history.train_metrics
-        return recorded
-
     def end_epoch(self) -> None:
         """Validate the epoch that was just closed, update the best, show it, call ``on_epoch_end``, and save."""
         trainer = self.trainer
@@ -559,12 +472,14 @@ class Run:
             # A state that was saved within this validation has it pending: the decision was made before.
             is_due = bool(progress.pending_validation)
             if not is_due and self.valid_loader is not None:
-                is_due = self.decide("should_validate", self.limits.valid_every.due_at_epoch(progress.epoch))
+                is_due = self.requests.decide(
+                    trainer, "should_validate", self.limits.valid_every.due_at_epoch(progress.epoch)
+                )
             if is_due:
-                self._validate("epoch")
+                validate(self, "epoch")
             if not progress.pending_validation:
                 if self.valid_loader is None or trainer.history.watches_training:
-                    self.update_best("train", trainer.history.train_metrics)
+                    update_best(self, "train", trainer.history.train_metrics)
                 self.display.line(RunView(self))
                 trainer.on_epoch_end()
         finally:
@@ -574,42 +489,6 @@ class Run:
         trainer.checkpoint()
 
     # ---------------------------------------------------------------------------------- decisions and requests
-
-    @cached_property
-    def decisions(self) -> list[str]:
-        """The decision hooks that a class, or an attribute of this trainer, overrides: a step asks no other one."""
-        return [name for name in ("should_validate", "should_checkpoint") if is_overridden(self.trainer, name)]
-
-    def decide(self, name: str, is_due: bool) -> bool:
-        """Ask a hook whether to do what is due, or not due; of several ranks, the answer of rank 0 counts."""
-        if name not in self.decisions:
-            return is_due
-        # Ranks may differ, by a clock for instance. They would wait for each other in a validation that one leaves out.
-        answer = getattr(self.trainer, name)(is_due)
-        if type(answer).__name__ not in ("bool", "bool_"):  # The second is that of NumPy.
-            raise ConfigError(f"{name}({is_due}) returned {kind_of(answer)}; return True or False")
-        return bool(self.trainer.gather(answer)[0])
-
-    def request(self, action: str) -> None:
-        """Note what is to be done after this step; all ranks call it."""
-        if action not in _ACTIONS:
-            raise ConfigError(f"request({action!r}); write 'log', 'validate', 'save' or 'end_epoch'")
-        self.requests.add(action)
-
-    def serve_requests(self) -> None:
-        """Log, validate and end the epoch where that was asked for and not done at this step; leave "save"."""
-        progress = self._progress
-        requests = self.requests
-        validations = self.trainer.history.valid
-        if "log" in requests and self._logged_at != progress.step:
-            self.log_training()
-        if "validate" in requests and (not validations or validations[-1]["step"] != progress.step):
-            self._validate("step")
-            if progress.pending_validation:  # The signal that has ended it came to all ranks.
-                progress.stop_reason = SIGNALED
-        if "end_epoch" in requests and progress.epoch_batch:
-            self.extent.end_epoch_here()
-        self.requests = requests & {"save"}
 
     def _check_time(self) -> None:
         """Ask for the end where ``max_time`` has passed; several ranks agree on it in ``checkpoint``."""
@@ -621,115 +500,7 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------ validation
 
-    @contextmanager
-    def iterating(self, loader: Any) -> Iterator[None]:
-        """Hold, for error notes, which loader is evaluated."""
-        before = (self.batch, self.current_loader, self.is_loading, self.loader_use)
-        self.batch = None
-        self.current_loader = loader
-        self.is_loading = True
-        self.loader_use = "evaluation"
-        yield  # An error leaves them, for its note.
-        self.batch, self.current_loader, self.is_loading, self.loader_use = before
-
-    def _validate(self, moment: str) -> None:
-        """Validate; a signal that asks for the end leaves it pending, with the state as before it."""
-        trainer = self.trainer
-        progress = self._progress
-        if self.valid_loader is None:
-            progress.pending_validation = ""
-            return
-        progress.pending_validation = moment
-        trainer.user_state.before_validation(trainer)
-        # After a signal it stays pending, and is in the state that is saved: the resumed run begins with it.
-        with suppress(EvaluationAborted):
-            trainer.on_validation_begin()
-            metrics = trainer.validate()
-            if not isinstance(metrics, Mapping):
-                raise TaskError(
-                    f"{type(trainer).__name__}.validate returned {kind_of(metrics)}, and the loop needs the "
-                    "metrics of the validation: write return super().validate(), or give a method of your own "
-                    "another name"
-                )
-            if is_overridden(trainer, "validate"):  # Its numbers may be of this rank alone.
-                own = check_metrics(f"{type(trainer).__name__}.validate", metrics)
-                metrics = trainer.gather(own)[0]
-            self.record_validation(metrics)
-            self.update_best("valid", metrics)
-            if moment == "step":  # That of an epoch is in the line of the epoch.
-                self.display.validation(RunView(self))
-            trainer.on_validation_end(metrics)
-            trainer.user_state.after_validation()
-
-    def warn_of_training_mode(self) -> None:
-        """Warn once of a ``test_step`` that leaves the model in training mode."""
-        if self._has_warned_of_mode or not self.trainer.is_main:
-            return
-        self._has_warned_of_mode = True
-        _log.warning(
-            "%s.test_step leaves the model in training mode, and the next batch is evaluated in it unless the step "
-            "begins with self.model.eval(); leave model.train() out of test_step: training continues as it was",
-            type(self.trainer).__name__,
-        )
-
-    def run_test_epoch(self) -> None:
-        """Evaluate the loader of a call in mode "test", and record the metrics."""
-        self.trainer.on_validation_begin()
-        metrics = self.trainer.run_epoch(self.loader)
-        if not isinstance(metrics, Mapping):
-            raise TaskError(
-                f"run_epoch returned {kind_of(metrics)} in mode 'test'; return the metrics of the evaluation: return "
-                "super().run_epoch(loader), or self.evaluate(loader)"
-            )
-        self.record_validation(metrics)
-        self.trainer.on_validation_end(metrics)
-
     @property
     def stop_signals(self) -> list[int] | None:
         """The signals that end the validation of a run early; None for one that the user calls."""
         return self.signals if self._progress.pending_validation else None
-
-    def record_validation(self, metrics: Mapping[str, float]) -> None:
-        """Record and log the metrics of a validation."""
-        trainer = self.trainer
-        progress = self._progress
-        progress.pending_validation = ""
-        trainer.history.record("valid", metrics, progress.place)
-        trainer.log({f"valid/{key}": value for key, value in metrics.items()}, progress.step)
-
-    def update_best(self, split: str, metrics: Mapping[str, float]) -> None:
-        """Keep the best metrics, and step the schedulers that wait for a metric."""
-        trainer = self.trainer
-        history = trainer.history
-        # A metric of training is known at the end of its epoch, where this method is called with "train".
-        if split == "valid" and history.watches_training and history.monitor not in metrics:
-            return
-        history.check_split(split, metrics)
-        score = trainer.score_of(metrics)
-        if trainer.check_better(metrics):
-            history.update_best(split, metrics, score, self._progress.place)
-        trainer.optimization.step_plateaus(score, history.monitor, metrics)
-
-    # --------------------------------------------------------------------------------------------------- logging
-
-    def log_training(self, means: Mapping[str, float] | None = None) -> None:
-        """Log learning rates, gradient norm, and the means of an epoch or of the steps since the last record."""
-        trainer = self.trainer
-        progress = self._progress
-        optimization = trainer.optimization
-        self._logged_at = progress.step
-        if means is None:
-            trainer.nonfinite.sync_counts(progress, trainer)
-        # Also where the means of an epoch are logged: the next record begins after this one.
-        since_last_record = means_of(merge_sums(trainer.engine.gather_dp(trainer.log_train.take_sums())))
-        record = {f"train/{key}": value for key, value in (means or since_last_record).items()}
-        record |= optimization.learning_rates()
-        if trainer.grad_norm is not None:
-            record["grad_norm"] = float(trainer.grad_norm)
-            for name, norm in optimization.grad_norms.items():
-                record[f"grad_norm/{name}"] = float(norm)
-        if progress.skipped_steps:
-            record["skipped_steps"] = float(progress.skipped_steps)
-        if progress.nonfinite_steps:
-            record["nonfinite_steps"] = float(progress.nonfinite_steps)
-        trainer.log(record, progress.step)

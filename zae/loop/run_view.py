@@ -39,7 +39,7 @@ class RunView:
     def __init__(self, run: Run, loader: Any = None) -> None:
         self._run = run
         self._trainer = run.trainer
-        self._wrapped_loader = run.current_loader if loader is None else loader
+        self._wrapped_loader = run.activity.loader if loader is None else loader
 
     def position(self) -> Position:
         """Return how far the run is, in its open epoch."""

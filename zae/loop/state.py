@@ -128,7 +128,7 @@ class CoreState:
             trainer.user_state.load_state_dict(trainer, user_state)
             return
         if not is_in_mode(trainer, addon_state.FROM_FILE):
-            trainer.current_run.check_load()
+            trainer.current_run.activity.check_load()
         _check_keys(state, strict)
         module = trainer.unwrap()
         if not trainer.current_run.is_ready and optimization.has_factory:  # A later setup uses what they make.

@@ -141,7 +141,7 @@ class UserState:
         tensors = _tensors_of(trainer)
         packer = Packer(tensors, walk.paths, trainer.device, copies)
         state = self._changes.write(walk, packer, says=trainer.is_main)
-        if trainer.current_run.batch is None:  # Within a step they are on their way.
+        if trainer.current_run.activity.batch is None:  # Within a step they are on their way.
             gradients = {name: each.grad for name, each in tensors.items() if each.grad is not None}
             if gradients:
                 state["gradients"] = {name: each.clone() if copies else each for name, each in gradients.items()}

@@ -96,7 +96,7 @@ def test_a_nan_of_the_first_batch_of_a_window_is_found(policy):
         def train_step(self, batch):
             inputs, target = batch
             loss = nn.functional.mse_loss(self.model(inputs), target)
-            if self.progress_checker.batch == 3 and self.current_run.micro_index == 0:
+            if self.progress_checker.batch == 3 and self.current_run.activity.micro_index == 0:
                 loss = loss * float("nan")
             return {"loss": StaticOutput.apply(loss, "loss")}
 

@@ -1,0 +1,62 @@
+"""The validation of a run, after a step or an epoch, and the evaluation that a run in mode "test" is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from zae.common.argument_checks import check_metrics
+from zae.compose.introspect import is_overridden
+from zae.errors import TaskError, kind_of
+from zae.loop.progress import EvaluationAborted
+from zae.loop.recording import record_validation, update_best
+from zae.loop.run_view import RunView
+
+if TYPE_CHECKING:
+    from zae.loop.run import Run
+
+__all__ = ["run_test_epoch", "validate"]
+
+
+def validate(run: Run, moment: str) -> None:
+    """Validate; a signal that asks for the end leaves it pending, with the state as before it."""
+    trainer = run.trainer
+    progress = trainer.progress_checker
+    if run.valid_loader is None:
+        progress.pending_validation = ""
+        return
+    progress.pending_validation = moment
+    trainer.user_state.before_validation(trainer)
+    # After a signal it stays pending, and is in the state that is saved: the resumed run begins with it.
+    with suppress(EvaluationAborted):
+        trainer.on_validation_begin()
+        metrics = trainer.validate()
+        if not isinstance(metrics, Mapping):
+            raise TaskError(
+                f"{type(trainer).__name__}.validate returned {kind_of(metrics)}, and the loop needs the "
+                "metrics of the validation: write return super().validate(), or give a method of your own "
+                "another name"
+            )
+        if is_overridden(trainer, "validate"):  # Its numbers may be of this rank alone.
+            own = check_metrics(f"{type(trainer).__name__}.validate", metrics)
+            metrics = trainer.gather(own)[0]
+        record_validation(run, metrics)
+        update_best(run, "valid", metrics)
+        if moment == "step":  # That of an epoch is in the line of the epoch.
+            run.display.validation(RunView(run))
+        trainer.on_validation_end(metrics)
+        trainer.user_state.after_validation()
+
+
+def run_test_epoch(run: Run) -> None:
+    """Evaluate the loader of a call in mode "test", and record the metrics."""
+    run.trainer.on_validation_begin()
+    metrics = run.trainer.run_epoch(run.loader)
+    if not isinstance(metrics, Mapping):
+        raise TaskError(
+            f"run_epoch returned {kind_of(metrics)} in mode 'test'; return the metrics of the evaluation: return "
+            "super().run_epoch(loader), or self.evaluate(loader)"
+        )
+    record_validation(run, metrics)
+    run.trainer.on_validation_end(metrics)
