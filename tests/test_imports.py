@@ -184,7 +184,7 @@ def test_the_search_finds_what_it_looks_for(tmp_path):
     assert {name: found[name] for name in now} == now
     assert not any("trainer" in name.lower() for name in found)
     assert imports.circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
-    assert imports.is_allowed("zae.loop.state", "zae.checkpoint.encoding")
+    assert imports.is_allowed("zae.loop.trainer_state", "zae.checkpoint.encoding")
     assert not imports.is_allowed("zae.data.position", "zae.checkpoint.filesystem")
     assert not imports.is_allowed("zae.loop.run", "zae.trainer")
     assert not imports.is_allowed("zae.trainer", "zae.addons.ema")

@@ -75,7 +75,9 @@ def test_messages_and_pages_name_what_is_there() -> None:
     code = [*leftovers.texts_of_code(TREES)]
     pages = leftovers.pages()
     known = leftovers.arguments_of(TREES.values())
-    others = [each for each in code if not each[0].startswith("zae/loop/state.py")]  # It lists what older states have.
+    others = [
+        each for each in code if not each[0].startswith("zae/loop/trainer_state.py")
+    ]  # It lists what older states have.
     assert leftovers.absent_names([*others, *pages.items()]) == []
     messages = [(path, text) for path, text in code if not path.startswith(OF_OTHERS)]
     assert leftovers.absent_arguments(messages, known) == []

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from zae.checkpoint.weights import Weights
     from zae.explain import Text
     from zae.fact import Fact
-    from zae.loop.state import CoreState
+    from zae.loop.trainer_state import CoreState
     from zae.plan.page import RunPreview
 
 __all__ = ["Trainer"]
@@ -1201,7 +1201,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     def _core_state(self) -> CoreState:
         """Return what reads and loads the state; a run that saves nothing does not import it."""
-        from zae.loop.state import CoreState
+        from zae.loop.trainer_state import CoreState
 
         return CoreState(self)
 

@@ -16,7 +16,7 @@ from zae.compose.calls import explained_call
 from zae.compose.introspect import AddOnPart
 from zae.compose.options import options_of
 from zae.errors import ConfigError
-from zae.loop.state import CoreState
+from zae.loop.trainer_state import CoreState
 
 __all__ = ["SavingPart"]
 

@@ -184,8 +184,9 @@ def with_entries(loader: _Loader, wrap: Callable[[Any, int], Any]) -> _Loader:
 
 
 def is_stateful(loader: Any) -> TypeGuard[Any]:
-    """Return whether an object has ``state_dict`` and ``load_state_dict``."""
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    """Return whether an object has a state; that of one rank's shard is a position in the order of this rank alone."""
+    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return has_state and not getattr(loader, "is_rank_shard", False)
 
 
 def parts_of_dataset(dataset: Any) -> dict[str, Any]:

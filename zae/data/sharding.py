@@ -295,7 +295,7 @@ def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool
     """Return a copy of a DataLoader with another batch sampler."""
     made = copy_with(loader, batch_sampler=batches)
     if hasattr(loader, "load_state_dict"):
-        made.__class__ = _without_state(type(loader))
+        made.is_rank_shard = True
     # The length of a custom sampler, or of a dataset with set_epoch, may change.
     fixed = _is_of_torch(batches.sampler) and not hasattr(loader.dataset, "set_epoch")
     if each_is_batch or (training and (batches.leaves_out or loader.collate_fn is not default_collate or not fixed)):
@@ -303,15 +303,6 @@ def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool
     if rank and loader.generator is not None and loader.num_workers:
         made.worker_init_fn = _WorkerSeed(loader.worker_init_fn, rank)
     return made
-
-
-def _without_state(kind: type) -> type:
-    """Return a subclass without a state, which would be a position in the order of one rank alone."""
-
-    def absent(_: Any) -> Any:
-        raise AttributeError("a rank's shard of a loader has no state")
-
-    return type(kind.__name__, (kind,), dict.fromkeys(("state_dict", "load_state_dict"), property(absent)))
 
 
 class UnlessEmpty:
