@@ -40,8 +40,7 @@ def test_what_json_writes_is_read(value: Any, ascii_only: bool) -> None:
         (b"[NaN]", "NaN is not a number"),
         (b"[-Infinity]", "-Infinity is not a number"),
         (b"[1e999]", "beyond a float"),
-        (b"[9223372036854775808]", "beyond 64 bits"),
-        (b"1" * 1_000_000, "beyond 64 bits"),
+        (b"1" * 1_000_000, "digits"),
         (b"[" * 201 + b"]" * 201, "nested deeper than 200"),
     ],
 )

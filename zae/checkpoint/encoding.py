@@ -453,7 +453,7 @@ def strict_json(data: bytes, where: str) -> Any:
     """Parse JSON from the file `where`, in time and depth that its author cannot raise.
 
     Raise CheckpointDamaged if it is not JSON, nested deeper than `DEPTH_LIMIT`, has one key twice in an object, a NaN,
-    an infinity or an integer beyond 64 bits. Whoever reads the file limits its size.
+    an infinity, or an integer with more digits than Python reads. Whoever reads the file limits its size.
     """
     try:
         with _without_collector():
@@ -461,7 +461,6 @@ def strict_json(data: bytes, where: str) -> Any:
                 data.decode("utf-8"),
                 object_pairs_hook=_unique,
                 parse_constant=_refuse_constant,
-                parse_int=_small_int,
                 parse_float=_finite,
             )
             _refuse_depth(found)
@@ -505,14 +504,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _refuse_constant(text: str) -> Any:
     """Refuse NaN and Infinity, which Python reads and JSON lacks."""
     raise ValueError(f"{text} is not a number in JSON")
-
-
-def _small_int(text: str) -> int:
-    """Return an integer of at most 64 bits; Python takes time with the square of the digits."""
-    number = int(text) if len(text) <= 20 else 2**63
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"the integer {text[:20]}... is beyond 64 bits")
-    return number
 
 
 def _finite(text: str) -> float:
