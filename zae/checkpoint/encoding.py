@@ -229,7 +229,7 @@ class _Encoder:
                 "keep it flatter"
             )
         if kind is list:
-            if _are_in_json(value):
+            if not value or _are_in_json(value):
                 return list(value)
             return [self.value(item, (path, index), depth + 1) for index, item in enumerate(value)]
         if kind in (dict, OrderedDict, Counter):

@@ -181,9 +181,9 @@ def _whole_share(
     pieces: Mapping[str, Piece],
 ) -> Share:
     """Return the share of one rank that writes everything."""
-    _, tied = separate(model_state)
+    untied, tied = separate(model_state)
     files: Files = {
-        MODEL_FILES[model_format]: dict(model_state),
+        MODEL_FILES[model_format]: dict(model_state) if model_format == "ckpt" else untied,
         STATE_TENSORS: tensors,
         STATE: json_text(directory, structure),
         **pieces,
@@ -274,7 +274,9 @@ def write_share(
         # Each step ends on all ranks before the next begins: rank 0 renames nothing that another has not brought to
         # the disk, and where one rank fails, no rank goes on.
         staging = Path(group.together(prepare, directory, needed)[0] or "")
-        written = group.together(partial(_write_files, staging, share.files, check), directory, needed)
+        written = group.together(
+            partial(_write_files, staging, share.files, manifest["tied"] if manifest else {}, check), directory, needed
+        )
         installed = group.together(finish, directory, needed)
     if reads_back:
         own = written[group.rank] | installed[group.rank]
@@ -282,7 +284,9 @@ def write_share(
     return directory
 
 
-def _write_files(staging: Path, files: Files, check: Callable[[], object]) -> dict[str, FileEntry]:
+def _write_files(
+    staging: Path, files: Files, tied: Mapping[str, str], check: Callable[[], object]
+) -> dict[str, FileEntry]:
     """Write the files of this rank, and return the size and hash of each."""
     if not staging.is_dir():
         raise CheckpointError(f"{staging.parent} is not on a disk that all ranks share; give such a save_path")
@@ -296,7 +300,7 @@ def _write_files(staging: Path, files: Files, check: Callable[[], object]) -> di
                 if content.source is not None and share_file(content.source / name, path, content.entry["size"]):
                     continue
                 content = content.text
-            outputs[name] = write_file(path, _writer(name, content), hashing)
+            outputs[name] = write_file(path, _writer(name, content, tied), hashing)
         check()
     return {**{name: _entry_of(each) for name, each in outputs.items()}, **entries}
 
@@ -305,10 +309,14 @@ def _entry_of(output: Output) -> FileEntry:
     return FileEntry(size=output.size, sha256=output.hexdigest())
 
 
-def _writer(name: str, content: dict[str, Tensor] | bytes) -> Callable[[Callable[[Any], object]], object]:
+def _writer(
+    name: str, content: dict[str, Tensor] | bytes, tied: Mapping[str, str]
+) -> Callable[[Callable[[Any], object]], object]:
     if isinstance(content, bytes):
         return lambda write: write(content)
-    return partial(write_ckpt if name == MODEL_FILES["ckpt"] else write_safetensors, tensors=content)
+    if name == MODEL_FILES["ckpt"]:
+        return partial(write_ckpt, tensors=content)
+    return partial(write_safetensors, tensors=content, tied=tied if name in MODEL_FILES.values() else {})
 
 
 def _install(staging: Path, directory: Path, manifest: Manifest) -> FileEntry:

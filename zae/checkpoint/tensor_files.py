@@ -102,9 +102,12 @@ def format_of(path: PurePath) -> str:
 
 
 def write_safetensors(
-    write: Callable[[Any], object], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    write: Callable[[Any], object],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    tied: Mapping[str, str] | None = None,
 ) -> None:
-    """Write tensors as one safetensors file, tied ones once.
+    """Write tensors as one safetensors file, tied ones once: ``tied`` has them where they were taken out already.
 
     `write` is called with one buffer after the other, and may keep them; each tensor is brought to the CPU when its
     turn comes. Ties are notes in the header, as ``safetensors.torch.save_model`` writes them.
@@ -113,7 +116,9 @@ def write_safetensors(
     them on the CPU at once, does not hash (the file would have to be read again), does not wait for the disk, reports a
     full disk without its error number, and orders notes differently each time.
     """
-    kept, tied = separate(tensors)
+    kept = tensors
+    if tied is None:
+        kept, tied = separate(tensors)
     for name, tensor in kept.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
