@@ -37,6 +37,7 @@ from zae.addons.state_manager.saver import Job
 from zae.checkpoint.folder import Group, Share, load_checkpoint, newest_valid, plan_share
 from zae.checkpoint.manifest import parse, read_manifest, seal, verify
 from zae.checkpoint.names import SHARDS
+from zae.checkpoint.rows import Pieces
 from zae.checkpoint.weights import load_weights
 from zae.common.walk import tensors_in
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, NonFiniteError
@@ -605,7 +606,8 @@ def write_share(share: Share, rank: int, pipes: Any, path: Path, disk: Disk) -> 
         values = [value, own.recv()]
         return values if rank == 0 else values[::-1]
 
-    job = Job(path, share, [path.with_name("step-00000004")], (), in_parts=True, group=Group(rank, gather))
+    replaced = [path.with_name("step-00000004")]
+    job = Job(path, share, replaced, (), Pieces(), in_parts=True, group=Group(rank, gather))
     with installed(disk):
         FolderCheckpointer(path.parent).commit(job)
     return [name for name, _ in disk.log]
