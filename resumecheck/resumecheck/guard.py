@@ -22,10 +22,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
+    "CHANGES",
+    "WRITES",
     "Guard",
+    "changed_paths",
     "has_landlock",
     "is_within",
     "map_paths",
+    "place_of",
     "read_refusal",
     "restrict",
     "when_imported",
@@ -129,6 +133,22 @@ def is_within(path: str, folder: str) -> bool:
     return os.path.join(path, "").startswith(os.path.join(folder, ""))
 
 
+def changed_paths(event: str, arguments: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Return each path that a change is about, and the descriptor of the folder that it is relative to, or -1."""
+    return [
+        (arguments[index], arguments[folder] if folder is not None and folder < len(arguments) else -1)
+        for index, folder in CHANGES[event][1]
+    ]
+
+
+def place_of(path: Any, folder: Any = -1) -> str:
+    """Return a path without links but at its end; it may be relative to the folder of a descriptor."""
+    text = os.fsdecode(path)
+    if isinstance(folder, int) and folder >= 0 and not os.path.isabs(text):
+        text = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text)
+    return os.path.join(os.path.realpath(os.path.dirname(text) or "."), os.path.basename(text))
+
+
 def map_paths(text: str, origins: Iterable[str], copy: str) -> str:
     """Return a word of a command, or a variable, that names the copy where it named the folder."""
     for origin in origins:
@@ -164,23 +184,17 @@ class Guard:
             path, _, flags = arguments
             if isinstance(flags, int) and flags & WRITES:
                 self.check("write", path)
-        elif event in CHANGES and not self.is_refusing:
-            operation, places = CHANGES[event]
-            for index, folder in places:
-                relative_to = arguments[folder] if folder is not None and folder < len(arguments) else -1
-                self.check(operation, arguments[index], relative_to)
+        elif event in CHANGES:
+            for path, folder in changed_paths(event, arguments):
+                self.check(CHANGES[event][0], path, folder)
 
     def check(self, operation: str, path: Any, relative_to: int = -1) -> None:
         """Refuse to change a path outside of the folders, unless that would change nothing."""
         if not isinstance(path, (str, bytes, os.PathLike)) or self.is_refusing:
             return
-        place = os.fsdecode(path)
-        if isinstance(relative_to, int) and relative_to >= 0 and not os.path.isabs(place):
-            place = os.path.join(os.readlink(f"/proc/self/fd/{relative_to}"), place)
-        if operation in ("write", "truncate"):
-            real = os.path.realpath(place)
-        else:  # A link itself is renamed or removed, and not what it leads to.
-            real = os.path.join(os.path.realpath(os.path.dirname(place) or "."), os.path.basename(place))
+        real = place_of(path, relative_to)
+        if operation in ("write", "truncate"):  # A link itself is renamed or removed, and not what it leads to.
+            real = os.path.realpath(real)
         if os.path.join(real, "").startswith(self.roots) or _is_device(real):
             return
         if operation in ("make", "remove") and os.path.lexists(real) == (operation == "make"):

@@ -26,7 +26,6 @@ from .workspace import Tree, Workspace
 __all__ = ["Run", "Runner", "end_processes", "write_watcher"]
 
 _POLL_S = 0.05
-_LOOK_S = 0.4
 _FORK_TIMEOUT_S = 120.0
 _SIGTERM_TIMEOUT_S = 60.0
 _REMOTE = ("s3://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "hf://", "hdfs://", "oci://", "r2://")
@@ -221,7 +220,7 @@ class Runner:
         self, server: socket.socket, process: AnyProcess, run: Run, plan: Mapping[str, Any], sigterm: bool
     ) -> None:
         """Answer the processes of the script until they end, or are to be ended."""
-        polled, end = PolledFiles(self.workspace), time.monotonic() + self.patience_s
+        end = time.monotonic() + self.patience_s
         with selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)
             while process.poll() is None:
@@ -233,8 +232,6 @@ class Runner:
                 if os.path.exists(self.refusal):
                     return
                 if not selector.select(_POLL_S):
-                    if plan["snapshots"] and polled.is_due():
-                        self._note_unseen(polled, run, plan)
                     continue
                 line = server.accept()[0]
                 with line:
@@ -248,13 +245,11 @@ class Runner:
                         run.is_limited, end = False, min(end, time.monotonic() + _SIGTERM_TIMEOUT_S)
                         os.kill(process.pid, signal.SIGTERM)
                     else:
-                        self._take(message, process, run, plan, polled)
+                        self._take(message, process, run, plan)
                     with contextlib.suppress(OSError):
                         line.sendall(b".")
 
-    def _take(
-        self, message: dict[str, Any], process: AnyProcess, run: Run, plan: Mapping[str, Any], polled: PolledFiles
-    ) -> None:
+    def _take(self, message: dict[str, Any], process: AnyProcess, run: Run, plan: Mapping[str, Any]) -> None:
         """Keep a message, and where it tells a change or a step after one, the folder as it is now."""
         changed = Path(plan["changed"])
         if message["kind"] in ("file", "step"):
@@ -264,13 +259,7 @@ class Runner:
             changed.unlink(missing_ok=True)
         elif message["kind"] in ("file", "written"):
             changed.touch()
-            polled.announced.add(message.get("path", ""))
         run.events.append(message)
-
-    def _note_unseen(self, polled: PolledFiles, run: Run, plan: Mapping[str, Any]) -> None:
-        for name in polled.changed():
-            run.events.append({"kind": "unseen", "path": name, "rank": 0})
-            Path(plan["changed"]).touch()
 
     def _check_refusal(self, refusal: Mapping[str, str] | None, output: str) -> None:
         """Refuse a script that would change what is outside of the copy; it was stopped before."""
@@ -341,30 +330,6 @@ def _read_line(line: socket.socket) -> str:
 
 
 AnyProcess = Union["subprocess.Popen[bytes]", ForkedProcess]
-
-
-class PolledFiles:
-    """See files that no event has told: another program writes them, or C++."""
-
-    def __init__(self, workspace: Workspace) -> None:
-        self.workspace = workspace
-        self.announced: set[str] = set()
-        self.known: dict[str, tuple[int, int]] = {}
-        self.looked = time.monotonic()
-
-    def is_due(self) -> bool:
-        """Return whether it is time to look."""
-        return time.monotonic() - self.looked > _LOOK_S
-
-    def changed(self) -> Iterator[str]:
-        """Yield the files that have changed since the last look."""
-        self.looked = time.monotonic()
-        for name, path, status in self.workspace.files():
-            if name in self.announced or name in self.workspace.base or not path.is_file() or path.is_symlink():
-                continue
-            if status.st_size > 1000 and self.known.get(name) != (status.st_size, status.st_mtime_ns):
-                self.known[name] = (status.st_size, status.st_mtime_ns)
-                yield name
 
 
 def _read_rows(run: Run, folder: Path) -> None:

@@ -82,21 +82,18 @@ def find_saves(reference: Run, end: Tree) -> list[Save]:
 
 
 def _group(events: Sequence[Event]) -> list[list[tuple[int, Event]]]:
-    """Divide the changes: those of a thread between two steps, or, aside of the training, between two checkpoints."""
+    """Divide the changes: those of all ranks between two steps, or, aside of the training, between two checkpoints."""
     groups: list[list[tuple[int, Event]]] = []
-    open_groups: dict[tuple[int, str], list[tuple[int, Event]]] = {}
+    open_groups: dict[Any, list[tuple[int, Event]]] = {}
     for index, event in enumerate(events):
-        key = (event["rank"], event.get("thread", ""))
-        is_next_content = (
-            key[1] and event.get("tensors") and any("tensors" in each for _, each in open_groups.get(key, []))
-        )
-        if event["kind"] == "step" or is_next_content:
-            open_groups.pop(key, None)
-        if event["kind"] in ("file", "content"):
-            if key not in open_groups:
-                open_groups[key] = []
-                groups.append(open_groups[key])
-            open_groups[key].append((index, event))
+        if event["kind"] not in ("file", "content"):
+            continue
+        key = (event["rank"], event["thread"]) if event["thread"] else event["row"]
+        has_content = any("tensors" in each for _, each in open_groups.get(key, []))
+        if key not in open_groups or (event["thread"] and event.get("tensors") and has_content):
+            open_groups[key] = []
+            groups.append(open_groups[key])
+        open_groups[key].append((index, event))
     return [group for group in groups if any(event["kind"] == "file" for _, event in group)]
 
 

@@ -135,11 +135,14 @@ class Recorder:
             trained = {id(each) for each in weights}
             frozen = [each for model in models for each in model.parameters() if not each.requires_grad]
             sums["frozen"] = self.sums([each for each in frozen if id(each) not in trained])
+        values = iter(read([each for some in sums.values() for each in some]))
+        numbers = {key: [next(values) for _ in some] for key, some in sums.items()}
+        if not (self.losses or self.inputs) and numbers.get("before") == numbers["after"]:
+            return  # torch.distributed.checkpoint steps with zeros, to make the state into which it loads.
+        if is_first:
             names = [self.parameter_names.get(id(each), f"parameter {index}") for index, each in enumerate(weights)]
             size = sum(each.numel() * each.element_size() for each in weights)
             self.write({"kind": "optimizer", "optimizer": name, "names": names, "bytes": size})
-        values = iter(read([each for some in sums.values() for each in some]))
-        numbers = {key: [next(values) for _ in some] for key, some in sums.items()}
         self.count += 1
         row: Row = {"kind": "step", "n": self.count, "optimizer": name, "skipped": skipped}
         row.update({key: digest(value) for key, value in numbers.items() if key not in ("loss", "scale")})

@@ -23,16 +23,6 @@ PLAN = "RESUMECHECK_PLAN"
 
 _LOGS = (".csv", ".jsonl", ".log", ".tsv", ".txt", ".out", ".lock")
 _EVENTS_OF_A_LOG = 8  # A save may write such a file; a log is written at each step.
-_CHANGES = {
-    "os.rename": 1,
-    "os.link": 1,
-    "os.symlink": 1,
-    "os.remove": 0,
-    "os.rmdir": 0,
-    "os.mkdir": 0,
-    "os.truncate": 0,
-}
-"""The audit event of each change, and the place of its path."""
 _NOT_THE_SCRIPT = (f"{os.sep}torch{os.sep}serialization", f"{os.sep}safetensors{os.sep}", f"{os.sep}shutil.py")
 
 Plan = dict[str, Any]
@@ -62,21 +52,20 @@ class Watch:
             path, _, flags = arguments
             if isinstance(flags, int) and flags & guard.WRITES and isinstance(path, (str, bytes, os.PathLike)):
                 self.change("append" if flags & os.O_APPEND else "write", path)
-        elif event in _CHANGES and self.plan["snapshots"]:
-            path = arguments[_CHANGES[event]]
-            folder = _folder_of(event, arguments)
+        elif event in guard.CHANGES and self.plan["snapshots"]:
+            *_, (path, folder) = guard.changed_paths(event, arguments)
             source = arguments[0] if event == "os.rename" else None
             if isinstance(path, (str, bytes, os.PathLike)):
                 self.change(event.partition(".")[2], path, folder, source)
 
-    def change(self, operation: str, path: Any, folder: int = -1, source: Any = None, **more: Any) -> None:
+    def change(self, operation: str, path: Any, folder: Any = -1, source: Any = None, **more: Any) -> None:
         """Tell the parent of a change before it is made, and wait until it has taken a snapshot."""
         thread = threading.get_ident()
         if thread in self.busy_threads or not self.plan["snapshots"]:
             return
         self.busy_threads.add(thread)
         try:
-            real = _real(os.fsdecode(path), folder)
+            real = guard.place_of(path, folder)
             if not real.startswith(self.work) or f"{os.sep}__pycache__" in real:
                 return
             if operation == "mkdir" and os.path.isdir(real):
@@ -85,7 +74,7 @@ class Watch:
                 return
             message = {"kind": "file", "operation": operation, "path": real[len(self.work) :], **more}
             if source is not None:
-                origin = _real(os.fsdecode(source), folder)
+                origin = guard.place_of(source, folder)
                 message["source"] = origin[len(self.work) :] if origin.startswith(self.work) else origin
             self.tell({**message, **self._situation()})
         finally:
@@ -272,19 +261,6 @@ class Fork:
 def rank_of_process() -> int:
     """Return the rank of this process, as a launcher says it."""
     return int(os.environ.get("RANK") or 0)
-
-
-def _folder_of(event: str, arguments: Any) -> int:
-    """Return the descriptor of the folder to which the path of an event is relative, or -1."""
-    place = {"os.rename": 3, "os.link": 3, "os.symlink": 2, "os.mkdir": 2, "os.remove": 1, "os.rmdir": 1}.get(event, 99)
-    return arguments[place] if place < len(arguments) and isinstance(arguments[place], int) else -1
-
-
-def _real(path: str, folder: int) -> str:
-    """Return a path without links but at its end."""
-    if folder >= 0 and not os.path.isabs(path):
-        path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
-    return os.path.join(os.path.realpath(os.path.dirname(path) or "."), os.path.basename(path))
 
 
 def line_of_the_script(work: str) -> str:

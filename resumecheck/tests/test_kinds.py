@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import TORCHRUN
 from resumecheck import Options, Refused, Result, check, guard
 from resumecheck.judge import NOT_JUDGED
 from resumecheck.report import as_text
@@ -336,6 +337,37 @@ for step in range(first, 30):
         torch.save({"model": model.state_dict(), "step": step + 1}, "new.pt")
         os.replace("new.pt", "last.pt")
 """
+SHARDS = """
+import os
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+data = torch.randn(12, 2, 8, 16)
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+whole = [each for each in sorted(os.listdir(".")) if os.path.exists(f"{each}/.metadata")]
+first = int(whole[-1].partition("-")[2]) if whole else 0
+if whole:
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": states}
+    dcp.load(state, checkpoint_id=whole[-1])
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+for step in range(first, 12):
+    optimizer.zero_grad()
+    model(data[step, dist.get_rank()]).square().mean().backward()
+    optimizer.step()
+    if step % 4 == 3:
+        weights, states = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"step-{step + 1:02}")
+dist.destroy_process_group()
+"""
 TIME = LOOP.replace("8 * step + 8])", "8 * step + 8] * (time.time_ns() % 1000))").replace(
     "import os", "import os, time"
 )
@@ -441,6 +473,19 @@ def test_a_save_by_another_program_is_not_seen_and_not_denied(tmp_path: Path, mo
     )
     result = check_script("import os\n" + text, tmp_path / "run", monkeypatch)
     assert (result.status, result.judgements[0].cause) == (2, "not seen"), as_text(result)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cause", ["", "optimizer state"])
+def test_shards_of_two_ranks(cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank saves what it has of a model that FSDP divides."""
+    load = "    model.load_state_dict(state['model'])  #" if cause else "    set_state_dict("
+    (tmp_path / "train.py").write_text(SHARDS.replace("    set_state_dict(", load))
+    monkeypatch.chdir(tmp_path)
+    result = check([*TORCHRUN, "train.py"], Options(horizon=4))
+    assert result.ranks == 2
+    assert result.causes("step") == ([cause] if cause else []), as_text(result)
+    assert result.causes("save") == [], as_text(result)
 
 
 @pytest.mark.exhaustive

@@ -81,14 +81,26 @@ def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def exhaustive(*values: object) -> object:
+    """Mark what does not run every time."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(
+    ("number", "moments"),
+    [
+        (signal.SIGKILL, 1),
+        exhaustive(signal.SIGKILL, 10),
+        exhaustive(signal.SIGTERM, 4),
+        exhaustive(signal.SIGINT, 4),
+    ],
+)
 @pytest.mark.usefixtures("_in_a_folder_with_a_script")
-def test_a_check_that_is_killed_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    """No process and no file, at random moments; at a signal that can be handled it says what it has tried."""
+def test_a_check_that_is_killed_leaves_nothing(number: signal.Signals, moments: int, tmp_path: Path) -> None:
+    """No process and no file, at random moments of a check."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    for wait in (random.uniform(0, 2), random.uniform(2, 8), random.uniform(8, 16)):
+    for wait in (random.uniform(0.5, 16) for _ in range(moments)):
         command = [sys.executable, "-m", "resumecheck", "--", "python", "train.py"]
         process = subprocess.Popen(
             command, env=environment_with(temporary), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -18,6 +18,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpointing_steps", default="10", help='a number of steps, or "epoch"')
     parser.add_argument("--use_stateful_dataloader", action="store_true")
+    parser.add_argument("--use_seedable_sampler", action="store_true")
     parser.add_argument("--output_dir", default="checkpoints")
     parser.add_argument("--resume_from_checkpoint")
     args = parser.parse_args()
@@ -26,7 +27,9 @@ def main():
     pixels, labels = load_digits(return_X_y=True)
     dataset = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels))
     train_dataloader = DataLoader(dataset, batch_size=64, shuffle=True)
-    loading = DataLoaderConfiguration(use_stateful_dataloader=args.use_stateful_dataloader)
+    loading = DataLoaderConfiguration(
+        use_stateful_dataloader=args.use_stateful_dataloader, use_seedable_sampler=args.use_seedable_sampler
+    )
     accelerator = Accelerator(cpu=True, dataloader_config=loading)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
