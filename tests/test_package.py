@@ -197,7 +197,7 @@ def test_extras_hold_only_what_is_used():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = {name: packages.split() for name, packages in setup["options.extras_require"].items()}
-    own = set(extras) - {"all", "examples", "bench", "test", "fits", "vision", "dev", "docs"}
+    own = set(extras) - {"all", "examples", "bench", "test", "cluster", "fits", "vision", "dev", "docs"}
     recipes = ROOT / "docs" / "engines" / "launching.md"  # submitit and ray, which are used as they are.
     texts = "".join(path.read_text() for path in (*ADDONS, *ADAPTERS, recipes))
     for extra in own:

@@ -21,17 +21,13 @@ def test_the_page_of_fits_is_that_of_the_tests():
     assert all(fit.tried and len(fit.use.splitlines()) >= 5 for fit in found)
 
 
-OF_S3 = ["flask", "flask-cors", "moto[s3]", "s3fs"]
-"""What tests/addons/state_manager/test_s3.py needs of the extra: the client, and a local server."""
-
-
 def test_the_extra_has_what_the_marked_tests_need():
     """A test with a marker needs a library of the extra with its name, and each library there has a test."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     for extra in ("fits", "vision"):
         needed = [fit.library for fit in fits.read_fits() if fit.extra == extra]
-        others = [*OF_S3, "pytorch_optimizer"] if extra == "fits" else []
+        others = ["pytorch_optimizer"] if extra == "fits" else []
         assert [*needed, *others] == setup["options.extras_require"][extra].split()
 
 

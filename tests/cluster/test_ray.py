@@ -1,4 +1,7 @@
-"""Workers of Ray Train are ranks: the recipe of docs/engines/launching.md, with a worker that is killed."""
+"""Workers of Ray Train are ranks: the recipe of docs/engines/launching.md, with a worker that is killed.
+
+Needs the package ray[train] of PyPI: pip install -e '.[cluster]'.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from cluster.needs import need_modules
 
 DOCS = Path(__file__).parents[2] / "docs"
 KILL = """        if torch.distributed.is_initialized() and self.rank == 1 and self.progress_checker.step == 3:
@@ -92,9 +97,10 @@ def cluster(environment: dict[str, str]) -> Iterator[str]:
     raise AssertionError(Path("ray.log").read_text()[-5000:])
 
 
-@pytest.mark.ray
+@pytest.mark.cluster
 def test_a_worker_is_killed_and_brought_back() -> None:
     """Two workers train as one process, to rounding; where one was killed, they end bitwise as if it had not been."""
+    need_modules("ray")
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     environment |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(DOCS.parent)}
     # jsonschema, which each process of Ray imports, builds a grammar in 7 s where this package of Jupyter is installed.

@@ -1,4 +1,7 @@
-"""Checkpoints over the protocol of S3: s3fs against a server of moto in a separate process."""
+"""Checkpoints over the protocol of S3: s3fs against a server of moto in a separate process.
+
+Needs the packages s3fs, moto, flask and flask-cors of PyPI: pip install -e '.[cluster]'.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +23,7 @@ from zae.addons.state_manager.checkpointer import FolderCheckpointer
 from zae.cli import main
 from zae.errors import CheckpointError
 
-pytestmark = pytest.mark.fits
-
-SERVER = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    """The URL of a bucket; clients find its server by the variables of the environment."""
-    server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                              stderr=subprocess.DEVNULL)  # fmt: skip
-    assert server.stdin is not None
-    assert server.stdout is not None
-    with pytest.MonkeyPatch.context() as patch, server:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{int(server.stdout.readline())}")
-        for name, value in (("ACCESS_KEY_ID", "test"), ("SECRET_ACCESS_KEY", "test"), ("DEFAULT_REGION", "us-east-1")):
-            patch.setenv(f"AWS_{name}", value)
-        store().mkdir("runs")
-        yield "s3://runs"
-        server.stdin.close()
+pytestmark = pytest.mark.cluster
 
 
 def store() -> Any:
