@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from zae.addon import Fact
 from zae.addons.distributed import DistributedAddon
-from zae.common.hashes import fingerprint
+from zae.common.hashes import fingerprint, fingerprints
 from zae.common.null_context import NULL_CONTEXT, both
 from zae.common.torch_private import is_compiled
 from zae.common.walk import is_sharded, tensors_in
 from zae.distributed import shards
-from zae.distributed.blocks import check_divisible, check_even, check_shapes
+from zae.distributed.blocks import check_divisible, check_even, check_shapes, class_name
 from zae.distributed.collectives import broadcast, gather_objects
 from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError, DistributedError
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 __all__ = ["TensorParallelAddon", "TensorParallelEngine"]
+
+_SHOWN = 10
 
 
 class TensorParallelEngine(Engine):
@@ -58,15 +60,22 @@ class TensorParallelEngine(Engine):
         self._mesh = mesh
         self._styles = styles
         self._compiled = compiled
+        self._modules: dict[str, nn.Module] = {}
+        self._of_inputs: dict[str, Tensor] = {}  # Gradients of what column-parallel layers take, in a first step.
+        self._hooks: list[Any] | None = None  # Those that note them.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy, which has divided no model."""
+        return {**vars(self), "_modules": {}, "_of_inputs": {}, "_hooks": None}
 
     def wrap(self, module: nn.Module, trains: bool) -> Any:
         """Divide the layers of the plan in place, with the weights of rank 0."""
         from torch.distributed.tensor.parallel import parallelize_module
 
         model = super().wrap(module, trains)
+        modules = self._modules = dict(model.named_modules())
         if any(map(is_sharded, model.parameters())):  # In an earlier run.
             return model
-        modules = dict(model.named_modules())
         check_shapes(model)
         mesh = self._mesh()
         check_layers(modules, self._styles, mesh.size())
@@ -125,7 +134,17 @@ class TensorParallelEngine(Engine):
         return False
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
-        """Send nothing: the weights were sent to be divided."""
+        """Send nothing: the weights were sent to be divided. In the first step, watch what layers take."""
+        self._end_watch()
+        columns = [name for name, style in self._styles.items() if _takes_whole_inputs(style)]
+        self._hooks = [
+            self._modules[name].register_forward_pre_hook(partial(self._note_input, name), prepend=True)
+            for name in columns
+        ]
+
+    def _note_input(self, name: str, module: nn.Module, inputs: Sequence[Any]) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and not is_sharded(inputs[0]) and inputs[0].requires_grad:
+            inputs[0].register_hook(partial(self._of_inputs.__setitem__, name))
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Add up the gradients that a sequence parallel layer has left in parts: its ranks exchange them."""
@@ -134,6 +153,40 @@ class TensorParallelEngine(Engine):
             if is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         super().average_gradients(parameters)
+        if self._hooks is not None:
+            self._check_plan()
+            self._end_watch()
+
+    def _end_watch(self) -> None:
+        for hook in self._hooks or ():
+            hook.remove()
+        self._hooks = None
+        self._of_inputs.clear()
+
+    def _check_plan(self) -> None:
+        """Refuse gradients of what each rank has whole that are not the same on all ranks: each has a part of them."""
+        gradients = {
+            (path, name): parameter.grad
+            for path, module in self._modules.items()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.grad is not None and "tensor" not in shards.part_of(parameter)
+        }
+        gradients |= {(path, ""): each for path, each in self._of_inputs.items()}
+        hashes = dict(zip(gradients, fingerprints(gradients.values())))
+        # The ranks that compute the same layers send the hashes of theirs.
+        ranks = gather_objects(hashes, self._mesh().get_group())
+        keys = dict.fromkeys(key for each in ranks for key in each)
+        differing = [key for key in keys if len({each.get(key) for each in ranks}) > 1]
+        if paths := list(dict.fromkeys(path for path, name in differing if name)):
+            raise _plan_error(paths[-1], self._modules[paths[-1]], len(paths), [".".join(each) for each in differing])
+        if differing:
+            path = differing[-1][0]
+            raise ConfigError(
+                f"the ranks have other gradients of what {path} ({class_name(self._modules[path])}) takes: the step "
+                "also computes with it outside of the layers of tensor_plan, and with a part that one of them leaves "
+                "each rank. Compute that behind the layer that ends the division (RowwiseParallel), or let the layer "
+                "before it return the whole: ColwiseParallel(output_layouts=Replicate())"
+            )
 
 
 class TensorParallelAddon(DistributedAddon):
@@ -150,7 +203,8 @@ class TensorParallelAddon(DistributedAddon):
 
     In the first step of each run, random numbers that are drawn for an activation of which each rank has another part
     are refused: a dropout there would not be that of one process. Put it behind the layer that ends the division. At
-    the first batch of each epoch the ranks compare their batches.
+    the first batch of each epoch the ranks compare their batches, and in the first step the gradients of what each has
+    whole: a layer that the plan has left out is named.
 
     Where the last layer leaves its output in parts, ``ColwiseParallel(output_layouts=Shard(-1),
     use_local_output=False)``, the cross entropy is computed in parts (``loss_parallel`` of torch).
@@ -388,6 +442,30 @@ def check_layers(modules: Mapping[str, nn.Module], styles: Mapping[str, Parallel
     check_divisible({name: modules[name] for name in styles})
     for name, style in styles.items():
         check_even(name, modules[name], style, ranks)
+
+
+def _takes_whole_inputs(style: ParallelStyle) -> bool:
+    """Return whether a column-parallel layer takes an input that each rank has whole."""
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    return isinstance(style, ColwiseParallel) and all(each.is_replicate() for each in style.input_layouts)
+
+
+def _plan_error(path: str, module: nn.Module, count: int, names: Sequence[str]) -> ConfigError:
+    """Return the error of a layer without an entry in the plan, which computes with a part of an activation."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        entry = f"{path!r}: ColwiseParallel() or RowwiseParallel(), as the layers beside it"
+    else:
+        entry = (
+            f"{path!r}: SequenceParallel(sequence_dim=1, use_local_output=True), where sequence_dim is the dimension "
+            "of its input that the ranks divide, as that of the heads in (batch, head, position, feature)"
+        )
+    last = f", the last of {count} layers with such gradients" if count > 1 else ""
+    return ConfigError(
+        f"the ranks have other gradients of {', '.join(names[:_SHOWN])}: {path} ({class_name(module)}){last}, has no "
+        "entry in tensor_plan, and computes with what other layers leave each rank a part of, so that its gradient is "
+        f"that of this part. Add to tensor_plan {entry}"
+    )
 
 
 def _mesh_of(ranks: RanksEngine, device: torch.device) -> DeviceMesh:

@@ -142,6 +142,66 @@ class Bare(Net):
         return self.head(self.norm(x))
 
 
+class HeadNorms(nn.Module):
+    """Attention with a norm of the queries and of the keys of each head, as in Qwen3, Gemma3 and OLMo2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.query_norm, self.key_norm = nn.RMSNorm(2), nn.RMSNorm(2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        query, key, value = (
+            each(x).unflatten(-1, (-1, 2)).transpose(1, 2) for each in (self.query, self.key, self.value)
+        )
+        x = nn.functional.scaled_dot_product_attention(self.query_norm(query), self.key_norm(key), value)
+        return self.head(self.out(x.transpose(1, 2).flatten(2)))
+
+
+class Gated(nn.Module):
+    """The whole of an activation meets a part of it, and each parameter before it is divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return self.last(torch.tanh(self.third(x)) * torch.sigmoid(x.mean(-1, keepdim=True)))
+
+
+@in_parts
+def test_what_a_plan_has_left_out_is_named(engine: Engine) -> None:
+    """In the first step, whether or not gradients are clipped; with the entry the weights are those of one process."""
+
+    def normed() -> nn.Module:
+        torch.manual_seed(0)
+        return HeadNorms().double()
+
+    attention = dict.fromkeys(("query", "key", "value"), ColwiseParallel()) | {"out": RowwiseParallel()}
+    norms = dict.fromkeys(("query_norm", "key_norm"), SequenceParallel(sequence_dim=1, use_local_output=True))
+    entry = r"key_norm \(RMSNorm\), the last of 2 .*'key_norm': SequenceParallel\(sequence_dim=1, use_local_output=True"
+    for clip in (0.0, 0.05):
+        with pytest.raises(ConfigError, match=rf"query_norm\.weight, key_norm\.weight: {entry}"):
+            build(engine, model=normed(), gradient_clip=clip, tensor_plan=attention).run(1, data(4 * engine.shares))
+        trainer = build(engine, model=normed(), gradient_clip=clip, tensor_plan={**attention, **norms})
+        single = build(None, model=normed(), gradient_clip=clip)
+        trainer.run(1, data(8 * engine.shares))
+        single.run(1, data(8 * engine.shares, 4 * engine.shares))
+        assert distance(trainer, single) < 1e-12
+
+
+@in_parts
+def test_a_whole_activation_that_meets_a_part_is_refused(engine: Engine) -> None:
+    """Where no parameter would tell, the gradient of what a column-parallel layer takes does."""
+    columns, sums = dict.fromkeys(("first", "third"), ColwiseParallel()), ("second", "last")
+    trainer = build(engine, task=Mean, model=Gated(), tensor_plan=columns | dict.fromkeys(sums, RowwiseParallel()))
+    with pytest.raises(ConfigError, match=r"gradients of what third \(Linear\) takes.*RowwiseParallel"):
+        trainer.run(1, rows(4 * engine.shares))
+
+
 @in_parts
 def test_a_loss_of_logits_in_parts(engine: Engine) -> None:
     """Where the plan leaves them so, the cross entropy is computed in parts, in training and in evaluation."""

@@ -33,6 +33,7 @@ __all__ = [
     "gradient_norm",
     "local_gradients",
     "name_of_part",
+    "part_of",
     "redistribute_like",
     "replace_parameters",
     "shard_state",
