@@ -18,7 +18,7 @@ from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check
 from zae.distributed.blocks import check_shapes, check_tables
 from zae.distributed.collectives import average, broadcast
 from zae.errors import DistributedError
-from zae.parts import Engine
+from zae.parts import Engine, SingleProcess
 
 if TYPE_CHECKING:
     from zae.addons.distributed import DistributedAddon as AddOnPart  # An engine derives from both.
@@ -140,18 +140,16 @@ class DDPEngine(Engine):
     ----------
     find_unused_parameters : bool
         As for DistributedDataParallel.
-    is_lockstep : bool
-        Whether a rank without samples takes part in each step, and in each batch of an evaluation.
     takes_turns : bool
         Whether a step may train with some of several optimizers: the wrapper would wait for the others.
     is_short : bool
         Whether some rank has no samples in the present step, in which the wrapper would wait for it.
     """
 
-    def __init__(self, inner: Engine, device: torch.device, is_lockstep: bool = False) -> None:
+    def __init__(self, inner: SingleProcess, device: torch.device, is_lockstep: bool = False) -> None:
         super().__init__(inner)
         self._device = device
-        self.is_lockstep = is_lockstep
+        self.needs_lockstep_forward = is_lockstep
         self.find_unused_parameters = False
         self.takes_turns = False
         self.is_short = False
@@ -169,20 +167,15 @@ class DDPEngine(Engine):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which has wrapped no model."""
-        other = DDPEngine(self.inner, self._device, self.is_lockstep)
+        other = DDPEngine(self.inner, self._device, self.needs_lockstep_forward)
         return {**vars(other), "find_unused_parameters": self.find_unused_parameters}
-
-    @property
-    def needs_lockstep_forward(self) -> bool:
-        """Whether a step, or the model in it, exchanges something with the other ranks."""
-        return self.is_lockstep
 
     # ------------------------------------------------------------------------------------------------- the wrapper
 
     def wrap(self, module: nn.Module, trains: bool) -> Any:
         """Return the wrapper, unless there is nothing to train."""
         self.release()
-        self.module = super().wrap(module, trains)
+        self.module = self.inner.wrap(module, trains)
         if trains:
             self._make_replica()
         return self.replica or self.module
@@ -200,7 +193,7 @@ class DDPEngine(Engine):
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Send the weights and buffers of rank 0, with parameters outside of the model."""
-        super().begin(module, parameters)
+        self.inner.begin(module, parameters)
         self._owners = [each._buffers for each in module.modules()]
         self._known = _trained(parameters)
         held = {} if self.replica is None else self.replica._held
@@ -221,13 +214,13 @@ class DDPEngine(Engine):
 
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Let the wrapper average gradients in the backward of the last micro-batch, where all ranks have it."""
-        inner = super().sync_context(last)
+        inner = self.inner.sync_context(last)
         averages_late = self.is_short or self.takes_turns
         return both(inner, self._without_wrapper()) if averages_late or not last else inner
 
     def evaluation_context(self) -> AbstractContextManager[None]:
         """Evaluate without the wrapper, as ranks have different numbers of batches."""
-        return both(super().evaluation_context(), self._without_wrapper())
+        return both(self.inner.evaluation_context(), self._without_wrapper())
 
     def _without_wrapper(self) -> AbstractContextManager[None]:
         return NULL_CONTEXT if self.replica is None else self.replica._idling()
@@ -315,7 +308,7 @@ class ReplicatedAddon(AddOnPart):
         """The engine that averages gradients, once the ranks have joined."""
         return self.engine.find(DDPEngine)
 
-    def build_engine(self) -> Engine:
+    def build_engine(self) -> SingleProcess:
         """Return the engine that averages gradients."""
         is_lockstep = self.lockstep
         if is_lockstep is None:
@@ -369,7 +362,7 @@ class ReplicatedAddon(AddOnPart):
         """Do not use the wrapper in a step in which a rank has no samples: it would wait for that rank."""
         found = super().micro_batches(batch)
         if self._ddp is not None:
-            self._ddp.is_short = self._leaves_out and not self._ddp.is_lockstep
+            self._ddp.is_short = self._leaves_out and not self._ddp.needs_lockstep_forward
         return found
 
 

@@ -44,7 +44,7 @@ from zae.distributed.stop_flag import StopFlag
 from zae.errors import ConfigError, DistributedError, TaskError
 from zae.loop.addon_state import ENTRIES, is_in_mode
 from zae.loop.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
-from zae.parts import Engine
+from zae.parts import SingleProcess, gather_dp
 from zae.record import between_ranks
 
 __all__ = ["DistributedAddon"]
@@ -226,12 +226,12 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         elif not self._is_parallel or self.world_size != world:
             self.engine = self.build_engine()
 
-    def build_engine(self) -> Engine:
+    def build_engine(self) -> SingleProcess:
         """Return the engine of the ranks, which have joined; an add-on returns its own one around that of ``super()``.
 
         Returns
         -------
-        Engine
+        SingleProcess
             By default `zae.distributed.ranks.RanksEngine`, which knows the ranks, and leaves each with a whole model.
         """
         return RanksEngine(self._mesh(), self.timeout)
@@ -537,7 +537,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         world = self._mesh().dp_world_size
         if world == 1:
             return state
-        ranks = self.engine.gather_dp(RankStates.own_part(state)) if asks else self._rank_states.ranks
+        ranks = gather_dp(self.engine, RankStates.own_part(state)) if asks else self._rank_states.ranks
         return {**state, engine_of(type(self)): RankStates(world, ranks, self._own_share).as_entry()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:

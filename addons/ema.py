@@ -22,6 +22,7 @@ from zae.common.model_weights import fit_name, is_half_weight, own_names, plain_
 from zae.common.strides import has_own_elements
 from zae.common.torch_private import alike, in_place
 from zae.common.walk import is_sharded, local_part
+from zae.distributed.shards import redistribute_like
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.optim import has_lazy
 
@@ -140,7 +141,7 @@ class EMAAddon(AddOnBase):
                 self.average[key] = self.average[key].float()
         trained = {id(parameter) for parameter in module.parameters()}
         pairs = {
-            id(value): (self.engine.redistribute_like(self.average[key].to(value.device), value), value)
+            id(value): (redistribute_like(self.average[key].to(value.device), value), value)
             for key, value in live.items()
         }
         self.average = {key: pairs[id(value)][0] for key, value in live.items()}  # Tied weights share one average.

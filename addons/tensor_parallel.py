@@ -23,7 +23,7 @@ from zae.distributed.blocks import check_divisible, check_even, check_shapes, cl
 from zae.distributed.collectives import broadcast, gather_objects
 from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError, DistributedError
-from zae.parts import Engine
+from zae.parts import Engine, SingleProcess
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,9 +49,11 @@ class TensorParallelEngine(Engine):
         Returns the paths of the modules that are compiled.
     """
 
+    can_save_alone = False  # The state lies in parts on the ranks.
+
     def __init__(
         self,
-        inner: Engine,
+        inner: SingleProcess,
         mesh: Callable[[], DeviceMesh],
         styles: Mapping[str, ParallelStyle],
         compiled: Collection[str] = (),
@@ -72,7 +74,7 @@ class TensorParallelEngine(Engine):
         """Divide the layers of the plan in place, with the weights of rank 0."""
         from torch.distributed.tensor.parallel import parallelize_module
 
-        model = super().wrap(module, trains)
+        model = self.inner.wrap(module, trains)
         modules = self._modules = dict(model.named_modules())
         if any(map(is_sharded, model.parameters())):  # In an earlier run.
             return model
@@ -111,7 +113,7 @@ class TensorParallelEngine(Engine):
 
     def evaluation_context(self) -> AbstractContextManager[None]:
         """Compute losses of logits that the plan leaves in parts without gathering them."""
-        return both(super().evaluation_context(), self.divided_loss())
+        return both(self.inner.evaluation_context(), self.divided_loss())
 
     def divided_loss(self) -> AbstractContextManager[None]:
         """Return a context in which losses of logits that the plan leaves in parts are computed in parts."""
@@ -127,11 +129,6 @@ class TensorParallelEngine(Engine):
         left_in_parts = [each for each in self._styles.values() if not getattr(each, "use_local_output", True)]
         layouts = [getattr(each, "output_layouts", ()) for each in left_in_parts]  # SequenceParallel has none.
         return any(Shard(-1) in places for places in layouts)
-
-    @property
-    def can_save_alone(self) -> bool:
-        """False: the state lies in parts on the ranks."""
-        return False
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Send nothing: the weights were sent to be divided. In the first step, watch what layers take."""
@@ -152,7 +149,7 @@ class TensorParallelEngine(Engine):
             gradient: Any = parameter.grad
             if is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-        super().average_gradients(parameters)
+        self.inner.average_gradients(parameters)
         if self._hooks is not None:
             self._check_plan()
             self._end_watch()
@@ -271,7 +268,7 @@ class TensorParallelAddon(DistributedAddon):
 
     # ------------------------------------------------------------------------------------------------ the model
 
-    def build_engine(self) -> Engine:
+    def build_engine(self) -> SingleProcess:
         """Return the engine that divides the layers, and knows how they are divided."""
         self._tensor_ranks()
         engine = super().build_engine()

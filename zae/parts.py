@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,136 +16,76 @@ from torch.optim import Optimizer
 from zae import optim
 from zae.common.model_weights import load_fitted, plain_state
 from zae.common.null_context import NULL_CONTEXT
-from zae.common.walk import map_tensors
 from zae.optim.state import load_optimizer_state
 
-AnyEngine = TypeVar("AnyEngine", bound="Engine")
+AnyEngine = TypeVar("AnyEngine", bound="SingleProcess")
 
-__all__ = ["Engine", "Precision", "SingleProcess", "StepWindow"]
+__all__ = ["Engine", "Precision", "SingleProcess", "StepWindow", "gather_dp"]
 
 
-class Engine:
+class SingleProcess:
     """The processes that train together, how data and parameters lie on them, and how gradients come together.
 
-    An engine has another one inside, and passes on to it what it does not override. The innermost one is
-    `SingleProcess`, or `zae.distributed.ranks.RanksEngine` where several processes have joined. An engine knows no
-    trainer: a test makes it in a process group of its own.
+    Here: one process, which has all of the data and the whole model. `zae.distributed.ranks.RanksEngine` is that of
+    several ones that have joined, and an `Engine` is around it. None of them knows a trainer: a test makes one in a
+    process group of its own.
 
-    Parameters
+    Attributes
     ----------
-    inner : Engine
-        The one that answers what this one does not override.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from zae.parts import Engine, SingleProcess
-    >>> class Doubled(Engine):
-    ...     "Count every number twice."
-    ...     def reduce(self, value):
-    ...         return 2 * super().reduce(value)
-    >>> engine = Doubled(SingleProcess())
-    >>> engine.world_size, engine.reduce(torch.tensor(3.0))
-    (1, tensor(6.))
+    needs_lockstep_forward : bool
+        Whether each forward is a collective: a rank without a batch then takes part with one of weight 0.
+    can_save_alone : bool
+        Whether a rank can save the state without the others, after an error.
     """
 
-    def __init__(self, inner: Engine) -> None:
-        self.inner = inner
+    needs_lockstep_forward: bool = False
+    can_save_alone: bool = True
 
     def find(self, kind: type[AnyEngine]) -> AnyEngine | None:
         """Return the engine of a class, this one or one inside of it; None where there is none."""
-        found: Engine | None = self
-        while found is not None and not isinstance(found, kind):
-            found = vars(found).get("inner")
-        return found
+        return self if isinstance(self, kind) else None
 
     # ------------------------------------------------------------------------------------------------- who is there
 
     @property
     def rank(self) -> int:
         """The number of this process among those that train."""
-        return self.inner.rank
+        return 0
 
     @property
     def world_size(self) -> int:
         """How many processes train."""
-        return self.inner.world_size
+        return 1
 
     @property
     def dp_rank(self) -> int:
         """The number of this process's share of the data; processes with the same number get equal batches."""
-        return self.inner.dp_rank
+        return 0
 
     @property
     def dp_world_size(self) -> int:
         """The number of shares of the data; at most ``world_size``."""
-        return self.inner.dp_world_size
-
-    # ------------------------------------------------------------------------------------------- what it can and needs
-
-    @property
-    def needs_lockstep_forward(self) -> bool:
-        """Whether each forward is a collective: a rank without a batch then takes part with one of weight 0."""
-        return self.inner.needs_lockstep_forward
-
-    @property
-    def can_save_alone(self) -> bool:
-        """Whether a rank can save the state without the others, after an error."""
-        return self.inner.can_save_alone
+        return 1
 
     # --------------------------------------------------------------------- collectives: every rank makes the same calls
 
     def reduce(self, value: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks; the tensor itself is not changed."""
-        return self.inner.reduce(value)
+        return value
 
     def gather(self, value: Any) -> list[Any]:
         """Return a value of every rank, in their order; anything that pickle takes."""
-        return self.inner.gather(value)
-
-    def gather_dp(self, value: Any) -> list[Any]:
-        """Return a value of one rank of each share of the data, on every rank."""
-        return self.inner.gather_dp(value)
+        return [value]
 
     def gather_in_background(self, value: Any) -> list[Any]:
         """Return a value of every rank, from a thread too, while the ranks exchange other values."""
-        return self.inner.gather_in_background(value)
+        return [value]
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        self.inner.barrier()
 
     def rendezvous(self, call: str) -> None:
         """Wait until every rank makes this call of a user; before it, no rank has exchanged any tensor for it."""
-        self.inner.rendezvous(call)
-
-    # ----------------------------------------------------------------------------------- how the ranks hold a tensor
-
-    def layout(self, tensor: Tensor) -> str:
-        """Return how the ranks hold a tensor: "replicated", "sharded", or "stages", where one of them has it."""
-        return self.inner.layout(tensor)
-
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with all of its shards. All ranks call it, in one order, between steps."""
-        return self.inner.full_tensor(tensor)
-
-    def full_tensors(self, value: Any, keeps: bool = True) -> Any:
-        """Return a value of dicts, lists and tuples with `full_tensor` of each. All ranks call it, in one order.
-
-        What was gathered is in the memory of the host: a device needs room for one whole tensor at a time, not for all.
-
-        Parameters
-        ----------
-        value : object
-            Contains tensors of which this rank may have a part, or none.
-        keeps : bool
-            Whether this rank needs them: otherwise what was gathered is on the meta device.
-        """
-        return self.inner.full_tensors(value, keeps)
-
-    def redistribute_like(self, full: Tensor, reference: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, in the layout of another one; nothing is exchanged."""
-        return self.inner.redistribute_like(full, reference)
 
     # ------------------------------------------------------------------------------------------------------- a run
 
@@ -162,7 +102,7 @@ class Engine:
         trains : bool
             Whether it is to be trained, and not only evaluated.
         """
-        return self.inner.wrap(module, trains)
+        return module
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Give every rank the values of rank 0, before the first step of a run.
@@ -174,18 +114,17 @@ class Engine:
         parameters : sequence of Tensor
             What the optimizers train: of the model, and others.
         """
-        self.inner.begin(module, parameters)
 
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
         """Enclose the forward and the backward of a micro-batch.
 
         Gradients may be averaged in the backward of the last one of a step; until then, each rank adds up its own.
         """
-        return self.inner.sync_context(last)
+        return NULL_CONTEXT
 
     def evaluation_context(self) -> AbstractContextManager[None]:
         """Enclose an evaluation, in which ranks may have different numbers of batches, and other weights."""
-        return self.inner.evaluation_context()
+        return NULL_CONTEXT
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Leave in each ``.grad``, or in this rank's part of it, the mean over the shares of the data.
@@ -199,25 +138,37 @@ class Engine:
         parameters : sequence of Tensor
             What the optimizers train, the same on every rank, in one order.
         """
-        self.inner.average_gradients(parameters)
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Give every rank the buffers of rank 0, when the forwards of a step, which may change them, are over."""
-        self.inner.sync_buffers(module)
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the norm of the gradients of these parameters, over all parts of them: equal on all ranks."""
-        return self.inner.gradient_norm(parameters)
+        return optim.gradient_norm(parameters)
 
     # ------------------------------------------------------------------ the state, in the parts that this rank holds
 
+    def full_tensors(self, value: Any, keeps: bool = True) -> Any:
+        """Return a tensor, or dicts, lists and tuples of them, with all parts of each. All ranks call it, in one order.
+
+        What was gathered is in the memory of the host: a device needs room for one whole tensor at a time, not for all.
+
+        Parameters
+        ----------
+        value : object
+            Contains tensors of which this rank may have a part, or none.
+        keeps : bool
+            Whether this rank needs them: otherwise what was gathered is on the meta device.
+        """
+        return value
+
     def model_state(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the weights under the keys of the plain module; `full_tensors` of them are whole."""
-        return self.inner.model_state(module)
+        return plain_state(module)
 
     def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load whole weights that fit the module, given under its own keys; this rank keeps its part of them."""
-        self.inner.load_model_state(module, weights, strict)
+        load_fitted(module, weights, strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
         """Return the state of an optimizer, with an entry for each parameter that any rank has.
@@ -229,113 +180,67 @@ class Engine:
         alone : bool
             Whether the other ranks do not make this call: then nothing is exchanged.
         """
-        return self.inner.optimizer_state(optimizer, alone=alone)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a whole state of the same parameters; this rank keeps its part, and the values are not copied."""
-        self.inner.load_optimizer_state(optimizer, state)
-
-
-class SingleProcess(Engine):
-    """The engine of one process, which has all of the data and the whole model."""
-
-    def __init__(self) -> None:
-        """Begin the chain of engines: nothing is inside."""
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        return 1
-
-    @property
-    def dp_rank(self) -> int:
-        return 0
-
-    @property
-    def dp_world_size(self) -> int:
-        return 1
-
-    @property
-    def needs_lockstep_forward(self) -> bool:
-        return False
-
-    @property
-    def can_save_alone(self) -> bool:
-        return True
-
-    def reduce(self, value: Tensor) -> Tensor:
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def gather_dp(self, value: Any) -> list[Any]:
-        return [value]
-
-    def gather_in_background(self, value: Any) -> list[Any]:
-        return [value]
-
-    def barrier(self) -> None:
-        pass
-
-    def rendezvous(self, call: str) -> None:
-        pass
-
-    def layout(self, tensor: Tensor) -> str:
-        return "replicated"
-
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def full_tensors(self, value: Any, keeps: bool = True) -> Any:
-        gathered: dict[Tensor, Tensor] = {}  # A tensor with several names is gathered once.
-
-        def gather(tensor: Tensor) -> Tensor:
-            if tensor not in gathered:
-                full = self.full_tensor(tensor)
-                gathered[tensor] = full if full is tensor else full.to("cpu" if keeps else "meta")
-            return gathered[tensor]
-
-        return map_tensors(gather, value)
-
-    def redistribute_like(self, full: Tensor, reference: Tensor) -> Tensor:
-        return full
-
-    def wrap(self, module: nn.Module, trains: bool) -> Any:
-        return module
-
-    def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
-        pass
-
-    def sync_context(self, last: bool) -> AbstractContextManager[None]:
-        return NULL_CONTEXT
-
-    def evaluation_context(self) -> AbstractContextManager[None]:
-        return NULL_CONTEXT
-
-    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
-        pass
-
-    def sync_buffers(self, module: nn.Module) -> None:
-        pass
-
-    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        return optim.gradient_norm(parameters)
-
-    def model_state(self, module: nn.Module) -> dict[str, Tensor]:
-        return plain_state(module)
-
-    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
-        load_fitted(module, weights, strict)
-
-    def optimizer_state(self, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a whole state of the same parameters; this rank keeps its part, and the values are not copied."""
         load_optimizer_state(optimizer, state)
+
+
+if TYPE_CHECKING:
+    _Interface = SingleProcess
+else:
+    _Interface = object
+
+
+class Engine(_Interface):
+    """An engine around another one: what it does not define is answered by ``inner``.
+
+    A new engine defines of `SingleProcess` what it does in another way, and calls the same of ``self.inner`` for the
+    rest.
+
+    Parameters
+    ----------
+    inner : SingleProcess or Engine
+        The engine inside.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from zae.parts import Engine, SingleProcess
+    >>> class Doubled(Engine):
+    ...     "Count every number twice."
+    ...     def reduce(self, value):
+    ...         return 2 * self.inner.reduce(value)
+    >>> engine = Doubled(SingleProcess())
+    >>> engine.world_size, engine.reduce(torch.tensor(3.0))
+    (1, tensor(6.))
+    """
+
+    def __init__(self, inner: SingleProcess) -> None:
+        self.inner = inner
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "inner" or name.startswith("__"):  # A copy has no engine inside yet.
+                raise AttributeError(name)
+            return getattr(self.inner, name)
+
+    def find(self, kind: type[AnyEngine]) -> AnyEngine | None:
+        """Return the engine of a class, this one or one inside of it; None where there is none."""
+        return self if isinstance(self, kind) else self.inner.find(kind)
+
+
+def gather_dp(engine: SingleProcess, value: Any) -> list[Any]:
+    """Return a value of one rank of each share of the data, in their order; all ranks call it.
+
+    Ranks with the same batches have the same value: the first of each share speaks for the others.
+    """
+    values: dict[int, Any] = {}
+    for dp_rank, each in engine.gather((engine.dp_rank, value)):
+        values.setdefault(dp_rank, each)
+    return [values[dp_rank] for dp_rank in sorted(values)]
 
 
 class Precision:

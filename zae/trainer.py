@@ -49,7 +49,7 @@ from zae.loop.user_state import UserState
 from zae.loop.validation import run_test_epoch
 from zae.optim import checks
 from zae.optim.optimization import Optimization
-from zae.parts import Engine, Precision, SingleProcess, StepWindow
+from zae.parts import Precision, SingleProcess, StepWindow
 from zae.record.run_record import RunRecord
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     # The attributes of a trainer that no option stands for; what else an object has is the user's, and is saved.
     devices: list[torch.device]
-    engine: Engine
+    engine: SingleProcess
     optimization: Optimization
     history: History
     nonfinite: NonFiniteGuard

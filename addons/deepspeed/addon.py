@@ -21,7 +21,7 @@ from zae.distributed.blocks import check_divisible
 from zae.distributed.collectives import broadcast
 from zae.errors import ConfigError
 from zae.optim import as_dict
-from zae.parts import Engine, Precision
+from zae.parts import Engine, Precision, SingleProcess
 
 __all__ = ["DeepSpeedAddon"]
 
@@ -38,28 +38,17 @@ class DeepSpeedEngine(Engine):
         What DeepSpeed has made of the model and its optimizer, once it has; None in mode "test".
     """
 
-    def __init__(self, inner: Engine) -> None:
+    can_save_alone = False  # Each rank has a part of the optimizer's state.
+    needs_lockstep_forward = True  # The backward, and the forward of stage 3, are collectives.
+
+    def __init__(self, inner: SingleProcess) -> None:
         super().__init__(inner)
         self.zero: Zero | None = None
-
-    @property
-    def can_save_alone(self) -> bool:
-        """False: each rank has a part of the optimizer's state."""
-        return False
-
-    @property
-    def needs_lockstep_forward(self) -> bool:
-        """True: the backward, and the forward of stage 3, are collectives."""
-        return True
-
-    def layout(self, tensor: Tensor) -> str:
-        """Return "sharded" for a parameter that lies in parts on the ranks, in stage 3."""
-        return "sharded" if self.zero is not None and self.zero.stage == 3 else super().layout(tensor)
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Send nothing: DeepSpeed has sent the weights of rank 0."""
         if self.zero is None:
-            super().begin(module, parameters)
+            self.inner.begin(module, parameters)
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Refuse gradients that are missing; the backward of DeepSpeed has averaged the others."""
@@ -68,11 +57,11 @@ class DeepSpeedEngine(Engine):
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the norm over the parts of all ranks, which DeepSpeed adds up."""
-        return super().gradient_norm(parameters) if self.zero is None else self.zero.gradient_norm()
+        return self.inner.gradient_norm(parameters) if self.zero is None else self.zero.gradient_norm()
 
     def model_state(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the weights in float32, whole on this rank: it gets the parts of the others."""
-        state = super().model_state(module)
+        state = self.inner.model_state(module)
         zero = self.zero
         if zero is None or (zero.stage < 3 and not zero.is_bf16):
             return state
@@ -83,7 +72,7 @@ class DeepSpeedEngine(Engine):
     def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load whole weights, of which each rank keeps its part."""
         if self.zero is None:
-            super().load_model_state(module, weights, strict)
+            self.inner.load_model_state(module, weights, strict)
             return
         named = dict(module.named_parameters(remove_duplicate=False))
         self.zero.set_weights({id(named[key]): value for key, value in weights.items() if key in named})
@@ -93,9 +82,9 @@ class DeepSpeedEngine(Engine):
     def optimizer_state(self, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
         """Return the state of the optimizer, whole on this rank: it gets the parts of the others."""
         if self.zero is None:
-            return super().optimizer_state(optimizer, alone=alone)
+            return self.inner.optimizer_state(optimizer, alone=alone)
         with self.zero.whole_slots():
-            return super().optimizer_state(optimizer, alone=alone)
+            return self.inner.optimizer_state(optimizer, alone=alone)
 
 
 class DeepSpeedAddon(DistributedAddon):
@@ -227,7 +216,7 @@ class DeepSpeedAddon(DistributedAddon):
 
     # --------------------------------------------------------------------------------------- model and optimizer
 
-    def build_engine(self) -> Engine:
+    def build_engine(self) -> SingleProcess:
         """Return the engine that knows how the model is divided."""
         zero = self._zero  # Of an earlier run: the model is divided once.
         engine = DeepSpeedEngine(super().build_engine())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from zae.errors import ConfigError, StepError, TaskError, kind_of
 from zae.loop.evaluation import Evaluation
 from zae.loop.history import split_prefix
 from zae.optim import total_targets
+from zae.parts import gather_dp
 from zae.trainer import Trainer
 
 __all__ = ["TrainUnitAddon", "check_unit", "task_of"]
@@ -217,7 +219,7 @@ class TrainUnitAddon(AddOnBase):
         unit = self._valid_unit if self.mode == "test" else self.train_unit
         if self.mode == "train" and self._is_published:
             return found
-        return {**found, **compute_over_ranks(unit, self.engine.gather_dp)}
+        return {**found, **compute_over_ranks(unit, partial(gather_dp, self.engine))}
 
     @property
     def _is_published(self) -> bool:
@@ -232,7 +234,7 @@ class TrainUnitAddon(AddOnBase):
         dict of str to float
             Numbers by name, computed over all ranks.
         """
-        found = compute_over_ranks(self.train_unit, self.engine.gather_dp)
+        found = compute_over_ranks(self.train_unit, partial(gather_dp, self.engine))
         reset(self.train_unit)
         return found
 

@@ -31,7 +31,7 @@ from zae.distributed.collectives import broadcast
 from zae.distributed.mesh import DATA
 from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError
-from zae.parts import Engine, Precision
+from zae.parts import Engine, Precision, SingleProcess, gather_dp
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,9 +87,12 @@ class FSDPEngine(Engine):
         The parameters that were sharded, by name.
     """
 
+    can_save_alone = False  # The state lies in parts on the ranks.
+    needs_lockstep_forward = True  # Each forward gathers blocks.
+
     def __init__(
         self,
-        inner: Engine,
+        inner: SingleProcess,
         mesh: Callable[[], DeviceMesh],
         blocks: Callable[[nn.Module], Mapping[str, nn.Module]] = repeated_modules,
         compile_block: Callable[[nn.Module], None] | None = None,
@@ -111,21 +114,11 @@ class FSDPEngine(Engine):
         """Return the attributes of a copy, which has sharded no model."""
         return {**vars(self), "_sharded": None, "held": {}}
 
-    @property
-    def can_save_alone(self) -> bool:
-        """False: the state lies in parts on the ranks."""
-        return False
-
-    @property
-    def needs_lockstep_forward(self) -> bool:
-        """True: each forward gathers blocks."""
-        return True
-
     def wrap(self, module: nn.Module, trains: bool) -> Any:
         """Shard the module in place, with the weights of rank 0."""
         from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-        model = super().wrap(module, trains)
+        model = self.inner.wrap(module, trains)
         is_of_earlier_run = isinstance(model, FSDPModule)
         if is_of_earlier_run:
             self._sharded = model
@@ -159,14 +152,14 @@ class FSDPEngine(Engine):
         """Accumulate whole gradients on this rank; in the last micro-batch the backward averages shards of them."""
         assert self._sharded is not None
         self._sharded.set_requires_gradient_sync(last)
-        return super().sync_context(last)
+        return self.inner.sync_context(last)
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Free the gathered blocks before and after, when other weights may be in the model."""
         self.free_gathered_blocks()
         try:
-            with super().evaluation_context():
+            with self.inner.evaluation_context():
                 yield
         finally:
             self.free_gathered_blocks()
@@ -184,12 +177,12 @@ class FSDPEngine(Engine):
     def model_state(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the shards of the weights, and not what a forward has gathered."""
         free_gathered_blocks(module)
-        return super().model_state(module)
+        return self.inner.model_state(module)
 
     def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load into the shards; what a forward has gathered would be those from before."""
         free_gathered_blocks(module)
-        super().load_model_state(module, weights, strict)
+        self.inner.load_model_state(module, weights, strict)
 
 
 class FSDPAddon(DistributedAddon):
@@ -299,7 +292,7 @@ class FSDPAddon(DistributedAddon):
                 "cpu_offload=True moves shards from an accelerator to the host, and there is none here; leave it out"
             )
 
-    def build_engine(self) -> Engine:
+    def build_engine(self) -> SingleProcess:
         """Return the engine that shards the model, and knows how it is divided."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -417,7 +410,7 @@ class FSDPAddon(DistributedAddon):
         """Refuse gradients of other parameters on one rank than on another."""
         fsdp = self._fsdp
         if fsdp is not None:
-            shards.check_used(fsdp.held, self.progress_checker.step, fsdp.gather_dp)
+            shards.check_used(fsdp.held, self.progress_checker.step, partial(gather_dp, fsdp))
         super().normalize(num_targets)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:

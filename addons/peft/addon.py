@@ -97,7 +97,7 @@ class PEFTAddon(AddOnBase):
         """Load weights; frozen parameters among them belong to the base from now on."""
         base = self._hash_base()
         super().load_model_state(weights, strict)
-        self._base = {**base, **adapters.hash_parameters(self.unwrap(), weights, self.engine.full_tensor)}
+        self._base = {**base, **adapters.hash_parameters(self.unwrap(), weights, self.engine.full_tensors)}
 
     def state_dict(self) -> dict[str, Any]:
         """Add the hashes of the base model."""
@@ -118,7 +118,7 @@ class PEFTAddon(AddOnBase):
         base = self._hash_base()
         super().load_state_dict(state, strict)
         if own is None:
-            self._base = {**base, **adapters.hash_parameters(self.unwrap(), state["model"], self.engine.full_tensor)}
+            self._base = {**base, **adapters.hash_parameters(self.unwrap(), state["model"], self.engine.full_tensors)}
 
     def save_model(self, path: str | Path | None = None, **options: Any) -> Path:
         """Save the trained weights alone: in a file as by default, or in a folder as ``peft`` saves an adapter.

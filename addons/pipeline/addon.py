@@ -26,7 +26,7 @@ from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError
 from zae.loop.step_output import explain_failure, read_output
 from zae.optim import as_dict, parameters_of
-from zae.parts import Engine
+from zae.parts import Engine, SingleProcess
 
 __all__ = ["PipelineAddon", "PipelineEngine"]
 
@@ -51,8 +51,11 @@ class PipelineEngine(Engine):
         Where this rank stands in its pipeline, in this process.
     """
 
-    def __init__(self, inner: Engine, device: torch.device, arrangement: Arrangement) -> None:
+    can_save_alone = False  # The state lies in parts on the ranks.
+
+    def __init__(self, inner: SingleProcess, device: torch.device, arrangement: Arrangement) -> None:
         super().__init__(inner)
+        self.needs_lockstep_forward = self.dp_world_size > 1  # Pipelines average their gradients in each step.
         self._device = device
         self._arrangement = arrangement
         self.chain: Chain | None = None
@@ -65,7 +68,7 @@ class PipelineEngine(Engine):
 
     def wrap(self, module: nn.Module, trains: bool) -> Any:
         """Keep the stages of this rank, once, with the weights of rank 0; steps call what stands for all of them."""
-        model = super().wrap(module, trains)
+        model = self.inner.wrap(module, trains)
         if self.place is None:
             self.place = self._find_place()
         if self.chain is None:
@@ -88,16 +91,6 @@ class PipelineEngine(Engine):
         owners = tuple(dist.get_global_rank(group, rank) for rank in self._arrangement.owners)
         return Place(self._arrangement.stages_of(ranks.mesh.place(self.rank)["pipeline"]), owners, group)
 
-    @property
-    def can_save_alone(self) -> bool:
-        """False: the state lies in parts on the ranks."""
-        return False
-
-    @property
-    def needs_lockstep_forward(self) -> bool:
-        """True with several pipelines, which average their gradients in each step."""
-        return self.dp_world_size > 1
-
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Send nothing: the weights were sent before each rank has kept its stages."""
 
@@ -115,13 +108,9 @@ class PipelineEngine(Engine):
     def sync_buffers(self, module: nn.Module) -> None:
         """Send nothing: the ranks have other buffers."""
 
-    def layout(self, tensor: Tensor) -> str:
-        """Return "stages": each tensor is on the rank of its stage."""
-        return "stages"
-
     def full_tensors(self, value: Any, keeps: bool = True) -> Any:
         """Take from each rank what it has of its stages: the ranks compare what they lack, and one sends it."""
-        return parts.make_whole(super().full_tensors(value, keeps), keeps, self.gather, self._device)
+        return parts.make_whole(self.inner.full_tensors(value, keeps), keeps, self.gather, self._device)
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the norm over the gradients of all stages: the ranks of a pipeline add up their squares."""
@@ -133,11 +122,11 @@ class PipelineEngine(Engine):
         """Load the weights of the stages of this rank; of the others there are none to miss."""
         own = module.state_dict()
         kept = {key: each for key, each in weights.items() if key not in own or not own[key].is_meta}
-        super().load_model_state(module, kept, strict=False)
+        self.inner.load_model_state(module, kept, strict=False)
 
     def optimizer_state(self, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
         """Return the state, with the slots of other stages on the meta device: the ranks list what they have."""
-        state = super().optimizer_state(optimizer, alone=alone)
+        state = self.inner.optimizer_state(optimizer, alone=alone)
         return state if alone else {**state, "state": parts.fill_states(state["state"], self.gather)}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -146,7 +135,7 @@ class PipelineEngine(Engine):
         places = [place for group in state["param_groups"] for place in group["params"]]
         away = {place for place, each in zip(places, held) if each.is_meta}
         kept = {key: each for key, each in state["state"].items() if key not in away}
-        super().load_optimizer_state(optimizer, {**state, "state": kept})
+        self.inner.load_optimizer_state(optimizer, {**state, "state": kept})
 
 
 def check_stages(model: nn.Module, arrangement: Arrangement, trains: bool, pipelines: int) -> Chain:
@@ -338,7 +327,7 @@ class PipelineAddon(DistributedAddon):
         """The stages, once this rank has dropped those of others."""
         return None if self._stages is None else self._stages.chain
 
-    def build_engine(self) -> Engine:
+    def build_engine(self) -> SingleProcess:
         """Return the engine that divides the model, and knows how it is divided."""
         return PipelineEngine(super().build_engine(), self.device, self._arrangement())
 

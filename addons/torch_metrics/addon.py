@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from zae.addons.torch_metrics.torchmetrics import (
 from zae.compose.introspect import owners_of
 from zae.errors import CheckpointMismatch, ConfigError, StepError, did_you_mean
 from zae.metrics.torchmetrics_values import is_metric, numbers_of
+from zae.parts import gather_dp
 
 __all__ = ["TorchMetricsAddon"]
 
@@ -202,11 +204,11 @@ class TorchMetricsAddon(AddOnBase):
         super_metrics = super().metric_on_epoch_end
         found = dict(self.history.further_metrics("train" if split == "train" else "test", super_metrics))
         group = self._torch_metrics.get(split, {})
-        if not any(self.engine.gather_dp(any(map(was_updated, group.values())))):
+        if not any(gather_dp(self.engine, any(map(was_updated, group.values())))):
             return found
         for name, metric in group.items():
             if self.engine.dp_world_size > 1:
-                combine_ranks(metric, self.engine.gather_dp)
+                combine_ranks(metric, partial(gather_dp, self.engine))
             found |= numbers_of(name, metric.compute())
         self._reset(split)
         return found

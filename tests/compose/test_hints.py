@@ -18,7 +18,7 @@ import zae.compose.hints as hints
 from kit.mistakes import ADD_ONS, Task, trainer_of
 from zae.compose.hints import HINTS, HOOKS
 from zae.compose.options import own_options
-from zae.parts import Engine, Precision, StepWindow
+from zae.parts import Precision, SingleProcess, StepWindow
 
 FAIRSEQ2 = """unit data_reader optimizer checkpoint_manager root_gang dp_gang tp_gang dtype lr_scheduler max_num_steps
     max_num_data_epochs valid_units valid_data_readers validate_every_n_steps checkpoint_every_n_steps
@@ -235,7 +235,7 @@ def test_every_answer_is_given_and_leads_to_names_that_exist():
         assert str(caught.value) == f"Task has no attribute {name!r}; here it is {here}"
 
 
-PARTS = {"engine": Engine, "precision_part": Precision, "step_window": StepWindow}
+PARTS = {"engine": SingleProcess, "precision_part": Precision, "step_window": StepWindow}
 
 
 def test_a_name_of_a_part_is_led_to_the_part():

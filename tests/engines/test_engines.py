@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import zae
-from kit.engines import ENGINES, Counted, Engine, Net, Task, adamw, build, data, distance, net, sgd, weights
+from kit.engines import ENGINES, Counted, Engine, Net, Task, adamw, build, data, distance, layout, net, sgd, weights
 from zae import ConfigError
 from zae.addons import (
     EMAAddon,
@@ -65,7 +65,7 @@ def check(trainer: Any, engine: Engine) -> None:
     """Assert that it is this engine that has trained."""
     assert dist.get_world_size() == trainer.world_size == engine.world
     assert trainer.engine.dp_world_size == engine.shares
-    assert {trainer.engine.layout(each) for each in trainer.unwrap().parameters()} == engine.layouts
+    assert set(map(layout, trainer.unwrap().parameters())) == engine.layouts
     with trainer.ready():
         assert type(trainer.model).__name__ == engine.wrapper
 
@@ -232,7 +232,7 @@ def test_the_initial_weights_are_those_of_one_process(engine: Engine) -> None:
         assert not options or all(each.is_meta for each in trainer.unwrap().parameters())
         with trainer.ready():
             own = weights(trainer)
-            assert {trainer.engine.layout(each) for each in trainer.unwrap().parameters()} == engine.layouts
+            assert set(map(layout, trainer.unwrap().parameters())) == engine.layouts
         assert all(torch.equal(value, expected[name]) for name, value in own.items())
         trainer.run(1, data(4 * engine.shares))
 

@@ -267,7 +267,7 @@ def train(case: Case, engine: str, folder: Path, resume: bool, stops: bool, alon
     assert trainer.world_size == kind.world == (1 if alone else dist.get_world_size())
     ends = {"": trainer.model_state(), "average.": {}}
     if case.decay:
-        ends["average."] = {name: trainer.engine.full_tensor(each) for name, each in trainer.average.items()}
+        ends["average."] = {name: trainer.engine.full_tensors(each) for name, each in trainer.average.items()}
     found = {prefix + key: each.detach().clone() for prefix, state in ends.items() for key, each in state.items()}
     losses = [row["loss"] for row in trainer.valid_history] if case.valid_rows else []
     return (found, losses, trainer.progress_checker.step), ""

@@ -266,7 +266,7 @@ def test_composed_with_averages_and_autocast(engine: Engine) -> None:
     trainer.run(2, data(rows), data(9, 2, False))
     single.run(2, data(rows, 4 * engine.shares), data(9, 2, False))
     assert distance(trainer, single) < 1e-12
-    average = {name: trainer.engine.full_tensor(value) for name, value in trainer.average.items()}
+    average = {name: trainer.engine.full_tensors(value) for name, value in trainer.average.items()}
     for name, value in single.average.items():
         assert name.endswith("key.bias") or float((average[name] - value).abs().max()) < 1e-12
     assert trainer.evaluate(data(9, 2, False)) == pytest.approx(single.evaluate(data(9, 2, False)), rel=1e-9)

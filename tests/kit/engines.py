@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -114,7 +114,7 @@ class Engine:
     is_sampled: bool = False  # Whether the default run has only the first test of it.
 
 
-STAGES = frozenset({"stages"})
+STAGES = frozenset({"replicated", "elsewhere"})
 SHARDED, MIXED = frozenset({"sharded"}), frozenset({"sharded", "replicated"})
 PLAN = {
     "embed": RowwiseParallel(input_layouts=Replicate()),
@@ -149,6 +149,11 @@ ENGINES = {
         wrapper="StagedModel",
     ),
 }
+
+
+def layout(parameter: torch.Tensor) -> str:
+    """Return how the ranks hold a parameter."""
+    return "sharded" if isinstance(parameter, DTensor) else "elsewhere" if parameter.is_meta else "replicated"
 
 
 def net(dtype: torch.dtype = F64, **options: Any) -> nn.Module:

@@ -179,9 +179,9 @@ def test_replicated_options_are_options_and_name_the_hook_that_reads_them(name: 
 
 def test_the_list_of_what_must_agree_names_code_that_there_is() -> None:
     from zae.loop.run import Run
-    from zae.parts import Engine
+    from zae.parts import SingleProcess
 
-    owners = {"Run": Run, "Engine": Engine, "Trainer": zae.Trainer}
+    owners = {"Run": Run, "Engine": SingleProcess, "Trainer": zae.Trainer}
     for reader in ", ".join(READ_BY.values()).split(", "):
         owner, _, method = reader.partition(".")
         assert callable(getattr(owners[owner], method)), reader

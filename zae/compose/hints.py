@@ -279,11 +279,10 @@ HINTS = HOOKS | _by_name(
         # Parts that were methods of a trainer.
         "engine.dp_rank": "data_rank",
         "engine.dp_world_size": "data_size",
-        "engine.full_tensor(tensor)": "whole",
-        "engine.full_tensors(value)": "whole_values",
-        "engine.redistribute_like(full, reference)": "like",
+        "engine.full_tensors(value)": "whole whole_values",
+        "zae.distributed.shards.redistribute_like(full, reference)": "like",
         "engine.rendezvous(call)": "meet",
-        "engine.gather_dp(value)": "gather_data",
+        "zae.parts.gather_dp(engine, value)": "gather_data",
         "engine.gather_in_background(value)": "gather_beside",
         "engine.needs_lockstep_forward": "pads",
         # Add-ons.

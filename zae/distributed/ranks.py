@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.common.model_weights import plain_names
-from zae.common.walk import is_sharded
+from zae.common.walk import is_sharded, map_tensors
 from zae.distributed import shards
 from zae.distributed.collectives import all_reduce, average, broadcast, gather_objects
 from zae.distributed.drift import CollectiveCalls
@@ -137,13 +137,6 @@ class RanksEngine(SingleProcess):
         with self._explaining_silence():
             return gather_objects(value)
 
-    def gather_dp(self, value: Any) -> list[Any]:
-        # Ranks with the same batches have the same value: the first of each share speaks for the others.
-        values = self.gather(value)
-        if self.dp_world_size == self.world_size:
-            return values
-        return [values[rank] for rank in self.mesh.dp_leaders()]
-
     def gather_in_background(self, value: Any) -> list[Any]:
         # In a process group of its own, so that what the loop exchanges meanwhile does not come between. The first call
         # makes the group, which all ranks do at the same place of their loops.
@@ -165,13 +158,20 @@ class RanksEngine(SingleProcess):
         # The ranks compare the name of the call over the store of the group, before they exchange any tensor for it.
         CollectiveCalls.rendezvous(call, self.timeout)
 
-    def layout(self, tensor: Tensor) -> str:
-        return "sharded" if is_sharded(tensor) else "replicated"
+    def full_tensors(self, value: Any, keeps: bool = True) -> Any:
+        gathered: dict[Tensor, Tensor] = {}  # A tensor with several names is gathered once.
 
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        if not is_sharded(tensor):
-            return tensor
-        # Each rank sends its part to all others of the mesh of the tensor.
+        def gather(tensor: Tensor) -> Tensor:
+            if not is_sharded(tensor):
+                return tensor
+            if tensor not in gathered:
+                gathered[tensor] = self._gather_parts(tensor).to("cpu" if keeps else "meta")
+            return gathered[tensor]
+
+        return map_tensors(gather, value)
+
+    def _gather_parts(self, tensor: Tensor) -> Tensor:
+        """Return a tensor whole: each rank sends its part to all others of the mesh of the tensor."""
         try:
             return shards.full_tensor(tensor)
         except RuntimeError as error:
@@ -186,9 +186,6 @@ class RanksEngine(SingleProcess):
                 "ranks did not take part. Call state_dict, save_model and evaluate on every rank, not under "
                 "`if self.is_main`; only rank 0 writes the file"
             ) from error
-
-    def redistribute_like(self, full: Tensor, reference: Tensor) -> Tensor:
-        return shards.redistribute_like(full, reference)
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         # Rank 0 sends what is whole on each rank. A part of a tensor was sent as the tensor was divided.

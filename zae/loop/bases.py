@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from zae.loop.run import Run
-    from zae.parts import Engine, Precision
+    from zae.parts import Precision, SingleProcess
     from zae.trainer import Trainer
 
 __all__ = ["Processes"]
@@ -28,11 +28,11 @@ class Processes:
 
     Attributes
     ----------
-    engine : Engine
+    engine : SingleProcess or Engine
         The processes that train together, and how data and parameters lie on them: here one process.
     """
 
-    engine: Engine
+    engine: SingleProcess
 
     if TYPE_CHECKING:
         device: torch.device

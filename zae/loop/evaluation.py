@@ -25,6 +25,7 @@ from zae.loop.history import Metrics
 from zae.loop.progress import EvaluationAborted
 from zae.loop.step_output import read_output, say_not_numbers, say_uncounted
 from zae.metrics.reductions import combine_loaders
+from zae.parts import gather_dp
 
 if TYPE_CHECKING:
     from zae.optim.optimization import Optimization
@@ -236,7 +237,7 @@ class Evaluation:
         def pass_on(is_last: bool) -> bool:
             """Gather what all ranks hold, and take it; return whether every rank has passed on its last batch."""
             activity.is_loading = False  # An error in here is not one of the loader.
-            parts = trainer.engine.gather_dp((is_last, held))
+            parts = gather_dp(trainer.engine, (is_last, held))
             for each in in_turn([part for _, part in parts]):
                 if each is not None:
                     size, values = each

@@ -6,16 +6,18 @@ import copy
 import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import check_metrics
 from zae.display.text import columns_of, table
 from zae.errors import ConfigError, MonitorError, did_you_mean, printable
 from zae.loop.epoch_log import EpochLog
+from zae.parts import gather_dp
 
 if TYPE_CHECKING:
     from zae.loop.progress import ProgressChecker
-    from zae.parts import Engine
+    from zae.parts import SingleProcess
 
 __all__ = ["History", "Metrics", "MetricsDict", "direction_of", "split_prefix"]
 
@@ -251,18 +253,18 @@ class History:
             self.test_metrics = Metrics(metrics)
             self.valid.append(row)
 
-    def summarize(self, split: str, engine: Engine, further: Callable[[], Mapping[str, Any]]) -> Metrics:
+    def summarize(self, split: str, engine: SingleProcess, further: Callable[[], Mapping[str, Any]]) -> Metrics:
         """Return the means of ``log_train`` or ``log_test`` over all ranks, with the further metrics computed from it.
 
         ``further`` is `Trainer.metric_on_epoch_end`: all ranks use what it returns on rank 0, to decide by the same.
         """
         name = f"log_{split}"
         own: EpochLog = getattr(self, name)
-        setattr(self, name, own.over_ranks(engine.gather_dp, engine.dp_world_size))
+        setattr(self, name, own.over_ranks(partial(gather_dp, engine), engine.dp_world_size))
         try:
             means = getattr(self, name).means()
             own_metrics = self.further_metrics(split, further)
-            return Metrics({**means, **engine.gather_dp(own_metrics)[0]})
+            return Metrics({**means, **gather_dp(engine, own_metrics)[0]})
         finally:
             # The log of all ranks was for these metrics; this rank goes on recording in its own.
             if split == "train":

@@ -28,6 +28,7 @@ from zae.loop.addon_state import (
     state_mode,
 )
 from zae.loop.epoch_log import EpochLog, merge_logs, to_host
+from zae.parts import gather_dp
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -100,11 +101,11 @@ class RankStates:
         for owner, keys in varying.items():
             if owner in state:
                 own[owner] = state[owner] if keys is None else {key: state[owner][key] for key in keys}
-        digests = trainer.engine.gather_dp({owner: digest(entry) for owner, entry in own.items()})
+        digests = gather_dp(trainer.engine, {owner: digest(entry) for owner, entry in own.items()})
         differing = [owner for owner in own if any(each.get(owner) != digests[0].get(owner) for each in digests)]
         entries: list[Any] = [{}] * world
         if differing:
-            entries = trainer.engine.gather_dp({owner: to_host(own[owner]) for owner in differing})
+            entries = gather_dp(trainer.engine, {owner: to_host(own[owner]) for owner in differing})
         ranks = [{**each, "add_ons": entry} for each, entry in zip(state[name]["ranks"], entries, strict=True)]
         return {**state, name: {**state[name], "ranks": ranks}}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from zae.loop.history import Metrics
 from zae.loop.step_output import say_not_numbers
 from zae.metrics.reductions import means_of, merge_sums
+from zae.parts import gather_dp
 
 if TYPE_CHECKING:
     from zae.loop.run import Run
@@ -68,7 +69,7 @@ def log_training(run: Run, means: Mapping[str, float] | None = None) -> None:
     if means is None:
         trainer.nonfinite.sync_counts(progress, trainer)
     # Also where the means of an epoch are logged: the next record begins after this one.
-    since_last_record = means_of(merge_sums(trainer.engine.gather_dp(trainer.log_train.take_sums())))
+    since_last_record = means_of(merge_sums(gather_dp(trainer.engine, trainer.log_train.take_sums())))
     record = {f"train/{key}": value for key, value in (means or since_last_record).items()}
     record |= optimization.learning_rates()
     if trainer.grad_norm is not None:

@@ -51,6 +51,7 @@ from zae.loop.requests import Requests
 from zae.loop.run_view import RunView
 from zae.loop.validation import validate
 from zae.metrics.reductions import means_of, merge_sums
+from zae.parts import gather_dp
 
 if TYPE_CHECKING:
     from zae.loop.progress import ProgressChecker
@@ -452,7 +453,7 @@ class Run:
         trainer.nonfinite.sync_counts(progress, trainer)
         self.first_epoch.close(self, wrapped_loader, is_complete)
         if not is_complete:  # The epoch stays open: it has means, but no row in the history.
-            sums = trainer.engine.gather_dp(trainer.log_train.sums())
+            sums = gather_dp(trainer.engine, trainer.log_train.sums())
             return Metrics(means_of(merge_sums(sums)))
         return record_epoch(self)
 

@@ -67,9 +67,8 @@ def copy_trainer(trainer: Any, cls: Any = None) -> Any:
     The copy has its own model, task, optimizers, add-ons and progress. Datasets, loaders and loggers of the task are
     shared with the trainer.
     """
-    module = trainer.unwrap()
-    if any(trainer.engine.layout(each) != "replicated" for each in module.parameters()):
-        raise CannotCopyError("its parameters lie in parts on several ranks")
+    if not trainer.engine.can_save_alone:
+        raise CannotCopyError("its state lies in parts on several ranks")
     state = trainer.__getstate__()
     twin = object.__new__(cls or type(trainer))
     memo = {id(trainer): twin, **{id(each): each for each in _shared_by_copies(state)}}
