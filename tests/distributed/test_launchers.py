@@ -1,7 +1,10 @@
 """What a launcher says in the environment: a class that does not join its ranks, and what only Accelerate takes."""
 
 import json
+import re
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,6 +13,7 @@ from distributed.test_slurm import STEP
 from torch.utils.data import DataLoader, Dataset
 
 from kit.rank_tasks import Task, build, forks, loader
+from kit.scripts import Script
 from zae import ConfigError, DistributedError
 from zae.addons import (
     AccelerateAddon,
@@ -105,6 +109,41 @@ def test_an_address_where_nobody_answers_is_named(monkeypatch):
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(DistributedError, match="a launcher must set MASTER_ADDR and MASTER_PORT too"):
         join("gloo", 1.0)
+
+
+STOPPED_STORE = """
+import os, signal, sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+before = store.num_keys()
+print("serves", flush=True)
+while store.num_keys() == before:
+    time.sleep(0.005)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+JOINING = """
+from zae.distributed.launcher import join
+join("gloo", 2.0)
+"""
+
+
+def test_ranks_that_connect_are_given_up_in_time(tmp_path):
+    """Torch waits without an end for what serves the store, where that is stopped or the link goes down just then."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    served = subprocess.Popen([sys.executable, "-c", STOPPED_STORE, str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert served.stdout.readline() == "serves\n"
+        (tmp_path / "rank.py").write_text(JOINING)
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        rank = Script(tmp_path / "rank.py", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", **address)
+        status, _, said = rank.end()
+    finally:
+        served.kill()
+        served.wait()
+    assert status != 0
+    assert re.search(rf"rank 1 of 2 could not meet the others at 127\.0\.0\.1:{port} .* within timeout=2 s", said), said
 
 
 def test_a_shell_of_srun_is_no_task():

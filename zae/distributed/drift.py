@@ -15,13 +15,14 @@ from zae.common.torch_private import default_store
 from zae.distributed.rank_process import SIGNALS, has_lost_peer, has_timed_out, is_spawned, summarize
 from zae.errors import DistributedError
 
-__all__ = ["CollectiveCalls", "DriftCheck", "add_failed_rank_note"]
+__all__ = ["CollectiveCalls", "DriftCheck", "add_failed_rank_note", "in_time"]
 
 # Seconds in which the others may answer.
 _LEAST = 2.0
 _MOST = 20.0
 _PAUSE = 0.02
 _LONGEST_PAUSE = 0.5
+_OWN_TIMEOUT = 5.0  # Seconds in which the timeout of torch's own may come.
 _T = TypeVar("_T")
 _AGAIN = "start the script again: with resume='auto' it continues from the newest checkpoint"
 
@@ -215,6 +216,14 @@ def ask_store(function: Callable[[], _T], seconds: float) -> _T:
     if error is not None:
         raise error
     return cast(_T, result)
+
+
+def in_time(function: Callable[[], _T], timeout: float) -> _T:
+    """Call a function that makes a process group, and raise RuntimeError where it has not ended in time.
+
+    Over a link that is down, gloo tries again without an end.
+    """
+    return ask_store(function, timeout + _OWN_TIMEOUT)
 
 
 def summarize_ranks(answers: Mapping[int, str], world: int, rank: int, within: str) -> str:

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from zae.distributed.drift import in_time
 from zae.distributed.rank_process import leave
 from zae.errors import DistributedError
 
@@ -68,8 +69,10 @@ def join(backend: str, timeout: float, init_method: str | None = None) -> bool:
         store: dist.Store = found[0]
         # All attempts of torchrun share its agent's store: without a prefix one finds the addresses of dead peers.
         prefix = f"zae/{_attempt(store, rank, world, timeout)}/{next(_joins)}"
-        dist.init_process_group(
-            backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world, timeout=waiting
+        own_store = dist.PrefixStore(prefix, store)
+        in_time(
+            lambda: dist.init_process_group(backend, store=own_store, rank=rank, world_size=world, timeout=waiting),
+            timeout,
         )
     except (ValueError, RuntimeError, OSError) as error:
         raise DistributedError(_describe_failed_join(rank, world, init_method or "env://", timeout, error)) from error

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zae.distributed.drift import in_time
 from zae.errors import ConfigError, did_you_mean
 
 __all__ = ["DATA", "DIMENSIONS", "Mesh", "check_mesh"]
@@ -128,5 +129,5 @@ def _group(ranks: list[int], timeout: float) -> Any:
     """Return a process group of these ranks; trainers of one process share it, since each has a thread that polls."""
     known = _groups.setdefault(dist.group.WORLD, {})
     if (*ranks, timeout) not in known:
-        known[(*ranks, timeout)] = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
+        known[(*ranks, timeout)] = in_time(lambda: dist.new_group(ranks, timeout=timedelta(seconds=timeout)), timeout)
     return known[(*ranks, timeout)]

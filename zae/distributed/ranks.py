@@ -17,7 +17,7 @@ from zae.common.model_weights import plain_names
 from zae.common.walk import is_sharded, map_tensors
 from zae.distributed import shards
 from zae.distributed.collectives import all_reduce, average, broadcast, gather_objects
-from zae.distributed.drift import CollectiveCalls
+from zae.distributed.drift import CollectiveCalls, in_time
 from zae.distributed.launcher import launched_world
 from zae.distributed.mesh import Mesh
 from zae.distributed.rank_process import has_lost_peer, has_timed_out
@@ -142,7 +142,8 @@ class RanksEngine(SingleProcess):
         # makes the group, which all ranks do at the same place of their loops.
         try:
             if self._background is None:
-                self._background = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+                waiting = timedelta(seconds=self.timeout)
+                self._background = in_time(lambda: dist.new_group(backend="gloo", timeout=waiting), self.timeout)
             return gather_objects(value, self._background)
         except RuntimeError as error:
             raise DistributedError(
