@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from user_state.test_values import Transition
 
 from kit.faults import everything
@@ -824,6 +824,35 @@ def test_a_task_may_declare_what_ranks_have(world: int, tmp_path: Path) -> None:
     resumed, again = run("parts", 2, None)
     assert torch.equal(hidden, again)
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+class Episodes(IterableDataset[Any]):
+    """Holds the task that it is for, and counts."""
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+        self.count = 0
+
+    def __iter__(self) -> Any:
+        for batch in INPUTS:
+            self.count += 1
+            yield batch * self.count
+
+
+def test_a_dataset_that_holds_its_task(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the task has is saved once, and what it learns is no setting of the data."""
+
+    def run(folder: str, *limits: int | None) -> Any:
+        for limit in limits:
+            trainer = build(Task, tmp_path / folder)
+            trainer.run(3, DataLoader(Episodes(trainer), batch_size=None), max_steps=limit)
+        return weights(trainer)
+
+    straight = run("straight", None)
+    for stop in (6, 12):
+        resumed = run(f"from {stop}", stop, None)
+        assert all(torch.equal(resumed[name], straight[name]) for name in straight), stop
+    assert [text for text in warnings_in(caplog) if "loaded and dropped" not in text] == []
 
 
 class Scaling:

@@ -20,7 +20,7 @@ from zae.common.plain_values import content_digest, plain_value
 from zae.common.random_state import STREAMS
 from zae.common.torch_private import fingerprint_of
 from zae.data.loaders import datasets_in, length_of, parts_of_dataset, unwrap_sampler
-from zae.user_state.owners import Walk
+from zae.user_state.owners import STATE, Walk
 
 __all__ = ["Contents", "contents_of"]
 
@@ -95,7 +95,11 @@ def _read(datasets: Mapping[str, Any]) -> Contents:
             found.samples[place] = _rows_of_table(dataset, size or 0)
         else:
             walk.add(place, dataset)
+    # What a trainer has, which a dataset may hold, is in its own part of the record.
+    trainers = tuple(path for path, each in walk.owners.items() if "loader_position" in each.store)
     for (owner, key), entry in walk.places.items():
+        if key is STATE or owner.startswith(trainers):
+            continue
         value = entry.value
         where = f"{owner}.{key}"
         is_within = key in ("dataset", "datasets") and parts_of_dataset(datasets.get(owner))
@@ -105,6 +109,8 @@ def _read(datasets: Mapping[str, Any]) -> Contents:
             found.samples.update((f"{where}[{index}]", content_digest(each)) for index, each in enumerate(value))
         elif key == "indices" or _is_per_sample(value, sizes.get(owner)):
             found.samples[where] = _digest(value)
+        elif id(value) in walk.paths:  # Its attributes are settings of their own.
+            found.settings[where] = type(value).__qualname__
         elif not _is_of_process(value):
             found.settings[where] = plain_value(value)
     return found

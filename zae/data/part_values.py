@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from zae.user_state.marks import LARGE, mark_of
 from zae.user_state.owners import Walk, is_of_user
 from zae.user_state.values import Maker, Name, Packer
 
+if TYPE_CHECKING:
+    from zae.trainer import Trainer
+
 __all__ = ["PartValues"]
 
 _log = logging.getLogger("zae")
@@ -39,24 +42,26 @@ class PartValues:
         self._changes = Changes()
         self._has_warned = False
         self._source: Any = None  # What the run before has read.
+        self._apart: list[Any] = []  # The trainer and its modules: data may hold them, and its state has them.
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the data out of a copy."""
-        return {**vars(self), "_source": None}
+        return {**vars(self), "_source": None, "_apart": []}
 
-    def begin(self, loader: Any) -> None:
+    def begin(self, loader: Any, trainer: Trainer) -> None:
         """Mark the values as a run begins; what has changed in other data is not of these."""
+        self._apart = [trainer, *trainer.unwrap().modules(), *trainer.optimizers.values()]
         source = getattr(loader, "dataset", loader)
         if self._source is not None and self._source is not source:
             self._changes = Changes()
         self._source = source
-        walk = _walk(loader, self._changes, is_begin=True)
+        walk = self._walk(loader, is_begin=True)
         self._changes.begin(walk, Packer({}, walk.paths, _HOST, copies=True, most=LARGE))
         _warn_of_living_iterators(loader)
 
     def note(self, loader: Any) -> Walk:
         """Note which values have changed; return the walk that has looked at them."""
-        walk = _walk(loader, self._changes)
+        walk = self._walk(loader)
         new = self._changes.note(walk)
         if new and not self._has_warned and getattr(loader, "persistent_workers", False) and loader.num_workers:
             self._warn_of_workers(walk, new)
@@ -82,7 +87,7 @@ class PartValues:
 
     def restore(self, loader: Any, captured: Mapping[str, Any], own: Mapping[Name, object]) -> None:
         """Put values back, but those that their object has set itself since they had the marks in ``own``."""
-        walk = _walk(loader, self._changes)
+        walk = self._walk(loader)
         places = walk.places
         set_by_parts = {name for name in own if name in places and mark_of(places[name].value, walk.paths) != own[name]}
         maker = Maker({}, {path: each.object for path, each in walk.owners.items()}, _HOST)
@@ -92,8 +97,19 @@ class PartValues:
 
     def marks(self, loader: Any) -> dict[Name, object]:
         """Return the marks of the values, to see what a part sets as it loads a state of its own."""
-        walk = _walk(loader, self._changes)
+        walk = self._walk(loader)
         return {name: mark_of(place.value, walk.paths) for name, place in walk.places.items()}
+
+    def _walk(self, loader: Any, is_begin: bool = False) -> Walk:
+        """Return the parts of a loader that are of the user's classes, and what they hold."""
+        parts = _own_parts(loader)
+        apart = [*self._apart, *parts_of(loader).values(), *parts.values(), *_streams_in(parts)]
+        walk = self._changes.walk(apart, is_begin)
+        for place, part in parts.items():
+            # What a class of a library keeps to itself, it computes.
+            private = () if is_of_user(type(part)) else [name for name in vars(part) if name.startswith("_")]
+            walk.add(place, part, without=frozenset(private))
+        return walk
 
     def _warn_of_workers(self, walk: Walk, names: Iterable[Name]) -> None:
         """Warn of attributes of a dataset that are set here, while its workers keep copies."""
@@ -111,18 +127,6 @@ class PartValues:
                     key,
                 )
                 return
-
-
-def _walk(loader: Any, changes: Changes, is_begin: bool = False) -> Walk:
-    """Return the parts of a loader that are of the user's classes, and what they hold."""
-    parts = _own_parts(loader)
-    apart = [*parts_of(loader).values(), *parts.values(), *_streams_in(parts)]
-    walk = changes.walk(apart, is_begin)
-    for place, part in parts.items():
-        # What a class of a library keeps to itself, it computes.
-        private = () if is_of_user(type(part)) else [name for name in vars(part) if name.startswith("_")]
-        walk.add(place, part, without=frozenset(private))
-    return walk
 
 
 def _own_parts(loader: Any) -> dict[str, Any]:

@@ -219,12 +219,12 @@ class LoaderPosition:
         """Note the loader of a finished call of ``run`` that is repeated; the next call may have another one."""
         self._ended_with = None if self._loaded is None else loader
 
-    def begin_values(self, loader: Any) -> None:
+    def begin_values(self, loader: Any, trainer: Trainer) -> None:
         """Mark the values in the parts of a loader as a run begins, and put back those of a state.
 
         It comes before the hooks that begin an epoch, which win at the end of one, as in a run that is not interrupted.
         """
-        self._values.begin(loader)
+        self._values.begin(loader, trainer)
         if self._continues_state:
             self._values.restore(loader, self._loaded["present"].get("values", {}), {})  # type: ignore[index]
 

@@ -325,7 +325,7 @@ class Run:
         if progress.run_calls.must_replay:  # The state is of a later call.
             return
         trainer.user_state.begin(trainer, self.continues_call)
-        trainer.loader_position.begin_values(self.activity.loader)
+        trainer.loader_position.begin_values(self.activity.loader, trainer)
         if progress.pending_validation == "epoch":
             self.end_epoch()
         elif progress.pending_validation:
