@@ -284,7 +284,7 @@ class _Check:
         """Start the script in an instant; a failure of a fork is confirmed by a start of its own, once for a cause."""
         more = self._resume_words(instant.tree)
         limit = None if instant.runs_to_end or self.options.to_the_end else self._limit(instant)
-        fork = self.result.ranks == 1 and self.runner.by == "optimizer"
+        fork = self._is_forked()
         run = self.runner.start(instant.tree, limit=limit, more=more, fork=fork)
         judgement = self._judge(instant, run)
         if fork and judgement.verdict == FAILED and judgement.cause not in confirmed:
@@ -292,6 +292,9 @@ class _Check:
             judgement = self._judge(instant, run)
         confirmed.add(judgement.cause)
         return judgement
+
+    def _is_forked(self) -> bool:
+        return self.result.ranks == 1 and self.runner.by == "optimizer"
 
     def _limit(self, instant: Instant) -> int:
         """Return how many steps are compared: to the next epoch or the horizon; few, where a failure is known."""
@@ -384,7 +387,8 @@ class _Check:
         if not any(each.cause not in ("cannot load", "saves nothing", "does not resume") for each in parted):
             return
         _say("something differs: the reference again, to see whether it is repeatable")
-        again = self.runner.start(self.workspace.base, limit=min(max(steps) + 1, self.result.steps))
+        limit = min(max(steps) + 1, self.result.steps)
+        again = self.runner.start(self.workspace.base, limit=limit, fork=self._is_forked())
         for rank, rows in self.reference.rows.items():
             difference = first_difference(rows, again.rows.get(rank, []))
             if difference is None:
