@@ -458,7 +458,7 @@ def test_plateau_without_its_metric():
         watched = (asked.append(1) or batch for batch in loader())
         message = r"needs a metric after each validation, .*; give run\(..., valid_loader=...\)"
         with pytest.raises(ConfigError, match=message), unchanged(trainer):
-            trainer.run(2, watched)
+            trainer.run(1, watched)
         assert asked == []
 
 

@@ -20,7 +20,8 @@ WITH_TORCHS_MESSAGE = {
     "float_labels",
     "double_inputs",
     "evaluation_that_fails",
-    "call_of_the_trainer",
+    "loss_kept_with_its_graph",
+    "batch_without_a_collate_fn",
 }
 
 

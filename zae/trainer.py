@@ -33,7 +33,7 @@ from zae.compose.metaclass import TrainerMeta
 from zae.data.gather import batches_of
 from zae.data.loaders import length_of, set_epoch
 from zae.data.position import LoaderPosition
-from zae.errors import ConfigError
+from zae.errors import ConfigError, TaskError
 from zae.loop.bases import Processes
 from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.evaluation import Evaluation, evaluated_model, evaluation_weights, switch_mode
@@ -1540,6 +1540,13 @@ class Trainer(Processes, metaclass=TrainerMeta):
             from zae.compose.hints import missing_attribute
 
             raise missing_attribute(self, name)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Explain a call of the trainer."""
+            raise TaskError(
+                f"{type(self).__name__} is called, and the trainer is not the model: call self.model(...), or "
+                "predict(loader) for the outputs of all samples"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, without those of this run: it sets itself up, and continues from here."""

@@ -561,7 +561,7 @@ class StateManagerAddon(AddOnBase):
         if self.best_path is None and self._resumption.resume is not False:
             with self.ready():  # It resumes as it is set up.
                 pass
-        path = self.checkpoints.require_best(self.monitor, self.history.best)
+        path = self.checkpoints.require_best(self.monitor, self.history.best, bool(self.history.valid))
         _, model, state = read(self.checkpointer, path)
         self.load_evaluation_state({"model": model, **state})
         return path

@@ -514,10 +514,10 @@ class Checkpoints:
         self.retention.scores = scores
         self.weights.rule.scores = of_weights
 
-    def require_best(self, monitor: str, best: Mapping[str, Any]) -> Path:
+    def require_best(self, monitor: str, best: Mapping[str, Any], is_validated: bool) -> Path:
         """Return the checkpoint with the best score; raise CheckpointNotFound if none has it.
 
-        ``best`` is the best row of the history of this run.
+        ``best`` is the best row of the history of this run, and ``is_validated`` whether it has any of a validation.
         """
         path = self.best
         if path is not None:
@@ -541,7 +541,12 @@ class Checkpoints:
                 f"{self.folder} contains {len(older)} checkpoint{'s' * (len(older) > 1)} of another run (newest: "
                 f"{older[0].name}), and none of this trainer; write resume=True to continue that run"
             )
+        if not is_validated:
+            raise CheckpointNotFound(
+                f"no checkpoint in {self.folder} has a score: no validation has been made; give run() a valid_loader, "
+                "and where a run ends before its first validation valid_every=Every(steps=...)"
+            )
         raise CheckpointNotFound(
-            f"no checkpoint in {self.folder} has a score: no validation returned monitor={monitor!r}; give run() a "
-            "valid_loader, and monitor= the name of a metric that test_step returns"
+            f"no checkpoint in {self.folder} has a score: no validation returned monitor={monitor!r}; write monitor= "
+            "and the name of a metric that test_step returns"
         )

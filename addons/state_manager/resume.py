@@ -31,7 +31,15 @@ __all__ = ["Resumption", "find", "newest_whole", "read"]
 _log = logging.getLogger("zae")
 _Held = Mapping[str, Tensor]
 _NONE: _Held = MappingProxyType({})
-
+_NEWEST = "write resume=True for the newest checkpoint in save_path, or 'auto' to start a new run where there is none"
+_PLACES = {
+    "latest": _NEWEST,
+    "last": _NEWEST,
+    "newest": _NEWEST,
+    "best": "a run resumes from the newest checkpoint (resume=True), or from the path of one; restore_best() loads the "
+    "weights of the best",
+}
+"""What other trainers, and people, write for a checkpoint that is not named."""
 
 # -------------------------------------------------------------------------------------------------- which checkpoint
 
@@ -140,6 +148,8 @@ class Resumption:
             raise ConfigError(f"resume={resume!r}; it must be False, True, 'auto' or the path of a checkpoint")
         name = resume if isinstance(resume, str) else ""
         hint = "" if name == "auto" else did_you_mean(name, ("auto", "True", "False"))
+        if name in _PLACES:
+            hint = f"; {_PLACES[name]}"
         if hint and not Path(name).expanduser().exists():
             hint = hint.replace("'True'", "True").replace("'False'", "False")
             raise ConfigError(f"resume={resume!r} is not the path of a checkpoint{hint}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any, NoReturn
@@ -94,7 +95,7 @@ class StopSignals:
         if callable(before) and before is not signal.default_int_handler:
             before(number, None)
         if number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise _without_traceback(KeyboardInterrupt())
         raise SystemExit(exit_status(number))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -122,6 +123,19 @@ class StopSignals:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def _without_traceback(error: BaseException) -> BaseException:
+    """Return an error that a script ends by in one line: where it was raised tells nothing."""
+    shown_before = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, traceback: Any) -> None:
+        if value is error:
+            value.__traceback__ = traceback = None
+        shown_before(kind, value, traceback)
+
+    sys.excepthook = show
+    return error
 
 
 def _numbers() -> list[int]:

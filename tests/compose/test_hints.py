@@ -249,7 +249,7 @@ def test_a_name_of_a_part_is_led_to_the_part():
             assert hasattr(getattr(trainer, part), name)
 
 
-@pytest.mark.parametrize("name", ["gradient_norm", "average_gradients", "sync_buffers", "may_step", "plan_lines"])
+@pytest.mark.parametrize("name", ["gradient_norm", "average_gradients", "sync_buffers"])
 def test_an_override_of_what_the_loop_no_longer_calls_is_told(name):
     with pytest.warns(UserWarning, match=rf"Own\.{name} is not called by the loop \(here it is "):
         type(Task)("Own", (Task,), {name: lambda self, *args: None})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pandas
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -178,7 +180,11 @@ def dataset_instead_of_valid_loader():
     trainer_of().run(1, loader(), dataset())
 
 
-@mistake(zae.LoaderError, "loader is a Tensor, not batches", "give a DataLoader or a list of batches")
+@mistake(
+    zae.LoaderError,
+    "loader is a Tensor, not batches",
+    "DataLoader(TensorDataset(loader), batch_size=32), or a list of batches",
+)
 def tensor_instead_of_loader():
     trainer_of().run(1, torch.randn(32, 4))
 
@@ -224,8 +230,8 @@ def loader_that_yields_none():
 
 @mistake(
     zae.LoaderError,
-    "the loader yielded 0 batches in epoch 2 (generator); a generator is",
-    "give a list, or a class with __iter__",
+    "loader is a generator, which can be read once, and this run reads it in 2 epochs",
+    "give a list, a DataLoader, or a class with __iter__",
 )
 def generator_for_two_epochs():
     trainer_of().run(2, (batch for batch in loader()))
@@ -233,11 +239,80 @@ def generator_for_two_epochs():
 
 @mistake(
     zae.LoaderError,
-    "the loader yielded 0 batches (_SingleProcessDataLoaderIter), so there is",
-    "give a list, or a class with __iter__",
+    "valid_loader is a _SingleProcessDataLoaderIter, which can be read once, and this run reads it in 2 epochs",
+    "give a list, a DataLoader, or a class with __iter__",
 )
 def valid_loader_that_is_used_up():
     trainer_of().run(2, loader(), iter(loader()))
+
+
+@mistake(
+    zae.LoaderError, "loader is a zip, which can be read once", "or end the epochs of a stream by steps_per_epoch="
+)
+def zip_for_two_epochs():
+    trainer_of().run(2, zip(torch.randn(3, 8, 4), torch.zeros(3, 8).long(), strict=True))
+
+
+@mistake(zae.LoaderError, "loader is a generator that has ended, and yields nothing any more", "give a list")
+def generator_in_a_second_run():
+    batches = (batch for batch in loader())
+    trainer = trainer_of()
+    trainer.run(1, batches)
+    trainer.run(1, batches)
+
+
+@mistake(zae.LoaderError, "loader is a ndarray, not batches", "DataLoader(TensorDataset(torch.as_tensor(loader))")
+def array_as_loader():
+    trainer_of().run(1, np.zeros((32, 4)))
+
+
+@mistake(
+    zae.LoaderError,
+    "valid_loader is a DataFrame, not batches",
+    "DataLoader(TensorDataset(torch.as_tensor(valid_loader.to_numpy()))",
+)
+def table_as_valid_loader():
+    trainer_of().run(1, loader(), pandas.DataFrame({"a": [1.0, 2.0]}))
+
+
+@mistake(
+    zae.TaskError, "Own.run_batch has made no step in epoch 1", "call super().run_batch(batch), which makes the op"
+)
+def step_by_hand_in_run_batch():
+    class Own(Task):
+        def run_batch(self, batch):
+            self.train_step(batch)["loss"].backward()
+            self.optimizers["0"].step()
+
+    trainer_of(Own).run(1, loader())
+
+
+@mistake(zae.ConfigError, "model was made in torch.inference_mode(), and no gradient", "make it outside of that block")
+def run_in_inference_mode():
+    with torch.inference_mode():
+        trainer_of().run(1, loader())
+
+
+@mistake(
+    RuntimeError,
+    "depends on a tensor whose graph is freed: one that was kept from a batch before, in self for instance",
+    "is to be kept with .detach()",
+)
+def loss_kept_with_its_graph():
+    class Smoothed(Task):
+        kept = 0.0
+
+        def train_step(self, batch):
+            loss = super().train_step(batch)["loss"]
+            loss, self.kept = loss + 0.1 * self.kept, loss
+            return {"loss": loss}
+
+    trainer_of(Smoothed).run(1, loader())
+
+
+@mistake(ValueError, "the batch was list(16 times {image: Tensor[4] float32, label: int})")
+def batch_without_a_collate_fn():
+    trainer_of().run(1, [[{"image": torch.zeros(4), "label": 1}] * 16] * 2)
 
 
 @mistake(zae.ConfigError, "valid_every='epoch'", "write Every(steps=...) or Every(epochs=...), or a number of steps")
@@ -370,7 +445,7 @@ def loss_of_every_sample():
 @mistake(
     zae.StepError,
     "returned a loss with requires_grad=False",
-    "compute it from self.model(...), without .detach() and without torch.no_grad()",
+    "compute it from self.model(...), without .detach(), torch.no_grad() and torch.inf",
 )
 def detached_loss():
     with_step(lambda self, batch: {"loss": cross_entropy(self.model(batch[0]), batch[1]).detach()}).run(1, loader())
@@ -384,7 +459,7 @@ def loss_as_a_number():
 @mistake(
     zae.StepError,
     "returned a loss with requires_grad=False",
-    "compute it from self.model(...), without .detach() and without torch.no_grad()",
+    "compute it from self.model(...), without .detach(), torch.no_grad() and torch.inf",
 )
 def frozen_model():
     model = torch.nn.Linear(4, 2).requires_grad_(False)

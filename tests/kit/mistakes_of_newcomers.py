@@ -39,7 +39,7 @@ def model_on_the_meta_device():
     trainer_of(model=torch.nn.Linear(4, 2, device="meta")).run(1, loader())
 
 
-@mistake(TypeError, "the trainer is not the model: call self.model(...)")
+@mistake(zae.TaskError, "Calling is called, and the trainer is not the model", "call self.model(...)")
 def call_of_the_trainer():
     class Calling(Task):
         def train_step(self, batch):
@@ -59,8 +59,8 @@ def prediction_as_a_tuple():
 
 @mistake(
     zae.LoaderError,
-    "loader is a pair of tensors, which would be two batches; to train on",
-    "write torch.utils.data.DataLoader(TensorDataset(*loader), batch_size=32",
+    "loader is a pair of tensors or arrays, which would be two batches; to tr",
+    "write torch.utils.data.DataLoader(TensorDataset(*map(torch.as_tensor, loader)), batch_size=32",
 )
 def pair_of_tensors_as_loader():
     trainer_of().run(1, dataset().tensors)
@@ -77,6 +77,42 @@ def generator_function_as_loader():
 @mistake(zae.ConfigError, "resume='aut' is not the path of a checkpoint", "did you mean 'auto'?")
 def misspelt_resume():
     trainer_of(Task.add_on(StateManagerAddon), save_path="runs", resume="aut")
+
+
+@mistake(zae.ConfigError, "resume='latest' is not the path of", "write resume=True for the newest checkpoint in save_p")
+def resume_from_the_latest():
+    trainer_of(Task.add_on(StateManagerAddon), save_path="runs", resume="latest")
+
+
+@mistake(zae.ConfigError, "resume='best' is not the path of", "restore_best() loads the weights of the best")
+def resume_from_the_best():
+    trainer_of(Task.add_on(StateManagerAddon), save_path="runs", resume="best")
+
+
+@mistake(zae.CheckpointNotFound, "has a score: no validation has been made", "valid_every=Every(steps=...)")
+def best_before_the_first_validation():
+    trainer = trainer_of(Task.add_on(StateManagerAddon), save_path="runs")
+    trainer.run(2, loader(), loader(), max_steps=2)
+    trainer.restore_best()
+
+
+@mistake(zae.MonitorError, "the history of a run has no 'best'", "write metrics['best_valid'] or metrics['best_train']")
+def best_of_the_history():
+    trainer_of().run(1, loader())["best"]
+
+
+@mistake(zae.TaskError, "Own.state_dict overrides a hook without calling super()", "call super().state_dict(...)")
+def state_without_that_of_the_loop():
+    class Own(Task):
+        def state_dict(self):
+            return {"own": 1}
+
+    trainer_of(Own.add_on(StateManagerAddon), save_path="runs").run(1, loader())
+
+
+@mistake(zae.CheckpointMismatch, "the state has no model", "an override of which returns {**super().state_dict(), ...}")
+def state_of_an_own_form():
+    trainer_of().load_state_dict({"own": 1})
 
 
 @mistake(

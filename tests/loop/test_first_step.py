@@ -284,7 +284,7 @@ class ClipsTooEarly(Task):
     ("cls", "said"),
     [
         (ClipsTooEarly, "ClipsTooEarly.train_step calls clip_grad_norm_, and backward() is done after it"),
-        (WithoutGraph, "WithoutGraph.train_step returned a loss that no parameter takes part in"),
+        (WithoutGraph, "WithoutGraph.train_step returned a loss that depends on no parameter"),
         (LeftInEvaluation, "LeftInEvaluation.train_step leaves the model in evaluation mode"),
     ],
 )

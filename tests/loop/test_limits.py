@@ -120,7 +120,7 @@ def test_early_stopping_waits_for_min_epochs(least: int, ends: int) -> None:
     for call in (1, 2):
         metrics = trainer.run(9, hand.loader(8), valid())
         assert metrics["epoch"] == call * ends
-        assert metrics["stop_reason"] == f"loss has not become better than {2 * (1 + (call - 1) * ends)} in " + (
+        assert metrics["stop_reason"] == f"loss has not improved on {2 * (1 + (call - 1) * ends)} for " + (
             f"{ends - 1} validations"
         )
     assert build(Worse, EarlyStoppingAddon, min_epochs=9).run(9, hand.loader(8), valid(), max_steps=3)["step"] == 3

@@ -6,8 +6,9 @@ import errno
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ __all__ = [
     "describe_batch",
     "describe_value",
 ]
+
+MAX_ENTRIES = 8  # Of a batch that is described.
+MIN_COUNTED = 3  # Equal entries after each other that are shown as one.
 
 
 def check_model(model: Any, seeded: AbstractContextManager[None]) -> nn.Module:
@@ -222,10 +226,19 @@ def describe_batch(batch: Any, depth: int = 0) -> str:
     if isinstance(batch, (Tensor, np.ndarray)):
         return f"{type(batch).__name__}{list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
     if isinstance(batch, Mapping) and depth < 3:
-        return "{" + ", ".join(f"{k}: {describe_batch(v, depth + 1)}" for k, v in list(batch.items())[:8]) + "}"
+        return f"{{{_listed(f'{key}: {describe_batch(value, depth + 1)}' for key, value in batch.items())}}}"
     if isinstance(batch, (tuple, list)) and depth < 3:
-        return f"{type(batch).__name__}({', '.join(describe_batch(v, depth + 1) for v in batch[:8])})"
+        return f"{type(batch).__name__}({_listed(describe_batch(value, depth + 1) for value in batch)})"
     return type(batch).__name__
+
+
+def _listed(entries: Iterable[str]) -> str:
+    """Join the descriptions of the entries of a batch; equal ones after each other are one, with their number."""
+    parts: list[str] = []
+    for text, equal in groupby(entries):
+        count = len([*equal])
+        parts += [text] * count if count < MIN_COUNTED else [f"{count} times {text}"]
+    return ", ".join(parts[:MAX_ENTRIES] + ["..."] * (len(parts) > MAX_ENTRIES))
 
 
 def check_metrics(name: str, metrics: Any) -> dict[str, float]:

@@ -131,10 +131,12 @@ def _check_collisions(cls: Any) -> None:
             value = outer.__dict__.get(name)
             if is_marked(value, "__replaces__") or mentions_super(value):
                 continue
-            mine = klass if is_add_on(outer) else outer
+            remedy = f"rename it in {klass.__name__ if is_add_on(outer) else outer.__name__}"
+            if is_marked(klass.__dict__.get(name), "__replaces__"):  # It is there to be overridden.
+                remedy = f"mark {outer.__name__}.{name} with @zae.replaces, or call super().{name}(...) in it"
             raise AddOnConflict(
                 f"{outer.__name__} and {klass.__name__} both define {name!r}, and one would overwrite the other; "
-                f"rename it in {mine.__name__}"
+                f"{remedy}"
             )
     _check_replaced(cls, mro)
 

@@ -145,7 +145,9 @@ class FirstCall:
             return
         klass, *skipped = watch.unreached
         add_ons = [each for each in skipped if is_add_on(each)]
-        does_default = not is_add_on(klass) or mentions_super(vars(klass)[self._name])
+        does_default = mentions_super(vars(klass)[self._name])
+        if self._name not in _OF_STATE:  # No task has a state of the loop of its own.
+            does_default = does_default or not is_add_on(klass)
         if not skipped or (does_default and not add_ons):
             _judged.setdefault(type(self._trainer), set()).add(self._name)
             return

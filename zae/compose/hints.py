@@ -56,9 +56,6 @@ HOOKS = _by_name(
         # Parts of a trainer, and what tells of them.
         "a method of the engine, which an add-on puts in: self.engine = MyEngine(self.engine)": "gradient_norm "
         "average_gradients sync_buffers optimizer_state load_optimizer_state",
-        "should_step(outputs)": "may_step",
-        "steps_per_epoch(loader)": "steps_in",
-        "describe()": "plan_lines plan_ranks plan_memory",
         # Data.
         "loader of run(n_epoch, loader)": "_get_train_sampler",
         "to_device(batch)": "transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer _prepare_batch "
@@ -276,15 +273,6 @@ HINTS = HOOKS | _by_name(
         "the loader, whose share of each rank is taken for you": "split_between_processes even_batches "
         "dispatch_batches",
         "the loader, whose position is kept and restored": "skip_first_batches",
-        # Parts that were methods of a trainer.
-        "engine.dp_rank": "data_rank",
-        "engine.dp_world_size": "data_size",
-        "engine.full_tensors(value)": "whole whole_values",
-        "zae.distributed.shards.redistribute_like(full, reference)": "like",
-        "engine.rendezvous(call)": "meet",
-        "zae.parts.gather_dp(engine, value)": "gather_data",
-        "engine.gather_in_background(value)": "gather_beside",
-        "engine.needs_lockstep_forward": "pads",
         # Add-ons.
         "hyperparameters (a logger add-on)": "hparams save_hyperparameters",
         "torch.profiler.profile(), around run": "profile",

@@ -9,17 +9,20 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
+from zae.common.torch_private import is_loader_iterator
 from zae.common.walk import leading_dimension
-from zae.errors import ConfigError, LoaderError
+from zae.errors import ConfigError, LoaderError, kind_of
 
 __all__ = [
     "BatchLimits",
     "Proxy",
     "batch_size_of",
     "check_loader",
+    "check_repeatable",
     "copy_with",
     "datasets_in",
     "datasets_with_epoch",
@@ -95,7 +98,7 @@ def _is_pair(loader: Any) -> bool:
     if not isinstance(loader, (list, tuple)) or len(loader) != 2:
         return False
     one, other = loader
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+    if not all(isinstance(each, (torch.Tensor, np.ndarray)) for each in loader):
         return False
     is_alike = one.dtype == other.dtype and one.ndim == other.ndim
     return not is_alike and one.ndim > 0 and other.ndim > 0 and len(one) == len(other)
@@ -136,12 +139,20 @@ def check_loader(loader: Any, name: str = "loader", takes_dict: bool = False) ->
         got = "a dataset" if is_dataset else "not iterable"
         call = "call it, or " if inspect.isfunction(loader) or inspect.ismethod(loader) else ""
         raise LoaderError(f"{name} is {got} ({type(loader).__name__}); {call}give a DataLoader{example}")
-    if isinstance(loader, (str, bytes, torch.Tensor)):
+    if isinstance(loader, (str, bytes)):
         raise LoaderError(f"{name} is a {type(loader).__name__}, not batches; give a DataLoader or a list of batches")
+    if hasattr(loader, "__array__"):  # A tensor, an array of NumPy, or a table of pandas.
+        tensor = name if isinstance(loader, torch.Tensor) else f"torch.as_tensor({name})"
+        if not isinstance(loader, (torch.Tensor, np.ndarray)):
+            tensor = f"torch.as_tensor({name}.to_numpy())"
+        raise LoaderError(
+            f"{name} is {kind_of(loader)}, not batches; give a DataLoader: "
+            f"torch.utils.data.DataLoader(TensorDataset({tensor}), batch_size=32), or a list of batches"
+        )
     if _is_pair(loader):
         raise LoaderError(
-            f"{name} is a pair of tensors, which would be two batches; to train on inputs and targets, write "
-            f"torch.utils.data.DataLoader(TensorDataset(*{name}), batch_size=32, shuffle=True)"
+            f"{name} is a pair of tensors or arrays, which would be two batches; to train on inputs and targets, write "
+            f"torch.utils.data.DataLoader(TensorDataset(*map(torch.as_tensor, {name})), batch_size=32, shuffle=True)"
         )
     if isinstance(loader, Mapping):
         raise LoaderError(
@@ -154,6 +165,21 @@ def check_loader(loader: Any, name: str = "loader", takes_dict: bool = False) ->
     if length_of(loader) == 0:
         remedy = "use more data, or drop_last=False" if getattr(loader, "drop_last", False) else "give it data"
         raise LoaderError(f"{name} has 0 batches ({describe(loader)}); {remedy}")
+
+
+def check_repeatable(loader: Any, name: str, epochs: int) -> None:
+    """Refuse an iterator that has ended, or that would be read in several epochs: what Python makes ends once."""
+    is_of_python = isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools")
+    if not is_of_python and not is_loader_iterator(loader):
+        return
+    remedy = "give a list, a DataLoader, or a class with __iter__"
+    if inspect.isgenerator(loader) and inspect.getgeneratorstate(loader) == inspect.GEN_CLOSED:
+        raise LoaderError(f"{name} is a generator that has ended, and yields nothing any more; {remedy}")
+    if epochs > 1:
+        raise LoaderError(
+            f"{name} is {kind_of(loader)}, which can be read once, and this run reads it in {epochs} epochs; {remedy}, "
+            "or end the epochs of a stream by steps_per_epoch=..."
+        )
 
 
 def copy_with(loader: _Loader, **changes: Any) -> _Loader:

@@ -368,6 +368,8 @@ def dead_workers(error: Exception) -> str:
         worker.join(1.0 if index == 0 else 0.1)  # It may still be ending.
         if worker.exitcode:
             how = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"
+            if worker.exitcode == 1 and getattr(worker, "_start_method", "fork") != "fork":
+                how += ", as where it executes the script again: train under if __name__ == '__main__':"
             dead.append(f"; DataLoader worker {index} (pid {worker.pid}) is dead: {how}")
     if dead:  # End the other workers, so that torch does not raise for this one again when they end.
         for iterator in owners:
@@ -384,7 +386,8 @@ def _are_processes(workers: Any) -> bool:
 
 def add_to_text(error: Exception, text: str) -> bool:
     """Add to the message of an exception, where it has one; return whether it is there."""
-    text = f"{text}; a system that runs out of memory kills processes"
+    if "killed by signal" in f"{error} {text}":
+        text = f"{text}; a system that runs out of memory kills processes"
     if isinstance(error, OSError) and error.strerror:
         error.strerror = f"{error.strerror} ({text})"
     elif isinstance(error, (RuntimeError, EOFError, OSError)) and len(error.args) <= 1:

@@ -63,7 +63,7 @@ class Lines(Display):
         self._has_rows = True
 
     def say(self, run: Source, text: str, level: int = logging.INFO) -> None:
-        self._write(text)
+        self._write(f"warning: {text}" if level >= logging.WARNING else text)
 
     def fail(self, run: Source, error: BaseException) -> None:
         self._has_rows = False  # An error has no summary: its message follows.

@@ -104,8 +104,6 @@ def _add_hint(error: Exception, trainer: Any) -> None:
         near = did_you_mean(str(error.name), [name for name in dir(trainer) if name[0] != "_"]).removeprefix("; ")
         hint = f"set self.{error.name} in __init__, before it is used; the model is self.model"
         error.add_note(f"zae: {near or hint}")
-    if isinstance(error, TypeError) and str(error) == f"{type(trainer).__name__!r} object is not callable":
-        error.add_note("zae: the trainer is not the model: call self.model(...)")
 
 
 def describe_failed_call(error: BaseException, model: nn.Module) -> str:

@@ -212,7 +212,7 @@ class FirstStep:
         losses = loss.values() if isinstance(loss, Mapping) else (loss,)
         if any(isinstance(each, Tensor) and each.requires_grad and each.grad_fn is None for each in losses):
             _log.warning(
-                "%s.train_step returned a loss that no parameter takes part in, and so it trains nothing: compute it "
+                "%s.train_step returned a loss that depends on no parameter, and so it trains nothing: compute it "
                 "from self.model(...), without .detach(), torch.no_grad(), torch.tensor(...) or requires_grad_()",
                 type(self._trainer).__name__,
             )

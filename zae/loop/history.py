@@ -131,10 +131,12 @@ class MetricsDict(dict[str, Any]):
     """
 
     def __missing__(self, key: str) -> Any:
-        raise MonitorError(
-            f"the history of a run has no {key!r}; available: {', '.join(self)}. Metrics are in the rows of these, "
-            f"for instance metrics['valid_metrics_history'][-1][{key!r}]"
-        )
+        meant = [f"metrics[{name!r}]" for name in self if name.startswith(f"{key}_")]
+        for name in ("valid_metrics_history", "train_metrics_history"):
+            if self.get(name) and key in self[name][-1]:
+                meant.append(f"metrics[{name!r}][-1][{key!r}]")
+        hint = f"write {' or '.join(meant)}. Available" if meant else "available"
+        raise MonitorError(f"the history of a run has no {key!r}; {hint}: {', '.join(self)}")
 
     def __str__(self) -> str:
         rows = self.rows()

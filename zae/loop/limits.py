@@ -5,10 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import check_count, check_number
-from zae.data.loaders import BatchLimits, check_loader, length_of
+from zae.data.loaders import BatchLimits, check_loader, check_repeatable, length_of
 from zae.errors import ConfigError, LoaderError
 from zae.loop.progress import NO_LIMIT, Every, ProgressChecker
 from zae.optim.checks import Span
@@ -59,6 +60,16 @@ class RunLimits:
                 if each is not None:
                     check_loader(each, f"valid_loader[{name!r}]")
         self.batches.check(loader, valid_loader)
+        self._check_repeatable(loader, valid_loader)
+
+    def _check_repeatable(self, loader: Any, valid_loader: Any) -> None:
+        """Refuse loaders that can be read once, where it is certain that the run reads them more often."""
+        ends_by_epochs = self.max_steps is None and self.max_time is None
+        epochs = self.n_epoch if self.n_epoch is not None and ends_by_epochs else 1
+        check_repeatable(loader, "loader", 1 if self.steps_per_epoch else epochs)
+        due = [*islice(filter(self.valid_every.due_at_epoch, range(1, epochs + 1)), 2)]
+        for each in valid_loader.values() if isinstance(valid_loader, Mapping) else [valid_loader]:
+            check_repeatable(each, "valid_loader", len(due))
 
     def total_steps(self, steps_in_epoch: int | None) -> int | None:
         """Return the optimizer steps of the whole call, of epochs with so many steps; None is unknown."""

@@ -37,7 +37,7 @@ from zae.compose.first_call import watching_first_calls
 from zae.compose.introspect import mentions_super
 from zae.data.loaders import describe, length_of
 from zae.data.workers import check_epoch_of_workers, ignore_dead_workers
-from zae.display.choose import choose_display
+from zae.display.choose import choose_display, is_in_a_notebook
 from zae.display.terminal import Display
 from zae.errors import LoaderError, TaskError
 from zae.loop.activity import Activity
@@ -134,6 +134,7 @@ class Run:
         self.watches_next_step = False
         self.has_begun_epoch = False
         self.continues_call = False
+        self._has_read_batch = False  # In the open epoch.
         self.signals: list[int] = []
         self.requests = Requests()
         self.activity = Activity()
@@ -179,6 +180,10 @@ class Run:
                 yield
             except BaseException as error:
                 with ignore_dead_workers():
+                    if is_in_a_notebook():
+                        from zae.display.notebook import hide_frames
+
+                        hide_frames(error)
                     if self._has_display:  # First: what is said of the error begins on its own line.
                         self.display.fail(RunView(self), error)
                     if self.is_call:
@@ -368,6 +373,7 @@ class Run:
         progress = self._progress
         optimization = trainer.optimization
         self.has_begun_epoch = True
+        self._has_read_batch = False
         optimization.track(trainer.unwrap())  # Again: the model may have grown.
         optimization.check_given()
         optimization.warn_of_untrained(trainer.unwrap(), trainer.is_main)
@@ -405,6 +411,7 @@ class Run:
         """Log, validate and save where it is due, in this order; return whether the epoch, or the run, ends here."""
         trainer = self.trainer
         self.activity.is_loading = False
+        self._has_read_batch = True
         if self.continuation.is_requested:  # What was done since that state counts no more.
             return True
         progress = trainer.progress_checker
@@ -458,8 +465,14 @@ class Run:
         return record_epoch(self)
 
     def _refuse_no_batches(self, wrapped_loader: Any) -> None:
-        """Raise the error for a loader that yields nothing."""
+        """Raise the error for an epoch without a step: the loader has yielded nothing, or ``run_batch`` made none."""
         number = self._progress.epoch + 1
+        if self._has_read_batch:
+            owner = next(c for c in type(self.trainer).__mro__ if "run_batch" in vars(c))
+            raise TaskError(
+                f"{owner.__name__}.run_batch has made no step in epoch {number}; call super().run_batch(batch), which "
+                "makes the optimizer step and counts it"
+            )
         remedy = "give it data"
         if number > 1:
             remedy = "a generator is exhausted after one epoch: give a list, or a class with __iter__"

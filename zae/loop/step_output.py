@@ -216,8 +216,9 @@ def explain_failure(error: Exception, out: Any, batch: Any, owner: type, optimiz
         raise refused from None
     if "backward through the graph a second time" in str(error):
         error.add_note(
-            f"zae: {owner.__name__}.train_step computes the loss, and backward(), optimizer.step() and "
-            "zero_grad() are done for you; take them out of it"
+            f"zae: the loss of {owner.__name__}.train_step depends on a tensor whose graph is freed: one that was kept "
+            "from a batch before, in self for instance, is to be kept with .detach(). Where train_step itself calls "
+            "backward(), take it out: it is done for you"
         )
 
 
@@ -265,8 +266,9 @@ def _check_loss(where: str, loss: Any) -> None:
         raise StepError(f"{where} returned a loss of shape {tuple(loss.shape)}; reduce it to a scalar: loss.mean()")
     if not loss.requires_grad:
         raise StepError(
-            f"{where} returned a loss with requires_grad=False; compute it from self.model(...), without .detach() and "
-            "without torch.no_grad(). If all parameters are frozen, unfreeze some: model.requires_grad_(True)"
+            f"{where} returned a loss with requires_grad=False; compute it from self.model(...), without .detach(), "
+            "torch.no_grad() and torch.inference_mode(). If all parameters are frozen, unfreeze some: "
+            "model.requires_grad_(True)"
         )
 
 
@@ -364,7 +366,7 @@ def say_uncounted(run: Run, batch: Any, values: Mapping[str, Any]) -> None:
     why = _why_uncounted(batch) or _why_length(run.user_loader, batch)
     if why and trainer.history.is_first_remark("the weight of a batch"):
         run.say(
-            f"how many samples a batch has is not known: {why}. The means of an epoch weigh each sample alike only "
+            f"cannot tell how many samples a batch has: {why}. The means of an epoch weigh each sample alike only "
             "if all batches have as many samples; else return 'num_targets' from the step, or override "
             "sample_weight(batch, num_targets)",
             logging.WARNING,
