@@ -1,4 +1,4 @@
-"""Activation offloading: keep what the backward needs in the memory of the host."""
+"""Activation offloading: keep what the backward needs in host memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("zae")
 
 
 class ActivationOffloadAddon(AddOnBase):
-    """Keep what chosen modules save for the backward in the memory of the host: less memory on the device.
+    """Keep saved activations of chosen modules in host memory: less memory on the device.
 
     In the forward, saved tensors are copied to pinned memory, and the backward copies them back, in the order of the
     computation: the device does not compute meanwhile, and the host does not wait. Weights are bitwise the same with
@@ -71,8 +71,6 @@ class ActivationOffloadAddon(AddOnBase):
     outside = ("recomputes_activations",)  # So that the inputs of what is computed again are offloaded.
     process_attributes = {"_undo_offload": None}
     excludes = {
-        "divides_forward": "a schedule computes the backwards of its stages in an order of its own; leave "
-        "ActivationOffloadAddon out, or train with FSDPAddon",
         "hooks_forwards": "its hooks find the parameters of a module by its forward; leave ActivationOffloadAddon out, "
         "or train with FSDPAddon",
     }

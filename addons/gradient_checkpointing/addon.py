@@ -65,8 +65,6 @@ class GradientCheckpointingAddon(AddOnBase):
     traits = ("recomputes_activations",)
     process_attributes = {"_undo_checkpointing": None}
     excludes = {
-        "divides_forward": "a schedule computes the backwards of its stages in an order of its own; leave "
-        "GradientCheckpointingAddon out, or train with FSDPAddon",
         "hooks_forwards": "its hooks find the parameters of a module by its forward; leave GradientCheckpointingAddon "
         "out, and call torch.utils.checkpoint in the forward of the model",
     }

@@ -20,12 +20,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kit.engines import ENGINES, F64, Counted, Engine, Task, build, data, distance, net, sgd, weights
 from kit.ranks import each_rank
-from zae import AddOnConflict, AddOnError, ConfigError
+from zae import AddOnBase, AddOnConflict, AddOnError, ConfigError
 from zae.addons import (
+    ActivationOffloadAddon,
     AMPAddon,
     CompileAddon,
     FSDPAddon,
     GradientAccumulationAddon,
+    GradientCheckpointingAddon,
     LedgerAddon,
     MultiGPUAddon,
     PEFTAddon,
@@ -84,6 +86,40 @@ def test_each_schedule_is_one_process(name: str, world: int, stages: int, crews:
     assert sum(own for _, _, own in found) == total
     assert max(own for _, _, own in found) < total
     assert max(max(weight, norm) for weight, norm, _ in found) < LIMIT
+
+
+def with_blocks(add_on: type[AddOnBase] | None, modules: dict[str, Any], **options: Any) -> tuple[Any, int]:
+    """Return a pipeline that has trained a model with dropout, and how often this rank has computed a block."""
+    trainer = build(made(**options), *filter(None, [add_on]), model=net(blocks=8, dropout=0.3), **modules)
+    calls: list[Any] = []
+    for block in trainer.unwrap().blocks:
+        block.first.register_forward_hook(lambda *_: calls.append(1))
+    trainer.run(1, data(16, 8))
+    return trainer, len(calls)
+
+
+def beside_what_is_kept(world: int, **options: Any) -> tuple[float, float, int]:
+    """Return how far pipelines are that compute blocks again, or offload them, and how many more are computed."""
+    assert dist.get_world_size() == world
+    plain, once = with_blocks(None, {}, **options)
+    again, twice = with_blocks(GradientCheckpointingAddon, {"checkpoint_modules": "blocks.*"}, **options)
+    offloaded, _ = with_blocks(ActivationOffloadAddon, {"offload_modules": "blocks.*"}, **options)
+    return distance(again, plain, without="!"), distance(offloaded, plain, without="!"), twice - once
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        pytest.param(name, n or 2, marks=() if name == "1F1B" else pytest.mark.exhaustive)
+        for name, n in SCHEDULES.items()
+    ],
+)
+def test_blocks_are_computed_again_in_each_schedule(name: str, stages: int, crews: Any) -> None:
+    """Bitwise as without, dropout included: a schedule computes the backwards of its stages in an order of its own."""
+    options = {"pipeline_schedule": name, "stages_per_rank": stages, "pipeline_microbatches": 4}
+    for again, offloaded, more in crews(2).call(functools.partial(beside_what_is_kept, 2, **options)):
+        assert again == offloaded == 0
+        assert more >= 2 * 4 * 2, "two steps of four micro-batches, at least two blocks on a rank"
 
 
 def divides_again(pipeline: Any, *rest: Any) -> Any:
