@@ -348,6 +348,8 @@ class CallbackAddon(AddOnBase):
         """Evaluate, and call ``on_evaluate``."""
         self._begin_evaluation(args[0] if args else kwargs.get("loader"))
         found = super().evaluate(*args, **kwargs)
+        if self._callbacks.is_validating:  # An override that a validation calls, which is reported as it ends.
+            return found
         for prefix, metrics in trainer_state.evaluations_in(found).items():
             self._report_evaluation(metrics, prefix)
         return found

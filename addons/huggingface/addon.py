@@ -17,6 +17,7 @@ from zae.addon import AddOnBase
 from zae.addons.huggingface import length, optimizers
 from zae.addons.huggingface.data import DatasetsPart
 from zae.addons.huggingface.evaluation import EvaluationPart
+from zae.addons.huggingface.metrics import split_set
 from zae.addons.huggingface.model_init import ModelInit
 from zae.addons.huggingface.overrides import OverridesPart
 from zae.addons.huggingface.saving import SavingPart
@@ -311,9 +312,9 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
                     "keeps none; write Trainer.add_on(HuggingFaceAddon, StateManagerAddon)(..., save_path=folder)"
                 )
             cast(Any, self).resume_from(resume_from_checkpoint)
-        first_epoch, first_step = self._begin_of_next_call()
+        first_epoch, first_step = length.begin_of_next_call(self.progress_checker)
         if first_step and not resume_from_checkpoint:
-            self._begin_anew()
+            self.begin_anew()
         loader = self.get_train_dataloader()
         started = time.time()
         batches = self.progress_checker.batch
@@ -323,7 +324,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
         self._end_step = first_step + (length.total_of(self, steps_in_epoch) or 0)
         self._first_epoch = first_epoch
         try:
-            length.train(self, self, loader, first_step=first_step)
+            length.train(self, self, loader)
         finally:
             self._first_epoch = 0
         progress = self.progress_checker  # A resumed run has another one.
@@ -339,17 +340,8 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
         first_epoch = calls.starts[calls.index - 1][0] if calls.index else 0
         return progress.epoch - first_epoch + progress.epoch_batch / (self._batches or progress.epoch_batch or 1)
 
-    def _begin_of_next_call(self) -> tuple[int, int]:
-        """Return the epoch and the step at which the next call of ``run`` begins, or began in the loaded state."""
-        progress = self.progress_checker
-        calls = progress.run_calls
-        if calls.must_replay:
-            epoch, step = calls.starts[calls.index]
-            return epoch, step
-        return progress.epoch + bool(progress.epoch_batch), progress.step
-
-    def _begin_anew(self) -> None:
-        """Begin the schedule again; with ``model_init``, the model and the optimizer too."""
+    def begin_anew(self) -> None:
+        """Begin the schedule of the next call again; with ``model_init``, the model and the optimizer too."""
         self.optimizer, self.scheduler = self._makers(with_optimizer=isinstance(self.model_init, ModelInit))
         if isinstance(self.model_init, ModelInit):
             with random_state.isolated():
@@ -411,9 +403,8 @@ def _new_search_folder(place: Path) -> Path:
 
 def _monitor_of(monitor: str, datasets: Mapping[str, Any]) -> str:
     """Return the name of a metric of one of several sets: that of ``eval_two_loss`` is ``two/loss`` here."""
-    metric = monitor.removeprefix("eval_")
-    name = max((each for each in datasets if metric.startswith(f"{each}_")), key=len, default=None)
-    return monitor if name is None else f"{name}/{metric[len(name) + 1 :]}"
+    name, metric = split_set(monitor, datasets)
+    return f"{name}/{metric}" if name else monitor
 
 
 def _recipe(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from zae.addons.huggingface.metrics import (
     generate,
     labels_of,
     prefixed,
+    without_prefix,
 )
 from zae.addons.huggingface.training import call_by_name, check_named, without_change
-from zae.compose.introspect import AddOnPart
+from zae.compose.introspect import AddOnPart, is_add_on, is_default
 from zae.distributed.spawn import planned_world
 from zae.errors import ConfigError, StepError
 from zae.loop.evaluation import Evaluation
@@ -65,6 +66,7 @@ class EvaluationPart(AddOnPart):
 
     layer = "model"
     processing_class: Any  # An option of DatasetsPart.
+    eval_dataset: Any  # So is this.
     outputs: EvaluationOutputs
     _generation: dict[str, Any]
     _ignore_keys: Sequence[str] | None
@@ -123,7 +125,7 @@ class EvaluationPart(AddOnPart):
 
     def test_step(self, batch: Any) -> Any:
         """Compute the loss of a batch, and collect its outputs for ``compute_metrics``."""
-        if not getattr(super().test_step, "__isabstractmethod__", False):
+        if not is_default(super().test_step):
             return super().test_step(batch)
         is_loss_only = self.outputs.compute_metrics is None
         loss, logits, labels = self.prediction_step(self.model, batch, is_loss_only, self._ignore_keys)
@@ -132,8 +134,7 @@ class EvaluationPart(AddOnPart):
     def predict_step(self, batch: Any) -> Any:
         """Return the predictions of a batch, with its loss and labels where it has some."""
         inner = super().predict_step
-        is_default = getattr(inner, "__qualname__", "") == "Trainer.predict_step"
-        if not is_default or not getattr(super().test_step, "__isabstractmethod__", False):
+        if not is_default(inner) or not is_default(super().test_step):
             return inner(batch)
         loss, logits, labels = self.prediction_step(self.model, batch, self.prediction_loss_only, self._ignore_keys)
         found = self.outputs.read(loss, logits, labels, batch, self._main_input)
@@ -277,6 +278,15 @@ class EvaluationPart(AddOnPart):
                 batches = max((len(self.log_test[key]) for key in self.log_test), default=0)
                 found |= prefixed(metrics, prefix) | self._speed(prefix, started, int(weight), batches)
             return found
+
+    def validate(self) -> dict[str, float]:
+        """Call an override of ``evaluate`` for an evaluation in training, as Transformers does."""
+        outer = type(self).__mro__[: type(self).__mro__.index(EvaluationPart)]
+        is_overridden = any("evaluate" in vars(each) and not is_add_on(each) for each in outer)
+        if self.eval_dataset is None or not is_overridden:
+            return super().validate()
+        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+        return without_prefix(self.evaluate(), sets)
 
     def predict(  # type: ignore[override]
         self,

@@ -11,7 +11,7 @@ from typing import Any
 from zae.compose.introspect import slots_of
 from zae.compose.options import option_value
 from zae.errors import ConfigError
-from zae.loop.progress import Every
+from zae.loop.progress import Every, ProgressChecker
 
 __all__ = ["NEVER", "EveryAnd", "convert_evaluation", "convert_length", "cut_at", "steps_of", "train"]
 
@@ -103,19 +103,28 @@ def cut_at(args: Any, in_epoch: int | None) -> int:
     return 0 if total % in_epoch == 0 or args.eval_delay > total / in_epoch else total
 
 
+def begin_of_next_call(progress: ProgressChecker) -> tuple[int, int]:
+    """Return the epoch and the step at which the next call of ``run`` begins, or began in the loaded state."""
+    calls = progress.run_calls
+    if calls.must_replay:
+        epoch, step = calls.starts[calls.index]
+        return epoch, step
+    return progress.epoch + bool(progress.epoch_batch), progress.step
+
+
 def train(
     trainer: Any,
     args: Any,
     loader: Any = None,
     valid_loader: Any = None,
     total_steps: int | None = None,
-    first_step: int = 0,
 ) -> Any:
     """Run a trainer as long as arguments say, evaluating as they say; load the best weights at the end.
 
     ``args`` is a TrainingArguments, or has its attributes for the length and the evaluation. Without loaders, they are
     those of HuggingFaceAddon.
     """
+    _, first_step = begin_of_next_call(trainer.progress_checker)
     loader = trainer.get_train_dataloader() if loader is None else loader
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     if valid_loader is None and evaluates and hasattr(trainer, "get_eval_dataloader"):
@@ -133,7 +142,12 @@ def train(
     convert_length(args, limits)
     convert_evaluation(args, limits, first_step)
     is_of_run = option_value(trainer, "eval_on_start", False)  # HuggingFaceAddon evaluates when the run has begun.
-    if args.eval_on_start and not is_of_run and valid_loader is not None and not trainer.progress_checker.step:
+    if (
+        args.eval_on_start
+        and not is_of_run
+        and valid_loader is not None
+        and trainer.progress_checker.step == first_step
+    ):
         trainer.evaluate(valid_loader)
     valid_loader = None if args.eval_strategy == "no" else valid_loader
     metrics = trainer.run(loader=loader, valid_loader=valid_loader, **limits.run)

@@ -24,6 +24,7 @@ ENTRY = "eval_outputs"
 """The name of the outputs in ``log_test``."""
 
 _INCLUDES = ("inputs", "loss")
+_OF_TIME = ("runtime", "samples_per_second", "steps_per_second", "epoch")
 
 
 class BatchOutputs(NamedTuple):
@@ -267,6 +268,23 @@ def concatenate(parts: Iterable[Any]) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ names of metrics
+
+
+def split_set(key: str, sets: Iterable[str]) -> tuple[str, str]:
+    """Return the evaluation set and the metric that a name of Transformers means: ``eval_two_loss``, ``two_loss``."""
+    metric = key.removeprefix("eval_")
+    name = max((each for each in sets if metric.startswith(f"{each}_")), key=len, default="")
+    return name, metric[len(name) + 1 :] if name else metric
+
+
+def without_prefix(metrics: Mapping[str, float], sets: Iterable[str]) -> dict[str, float]:
+    """Return what ``evaluate`` has returned under the names of an evaluation in training, without its time."""
+    found = {}
+    for key, value in metrics.items():
+        name, metric = split_set(key, sets)
+        if metric not in _OF_TIME:
+            found[f"{name}/{metric}" if name else metric] = value
+    return found
 
 
 def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

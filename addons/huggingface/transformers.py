@@ -8,11 +8,20 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
 from zae.addons.huggingface import arguments, optimizers
-from zae.addons.huggingface.length import NEVER, EveryAnd, convert_evaluation, convert_length, steps_of, train
+from zae.addons.huggingface.length import (
+    NEVER,
+    EveryAnd,
+    begin_of_next_call,
+    convert_evaluation,
+    convert_length,
+    steps_of,
+    train,
+)
 from zae.compose.converted_arguments import ConvertedArgumentsBase, Report
 from zae.compose.introspect import slots_of
 from zae.compose.options import options_of
@@ -108,6 +117,7 @@ class ConvertedArguments(ConvertedArgumentsBase):
         self.huggingface: dict[str, Any] = {}
         self.model_calls: list[Callable[[Any], Any]] = []
         self.is_deterministic = False
+        self._trainers_with_schedule: WeakSet[Any] = WeakSet()  # That of the arguments.
 
     def trainer(self, task: Any, model: nn.Module | Callable[[], nn.Module] | None = None, **more: Any) -> Any:
         """Return a trainer of a task with the add-ons and options.
@@ -166,6 +176,9 @@ class ConvertedArguments(ConvertedArgumentsBase):
     def train(self, trainer: Any, loader: Any = None, valid_loader: Any = None) -> Any:
         """Run a trainer as long as the arguments say, evaluating as they say; load the best weights at the end.
 
+        A second call begins anew, as that of Transformers does: steps and epochs count from 0, and so does the
+        schedule that the arguments ask for.
+
         Parameters
         ----------
         trainer : Trainer
@@ -178,6 +191,16 @@ class ConvertedArguments(ConvertedArgumentsBase):
         MetricsDict
             What ``run`` returned.
         """
+        schedule = self.options.get("scheduler")
+        if trainer.scheduler is schedule:  # Nothing has made it yet.
+            self._trainers_with_schedule.add(trainer)
+        if begin_of_next_call(trainer.progress_checker)[1]:
+            from zae.addons.huggingface.addon import HuggingFaceAddon
+
+            if isinstance(trainer, HuggingFaceAddon):
+                trainer.begin_anew()
+            elif trainer in self._trainers_with_schedule:
+                trainer.scheduler = schedule
         return train(trainer, self.args, loader, valid_loader, self.total_steps)
 
     def report_unused(self, name: str, why: str) -> None:

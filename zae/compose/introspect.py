@@ -22,6 +22,7 @@ __all__ = [
     "hooks_of",
     "is_add_on",
     "is_base",
+    "is_default",
     "is_engine_slot",
     "is_marked",
     "is_overridden",
@@ -211,6 +212,11 @@ def add_ons_of(cls: Any) -> list[Any]:
 def is_overridden(trainer: Any, name: str) -> bool:
     """Return whether a class, or an attribute of this trainer, overrides a hook of Trainer."""
     return name in vars(trainer) or sum(name in c.__dict__ for c in type(trainer).__mro__) > 1
+
+
+def is_default(method: Any) -> bool:
+    """Return whether a method is that of Trainer itself."""
+    return str(getattr(method, "__qualname__", "")).startswith("Trainer.")
 
 
 def owners_of(cls: Any, name: str) -> list[Any]:

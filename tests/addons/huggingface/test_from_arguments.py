@@ -337,6 +337,24 @@ def test_the_best_weights_are_loaded_at_the_end(samples, tmp_path):
     assert told.endswith("after trainer.run(), call trainer.restore_best()")
 
 
+@pytest.mark.parametrize("add_ons", [(), ("HuggingFaceAddon",)])
+def test_a_second_call_of_train_begins_anew(add_ons, samples, tmp_path):
+    """As long as the first, evaluated at the same steps of it, and at the same learning rates."""
+    given = {"output_dir": str(tmp_path), "use_cpu": True, "num_train_epochs": 2, "logging_steps": 1}
+    given |= {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "no"}
+    converted = from_arguments(given)
+    trainer = converted.trainer(Task.add_on(*add_ons), Net(), log_bar=False)
+    loader = DataLoader(samples, batch_size=4)
+    for _ in range(2):
+        converted.train(trainer, loader, loader)
+    rates = [row["lr"] for row in trainer.log_history if "lr" in row]
+    half = len(rates) // 2
+    assert half == 12
+    assert rates[:half] == rates[half:]
+    assert rates[0] > rates[half - 1]
+    assert [row["step"] for row in trainer.history.valid] == [4, 8, 12, 16, 20, 24]
+
+
 def test_a_run_resumes(samples, tmp_path):
     given = {"output_dir": str(tmp_path / "run"), "use_cpu": True, "optim": "sgd", "save_strategy": "epoch"}
     loader = DataLoader(samples, batch_size=4)

@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from kit import hf
-from zae import Trainer
-from zae.addons import HuggingFaceAddon, StateManagerAddon
+from zae import Trainer, replaces
+from zae.addons import CallbackAddon, HuggingFaceAddon, StateManagerAddon
 from zae.addons.huggingface.overrides import NOT_CALLED
-from zae.errors import ConfigError, TaskError
+from zae.errors import AddOnConflict, ConfigError, TaskError
 
 Task = Trainer.add_on(HuggingFaceAddon)
 
@@ -184,3 +184,48 @@ def test_what_is_given_beside_an_override_is_refused() -> None:
         groups(Task)(model, "cpu", optimizer=optimizer)
     with pytest.raises(ConfigError, match=r"scheduler=LambdaLR\(...\) is given, and Ours has create_scheduler"):
         falls(Task)(model, "cpu", optimizer=optimizer, scheduler=scheduler)
+
+
+def test_a_mixin_without_super_is_led_to_the_mark() -> None:
+    """Another name, as for any other collision, would never be called."""
+
+    class Mixin:
+        def get_decay_parameter_names(self, model: Any) -> list[str]:
+            return [name for name, _ in model.named_parameters()]
+
+    with pytest.raises(AddOnConflict, match=r"mark Mixin.get_decay_parameter_names with @zae.replaces, or call super"):
+        type("Mine", (Mixin, Task), {})
+    replaces(Mixin.get_decay_parameter_names)
+    mine = type("Mine", (Mixin, Task), {})
+    assert difference(train(mine, "cpu", **SETTINGS), train(decays_all(Task), "cpu", **SETTINGS)) == 0
+
+
+@pytest.mark.parametrize("with_sets", [False, True])
+def test_evaluations_in_training_call_an_override_of_evaluate(with_sets: bool, tmp_path: Any) -> None:
+    """As Transformers does; what it adds is recorded, and may be what is monitored."""
+
+    def evaluates(base: Any) -> Any:
+        class Evaluates(base):  # type: ignore[misc]
+            calls = 0
+
+            def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+                metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+                self.calls += 1
+                return {**metrics, "eval_calls": float(self.calls)}
+
+        return Evaluates
+
+    data = {"one": hf.dataset(count=5), "two": hf.dataset(count=9)} if with_sets else hf.dataset(count=5)
+    settings = {"eval_strategy": "epoch", "metric_for_best_model": "calls", "greater_is_better": True, **SETTINGS}
+    args = hf.arguments(tmp_path, **settings)
+    theirs = evaluates(transformers.Trainer)(hf.make_model(), args, train_dataset=hf.dataset(), eval_dataset=data)
+    theirs.train()
+    ours = evaluates(Task.add_on(CallbackAddon))(hf.make_model(), args, train_dataset=hf.dataset(), eval_dataset=data)
+    ours.train()
+    if not with_sets:  # Of several, Transformers evaluates each by a call of its own.
+        assert [row["valid_calls"] for row in ours.history.valid] == [1, 2]
+        assert ours.best["score"] == theirs.state.best_metric == 2
+    names = ["eval_one_loss", "eval_two_loss"] if with_sets else ["eval_loss"]
+    for name in names:
+        rows = [row[name] for row in theirs.state.log_history if name in row]
+        assert [row[name] for row in ours.state.log_history if name in row] == pytest.approx(rows, abs=1e-6)
