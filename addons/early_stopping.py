@@ -54,7 +54,7 @@ class EarlyStoppingAddon(AddOnBase):
     >>> train, valid = [torch.ones(8, 2)], [torch.zeros(8, 2)]
     >>> metrics = trainer.run(100, train, valid)
     >>> metrics["epoch"], metrics["stop_reason"]
-    (3, 'loss has not become better than 1 in 2 validations')
+    (3, 'loss has not improved on 1 for 2 validations')
     """
 
     layer = "control"
@@ -106,7 +106,7 @@ class EarlyStoppingAddon(AddOnBase):
             self._waited += 1
             if self._waited >= self.patience:
                 best = "NaN" if self._best is None else f"{self._best:g}"
-                self._end(f"{self.monitor} has not become better than {best} in {self._waited} validations")
+                self._end(f"{self.monitor} has not improved on {best} for {self._waited} validations")
         return better
 
     def _refuse_monitor(self, metrics: Iterable[str]) -> NoReturn:

@@ -105,17 +105,13 @@ def main():
         model, optimizer=optimizer, seed=0, jsonl_path=f"{FOLDER}/log.jsonl", **options
     )
     metrics = trainer.run(40, train, valid)
-    print(
-        f"{metrics['epoch']} epochs, {metrics['step']} steps: "
-        f"{metrics['stop_reason'] or 'all 40 epochs are done'}"
-    )
     trainer.restore_best()
     draw_curves(metrics, f"{FOLDER}/curves.png")
     print(
         f"test accuracy {trainer.evaluate(test)['accuracy']:.4f}; the curves are in "
         f"{FOLDER}/curves.png"
     )
-    print(f"to train again, remove {FOLDER}")
+    print(f"to retrain from scratch, delete {FOLDER}")
 
 
 if __name__ == "__main__":

@@ -428,10 +428,22 @@ def test_a_missing_step():
     assert names["trainer"].run(1, loader())["step"] == 3
 
     class Half(Trainer):
-        def train_step(self, batch): ...
+        def train_step(self, batch):
+            return {"loss": torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])}
 
-    with pytest.raises(TypeError, match=r"Half cannot be instantiated: it has no test_step. Write:"):
-        Half(model)
+    half = Half(model, "cpu", optimizer=torch.optim.SGD)
+    taken = []
+    asks = (
+        lambda: half.run(1, map(taken.append, loader()), loader()),
+        lambda: half.plan(1, loader(), loader()),
+        lambda: half.evaluate(loader()),
+        lambda: half.predict(loader()),
+    )
+    for ask in asks:
+        with pytest.raises(TaskError, match=r"Half has no test_step, .*; write test_step = train_step into the class"):
+            ask()
+    assert taken == [], "before the first batch"
+    assert half.run(1, loader())["step"] == 3
 
 
 def test_the_seeds_spellings_run():

@@ -312,7 +312,7 @@ def test_the_seed_s_basic_example(tmp_path: Any) -> None:
 def test_the_abstract_trainer_shows_what_to_write() -> None:
     """Class, methods and the lines."""
     model = line()
-    with pytest.raises(TypeError, match=r"no train_step and no test_step[\s\S]*def train_step\(self, batch\)"):
+    with pytest.raises(TypeError, match=r"it has no train_step. Write:[\s\S]*def train_step\(self, batch\)"):
         Trainer.add_on(StateManagerAddon)(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), save_path="x")
 
 

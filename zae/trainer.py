@@ -25,7 +25,7 @@ from zae.common.device import can_copy_async, exchange_current, parse_device, to
 from zae.common.model_weights import without_wrappers
 from zae.common.null_context import NULL_CONTEXT
 from zae.compose.calls import explained_call, of_class_or_instance, run_call
-from zae.compose.class_checks import initial_values
+from zae.compose.class_checks import initial_values, without_test_step
 from zae.compose.composition import compose
 from zae.compose.first_call import without_first_calls
 from zae.compose.introspect import hook, slots_of, with_trait
@@ -115,7 +115,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
     seed : int, optional
         Seeds Python, NumPy and torch when the trainer is set up, and before ``model`` is called where it is a
         function. A module that exists already has its weights, which no seed changes: give a function instead,
-        ``Task(lambda: Net(), optimizer=torch.optim.AdamW, seed=0)``.
+        ``Task(lambda: Net(), optimizer=torch.optim.AdamW, seed=0)``. A loop by hand is the same with
+        ``torch.manual_seed(0)`` before the model is made, and again before the first epoch.
     log_every : Every or int, optional
         When ``log`` is called with the training metrics: steps, or ``Every(epochs=1)``, the default.
     on_nonfinite : {"raise", "skip", "warn"}
@@ -307,9 +308,10 @@ class Trainer(Processes, metaclass=TrainerMeta):
             ``zae.metrics`` as well. A loss alone is ``{"loss": loss}``.
         """
 
-    @abstractmethod
     def test_step(self, batch: Any) -> Mapping[str, Any] | Tensor | float:
         """Compute what is to be recorded of one batch, under ``torch.no_grad()`` and in evaluation mode.
+
+        A class that evaluates nothing leaves it out.
 
         Parameters
         ----------
@@ -323,6 +325,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
             loaders, ``self.valid_name`` is the one of this batch. Anything else is kept for ``metric_on_epoch_end``
             where that is overridden, and freed when the evaluation ends. A number alone is ``{"loss": number}``.
         """
+        raise without_test_step(type(self))
 
     def predict_step(self, batch: Any) -> Any:
         """Compute what `predict` and `inference` return for one batch, as ``test_step`` is called; by default it is.
@@ -412,7 +415,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
             Before the first batch.
         """
         limits = RunLimits(n_epoch, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches)
-        limits.check(loader, valid_loader)
+        limits.check(type(self), loader, valid_loader)
         argument_checks.check_alone(type(self).__name__, slots_of(type(self)))
         return cast("MetricsDict", self.launch(self._run, loader, valid_loader, limits))
 

@@ -83,7 +83,7 @@ def test_it_stops_at_the_same_update_after_a_resume(stop: int, by_steps: bool) -
     before = digest(resumed.model)
     metrics = resumed.run(6, loader(8), loader(4), valid_every=every)
     assert metrics["step"] == 10
-    assert metrics["stop_reason"] == "loss has not become better than 2 in 3 validations"
+    assert metrics["stop_reason"] == "loss has not improved on 2 for 3 validations"
     assert (digest(resumed.model) == before) == (stop == 5)
 
 

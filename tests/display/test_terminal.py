@@ -452,3 +452,25 @@ def test_names_in_a_state_do_not_act_on_the_terminal(monkeypatch: Any, capsys: A
     assert re.search(r"epoch +step .*train_\\x1b\[2Jname", bars)
     assert re.search(r"epoch +step .*\\x1b\[2Jname(.|\n)*\\x1b\]0;text\\x07", table)
     assert not {"\x1b", "\x07"} & set(bars + table)
+
+
+def test_a_best_validation_within_an_epoch_is_marked_in_the_row_of_the_epoch(capsys: Any) -> None:
+    """And the summary names its step."""
+
+    class Scripted(Trainer):
+        losses = iter([0.1, 0.5, 0.4, 0.3])
+
+        def train_step(self, batch: Any) -> Any:
+            return {"loss": self.model(batch).square().mean()}
+
+        def test_step(self, batch: Any) -> Any:
+            return {"loss": next(self.losses)}
+
+    batches = [torch.ones(8, 2)] * 4
+    trainer = Scripted(torch.nn.Linear(2, 1), "cpu", optimizer=torch.optim.SGD, log_bar="lines")
+    trainer.run(2, batches, batches[:1], valid_every=2)
+    *rows, summary = capsys.readouterr().err.splitlines()
+    of_epochs = [row for row in rows if "train_loss" in row]
+    assert [row.rpartition(", ")[2] == "(best)" for row in of_epochs] == [True, False]
+    assert "best: loss 0.1 in epoch 1, at step 2" in summary
+    assert str(trainer.metrics).splitlines()[1].endswith("best"), "its own row has it in the table"

@@ -28,9 +28,8 @@ GALLERY = (
     Example(
         "digits",
         "Classification: handwritten digits",
-        r"\d+ epochs, \d+ steps: .+\n"
         rf"test accuracy {number('accuracy')}; the curves are in runs/digits/curves\.png\n"
-        r"to train again, remove runs/digits\n",
+        r"to retrain from scratch, delete runs/digits\n",
         "test accuracy {accuracy}",
         "0.95",
         lambda found: found["accuracy"] >= 0.95,

@@ -25,7 +25,14 @@ from zae.compose.introspect import (
 from zae.compose.options import meant_class
 from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean, is_one_letter_off
 
-__all__ = ["check_class", "check_complete", "check_instance", "explain_setter", "initial_values"]
+__all__ = [
+    "check_class",
+    "check_complete",
+    "check_instance",
+    "explain_setter",
+    "initial_values",
+    "without_test_step",
+]
 
 FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "predict")
 """The loop itself, which an add-on must not override."""
@@ -72,10 +79,11 @@ _BODIES = {
         "    def train_step(self, batch):",
         "        inputs, targets = batch",
         '        return {"loss": torch.nn.functional.cross_entropy(self.model(inputs), targets)}',
+        "",
+        "    test_step = train_step  # of an evaluation",
     ],
-    "test_step": ["", "    def test_step(self, batch):", "        return self.train_step(batch)"],
 }
-"""The lines of the steps that a class lacks, as its error shows them."""
+"""The lines of what a class lacks, as its error shows them."""
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -327,7 +335,7 @@ def _check_steps(cls: Any) -> None:
 
 
 def check_complete(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a class without train_step or test_step, with the lines to write for what it was called with."""
+    """Refuse a class without train_step, with the lines to write for what it was called with."""
     missing = sorted(cls.__abstractmethods__, key=lambda name: (name not in _STEPS, name != "train_step", name))
     if not missing:
         return
@@ -340,6 +348,14 @@ def check_complete(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     lines += ["", f"trainer = {made}(model, optimizer=optimizer, ...)"]
     text = f"{cls.__name__} cannot be instantiated: it has no {' and no '.join(missing)}. Write:\n\n" + "\n".join(lines)
     raise TaskError(text + meant_class(cls, kwargs))
+
+
+def without_test_step(cls: type) -> TaskError:
+    """Return the error for a class that is to evaluate and has no test_step."""
+    return TaskError(
+        f"{cls.__name__} has no test_step, which an evaluation calls for each batch; write test_step = train_step into "
+        "the class, or def test_step(self, batch)"
+    )
 
 
 def check_instance(trainer: Any) -> None:

@@ -22,7 +22,7 @@ __all__ = ["Clock", "Display", "Source", "Terminal", "can_write", "is_on_a_termi
 _log = logging.getLogger("zae")
 
 _BAR = 8  # Columns that a bar has at least.
-_MARK = 6  # Columns of "best" after a line.
+_MARK = 8  # Columns of "best", or of "(best)" for a validation within the epoch, after a line.
 _ENDS = ("time", "steps/s")  # The last columns of the table; a metric that comes later goes before them.
 
 

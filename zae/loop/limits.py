@@ -9,6 +9,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from zae.common.argument_checks import check_count, check_number
+from zae.compose.class_checks import without_test_step
+from zae.compose.introspect import owners_of
 from zae.data.loaders import BatchLimits, check_loader, check_repeatable, length_of
 from zae.errors import ConfigError, LoaderError
 from zae.loop.progress import NO_LIMIT, Every, ProgressChecker
@@ -43,12 +45,14 @@ class RunLimits:
         self.valid_every = Every.parse(valid_every, "valid_every", Every(epochs=1))
         self.batches = _parse_batch_limits(limit_batches, overfit_batches)
 
-    def check(self, loader: Any, valid_loader: Any) -> None:
-        """Refuse a call that would not end, and loaders that it cannot iterate over, or limit."""
+    def check(self, cls: type, loader: Any, valid_loader: Any) -> None:
+        """Refuse a call that would not end, and loaders that it cannot iterate over, limit, or evaluate."""
         if self.n_epoch is None and self.max_steps is None and self.max_time is None:
             raise ConfigError(
                 "n_epoch is None, so the run would not end; give a number of epochs, max_steps=... or max_time=..."
             )
+        if valid_loader is not None and not (owners_of(cls, "test_step") or owners_of(cls, "validate")):
+            raise without_test_step(cls)
         check_loader(loader)
         if not isinstance(valid_loader, Mapping):
             if valid_loader is not None:

@@ -57,12 +57,14 @@ class RunView:
         return {**self._trainer.log_train.means(), **self._trainer.optimization.learning_rates()}
 
     def last_row(self) -> tuple[dict[str, Any], str]:
-        """Return the row of the last epoch with its validation, and whether it is the best."""
+        """Return the row of the last epoch with its validation, and whether it, or a validation within, is the best."""
         history = self._trainer.history
         row = dict(history.train[-1])
         if history.valid and history.valid[-1]["step"] == row["step"]:
             row.update(history.valid[-1])
-        return row, self._mark_of(row)
+        before = history.train[-2]["step"] if len(history.train) > 1 else 0
+        is_within = before < history.best.get("step", 0) < row["step"]
+        return row, "(best)" if is_within else self._mark_of(row)
 
     def last_validation(self) -> tuple[dict[str, Any], str]:
         """Return the row of the last validation, and whether it is the best."""
@@ -82,6 +84,8 @@ class RunView:
         best_text = ""
         if "score" in best:
             best_text = f"{self._trainer.monitor} {number(best['score'])} in epoch {best['epoch']}"
+            if all(row["step"] != best["step"] for row in self._trainer.history.train):
+                best_text += f", at step {best['step']}"
         saves = "state" in slots_of(type(self._trainer))
         texts = {
             "best": best_text,

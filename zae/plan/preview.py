@@ -38,7 +38,7 @@ _LONGEST = 200_000  # Steps whose learning rates are simulated; longer runs show
 
 def plan(trainer: Trainer, loader: Iterable[Any], valid_loader: Any, limits: RunLimits) -> RunPreview:
     """Preview what ``run`` would do with these loaders and limits; see `Trainer.plan`."""
-    limits.check(loader, valid_loader)
+    limits.check(type(trainer), loader, valid_loader)
     return Preview(trainer.current_run.new_call(loader, valid_loader, limits)).plan()
 
 
