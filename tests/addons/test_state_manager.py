@@ -144,7 +144,7 @@ def test_resume_the_best_of_a_run_in_another_process(resume: Any, more: Any, tmp
         CheckpointNotFound, match=r"contains 2 checkpoints of another run.*; write resume=True to continue"
     ):
         build(tmp_path, scores, *more, **options).restore_best()
-    with pytest.raises(CheckpointNotFound, match="has a score: no validation returned"):
+    with pytest.raises(CheckpointNotFound, match="has a score: no validation has been made"):
         build(tmp_path / "none", scores, *more, resume="auto", **options).restore_best()
 
 
