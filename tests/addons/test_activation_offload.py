@@ -25,7 +25,6 @@ from zae.addons import (
     EMAAddon,
     GradientAccumulationAddon,
     GradientCheckpointingAddon,
-    PipelineAddon,
     StateManagerAddon,
 )
 from zae.addons.activation_offload import addon as module_of_the_add_on
@@ -313,8 +312,6 @@ def test_what_cannot_be_meant_is_refused_on_a_cpu_too(options: Any, text: str) -
 
 
 def test_what_is_computed_again_around_it_is_refused() -> None:
-    with pytest.raises(AddOnConflict, match="a schedule computes the backwards of its stages"):
-        Task.add_on(OFFLOAD, PipelineAddon)
     with pytest.raises(AddOnConflict, match="find the parameters of a module by its forward"):
         Task.add_on(OFFLOAD, DeepSpeedAddon)
     with pytest.raises(ConfigError, match=r"offload_modules: 1.layer is in 1, which is computed again"):

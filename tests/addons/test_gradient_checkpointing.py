@@ -14,7 +14,7 @@ from kit import engines, hand
 from kit.engines import ENGINES
 from kit.ranks import each_rank
 from kit.table import Task
-from zae import AddOnConflict, ConfigError
+from zae import ConfigError
 from zae.addons import (
     AMPAddon,
     CompileAddon,
@@ -22,7 +22,6 @@ from zae.addons import (
     GradientAccumulationAddon,
     GradientCheckpointingAddon,
     MultiGPUAddon,
-    PipelineAddon,
     StateManagerAddon,
 )
 from zae.addons.gradient_checkpointing.recompute import Recomputed
@@ -181,8 +180,6 @@ def test_what_cannot_be_meant_is_refused(options: Any, text: str) -> None:
 
 
 def test_it_is_refused_beside_others_that_do_the_same() -> None:
-    with pytest.raises(AddOnConflict, match="a schedule computes the backwards of its stages"):
-        Task.add_on(CHECKPOINT, PipelineAddon)
     model = network()
     model.is_gradient_checkpointing = True
     with pytest.raises(ConfigError, match="Sequential checkpoints itself already"):
