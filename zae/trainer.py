@@ -444,7 +444,9 @@ class Trainer(Processes, metaclass=TrainerMeta):
                 is_epoch_open = self.progress_checker.epoch_batch > 0
                 if not is_epoch_open and not run.continuation.is_due:
                     run.end_epoch()
+            self.user_state.keep(self)
             self.on_run_end()
+            self.user_state.release()
         return self.metrics
 
     def run_epoch(self, loader: Iterable[Any]) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import logging
@@ -24,7 +25,7 @@ from user_state.test_values import Transition
 
 from kit.faults import everything
 from kit.hand import data
-from kit.ranks import on_ranks
+from kit.ranks import each_rank, on_ranks
 from zae import AddOnBase, Every, Trainer
 from zae.addons import EMAAddon, MultiGPUAddon, StateManagerAddon
 from zae.errors import CheckpointMismatch, ConfigError
@@ -75,6 +76,19 @@ def assert_resumes(
         for name, value in weights(trainer).items():
             assert torch.equal(value, straight[name]), f"resumed at step {stop}: {name} differs"
     return trainer
+
+
+@contextlib.contextmanager
+def catch_warnings() -> Iterator[list[str]]:
+    """Yield the warnings of zae within the block, also in a process that a test has begun."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zae").addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("zae").removeHandler(handler)
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -692,6 +706,28 @@ def test_several_calls_of_run(tmp_path: Path) -> None:
         assert all(torch.equal(resumed[name], straight[name]) for name in straight)
 
 
+@pytest.mark.parametrize("limits", [(None,), (2, None), (6, None), (None, None), (2, 2)], ids=str)
+def test_what_the_end_of_a_run_counts_is_counted_once(limits: Any, tmp_path: Path) -> None:
+    """A run that is resumed, also a finished one, ends again: what its end changed before is not in the state."""
+
+    class Ends(Task):
+        steps = ends = 0
+
+        def factor(self, batch: Any) -> float:
+            self.steps += 1
+            return 1.0
+
+        def on_run_end(self) -> None:
+            super().on_run_end()
+            self.ends += 1
+
+    for limit in limits:
+        trainer = build(Ends, tmp_path)
+        trainer.run(2, INPUTS, max_steps=limit)
+    assert trainer.ends == 1
+    assert trainer.steps == (limits[-1] or 12)
+
+
 def test_two_trainers_of_one_class(tmp_path: Path) -> None:
     def script(folder: str, limit: int | None) -> list[Any]:
         ends = []
@@ -886,6 +922,32 @@ def test_a_collate_object_with_a_state_of_its_own_on_several_ranks(world: int, t
     for stop in (2, 3, 4):
         resumed = run(f"from {stop}", stop, None)
         assert all(torch.equal(resumed[name], straight[name]) for name in straight), stop
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_another_number_of_ranks_begins_with_the_values_of_rank_0(differs: bool, tmp_path: Path) -> None:
+    """And says so, unless all ranks had the same."""
+    loader = torch.utils.data.DataLoader(torch.cat(INPUTS), 4)
+
+    class Hidden(Task):
+        level = 0.0
+
+        def factor(self, batch: Any) -> float:
+            self.level += 1.0 + self.rank * differs
+            return 1.0
+
+    def run(limit: int | None) -> Any:
+        with catch_warnings() as texts:
+            trainer = build(Hidden, tmp_path, add_ons=[MultiGPUAddon], reshard=True)
+            trainer.run(1, loader, max_steps=limit)
+        return trainer.level, [text for text in texts if "objects of the script" in text]
+
+    levels = [level for level, _ in each_rank(2, run, 2)]
+    assert levels == [2.0, 4.0 if differs else 2.0]
+    ((level, texts),) = each_rank(1, run, None)
+    assert level == 7.0, "two steps of rank 0 with 8 rows of 36, and five with the rest"
+    assert len(texts) == differs
+    assert all("cannot be divided among 1: every rank begins with that of rank 0" in text for text in texts)
 
 
 def test_the_attributes_of_zae_are_known_by_name() -> None:

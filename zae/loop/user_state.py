@@ -8,7 +8,8 @@ of the loader, `zae.data.part_values`. In the order of a run that is resumed:
     hold             before on_epoch_begin, where the resume continues an open epoch: they are kept, since hooks begin
                      an epoch anew that was begun before
     open_epoch       right before the first batch: they are put back
-    before_validation  they are kept: what is saved within a validation is the state from before it
+    keep             before a validation, and before on_run_end: what is saved until `release` is the state from
+                     before it, since a run that is resumed there makes it again
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from zae.common.torch_private import unsaved_buffers, version_of
 from zae.common.walk import is_of_zae, is_sharded
-from zae.compose.introspect import is_add_on
+from zae.compose.introspect import is_add_on, slots_of
 from zae.compose.options import options_of
 from zae.data.loader_state import parts_of
 from zae.errors import CheckpointMismatch
@@ -53,7 +54,7 @@ class UserState:
         self._continues = False  # Whether a state was put back in whose call of run the run goes on.
         self._held: Mapping[str, Any] | None = None
         self._tensors: dict[str, tuple[Tensor, int, Tensor]] = {}  # Of the model, with their versions and copies.
-        self._before: Mapping[str, Any] | None = None  # The present validation.
+        self._before: Mapping[str, Any] | None = None  # What was kept before a validation, or before on_run_end.
         self._modules: dict[str, str] | None = None  # The class of each module of the model, as the first run began.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,6 +69,7 @@ class UserState:
 
     def begin(self, trainer: Trainer, continues: bool) -> None:
         """Mark the values as a call of ``run`` begins, and put back those of a state that it continues from."""
+        self._before = None
         walk = _walk(trainer, self._changes, is_begin=True)
         packer = Packer(_tensors_of(trainer), walk.paths, trainer.device, copies=True, most=LARGE)
         self._changes.begin(walk, packer)
@@ -107,12 +109,13 @@ class UserState:
                     tensor.copy_(value)
         self._tensors = {}
 
-    def before_validation(self, trainer: Trainer) -> None:
-        """Keep the values, as a validation begins."""
-        self._before = self._read(trainer, copies=True)
+    def keep(self, trainer: Trainer) -> None:
+        """Keep the values for what is saved until `release`; after a validation that a signal has ended, its own."""
+        if self._before is None and "state" in slots_of(type(trainer)):
+            self._before = self._read(trainer, copies=True)
 
-    def after_validation(self) -> None:
-        """Forget them: it has ended."""
+    def release(self) -> None:
+        """Forget them."""
         self._before = None
 
     def stateful_objects(self, trainer: Trainer) -> list[Any]:

@@ -27,7 +27,7 @@ def validate(run: Run, moment: str) -> None:
         progress.pending_validation = ""
         return
     progress.pending_validation = moment
-    trainer.user_state.before_validation(trainer)
+    trainer.user_state.keep(trainer)
     # After a signal it stays pending, and is in the state that is saved: the resumed run begins with it.
     with suppress(EvaluationAborted):
         trainer.on_validation_begin()
@@ -46,7 +46,7 @@ def validate(run: Run, moment: str) -> None:
         if moment == "step":  # That of an epoch is in the line of the epoch.
             run.display.validation(RunView(run))
         trainer.on_validation_end(metrics)
-        trainer.user_state.after_validation()
+        trainer.user_state.release()
 
 
 def run_test_epoch(run: Run) -> None:

@@ -84,6 +84,8 @@ def _describe(value: Any) -> str:
 def with_enums(saved: Any, present: Any) -> Any:
     """Return a saved state with the members of an Enum where the present one has some: a checkpoint has their values.
 
+    SCION of pytorch_optimizer has some among the settings of its groups.
+
     Raise ValueError for a value that none of its members has.
     """
     if isinstance(present, enum.Enum):

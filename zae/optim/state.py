@@ -255,7 +255,10 @@ def parameter_order(optimizer: Optimizer, names: Mapping[int, str]) -> list[list
 def match_order(
     name: str, optimizer: Optimizer, state: Any, saved: list[list[str]], present: list[list[str]], strict: bool
 ) -> Any:
-    """Return a state in the present order of the parameters: parameters given as a set have another order each time."""
+    """Return a state in the present order of the parameters.
+
+    Those that a script takes out of a set have another order in each process: refused, such a run would never resume.
+    """
     if saved == present:
         return state
     places: dict[str, Any] = {}
@@ -282,9 +285,10 @@ def match_order(
 
 
 def match_layout(optimizer: Optimizer) -> None:
-    """Give an optimizer's state the strides of the parameters; tensors from a checkpoint are contiguous.
+    """Give an optimizer's state the strides of the parameters: what was saved in parts has none of them.
 
-    A fused kernel reads a weight and its state in the order of memory.
+    A fused kernel reads a weight and its state in the order of memory: with ``AdamW(fused=True)`` and weights in
+    channels_last, a state that FSDPAddon has saved would be added to other weights, without an error.
     """
     for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
         state: Any = optimizer.state.get(parameter)  # Indexing the defaultdict would add an entry.
