@@ -189,7 +189,7 @@ class Changes:
             place = walk.places[name]
             beginning = self._beginnings.get(name)
             if beginning is not None and beginning.written is not None:
-                value = maker.read(*beginning.written, place.value)
+                value = maker.read(beginning.written[0], place.value)
                 place.write(beginning.object() if fill(beginning.object(), value) else value)
             elif beginning is None and place.cls is None and name[1] != STATE:
                 place.store.pop(place.key, None)

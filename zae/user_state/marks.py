@@ -59,7 +59,7 @@ def _mark_of_entries(container: Any, paths: Mapping[int, str], depth: int) -> ob
         container = [*container.items()]
     elif not isinstance(container, (list, tuple)):
         container = [*container]
-    marks = []
+    marks: list[object] = []
     for start in range(0, len(container), _MANY):
         entries = tuple(container[start : start + _MANY])
         try:
