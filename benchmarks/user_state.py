@@ -84,7 +84,7 @@ def measure(name: str, task: Any, held: Any) -> None:
 
     def look() -> None:
         state, values = trainer.user_state, PartValues()
-        found["begins"] = timed(lambda: (state.begin(trainer, False), values.begin(loader)))
+        found["begins"] = timed(lambda: (state.begin(trainer, False), values.begin(loader, trainer)))
         found["epoch"] = timed(lambda: (state.open_epoch(trainer), values.capture(loader)))
         found["save"] = timed(lambda: (state.state_dict(trainer), values.capture(loader)))
 
