@@ -29,7 +29,7 @@ USUAL_TERMS = {
     ),
     "engines/data_parallel": ("DDP",),
     "howto/learning_rate": ("warmup", "learning rate finder", "warm-up", "lr finder", "learning rate schedule"),
-    "howto/early_stopping": ("early stopping", "early stop", "early-stopping"),
+    "howto/early_stopping": ("early stopping", "early stop", "early-stopping", "early stopping frobnicate"),
     "howto/mixed_precision": ("mixed precision", "mixed-precision"),
     "howto/several_processes": ("multi gpu", "multi-gpu"),
     "features/callbacks": ("callbacks", "callback"),
@@ -42,8 +42,8 @@ USUAL_TERMS = {
     "howto/state_over_batches": ("teacher forcing", "hidden state"),
     "howto/many_runs": ("cross validation", "k-fold", "grid"),
     "howto/samples": ("MC dropout", "uncertainty", "test-time augmentation", "diffusion"),
-    "howto/pretrained": ("backbone", "pretrained model", "pretrained"),
-    "guide": ("custom arguments",),
+    "howto/pretrained": ("backbone", "pretrained model", "pretrained", "finetune", "finetuning"),
+    "howto/custom_arguments": ("custom arguments", "argparse"),
     "howto/nan": ("gradient clipping", "clip gradients", "nan loss"),
     "howto/clusters": ("slurm",),
     "features/peft": ("lora", "peft"),
@@ -58,7 +58,7 @@ USUAL_TERMS = {
     "howto/speed": ("profiler",),
     "howto/docker": ("docker",),
     "howto/streams": ("streaming", "IterableDataset", "validation every n steps"),
-    "howto/fine_tune": ("fine-tune", "finetune", "finetuning"),
+    "howto/fine_tune": ("fine-tune",),
 }
 """What people type into the search of a trainer's site, and other forms of it, by the page that answers it."""
 
