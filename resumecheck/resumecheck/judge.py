@@ -30,6 +30,7 @@ _CAUSES = {
 }
 """What differs in a row, in the order in which it is a cause of what follows, and the word for it."""
 _FOLLOWS = ("loss", "skipped", "buffers", "after", "state")
+_OF_BATCHES = ("inputs", "shapes", "loss")
 _RESULTS = ("before", "after", "buffers", "skipped")  # What a run is about: all else is a way to it.
 
 
@@ -206,6 +207,8 @@ class _Comparison:
             one, other = self.expected[start + index], self.made[index]
             known = {"state_before": self.states[start + index], "frozen": frozen.get(other["optimizer"])}
             keys = _differing({**one, **known}, other)
+            if index == 0 and other["seen"] < one["seen"] and not any(key in _RESULTS for key in keys):
+                keys = [key for key in keys if key not in _OF_BATCHES]  # The gradients of the others were saved.
             if first is None and any(key not in ("random", "state") for key in keys):
                 first, causes = index, self._rank(keys, start, index)
             if any(key in _RESULTS for key in keys):

@@ -274,6 +274,13 @@ for batch in range(first, 100):
         torch.save(state, "new.pt")
         os.replace("new.pt", "last.pt")
 """
+PUTS_BACK = """
+    for parameter, gradient in zip(model.parameters(), state["gradients"]):
+        parameter.grad = gradient
+"""
+SAVES_GRADIENTS = ACCUMULATES.replace(
+    '"batch": batch + 1}', '"batch": batch + 1, "gradients": [each.grad for each in model.parameters()]}'
+).replace('state["batch"]\n', 'state["batch"]' + PUTS_BACK)
 NO_WEIGHT_CHANGES = """
 import os
 import torch
@@ -406,6 +413,7 @@ KINDS = {
     "overwrites a pickle": (LOGS, set(), {"cannot load"}, "in the middle of writing last.pkl"),
     "compiled in place": (COMPILED, {"buffers"}, set(), "BatchNorm"),
     "an accumulated step": (ACCUMULATES, {"samples"}, set(), "between the batches of an accumulated step"),
+    "gradients of an accumulated step": (SAVES_GRADIENTS, set(), set(), "the same"),
     "updates of its own": (
         OWN_UPDATES,
         {"repeated work"},
