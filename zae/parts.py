@@ -170,16 +170,8 @@ class SingleProcess:
         """Load whole weights that fit the module, given under its own keys; this rank keeps its part of them."""
         load_fitted(module, weights, strict)
 
-    def optimizer_state(self, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
-        """Return the state of an optimizer, with an entry for each parameter that any rank has.
-
-        Parameters
-        ----------
-        optimizer : Optimizer
-            One of the trainer.
-        alone : bool
-            Whether the other ranks do not make this call: then nothing is exchanged.
-        """
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer, with an entry for each parameter that any rank has; all ranks call it."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -79,12 +79,12 @@ class DeepSpeedEngine(Engine):
         rest = {key: value for key, value in weights.items() if key not in named}
         module.load_state_dict(rest, strict=False)
 
-    def optimizer_state(self, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer, whole on this rank: it gets the parts of the others."""
         if self.zero is None:
-            return self.inner.optimizer_state(optimizer, alone=alone)
+            return self.inner.optimizer_state(optimizer)
         with self.zero.whole_slots():
-            return self.inner.optimizer_state(optimizer, alone=alone)
+            return self.inner.optimizer_state(optimizer)
 
 
 class DeepSpeedAddon(DistributedAddon):

@@ -124,10 +124,10 @@ class PipelineEngine(Engine):
         kept = {key: each for key, each in weights.items() if key not in own or not own[key].is_meta}
         self.inner.load_model_state(module, kept, strict=False)
 
-    def optimizer_state(self, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state, with the slots of other stages on the meta device: the ranks list what they have."""
-        state = self.inner.optimizer_state(optimizer, alone=alone)
-        return state if alone else {**state, "state": parts.fill_states(state["state"], self.gather)}
+        state = self.inner.optimizer_state(optimizer)
+        return {**state, "state": parts.fill_states(state["state"], self.gather)}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load the state of the parameters of this rank."""
