@@ -36,10 +36,10 @@ def make(*sets: Any, cls: Any = Task, **options: Any) -> Any:
 OPTIONS = {"seed": 7, "gradient_clip": 0.5, "monitor": "accuracy", "log_every": 5, "log_bar": "lines"}
 OTHERS = {
     "history": [], "best": {}, "log_train": [], "log_test": {}, "train_metrics": {}, "test_metrics": {},
-    "train_history": [], "valid_history": [], "log_history": [], "valid_name": "first", "grad_norm": 0.0,
+    "train_history": [], "valid_history": [], "log_history": [], "grad_norm": 0.0,
     "engine": None, "devices": [], "optimizers": [], "schedulers": {},
 }  # fmt: skip
-READ_ONLY = {"metrics": {}, "rank": 3, "world_size": 2, "is_main": True, "should_stop": True}
+READ_ONLY = {"metrics": {}, "valid_name": "first", "rank": 3, "world_size": 2, "is_main": True, "should_stop": True}
 
 
 @pytest.mark.parametrize(("name", "value"), [*OPTIONS.items(), *OTHERS.items()])

@@ -32,7 +32,7 @@ CORE = {
 FOREIGN = """bias bf16 ckpt_path config_kwargs cpu create_graph fp16 fsdp fused group_by_length in_order inplace keepdim
     max_norm mixed_precision multiprocessing_context num_classes output_layouts persistent ppid probabilities r
     pretrained rank_pattern reduction s save_last scope sequence_dim shuffle target_modules train_loss use_local_output
-    validation"""
+    use_seedable_sampler validation"""
 """The arguments of torch and of other libraries that texts name."""
 
 _WORD = re.compile(r"\w+")

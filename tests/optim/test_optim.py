@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -189,6 +190,16 @@ def test_a_resumed_schedule_counts_what_it_has_taken() -> None:
         trainers[1].run(1, loader())
 
 
+class Unsized:
+    """A loader without a length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
 @pytest.mark.parametrize(
     ("arguments", "on_batch", "refused"),
     [
@@ -217,7 +228,7 @@ def test_a_schedule_is_held_to_the_epochs_and_steps_that_a_run_really_takes(
         model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), scheduler_step_on_batch=on_batch,
         scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=12 if on_batch else 2),
     )  # fmt: skip
-    stream = batches if arguments.get("length", True) else (batch for _ in range(9) for batch in batches)
+    stream = batches if arguments.get("length", True) else Unsized(batches)
     for call in (trainer.plan, trainer.run):
         if not refused:
             call(loader=stream, **given)

@@ -322,7 +322,7 @@ def test_plan_takes_nothing_from_an_iterator() -> None:
 
 
 def test_plan_of_a_stream_says_what_cannot_be_known() -> None:
-    plan = make().plan(3, itertools.repeat((torch.ones(4, 3), torch.ones(4, 2))))
+    plan = make().plan(1, itertools.repeat((torch.ones(4, 3), torch.ones(4, 2))))
     assert plan.steps is None
     assert plan.learning_rates == {}
     assert "has no length" in str(plan)

@@ -69,7 +69,6 @@ _VALUES = (
     "train_history",
     "train_metrics",
     "valid_history",
-    "valid_name",
 )
 """What a trainer reads by these names and an attribute of the user's may replace unseen: options first."""
 

@@ -7,7 +7,8 @@ the position of the loader: an order is drawn again from the first, and goes on 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,8 @@ class PartValues:
         self._changes = Changes()
         self._has_warned = False
         self._source: Any = None  # What the run before has read.
-        self._apart: list[Any] = []  # The trainer and its modules: data may hold them, and its state has them.
+        # The trainer and its modules: data may hold them, and its state has them.
+        self._apart: list[Callable[[], Any]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the data out of a copy."""
@@ -50,7 +52,9 @@ class PartValues:
 
     def begin(self, loader: Any, trainer: Trainer) -> None:
         """Mark the values as a run begins; what has changed in other data is not of these."""
-        self._apart = [trainer, *trainer.unwrap().modules(), *trainer.optimizers.values()]
+        self._apart = [
+            weakref.ref(each) for each in (trainer, *trainer.unwrap().modules(), *trainer.optimizers.values())
+        ]
         source = getattr(loader, "dataset", loader)
         if self._source is not None and self._source is not source:
             self._changes = Changes()
@@ -103,7 +107,8 @@ class PartValues:
     def _walk(self, loader: Any, is_begin: bool = False) -> Walk:
         """Return the parts of a loader that are of the user's classes, and what they hold."""
         parts = _own_parts(loader)
-        apart = [*self._apart, *parts_of(loader).values(), *parts.values(), *_streams_in(parts)]
+        own = [each for each in (reference() for reference in self._apart) if each is not None]
+        apart = [*own, *parts_of(loader).values(), *parts.values(), *_streams_in(parts)]
         walk = self._changes.walk(apart, is_begin)
         for place, part in parts.items():
             # What a class of a library keeps to itself, it computes.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -19,7 +18,7 @@ __all__ = ["Notebook", "Output", "hide_frames"]
 def hide_frames(error: BaseException) -> None:
     """Let IPython leave out the frames of zae, and of the calls of modules, in what it shows of an error."""
     raised = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    called = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
+    called = [frame for frame, _ in traceback.walk_stack(None)]
     for frame in (*raised, *called):
         if frame.f_globals.get("__name__", "").startswith(("zae.", "torch.nn.modules.module", "contextlib")):
             frame.f_locals["__tracebackhide__"] = True

@@ -97,7 +97,8 @@ class Processes:
                 f"model has parameters on the meta device, which have no values ({empty}, for instance); make it "
                 "outside of torch.device('meta'), or call model.to_empty(device='cpu') and load weights first"
             )
-        frozen = next((name for name, weight in module.named_parameters() if weight.is_inference()), None)
+        there = [(name, weight) for name, weight in module.named_parameters() if not nn.parameter.is_lazy(weight)]
+        frozen = next((name for name, weight in there if weight.is_inference()), None)
         if frozen is not None and cast(Any, self).mode == "train":
             raise ConfigError(
                 f"model was made in torch.inference_mode(), and no gradient can be computed for it ({frozen}, for "

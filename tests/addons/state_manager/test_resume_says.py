@@ -56,7 +56,7 @@ def test_a_signal_a_resume_and_the_end(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         build(folder, ends=12).run(4, BATCHES, BATCHES[:1])
     place = "step 13 (epoch 3 of 4), in runs/first/step-00000013"
-    assert said(capsys) == [f"signal 15: saved at {place}; started again, the run continues from there"]
+    assert said(capsys) == [f"warning: signal 15: saved at {place}; started again, the run continues from there"]
     build(folder).run(4, BATCHES, BATCHES[:1])
     assert said(capsys) == ["resumed from step 13 (epoch 3 of 4) of runs/first"]
     build(folder).run(4, BATCHES, BATCHES[:1])
