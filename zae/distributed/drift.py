@@ -82,6 +82,9 @@ class CollectiveCalls:
             )
         cls.count += 1
         if answer.call != call:
+            cls.failed_at = (
+                cls.count
+            )  # All ranks get this error: what one of them tells of it is no news in the next call.
             raise DistributedError(f"{who}, and another rank called {answer.call}. {remedy}")
 
     @classmethod
