@@ -12,6 +12,7 @@ import torch
 from distributed.test_slurm import STEP
 from torch.utils.data import DataLoader, Dataset
 
+from kit.accelerators import fresh_state
 from kit.rank_tasks import Task, build, forks, loader
 from kit.scripts import Script
 from zae import ConfigError, DistributedError
@@ -81,9 +82,10 @@ def test_a_precision_of_accelerate_launch_is_not_passed_over(add_ons, precision,
 def test_a_precision_of_accelerate_launch_that_an_engine_takes(monkeypatch):
     pytest.importorskip("accelerate")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    trainer = build(Task, (AccelerateAddon,))
-    trainer.run(1, loader(8, 2))
-    assert trainer.accelerator.mixed_precision == "bf16"
+    with fresh_state():
+        trainer = build(Task, (AccelerateAddon,))
+        trainer.run(1, loader(8, 2))
+        assert trainer.accelerator.mixed_precision == "bf16"
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -30,6 +30,7 @@ from accelerate.utils import (
 )
 from torch import nn
 
+from kit.accelerators import fresh_state
 from kit.engines import Engine, Task, adamw, build, data, distance, net, sgd, weights
 from kit.rank_tasks import forks
 from kit.scripts import Torchrun
@@ -50,10 +51,9 @@ F32 = torch.float32
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """Forget the Accelerators of other tests, which share one state, and this one's."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+    """Forget the Accelerators of other tests, and this one's."""
+    with fresh_state():
+        yield
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # A plugin sets it.
 
 
