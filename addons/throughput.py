@@ -169,9 +169,8 @@ class ThroughputAddon(AddOnBase):
 
     def to_device(self, batch: Any) -> Any:
         """Count the samples of a batch."""
-        if (
-            self.mode == "train" and self._meter.new_batches == self.current_run.activity.micro_index
-        ):  # Not when it is repeated.
+        is_new = self._meter.new_batches == self.current_run.activity.micro_index  # Not when it is repeated.
+        if self.mode == "train" and is_new:
             samples = leading_dimension(batch)
             before = self._meter.new_samples
             self._meter.new_samples = None if samples is None or before is None else before + samples

@@ -354,9 +354,8 @@ class StateManagerAddon(AddOnBase):
         super().on_exception(error)
         self.checkpoints.has_failed = True
         progress = self.progress_checker
-        in_step = self._crash.was_in_step(
-            progress, self.current_run.activity.batch is not None
-        )  # None before the first step.
+        has_batch = self.current_run.activity.batch is not None
+        in_step = self._crash.was_in_step(progress, has_batch)  # None before the first step.
         if progress.pending_validation and in_step is not None:
             in_step = False  # The state is that before the validation, which a resumed run repeats.
         if not isinstance(error, Exception) or isinstance(error, CheckpointError) or in_step is None:

@@ -330,7 +330,7 @@ class BatchLimits(NamedTuple):
                     "__iter__, or write steps_per_epoch=..., which ends the epochs of a stream"
                 )
         if self.repeats:
-            _check_repeatable(loader)
+            _check_batch_sampler(loader)
 
     def of_training(self, loader: Any) -> Any:
         """Return the view of a training loader."""
@@ -345,7 +345,7 @@ class BatchLimits(NamedTuple):
         return _first_of(loader, self.valid)
 
 
-def _check_repeatable(loader: Any) -> None:
+def _check_batch_sampler(loader: Any) -> None:
     """Refuse a loader whose batch sampler decides which samples come first."""
     if _is_map(loader) and type(loader.batch_sampler) not in (BatchSampler, type(None)):
         raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -43,18 +43,15 @@ class PartValues:
         self._changes = Changes()
         self._has_warned = False
         self._source: Any = None  # What the run before has read.
-        # The trainer and its modules: data may hold them, and its state has them.
-        self._apart: list[Callable[[], Any]] = []
+        self._trainer: weakref.ref[Trainer] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the data out of a copy."""
-        return {**vars(self), "_source": None, "_apart": []}
+        return {**vars(self), "_source": None, "_trainer": None}
 
     def begin(self, loader: Any, trainer: Trainer) -> None:
         """Mark the values as a run begins; what has changed in other data is not of these."""
-        self._apart = [
-            weakref.ref(each) for each in (trainer, *trainer.unwrap().modules(), *trainer.optimizers.values())
-        ]
+        self._trainer = weakref.ref(trainer)
         source = getattr(loader, "dataset", loader)
         if self._source is not None and self._source is not source:
             self._changes = Changes()
@@ -107,7 +104,9 @@ class PartValues:
     def _walk(self, loader: Any, is_begin: bool = False) -> Walk:
         """Return the parts of a loader that are of the user's classes, and what they hold."""
         parts = _own_parts(loader)
-        own = [each for each in (reference() for reference in self._apart) if each is not None]
+        trainer = self._trainer() if self._trainer is not None else None
+        # Data may hold the trainer and what is in it, whose state the trainer has.
+        own = [] if trainer is None else [trainer, *trainer.unwrap().modules(), *trainer.optimizers.values()]
         apart = [*own, *parts_of(loader).values(), *parts.values(), *_streams_in(parts)]
         walk = self._changes.walk(apart, is_begin)
         for place, part in parts.items():
