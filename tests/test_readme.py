@@ -52,14 +52,13 @@ def test_the_numbers_that_the_readme_says(blocks):
     trainer, test = (blocks.first[name] for name in ("trainer", "test"))
     said = re.search(r"It prints about ([\d.]+)", README)
     assert trainer.evaluate(test)["accuracy"] == pytest.approx(float(said[1]), abs=0.02)
-    said = re.search(r"a validation loss of about ([\d.]+), as .* a test accuracy of about\s([\d.]+):", README, re.S)
-    assert blocks.with_add_ons == pytest.approx([float(number) for number in said.groups()], abs=0.02)
-    assert blocks.first["metrics"]["best_valid"]["loss"] == pytest.approx(float(said[1]), abs=0.02)
+    again = re.search(r"It prints about ([\d.]+) again\.", README)
+    assert blocks.with_add_ons == pytest.approx([float(again[1])], abs=0.02)
     measured = (ROOT / "docs" / "explanation" / "performance.md").read_text(encoding="utf-8")
     row = re.search(r"^\| zae \d.*", measured, re.M)[0]
-    killed, noticed = (re.search(rf"[Aa]ll (\d+) {words}", README)[1] for words in ("ended", "were noticed"))
+    killed, noticed = (re.search(rf"all (\d+) {words}", README)[1] for words in ("ended", "were noticed"))
     assert f"| {killed} of {killed} | {noticed} of {noticed} |" in row
-    assert "more than a hundred errors" in README
+    assert "more than a hundred" in README
     assert len(CATALOGUE) > 100
     required = [re.match(r"\w+", line)[0] for line in read_setup()["options"]["install_requires"].split()]
     extras = re.findall(r"`\.\[(\w+)\]`", README)
