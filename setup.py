@@ -11,7 +11,7 @@ from setuptools import setup
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from zae.common.lazy import names_in_stub  # noqa: E402  (it imports the standard library alone)
+from zae.lazy import names_in_stub  # noqa: E402  (it imports the standard library alone)
 
 # zae/addons is a symbolic link to addons/, so that each package lies where its name says: an editable install is then
 # one line in a .pth file, which type checkers and editors follow, and no import hook. Git writes a text file instead of

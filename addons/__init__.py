@@ -3,9 +3,9 @@
 ``__init__.pyi`` lists them. A module is imported when its add-on is first asked for.
 """
 
-from zae.common.lazy import load as _load
-from zae.common.lazy import missing_name as _missing_name
-from zae.common.lazy import names_in_stub as _names_in_stub
+from zae.lazy import load as _load
+from zae.lazy import missing_name as _missing_name
+from zae.lazy import names_in_stub as _names_in_stub
 
 if __name__ != "zae.addons":  # The root of a checkout is on sys.path: a second copy of each class would come from here.
     raise ImportError(f"this is the package zae.addons, not {__name__}; write: from zae.addons import AMPAddon")

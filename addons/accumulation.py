@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zae.addon import AddOnBase, replaces
-from zae.common.argument_checks import check_count
-from zae.common.walk import leading_dimension
 from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.sharding import shares_of
 from zae.errors import ConfigError, LoaderError, StepError
 from zae.parts import StepWindow
+from zae.values.argument_checks import check_count
+from zae.values.walk import leading_dimension
 
 __all__ = ["AccumulationWindow", "GradientAccumulationAddon"]
 

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from zae import optim
 from zae.addon import AddOnBase, Fact, replaces
-from zae.common.device import cpu_computes_in_bf16
-from zae.common.null_context import NULL_CONTEXT, both
-from zae.common.torch_private import found_overflow, overflow_flags
+from zae.device import cpu_computes_in_bf16
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
+from zae.null_context import NULL_CONTEXT, both
 from zae.parts import Precision
+from zae.torch_private import found_overflow, overflow_flags
 
 __all__ = ["AMPAddon", "MixedPrecision"]
 

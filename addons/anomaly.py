@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from zae.addon import AddOnBase, Fact
-from zae.common.argument_checks import check_count
-from zae.common.model_weights import named_parameters
-from zae.common.null_context import NULL_CONTEXT
-from zae.common.torch_private import is_compiled_by_hand
-from zae.common.walk import dense_part, local_part, tensors_in
 from zae.errors import ConfigError, NonFiniteError
 from zae.loop.step_output import StepOutput, loss_numbers
+from zae.model.weights import named_parameters
+from zae.null_context import NULL_CONTEXT
+from zae.torch_private import is_compiled_by_hand
+from zae.values.argument_checks import check_count
+from zae.values.walk import dense_part, local_part, tensors_in
 
 __all__ = ["AnomalyAddon"]
 

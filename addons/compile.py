@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zae import optim
+from zae import optim, torch_private
 from zae.addon import AddOnBase
-from zae.common import torch_private
-from zae.common.torch_private import compiler, inductor_modes
 from zae.errors import ConfigError, did_you_mean
+from zae.torch_private import compiler, inductor_modes
 
 __all__ = ["CompileAddon"]
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zae.common import random_state
-from zae.common.null_context import NULL_CONTEXT, both
+from zae import random_state
 from zae.compose.introspect import AddOnPart
 from zae.data import sharding
 from zae.distributed.collectives import host_group
 from zae.distributed.ranks import NotJoined
 from zae.errors import ConfigError
+from zae.null_context import NULL_CONTEXT, both
 from zae.record import between_ranks
 
 __all__ = ["DataShardsAddon"]

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zae.common.argument_checks import check_flags
-from zae.common.model_weights import named_parameters
-from zae.common.null_context import NULL_CONTEXT, both
-from zae.common.torch_private import arrange_buckets, can_arrange_buckets, check_reducer
 from zae.distributed.blocks import check_shapes, check_tables
 from zae.distributed.collectives import average, broadcast
 from zae.errors import DistributedError
+from zae.model.weights import named_parameters
+from zae.null_context import NULL_CONTEXT, both
 from zae.parts import Engine, SingleProcess
+from zae.torch_private import arrange_buckets, can_arrange_buckets, check_reducer
+from zae.values.argument_checks import check_flags
 
 if TYPE_CHECKING:
     from zae.addons.distributed import DistributedAddon as AddOnPart  # An engine derives from both.

@@ -16,20 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zae import random_state
 from zae.addon import AddOnBase, Fact, replaces
 from zae.addons.data_shards import DataShardsAddon
 from zae.checkpoint.folder import Group
-from zae.common import random_state
-from zae.common.argument_checks import check_number
-from zae.common.device import exchange_current
-from zae.common.hashes import fingerprints
-from zae.common.model_weights import named_parameters
-from zae.common.null_context import both
-from zae.common.torch_private import count_devices
-from zae.common.walk import is_sharded
 from zae.compose.introspect import add_ons_of, is_add_on, owners_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard
+from zae.device import exchange_current
 from zae.display.choose import draw_elsewhere, is_in_a_notebook
 from zae.display.notebook import Output
 from zae.distributed import shards
@@ -44,8 +38,14 @@ from zae.distributed.stop_flag import StopFlag
 from zae.errors import ConfigError, DistributedError, TaskError
 from zae.loop.addon_state import ENTRIES, is_in_mode
 from zae.loop.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
+from zae.model.weights import named_parameters
+from zae.null_context import both
 from zae.parts import SingleProcess, gather_dp
 from zae.record import between_ranks
+from zae.torch_private import count_devices
+from zae.values.argument_checks import check_number
+from zae.values.hashes import fingerprints
+from zae.values.walk import is_sharded
 
 __all__ = ["DistributedAddon"]
 

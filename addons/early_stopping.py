@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from zae.addon import AddOnBase, Fact
-from zae.common.argument_checks import check_count, check_number
 from zae.errors import ConfigError, MonitorError
+from zae.values.argument_checks import check_count, check_number
 
 __all__ = ["EarlyStoppingAddon"]
 

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from zae import random_state
 from zae.addon import AddOnBase, Fact
 from zae.checkpoint.encoding import name_of_key
 from zae.checkpoint.folder import Group
 from zae.checkpoint.weights import save_weights
-from zae.common import random_state
-from zae.common.argument_checks import check_count
-from zae.common.model_weights import fit_name, is_half_weight, own_names, plain_names, plain_state
-from zae.common.strides import has_own_elements
-from zae.common.torch_private import alike, in_place
-from zae.common.walk import is_sharded, local_part
 from zae.distributed.shards import redistribute_like
 from zae.errors import CheckpointMismatch, ConfigError
+from zae.model.weights import fit_name, is_half_weight, own_names, plain_names, plain_state
 from zae.optim import has_lazy
+from zae.torch_private import alike, in_place
+from zae.values.argument_checks import check_count
+from zae.values.strides import has_own_elements
+from zae.values.walk import is_sharded, local_part
 
 __all__ = ["EMAAddon"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from zae.addons.ddp import ReplicatedAddon
 from zae.addons.distributed import DistributedAddon
-from zae.common.argument_checks import check_flags
 from zae.errors import ConfigError
+from zae.values.argument_checks import check_flags
 
 __all__ = ["MultiGPUAddon"]
 

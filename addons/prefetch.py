@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from zae.addon import AddOnBase, Fact
-from zae.common.device import can_copy_async, plain_tensors
 from zae.data.loaders import describe, has_pinned_batches
+from zae.device import can_copy_async, plain_tensors
 from zae.trainer import Trainer
 
 __all__ = ["PrefetchAddon"]

@@ -12,10 +12,10 @@ from torch.profiler import ProfilerActivity, profile, schedule, supported_activi
 
 from zae.addon import AddOnBase, Fact
 from zae.checkpoint.hashed_files import reason
-from zae.common.argument_checks import check_count, check_flags, check_folder
-from zae.common.torch_private import is_profiling
 from zae.errors import ConfigError
 from zae.loop.step_output import StepOutput
+from zae.torch_private import is_profiling
+from zae.values.argument_checks import check_count, check_flags, check_folder
 
 __all__ = ["ProfilerAddon"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from zae.addon import AddOnBase, Fact
-from zae.common.argument_checks import check_count, check_number
 from zae.errors import ConfigError, did_you_mean
 from zae.loop.step_output import StepOutput
+from zae.values.argument_checks import check_count, check_number
 
 __all__ = ["SpikeGuardAddon"]
 

@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 
 from zae.addon import Fact
 from zae.addons.distributed import DistributedAddon
-from zae.common.hashes import fingerprint, fingerprints
-from zae.common.null_context import NULL_CONTEXT, both
-from zae.common.torch_private import is_compiled
-from zae.common.walk import is_sharded, tensors_in
 from zae.distributed import shards
 from zae.distributed.blocks import check_divisible, check_even, check_shapes, class_name
 from zae.distributed.collectives import broadcast, gather_objects
 from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError, DistributedError
+from zae.null_context import NULL_CONTEXT, both
 from zae.parts import Engine, SingleProcess
+from zae.torch_private import is_compiled
+from zae.values.hashes import fingerprint, fingerprints
+from zae.values.walk import is_sharded, tensors_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

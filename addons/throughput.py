@@ -15,11 +15,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from zae.addon import AddOnBase, Fact
-from zae.common.argument_checks import check_flags, check_number, describe_batch
-from zae.common.device import name_of_device
-from zae.common.walk import leading_dimension
+from zae.device import name_of_device
 from zae.errors import ConfigError, kind_of
 from zae.loop.step_output import StepOutput
+from zae.values.argument_checks import check_flags, check_number, describe_batch
+from zae.values.walk import leading_dimension
 
 __all__ = ["PEAK_FLOPS", "ThroughputAddon", "peak_flops_of"]
 

@@ -186,7 +186,7 @@ def test_devices_that_are_there(device, monkeypatch):
 
 
 def test_auto_is_one_device_however_many_are_visible(monkeypatch):
-    from zae.common.device import parse_device
+    from zae.device import parse_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)

@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zae
 from kit import matrix, oracle
-from zae import Every
+from zae import Every, random_state
 from zae.addons import EMAAddon, LedgerAddon, StateManagerAddon
-from zae.common import random_state
 from zae.display.terminal import Terminal
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import zae.addons
 from kit import leftovers, removal
-from zae.common.lazy import names_in_stub
+from zae.lazy import names_in_stub
 
 EVERY_RUN = ("addons.ema", "addons.loggers", "search")
 """A file of addons/, a folder of it, and a tool."""

@@ -3,9 +3,9 @@
 ``__init__.pyi`` lists the public names.
 """
 
-from zae.common.lazy import load as _load
-from zae.common.lazy import missing_name as _missing_name
-from zae.common.lazy import names_in_stub as _names_in_stub
+from zae.lazy import load as _load
+from zae.lazy import missing_name as _missing_name
+from zae.lazy import names_in_stub as _names_in_stub
 
 __version__ = "0.1.0"
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import zae
-from zae.common.device import name_of_device
 from zae.compose.introspect import add_ons_of
 from zae.compose.options import option_values
+from zae.device import name_of_device
 from zae.fact import Fact
 from zae.optim import has_lazy
 

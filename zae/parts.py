@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae import optim
-from zae.common.model_weights import load_fitted, plain_state
-from zae.common.null_context import NULL_CONTEXT
-from zae.optim.state import load_optimizer_state
+from zae.model.weights import load_fitted, plain_state
+from zae.null_context import NULL_CONTEXT
+from zae.optim.optimizer_state import load_optimizer_state
 
 AnyEngine = TypeVar("AnyEngine", bound="SingleProcess")
 

@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zae import random_state
 from zae.addon import AddOnBase
 from zae.checkpoint.locks import FolderLock
-from zae.common import random_state
-from zae.common.argument_checks import check_count, describe_value
-from zae.common.device import release_memory
 from zae.compose.options import option_value
+from zae.device import release_memory
 from zae.display.terminal import write_line
 from zae.distributed.spawn import launched_world
 from zae.errors import AddOnRequirement, ConfigError, NonFiniteError, printable
+from zae.values.argument_checks import check_count, describe_value
 
 __all__ = ["BestRun", "PruningAddon", "hyperparameter_search", "load_study", "search"]
 

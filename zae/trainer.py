@@ -19,11 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae import optim
-from zae.common import argument_checks, random_state
-from zae.common.device import can_copy_async, exchange_current, parse_device, to_device
-from zae.common.model_weights import without_wrappers
-from zae.common.null_context import NULL_CONTEXT
+from zae import optim, random_state
 from zae.compose.calls import explained_call, of_class_or_instance, run_call
 from zae.compose.class_checks import initial_values, without_test_step
 from zae.compose.composition import compose
@@ -33,6 +29,7 @@ from zae.compose.metaclass import TrainerMeta
 from zae.data.gather import batches_of
 from zae.data.loaders import length_of, set_epoch
 from zae.data.position import LoaderPosition
+from zae.device import can_copy_async, exchange_current, parse_device, to_device
 from zae.errors import ConfigError, TaskError
 from zae.loop.bases import Processes
 from zae.loop.epoch_log import EpochLog, plain
@@ -47,10 +44,13 @@ from zae.loop.run import Run
 from zae.loop.step_output import StepOutput, copy_output, count_targets, explain_failure, read_output, sample_weight
 from zae.loop.user_state import UserState
 from zae.loop.validation import run_test_epoch
+from zae.model.weights import without_wrappers
+from zae.null_context import NULL_CONTEXT
 from zae.optim import checks
 from zae.optim.optimization import Optimization
 from zae.parts import Precision, SingleProcess, StepWindow
 from zae.record.run_record import RunRecord
+from zae.values import argument_checks
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed

@@ -11,10 +11,10 @@ from torch import nn
 
 from zae.addon import AddOnBase, Fact
 from zae.addons.activation_offload.offload import HostStorage, offload
-from zae.common.argument_checks import check_count, check_flags
-from zae.common.module_forwards import find_own_checkpointing
 from zae.distributed.blocks import choose_outermost, describe_blocks, parse_blocks
 from zae.errors import ConfigError
+from zae.model.forwards import find_own_checkpointing
+from zae.values.argument_checks import check_count, check_flags
 
 __all__ = ["ActivationOffloadAddon"]
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zae.common.device import can_copy_async
-from zae.common.module_forwards import replace_forwards
+from zae.device import can_copy_async
+from zae.model.forwards import replace_forwards
 
 __all__ = ["HostStorage", "Offloaded", "offload"]
 

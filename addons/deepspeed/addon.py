@@ -15,13 +15,13 @@ from zae.addon import Fact
 from zae.addons.deepspeed import config as settings
 from zae.addons.deepspeed.zero import Zero, load_library
 from zae.addons.distributed import DistributedAddon
-from zae.common.argument_checks import check_count, check_flags
 from zae.compose.introspect import with_trait
 from zae.distributed.blocks import check_divisible
 from zae.distributed.collectives import broadcast
 from zae.errors import ConfigError
 from zae.optim import as_dict
 from zae.parts import Engine, Precision, SingleProcess
+from zae.values.argument_checks import check_count, check_flags
 
 __all__ = ["DeepSpeedAddon"]
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common.walk import map_tensors
 from zae.distributed.collectives import all_reduce
 from zae.errors import CheckpointMismatch, ConfigError, DistributedError
 from zae.optim import parameters_of
-from zae.optim.state import copy_optimizer
+from zae.optim.optimizer_state import copy_optimizer
+from zae.values.walk import map_tensors
 
 __all__ = ["Zero", "load_library"]
 

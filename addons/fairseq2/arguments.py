@@ -12,8 +12,8 @@ import torch
 
 from zae.addons.fairseq2.reader import check_reader
 from zae.addons.fairseq2.unit import check_unit
-from zae.common.argument_checks import check_count, check_flags, check_number
 from zae.errors import ConfigError, OptionError, did_you_mean, kind_of
+from zae.values.argument_checks import check_count, check_flags, check_number
 
 __all__ = ["DEFAULTS", "REPORTED", "Arguments", "describe", "read_arguments"]
 

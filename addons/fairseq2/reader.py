@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zae.common.argument_checks import check_count
 from zae.errors import ConfigError, LoaderError, kind_of
+from zae.values.argument_checks import check_count
 
 __all__ = ["ReaderLoader", "check_reader", "num_accumulate_of"]
 

@@ -14,9 +14,6 @@ from torch import Tensor, nn
 from zae.addon import Fact
 from zae.addons.distributed import DistributedAddon
 from zae.addons.fsdp.meta_init import MetaInit, is_meta
-from zae.common.argument_checks import check_flags
-from zae.common.model_weights import without_wrappers
-from zae.common.walk import is_sharded
 from zae.distributed import shards
 from zae.distributed.blocks import (
     check_shapes,
@@ -31,7 +28,10 @@ from zae.distributed.collectives import broadcast
 from zae.distributed.mesh import DATA
 from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError
+from zae.model.weights import without_wrappers
 from zae.parts import Engine, Precision, SingleProcess, gather_dp
+from zae.values.argument_checks import check_flags
+from zae.values.walk import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zae.common import random_state
-from zae.common.argument_checks import check_model
+from zae import random_state
 from zae.distributed import shards
 from zae.distributed.collectives import broadcast
 from zae.errors import ConfigError
+from zae.values.argument_checks import check_model
 
 __all__ = ["MetaInit", "is_meta"]
 

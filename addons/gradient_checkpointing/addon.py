@@ -10,9 +10,9 @@ from torch import nn
 
 from zae.addon import AddOnBase, Fact
 from zae.addons.gradient_checkpointing.recompute import MATMULS, operation_of, recompute
-from zae.common.module_forwards import find_own_checkpointing
 from zae.distributed.blocks import choose_outermost, describe_blocks, parse_blocks
 from zae.errors import ConfigError
+from zae.model.forwards import find_own_checkpointing
 
 __all__ = ["GradientCheckpointingAddon"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from zae.common.module_forwards import replace_forwards
-from zae.common.walk import has_same_bits, tensors_in
 from zae.errors import StepError
+from zae.model.forwards import replace_forwards
+from zae.values.walk import has_same_bits, tensors_in
 
 __all__ = [
     "MATMULS",

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 
+from zae import random_state
 from zae.addon import AddOnBase
 from zae.addons.huggingface import length, optimizers
 from zae.addons.huggingface.data import DatasetsPart
@@ -22,7 +23,6 @@ from zae.addons.huggingface.model_init import ModelInit
 from zae.addons.huggingface.overrides import OverridesPart
 from zae.addons.huggingface.saving import SavingPart
 from zae.addons.huggingface.training import LossPart, train_output
-from zae.common import random_state
 from zae.compose.calls import explained_call
 from zae.compose.introspect import slots_of
 from zae.compose.options import option_value, options_of

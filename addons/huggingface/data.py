@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from zae.common.argument_checks import check_count
 from zae.compose.introspect import AddOnPart
 from zae.data.loaders import length_of
 from zae.data.workers import is_seeded
 from zae.errors import ConfigError, kind_of
+from zae.values.argument_checks import check_count
 
 __all__ = ["STRATEGIES", "DatasetsPart", "LoaderSettings", "columns_of", "default_collator", "forward_of"]
 

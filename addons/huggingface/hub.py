@@ -28,8 +28,8 @@ from zae.checkpoint.manifest import is_whole
 from zae.checkpoint.names import MANIFEST
 from zae.checkpoint.tensor_bytes import byte_count
 from zae.checkpoint.weights import save_weights
-from zae.common.redact import redact
 from zae.errors import CheckpointError, ConfigError, did_you_mean, kind_of, printable
+from zae.values.redact import redact
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -28,9 +28,6 @@ from zae.addons.ledger.step_record import (
     weight_hashes,
 )
 from zae.checkpoint.hashed_files import reason
-from zae.common.argument_checks import check_file, check_flags
-from zae.common.hashes import fingerprint
-from zae.common.walk import leaves_of
 from zae.compose.introspect import add_ons_of
 from zae.data.loaders import Proxy, length_of
 from zae.distributed import shards
@@ -38,6 +35,9 @@ from zae.errors import ConfigError
 from zae.loop.progress import Every
 from zae.loop.step_output import loss_numbers
 from zae.trainer import Trainer
+from zae.values.argument_checks import check_file, check_flags
+from zae.values.hashes import fingerprint
+from zae.values.walk import leaves_of
 
 __all__ = ["LedgerAddon"]
 

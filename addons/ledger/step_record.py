@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae import optim
-from zae.common import random_state as rng
-from zae.common.hashes import digest, fingerprint, fingerprints, random_streams
-from zae.common.model_weights import named_parameters
+from zae import random_state as rng
+from zae.model.weights import named_parameters
+from zae.values.hashes import digest, fingerprint, fingerprints, random_streams
 
 __all__ = [
     "gradient_hashes",

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-from zae.common.redact import redact, secrets_in
-from zae.common.walk import flatten, json_safe
 from zae.errors import ConfigError, did_you_mean
+from zae.values.redact import redact, secrets_in
+from zae.values.walk import flatten, json_safe
 
 __all__ = ["ClientSink", "JSONLSink", "RunInfo", "Sink"]
 

@@ -12,15 +12,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from zae import random_state
 from zae.addon import AddOnBase, hook
 from zae.addons.loggers.base import ClientSink, RunInfo, Sink
 from zae.addons.loggers.media import figure_pixels, histogram_of, image_pixels
 from zae.addons.loggers.worker import SinkGroup
-from zae.common import random_state
-from zae.common.argument_checks import check_flags, check_number
-from zae.common.redact import redact, secrets_in
 from zae.description import describe
 from zae.errors import AddOnRequirement, CheckpointMismatch, ConfigError, ZaeError, did_you_mean
+from zae.values.argument_checks import check_flags, check_number
+from zae.values.redact import redact, secrets_in
 
 __all__ = ["LoggerAddon", "WebLoggerAddon", "check_installed", "is_installed"]
 

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from zae.addons.loggers.base import ClientSink, RunInfo
 from zae.addons.loggers.logger import WebLoggerAddon
-from zae.common.redact import redact
 from zae.errors import AddOnRequirement
+from zae.values.redact import redact
 
 __all__ = ["WandBLoggerAddon", "WandBSink"]
 

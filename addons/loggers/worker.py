@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from zae.addons.loggers.base import JSONLSink, RunInfo, Sink
-from zae.common.redact import redact
 from zae.errors import LoggerError, ZaeError
+from zae.values.redact import redact
 
 __all__ = ["SinkGroup"]
 

@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from zae.checkpoint.tensor_bytes import byte_view, dense
-from zae.common.copying import deep_copy
-from zae.common.model_weights import plain_names, plain_state
-from zae.common.walk import is_sharded
 from zae.errors import AddOnRequirement, CheckpointError, CheckpointMismatch, ConfigError
+from zae.model.copying import deep_copy
+from zae.model.weights import plain_names, plain_state
+from zae.values.walk import is_sharded
 
 __all__ = [
     "base_weights",

@@ -17,7 +17,6 @@ from zae.addons.pipeline.arrangement import Arrangement, check_split
 from zae.addons.pipeline.chain import Chain
 from zae.addons.pipeline.runner import Place, Runner, StagedModel
 from zae.addons.pipeline.schedules import Schedule
-from zae.common.argument_checks import check_count
 from zae.data.rows import Found
 from zae.display.text import format_size
 from zae.distributed.blocks import check_shapes, check_tables
@@ -27,6 +26,7 @@ from zae.errors import ConfigError
 from zae.loop.step_output import explain_failure, read_output
 from zae.optim import as_dict, parameters_of
 from zae.parts import Engine, SingleProcess
+from zae.values.argument_checks import check_count
 
 __all__ = ["PipelineAddon", "PipelineEngine"]
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zae.common import random_state
-from zae.common.torch_private import call_hooks
-from zae.common.walk import tensors_in
+from zae import random_state
 from zae.distributed.blocks import class_name, has_forward, repeated_modules
 from zae.errors import ConfigError
+from zae.torch_private import call_hooks
+from zae.values.walk import tensors_in
 
 __all__ = ["Chain", "Program", "bind", "check_passed", "constants_in", "fake_loss"]
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zae import random_state
 from zae.addons.pipeline.chain import Chain, Program, bind, check_passed, constants_in, fake_loss
 from zae.addons.pipeline.schedules import Schedule
-from zae.common import random_state
-from zae.common.walk import leading_dimension, tensors_in
 from zae.data.rows import fill_up, first_rows, take_apart
 from zae.errors import ConfigError, StepError
+from zae.values.walk import leading_dimension, tensors_in
 
 __all__ = ["Place", "Runner", "StagedModel"]
 

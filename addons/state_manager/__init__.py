@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from zae.common.lazy import load as _load
-from zae.common.lazy import missing_name as _missing_name
+from zae.lazy import load as _load
+from zae.lazy import missing_name as _missing_name
 
 if TYPE_CHECKING:
     from zae.addons.state_manager.addon import StateManagerAddon

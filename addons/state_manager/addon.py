@@ -21,12 +21,12 @@ from zae.addons.state_manager.shared_disk import check_shared_disk
 from zae.addons.state_manager.start_from import Start
 from zae.addons.state_manager.stop_signals import StopSignals
 from zae.checkpoint.folder import Group
-from zae.common.argument_checks import check_flags, check_folder, check_partial
-from zae.common.model_weights import named_parameters
 from zae.compose.introspect import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
 from zae.loop.progress import SIGNALED, Every
 from zae.loop.rank_states import RankStates, load_from_file
+from zae.model.weights import named_parameters
+from zae.values.argument_checks import check_flags, check_folder, check_partial
 
 __all__ = ["StateManagerAddon"]
 

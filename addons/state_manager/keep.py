@@ -17,9 +17,9 @@ from zae.checkpoint.locks import FolderLock
 from zae.checkpoint.manifest import Manifest
 from zae.checkpoint.names import checkpoint_name, original_name, step_of
 from zae.checkpoint.rows import Pieces
-from zae.common.argument_checks import check_count
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.progress import Every, ProgressChecker
+from zae.values.argument_checks import check_count
 
 __all__ = ["Checkpoints", "Retention", "WeightFiles"]
 

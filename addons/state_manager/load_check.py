@@ -18,19 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae import optim
+from zae import optim, random_state
 from zae.checkpoint.encoding import decode, encode, strict_json
 from zae.checkpoint.folder import Group
 from zae.checkpoint.tensor_bytes import dense, separate, shared_memory
-from zae.common import random_state
-from zae.common.torch_private import has_own_shapes, unsaved_buffers
-from zae.common.walk import is_of_zae, is_sharded, leaves_of
 from zae.errors import CheckpointError
 from zae.loop.addon_state import PARTS, state_mode
 from zae.optim.loaded import compares_bits, difference, with_enums
 from zae.optim.optimization import Optimization
-from zae.optim.state import has_hooks, with_inner
+from zae.optim.optimizer_state import has_hooks, with_inner
 from zae.schedulers.lengths import parts_of
+from zae.torch_private import has_own_shapes, unsaved_buffers
+from zae.values.walk import is_of_zae, is_sharded, leaves_of
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

@@ -20,11 +20,11 @@ from zae.checkpoint.folder import Files, Group, Share, plan_share, sweep, write_
 from zae.checkpoint.rows import Pieces
 from zae.checkpoint.tensor_bytes import DTYPES, byte_view
 from zae.checkpoint.tensor_files import parse_format
-from zae.common.device import can_copy_async
-from zae.common.strides import view_key
-from zae.common.walk import is_sharded
+from zae.device import can_copy_async
 from zae.errors import CheckpointError, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters
+from zae.values.strides import view_key
+from zae.values.walk import is_sharded
 
 __all__ = ["Job", "Saver", "Snapshots", "check_moment", "format_for", "lies_in_parts"]
 

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from zae import optim
+from zae import optim, random_state
 from zae.checkpoint.folder import list_checkpoints, load_state, newest_valid
 from zae.checkpoint.manifest import read_manifest, verify
 from zae.checkpoint.names import MODEL_FILES, STATE, STATE_TENSORS
 from zae.checkpoint.tensor_files import format_of
 from zae.checkpoint.weights import load_weights
-from zae.common import random_state
-from zae.common.model_weights import extra_names
 from zae.compose.introspect import add_ons_of, is_engine_slot
 from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean, printable
 from zae.loop.rank_states import RankStates, engine_of
+from zae.model.weights import extra_names
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

@@ -1,6 +1,6 @@
 """Hash tensors on their device, and random streams without a draw.
 
-Two distributions have this file, ``resumecheck/hashes.py`` and ``zae/common/hashes.py``, so that neither needs the
+Two distributions have this file, ``resumecheck/hashes.py`` and ``zae/values/hashes.py``, so that neither needs the
 other; a test compares them. It runs in processes that train, and takes the torch that is imported there.
 """
 

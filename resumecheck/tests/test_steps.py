@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import zae.common.hashes
+import zae.values.hashes
 
 from resumecheck import hashes, steps, watch
 from resumecheck.hashes import fingerprints, read
@@ -109,4 +109,4 @@ def test_steps_are_seen_whoever_looks_for_torch_first(before: str, is_in_sitecus
 
 def test_zae_hashes_a_step_in_the_same_way() -> None:
     """Neither needs the other: each has the file."""
-    assert Path(zae.common.hashes.__file__).read_text() == Path(hashes.__file__).read_text()
+    assert Path(zae.values.hashes.__file__).read_text() == Path(hashes.__file__).read_text()

@@ -16,7 +16,7 @@ from kit.hand import digest, loader, network
 from kit.table import Task
 from zae import ConfigError
 from zae.addons import AMPAddon, amp
-from zae.common.device import cpu_computes_in_bf16
+from zae.device import cpu_computes_in_bf16
 
 
 class Noting(Task):

@@ -15,8 +15,8 @@ from kit.ranks import each_rank, on_ranks
 from zae import DistributedError
 from zae.addon import AddOnBase
 from zae.addons import EMAAddon, LedgerAddon, MultiGPUAddon, StateManagerAddon
-from zae.common.hashes import fingerprints
 from zae.diff import compare, read_ledger
+from zae.values.hashes import fingerprints
 
 
 class NoiseAddon(AddOnBase):

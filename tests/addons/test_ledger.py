@@ -20,8 +20,8 @@ from zae import ConfigError, Every, Trainer
 from zae.addons import AMPAddon, GradientAccumulationAddon, LedgerAddon, StateManagerAddon
 from zae.addons.ledger.step_record import random_state
 from zae.cli import main
-from zae.common.hashes import fingerprint
 from zae.diff import STAGES, compare, read_ledger
+from zae.values.hashes import fingerprint
 
 
 def flip(tensor: Any) -> None:
@@ -554,7 +554,7 @@ def test_a_ledger_of_nested_batches_leaves_the_run_as_it_is(tmp_path: Path) -> N
 def test_ledger_hashes_are_the_same_in_every_process() -> None:
     code = (
         "import torch, random, numpy; from zae.addons.ledger.step_record import random_state; "
-        "from zae.common.hashes import fingerprint\n"
+        "from zae.values.hashes import fingerprint\n"
         "torch.manual_seed(0); random.seed(0); numpy.random.seed(0)\n"
         "print(fingerprint([torch.ones(3), torch.zeros(200000)]), random_state())"
     )

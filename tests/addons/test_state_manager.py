@@ -26,8 +26,8 @@ from zae import AddOnBase, ConfigError, Every
 from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
 from zae.addons.state_manager.saver import format_for
 from zae.checkpoint.folder import load_checkpoint
-from zae.common.random_state import seed_everything
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
+from zae.random_state import seed_everything
 
 
 class Scored(Task):

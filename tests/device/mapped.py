@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zae.common import device as devices
+from zae import device as devices
 
 DEVICE = torch.device(os.environ.get("ZAE_EMULATED_DEVICE", "cuda"), 0)
 

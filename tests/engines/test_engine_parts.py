@@ -24,12 +24,12 @@ from zae.addons.pipeline.addon import PipelineEngine
 from zae.addons.pipeline.arrangement import Arrangement
 from zae.addons.pipeline.schedules import Schedule
 from zae.addons.tensor_parallel import TensorParallelEngine
-from zae.common.walk import is_sharded
 from zae.distributed.mesh import Mesh
 from zae.distributed.ranks import NotJoined, RanksEngine
 from zae.distributed.shards import redistribute_like
 from zae.errors import AddOnConflict, ConfigError, DistributedError
 from zae.parts import Engine, SingleProcess, gather_dp
+from zae.values.walk import is_sharded
 
 CPU = torch.device("cpu")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending" / "engines.md"

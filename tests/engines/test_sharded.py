@@ -39,9 +39,9 @@ from zae.checkpoint.manifest import parse, read_manifest, seal, verify
 from zae.checkpoint.names import SHARDS
 from zae.checkpoint.rows import Pieces
 from zae.checkpoint.weights import load_weights
-from zae.common.walk import tensors_in
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, NonFiniteError
 from zae.loop.rank_states import RankStates
+from zae.values.walk import tensors_in
 
 LIMIT = 1e-12
 ROWS, BATCH, STEPS = 84, 12, 14

@@ -14,26 +14,33 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-EVERYBODY = frozenset({"errors", "metrics", "schedulers"})
+EVERYBODY = frozenset({"errors", "lazy", "metrics", "null_context", "random_state", "schedulers", "torch_private"})
 _BELOW = frozenset(
-    {"checkpoint", "common", "compose", "data", "display", "fact", "loop", "optim", "parts", "record", "user_state"}
+    {"checkpoint", "compose", "data", "device", "display", "fact", "loop", "model", "optim", "parts", "record"}
+    | {"user_state", "values"}
 )
 CORE = _BELOW | {"addon", "description", "distributed", "trainer"}
 RULES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
+    "lazy": frozenset(),
     "metrics": frozenset(),
+    "null_context": frozenset(),
     "schedulers": frozenset(),
-    "common": frozenset(),
+    "torch_private": frozenset(),
+    "random_state": frozenset(),
+    "values": frozenset(),
+    "device": frozenset({"values"}),
+    "model": frozenset({"values"}),
     "display": frozenset(),
     "fact": frozenset(),
     "compose": frozenset(),
-    "optim": frozenset({"common"}),
-    "parts": frozenset({"common", "optim"}),
-    "distributed": frozenset({"common", "optim", "parts"}),
-    "checkpoint": frozenset({"common"}),
-    "user_state": frozenset({"common"}),
-    "data": frozenset({"common", "user_state"}),
-    "record": frozenset({"common", "compose", "data"}),
+    "optim": frozenset({"model", "values"}),
+    "parts": frozenset({"model", "optim"}),
+    "distributed": frozenset({"device", "model", "optim", "parts", "values"}),
+    "checkpoint": frozenset({"values"}),
+    "user_state": frozenset({"values"}),
+    "data": frozenset({"user_state", "values"}),
+    "record": frozenset({"compose", "data", "values"}),
     "loop": _BELOW - {"loop"},
     "description": _BELOW,
     "trainer": _BELOW | {"description"},

@@ -19,8 +19,8 @@ from kit.matrix import first_difference
 from zae import CheckpointError
 from zae.addons import StateManagerAddon
 from zae.checkpoint import encoding
-from zae.common.walk import map_tensors
-from zae.optim.state import copy_optimizer, load_optimizer_state, move_to_device, places_on_device
+from zae.optim.optimizer_state import copy_optimizer, load_optimizer_state, move_to_device, places_on_device
+from zae.values.walk import map_tensors
 
 STEPS = 4
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zae
 from kit import matrix, optimizers, oracle
-from zae import ConfigError, Every, Trainer
+from zae import ConfigError, Every, Trainer, random_state
 from zae.addons import (
     AMPAddon,
     EarlyStoppingAddon,
@@ -26,7 +26,6 @@ from zae.addons import (
     GradientAccumulationAddon,
     StateManagerAddon,
 )
-from zae.common import random_state
 from zae.loop.run import Run
 from zae.loop.run_view import RunView
 from zae.testing import PlainTask

@@ -22,8 +22,8 @@ import zae
 from kit import hand
 from zae import CheckpointMismatch, Every, Trainer
 from zae.addons import EMAAddon, GradientAccumulationAddon, StateManagerAddon
-from zae.common.plain_values import content_digest, plain_value
 from zae.record import parts
+from zae.values.plain_values import content_digest, plain_value
 
 
 class Task(Trainer):

@@ -20,9 +20,9 @@ from kit.rank_tasks import forks
 from kit.searches import Line, batches, make_trainer, outcome, search_saved, train_line
 from zae import ConfigError, NonFiniteError
 from zae.addons import EarlyStoppingAddon, EMAAddon, JSONLLoggerAddon, MultiGPUAddon, StateManagerAddon
-from zae.common.walk import tensors_in
 from zae.errors import AddOnRequirement
 from zae.search import PruningAddon, load_study, search
+from zae.values.walk import tensors_in
 
 TESTS = Path(__file__).parents[1]
 

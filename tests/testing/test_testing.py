@@ -19,7 +19,7 @@ from kit.faulty_addons import (
 from kit.right_addons import RIGHT
 from kit.table import measured
 from zae import AddOnBase, AddOnError, Every, Trainer, replaces
-from zae.common.random_state import capture
+from zae.random_state import capture
 from zae.testing import CHECKS, AddOnFault, check_addon
 from zae.testing.watch import Settings, difference
 

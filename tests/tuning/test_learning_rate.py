@@ -27,10 +27,10 @@ from zae.addons import (
     MultiGPUAddon,
     StateManagerAddon,
 )
-from zae.common.walk import tensors_in
 from zae.display.text import number
 from zae.tuning.learning_rate import RangeTest
 from zae.tuning.text_plot import draw
+from zae.values.walk import tensors_in
 
 SETS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "none": ((), {}),

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from zae.checkpoint.encoding import decode, encode, strict_json
-from zae.common.random_state import read_stream
-from zae.common.walk import has_same_bits
 from zae.errors import CheckpointMismatch
+from zae.random_state import read_stream
 from zae.user_state.marks import LARGE, mark_of
 from zae.user_state.values import Absent, Maker, NotSaved, Packer, fill
+from zae.values.walk import has_same_bits
 
 HOST = torch.device("cpu")
 Transition = namedtuple("Transition", ("state", "reward"))

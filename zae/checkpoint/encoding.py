@@ -7,7 +7,7 @@ the dtype that its bytes there have, the order of its dimensions in the file, an
     {"$tensor": "optimizer.0.exp_avg"}
     {"$tensor": ["optimizer.0.exp_avg", null, [1, 0], [1, 2]]}
 
-A member of an Enum is written as its value: `zae.optim.state` makes it again where the present optimizer or
+A member of an Enum is written as its value: `zae.optim.optimizer_state` makes it again where the present optimizer or
 scheduler has one. Nothing names a class or a function, so decoding runs no code.
 """
 
@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from zae.checkpoint.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, dense
-from zae.common.strides import axes_in_memory, is_laid_out, strides_to_save, view_key, with_strides
-from zae.common.walk import is_sharded
 from zae.errors import CheckpointDamaged, CheckpointError
+from zae.values.strides import axes_in_memory, is_laid_out, strides_to_save, view_key, with_strides
+from zae.values.walk import is_sharded
 
 __all__ = ["DEPTH_LIMIT", "PLAIN", "decode", "encode", "name_of_key", "strict_json"]
 

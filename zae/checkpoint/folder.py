@@ -76,8 +76,8 @@ from zae.checkpoint.tensor_files import (
     write_ckpt,
     write_safetensors,
 )
-from zae.common.walk import is_sharded
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, ZaeError
+from zae.values.walk import is_sharded
 
 _Result = TypeVar("_Result")
 

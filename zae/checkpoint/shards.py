@@ -23,8 +23,8 @@ from zae.checkpoint.manifest import FileEntry, Manifest
 from zae.checkpoint.names import SHARDS, shard_name
 from zae.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES
 from zae.checkpoint.tensor_files import iterate_safetensors
-from zae.common.walk import is_sharded
 from zae.errors import CheckpointDamaged, CheckpointError
+from zae.values.walk import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import TensorWriteData

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zae.common.strides import is_laid_out, view_key
 from zae.errors import CheckpointError
+from zae.values.strides import is_laid_out, view_key
 
 __all__ = [
     "AXES_LIMIT",

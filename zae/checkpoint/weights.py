@@ -28,8 +28,8 @@ from zae.checkpoint.tensor_files import (
     write_ckpt,
     write_safetensors,
 )
-from zae.common.argument_checks import check_url
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError
+from zae.values.argument_checks import check_url
 
 __all__ = ["Weights", "load_weights", "read_weights", "save_weights"]
 

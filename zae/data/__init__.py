@@ -8,7 +8,7 @@ memory; `sharding` splits data between ranks; `reshard` continues an epoch on an
 loader workers that draw, and those that die.
 """
 
-from zae.common.lazy import load as _load
+from zae.lazy import load as _load
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

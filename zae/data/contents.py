@@ -16,11 +16,11 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from zae.common.plain_values import content_digest, plain_value
-from zae.common.random_state import STREAMS
-from zae.common.torch_private import fingerprint_of
 from zae.data.loaders import datasets_in, length_of, parts_of_dataset, unwrap_sampler
+from zae.random_state import STREAMS
+from zae.torch_private import fingerprint_of
 from zae.user_state.owners import STATE, Walk
+from zae.values.plain_values import content_digest, plain_value
 
 __all__ = ["Contents", "contents_of"]
 

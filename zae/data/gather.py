@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
-from zae.common.torch_private import find
 from zae.data.workers import iterate
+from zae.torch_private import find
 
 __all__ = ["batches_of", "why_not"]
 

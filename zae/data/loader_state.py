@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from zae.common import random_state
-from zae.common.random_state import STREAMS
-from zae.common.walk import has_same_bits, names_read_by, search
+from zae import random_state
 from zae.data.loaders import datasets_in, is_stateful, length_of, unwrap_sampler
 from zae.data.sharding import collate_of
 from zae.errors import CheckpointMismatch
+from zae.random_state import STREAMS
+from zae.values.walk import has_same_bits, names_read_by, search
 
 __all__ = [
     "as_begun",
@@ -79,7 +79,7 @@ def capture_parts(loader: Any) -> dict[str, Any]:
     The state of a sampler, a dataset or a ``collate_fn`` is that of its ``state_dict``, if it has ``load_state_dict``
     too. Else its attributes, their attributes (of transforms, for example), short lists and dicts, and the closures and
     globals that its functions read, are searched for ``numpy.random.Generator``, ``numpy.random.RandomState``,
-    ``random.Random`` and ``torch.Generator``. The generators that `zae.common.random_state` saves are left out. The
+    ``random.Random`` and ``torch.Generator``. The generators that `zae.random_state` saves are left out. The
     copies of a dataset in workers cannot be read.
     """
     return {place: _read(owner) for place, owner in _owners(loader)}

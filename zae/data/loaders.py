@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from zae.common.torch_private import is_loader_iterator
-from zae.common.walk import leading_dimension
 from zae.errors import ConfigError, LoaderError, kind_of
+from zae.torch_private import is_loader_iterator
+from zae.values.walk import leading_dimension
 
 __all__ = [
     "BatchLimits",

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zae.common.random_state import STREAMS
-from zae.common.torch_private import is_loader_iterator
-from zae.common.walk import is_of_zae
 from zae.data.loader_state import parts_of
 from zae.data.loaders import Proxy
 from zae.data.sharding import collate_of
+from zae.random_state import STREAMS
+from zae.torch_private import is_loader_iterator
 from zae.user_state.changes import Changes
 from zae.user_state.marks import LARGE, mark_of
 from zae.user_state.owners import Walk, is_of_user
 from zae.user_state.values import Maker, Name, Packer
+from zae.values.walk import is_of_zae
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from zae.common import random_state
+from zae import random_state
 from zae.data.loader_state import as_begun, changes_of, facts_of
 from zae.data.loaders import check_ended, describe, has_order, has_pinned_batches, is_stateful, length_of
 from zae.data.part_values import PartValues

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from zae.common import random_state
-from zae.common.plain_values import content_digest, plain_value
-from zae.common.torch_private import version_of
-from zae.common.walk import leaves_of
+from zae import random_state
 from zae.data.gather import batches_of
 from zae.data.loaders import Proxy, copy_with, is_stateful
 from zae.data.streams import LoaderStreams, State
 from zae.data.workers import is_seeded, iterate
 from zae.errors import CheckpointMismatch
+from zae.torch_private import version_of
+from zae.values.plain_values import content_digest, plain_value
+from zae.values.walk import leaves_of
 
 __all__ = ["FirstBatches", "LastBatch", "SampledPosition", "position_of"]
 

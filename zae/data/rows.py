@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common.walk import children_of, fields_of, is_dataclass, map_tensors, with_items
 from zae.errors import ConfigError, StepError
 from zae.metrics.reductions import combine_parts, is_typed
+from zae.values.walk import children_of, fields_of, is_dataclass, map_tensors, with_items
 
 __all__ = ["Found", "fill_up", "first_rows", "take_apart"]
 

@@ -20,10 +20,10 @@ from torch.utils.data import (
     default_collate,
 )
 
-from zae.common import random_state
-from zae.common.walk import leading_dimension
+from zae import random_state
 from zae.data.loaders import Proxy, copy_with, describe, length_of, unwrap_sampler
 from zae.errors import LoaderError
+from zae.values.walk import leading_dimension
 
 __all__ = ["EMPTY", "Ranks", "Shares", "collate_of", "is_empty", "shard", "shares_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from zae.common import random_state
+from zae import random_state
 from zae.data.loader_state import capture_parts, is_exhausted, restore_parts
 from zae.data.part_values import PartValues
 

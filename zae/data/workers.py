@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
-from zae.common.argument_checks import check_count
-from zae.common.random_state import STREAMS, isolated, read_stream, write_stream
-from zae.common.torch_private import end_by_kill, shut_down_workers
-from zae.common.walk import search
 from zae.data.loader_state import streams_of
 from zae.data.loaders import datasets_in, datasets_with_epoch, parts_of_dataset
 from zae.errors import ConfigError, LoaderError, kind_of
+from zae.random_state import STREAMS, isolated, read_stream, write_stream
+from zae.torch_private import end_by_kill, shut_down_workers
+from zae.values.argument_checks import check_count
+from zae.values.walk import search
 
 __all__ = [
     "SeededDataset",

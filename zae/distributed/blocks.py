@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from zae.common.torch_private import has_gradient_hooks
 from zae.errors import ConfigError
 from zae.optim import has_lazy
+from zae.torch_private import has_gradient_hooks
 
 __all__ = [
     "check_divisible",

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zae.errors import DistributedError
-from zae.optim.state import like_parameter_layout
+from zae.optim.optimizer_state import like_parameter_layout
 
 __all__ = [
     "BUCKET",

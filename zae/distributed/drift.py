@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
-from zae.common.torch_private import default_store
 from zae.distributed.rank_process import SIGNALS, has_lost_peer, has_timed_out, is_spawned, summarize
 from zae.errors import DistributedError
+from zae.torch_private import default_store
 
 __all__ = ["CollectiveCalls", "DriftCheck", "add_failed_rank_note", "in_time"]
 

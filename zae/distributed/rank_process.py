@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zae.common import random_state
-from zae.common.device import exchange_current, is_out_of_memory
+from zae import random_state
+from zae.device import exchange_current, is_out_of_memory
 from zae.distributed import transfer
 from zae.errors import DistributedError
 

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common.model_weights import plain_names
-from zae.common.walk import is_sharded, map_tensors
 from zae.distributed import shards
 from zae.distributed.collectives import all_reduce, average, broadcast, gather_objects
 from zae.distributed.drift import CollectiveCalls, in_time
@@ -22,7 +20,9 @@ from zae.distributed.launcher import launched_world
 from zae.distributed.mesh import Mesh
 from zae.distributed.rank_process import has_lost_peer, has_timed_out
 from zae.errors import DistributedError
+from zae.model.weights import plain_names
 from zae.parts import SingleProcess
+from zae.values.walk import is_sharded, map_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

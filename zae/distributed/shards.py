@@ -16,10 +16,10 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from zae.common.walk import has_same_bits, is_sharded, local_part, map_tensors, tensors_in
 from zae.distributed.collectives import all_reduce
 from zae.errors import ConfigError, DistributedError
 from zae.optim import parameters_of
+from zae.values.walk import has_same_bits, is_sharded, local_part, map_tensors, tensors_in
 
 __all__ = [
     "DrawsWatch",

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from zae.checkpoint.encoding import decode, encode
 from zae.checkpoint.tensor_bytes import byte_view
-from zae.common.walk import copy_of, tensors_in
 from zae.compose.first_call import watching_first_calls
 from zae.compose.introspect import is_add_on
 from zae.errors import AddOnError, CheckpointError, CheckpointMismatch
+from zae.values.walk import copy_of, tensors_in
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

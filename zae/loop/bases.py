@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common.torch_private import move_module
-from zae.common.walk import is_sharded
 from zae.compose.introspect import hook
 from zae.errors import ConfigError
+from zae.torch_private import move_module
+from zae.values.walk import is_sharded
 
 if TYPE_CHECKING:
     import torch

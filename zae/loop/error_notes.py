@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zae.common.argument_checks import describe_batch
-from zae.common.device import is_out_of_memory
 from zae.data.loaders import describe
 from zae.data.workers import add_to_text, dead_workers
+from zae.device import is_out_of_memory
 from zae.errors import ZaeError, did_you_mean
+from zae.values.argument_checks import describe_batch
 
 if TYPE_CHECKING:
     from zae.loop.run import Run

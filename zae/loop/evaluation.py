@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zae.common import random_state
-from zae.common.argument_checks import check_count
-from zae.common.null_context import NULL_CONTEXT
-from zae.common.walk import leading_dimension
+from zae import random_state
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_ended, check_loader, describe, has_pinned_batches
 from zae.data.workers import abandon_workers
@@ -25,7 +22,10 @@ from zae.loop.history import Metrics
 from zae.loop.progress import EvaluationAborted
 from zae.loop.step_output import read_output, say_not_numbers, say_uncounted
 from zae.metrics.reductions import combine_loaders
+from zae.null_context import NULL_CONTEXT
 from zae.parts import gather_dp
+from zae.values.argument_checks import check_count
+from zae.values.walk import leading_dimension
 
 if TYPE_CHECKING:
     from zae.optim.optimization import Optimization

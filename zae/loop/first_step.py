@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from zae.common.torch_private import version_of
-from zae.common.walk import local_part, names_in
 from zae.compose.first_call import check_properties
 from zae.compose.introspect import is_add_on, is_base
 from zae.data.loaders import describe, length_of
@@ -26,6 +24,8 @@ from zae.loop.other_optimizers import naming_other_optimizers
 from zae.loop.step_output import say_not_numbers, say_uncounted
 from zae.optim import needs_closure, parameters_of
 from zae.schedulers.lengths import steps_taken
+from zae.torch_private import version_of
+from zae.values.walk import local_part, names_in
 
 if TYPE_CHECKING:
     from zae.loop.run import Run

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zae.common.argument_checks import check_metrics
 from zae.display.text import columns_of, table
 from zae.errors import ConfigError, MonitorError, did_you_mean, printable
 from zae.loop.epoch_log import EpochLog
 from zae.parts import gather_dp
+from zae.values.argument_checks import check_metrics
 
 if TYPE_CHECKING:
     from zae.loop.progress import ProgressChecker

@@ -8,13 +8,13 @@ from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from zae.common.argument_checks import check_count, check_number
 from zae.compose.class_checks import without_test_step
 from zae.compose.introspect import owners_of
 from zae.data.loaders import BatchLimits, check_loader, check_repeatable, length_of
 from zae.errors import ConfigError, LoaderError
 from zae.loop.progress import NO_LIMIT, Every, ProgressChecker
 from zae.optim.checks import Span
+from zae.values.argument_checks import check_count, check_number
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zae.common.strides import has_own_elements
-from zae.common.torch_private import version_of
 from zae.errors import ConfigError, NonFiniteError, did_you_mean
+from zae.torch_private import version_of
+from zae.values.strides import has_own_elements
 
 if TYPE_CHECKING:
     from zae.loop.bases import Processes

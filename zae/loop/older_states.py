@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zae.common.model_weights import fit_name, fit_state, named_parameters
+from zae.model.weights import fit_name, fit_state, named_parameters
 from zae.optim.optimization import Optimization
 
 __all__ = ["convert_wrapped"]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zae.optim import parameters_of
-from zae.optim.state import with_inner
+from zae.optim.optimizer_state import with_inner
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

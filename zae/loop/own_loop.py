@@ -8,10 +8,10 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from zae.common.walk import names_in
 from zae.compose.introspect import is_overridden
 from zae.data.loaders import Proxy
 from zae.errors import TaskError
+from zae.values.walk import names_in
 
 if TYPE_CHECKING:
     from zae.loop.run import Run

@@ -18,9 +18,9 @@ from torch import Tensor
 from zae.checkpoint.filesystem import make_directory, not_saved, replace_file
 from zae.checkpoint.tensor_bytes import byte_count, byte_view, dense
 from zae.checkpoint.tensor_files import format_of, write_ckpt, write_safetensors
-from zae.common.argument_checks import describe_value
 from zae.errors import ConfigError, StepError
 from zae.metrics.reductions import is_typed
+from zae.values.argument_checks import describe_value
 
 __all__ = ["Predictions"]
 

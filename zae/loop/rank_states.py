@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from zae.common import random_state
-from zae.common.walk import is_of_zae
+from zae import random_state
 from zae.compose.introspect import is_add_on, slots_of
 from zae.errors import CheckpointMismatch
 from zae.loop.addon_state import (
@@ -29,6 +28,7 @@ from zae.loop.addon_state import (
 )
 from zae.loop.epoch_log import EpochLog, merge_logs, to_host
 from zae.parts import gather_dp
+from zae.values.walk import is_of_zae
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from zae.common.argument_checks import describe_batch, describe_value
-from zae.common.torch_private import is_view
-from zae.common.walk import leading_dimension, leaves_of
 from zae.compose.introspect import hook, is_overridden
 from zae.errors import StepError
 from zae.metrics.reductions import is_typed
+from zae.torch_private import is_view
+from zae.values.argument_checks import describe_batch, describe_value
+from zae.values.walk import leading_dimension, leaves_of
 
 if TYPE_CHECKING:
     from zae.loop.epoch_log import EpochLog

@@ -15,8 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zae.common.device import as_current
-from zae.common.model_weights import (
+from zae.device import as_current
+from zae.errors import CheckpointMismatch, ZaeError, printable
+from zae.loop import addon_state, older_states
+from zae.loop.addon_state import PARTS_WITHOUT_ROWS, USER_STATE, is_in_mode
+from zae.loop.progress import ProgressChecker
+from zae.loop.user_state import check_user_state
+from zae.model.weights import (
     check_types,
     extra_names,
     fit_weights,
@@ -25,15 +30,10 @@ from zae.common.model_weights import (
     plain_names,
     plain_state,
 )
-from zae.common.strides import contiguous_strides, copy_with_strides, is_laid_out, strides_to_save, with_strides
-from zae.common.walk import is_sharded
-from zae.errors import CheckpointMismatch, ZaeError, printable
-from zae.loop import addon_state, older_states
-from zae.loop.addon_state import PARTS_WITHOUT_ROWS, USER_STATE, is_in_mode
-from zae.loop.progress import ProgressChecker
-from zae.loop.user_state import check_user_state
 from zae.optim import modes
-from zae.optim.state import device_of, move_to_device, places_on_device
+from zae.optim.optimizer_state import device_of, move_to_device, places_on_device
+from zae.values.strides import contiguous_strides, copy_with_strides, is_laid_out, strides_to_save, with_strides
+from zae.values.walk import is_sharded
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

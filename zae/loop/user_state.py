@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zae.common.torch_private import unsaved_buffers, version_of
-from zae.common.walk import is_of_zae, is_sharded
 from zae.compose.introspect import is_add_on, slots_of
 from zae.compose.options import options_of
 from zae.data.loader_state import parts_of
 from zae.errors import CheckpointMismatch
-from zae.optim.state import with_inner
+from zae.optim.optimizer_state import with_inner
+from zae.torch_private import unsaved_buffers, version_of
 from zae.user_state.changes import Changes
 from zae.user_state.marks import LARGE
 from zae.user_state.owners import Walk, is_of_user, once_for_a_class
 from zae.user_state.values import Maker, Packer
+from zae.values.walk import is_of_zae, is_sharded
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from zae.common.argument_checks import check_metrics
 from zae.compose.introspect import is_overridden
 from zae.errors import TaskError, kind_of
 from zae.loop.progress import EvaluationAborted
 from zae.loop.recording import record_validation, update_best
 from zae.loop.run_view import RunView
+from zae.values.argument_checks import check_metrics
 
 if TYPE_CHECKING:
     from zae.loop.run import Run

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zae.common.walk import tensors_in
 from zae.errors import ConfigError, StepError, kind_of
-from zae.optim.state import load_optimizer_state
+from zae.optim.optimizer_state import load_optimizer_state
+from zae.values.walk import tensors_in
 
 __all__ = [
     "argument_of",

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zae.common.strides import is_laid_out
-from zae.common.walk import has_same_bits, is_sharded, leaves_of
 from zae.errors import CheckpointMismatch
+from zae.values.strides import is_laid_out
+from zae.values.walk import has_same_bits, is_sharded, leaves_of
 
 __all__ = ["check_loaded", "compares_bits", "difference", "with_enums"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common.null_context import NULL_CONTEXT
+from zae.null_context import NULL_CONTEXT
 
 __all__ = [
     "begin_training",

@@ -17,16 +17,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zae import optim
-from zae.common import argument_checks, random_state
-from zae.common.copying import deep_copy
-from zae.common.model_weights import fit_name, named_parameters
-from zae.common.walk import copy_of, leaves_of
+from zae import optim, random_state
 from zae.errors import CheckpointMismatch, ConfigError, MonitorError
+from zae.model.copying import deep_copy
+from zae.model.weights import fit_name, named_parameters
 from zae.optim import modes
 from zae.optim.checks import Span, check_disjoint, check_scheduler_owners, check_schedules
 from zae.optim.loaded import check_loaded, compares_bits, with_enums
-from zae.optim.state import (
+from zae.optim.optimizer_state import (
     check_groups,
     check_rates,
     copy_optimizer,
@@ -38,6 +36,8 @@ from zae.optim.state import (
     wraps_others,
 )
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken, takes_total_steps
+from zae.values import argument_checks
+from zae.values.walk import copy_of, leaves_of
 
 __all__ = ["Optimization"]
 

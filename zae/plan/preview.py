@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from zae import optim
-from zae.common import random_state
+from zae import optim, random_state
 from zae.compose.introspect import is_overridden
 from zae.data import sharding
 from zae.data.gather import why_not

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from zae.common.plain_values import content_digest
 from zae.errors import DistributedError, LoaderError
 from zae.record import parts
+from zae.values.plain_values import content_digest
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from zae.common.redact import redact
 from zae.compose.introspect import slots_of
 from zae.errors import CheckpointMismatch, printable
 from zae.record import parts
+from zae.values.redact import redact
 
 if TYPE_CHECKING:
     from zae.loop.run import Run

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from zae.common.walk import flatten
 from zae.display.text import duration, format_size, number
 from zae.errors import printable
 from zae.report.records import THROUGHPUT, Run, Series, metrics_of, split_key
+from zae.values.walk import flatten
 
 __all__ = ["SECTIONS", "make_section", "make_table", "overview", "subtitle", "text_of"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from zae import random_state
 from zae.addon import AddOnBase
-from zae.common import random_state
 from zae.compose.introspect import is_add_on
 from zae.errors import AddOnError
 from zae.testing import checks

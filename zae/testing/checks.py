@@ -175,7 +175,7 @@ def check_random(kit: Kit) -> Iterator[str]:
     if drawn:
         yield (
             f"draws from the global random stream {drawn[0]!r}, and so changes training: a run ends with another state "
-            "of it; draw from self.generator(name), or inside zae.common.random_state.isolated()"
+            "of it; draw from self.generator(name), or inside zae.random_state.isolated()"
         )
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from zae.addon import AddOnBase
-from zae.common.random_state import seed_everything
 from zae.compose.introspect import function_of, hooks_of, kinds_of
 from zae.compose.options import options_of
 from zae.errors import ZaeError
+from zae.random_state import seed_everything
 from zae.testing import watch
 from zae.trainer import Trainer
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zae.common import random_state
-from zae.common.torch_private import accelerator
+from zae import random_state
+from zae.torch_private import accelerator
 
 __all__ = [
     "Calls",

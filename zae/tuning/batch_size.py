@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from zae.addons.accumulation import AccumulationWindow, GradientAccumulationAddon
-from zae.common.argument_checks import check_count
-from zae.common.device import is_out_of_memory, release_memory
 from zae.data.loaders import describe
+from zae.device import is_out_of_memory, release_memory
 from zae.errors import ConfigError
 from zae.tuning.trials import trial, trial_loader
+from zae.values.argument_checks import check_count
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

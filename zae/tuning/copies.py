@@ -13,12 +13,11 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from zae import optim
-from zae.common import random_state
-from zae.common.copying import deep_copy
+from zae import optim, random_state
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import copy_with, describe
-from zae.optim.state import copy_optimizer
+from zae.model.copying import deep_copy
+from zae.optim.optimizer_state import copy_optimizer
 
 __all__ = ["CannotCopyError", "borrow", "copy_trainer"]
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zae.common.argument_checks import check_count
 from zae.display.text import number
 from zae.errors import ConfigError
 from zae.optim import as_dict
 from zae.tuning.text_plot import draw
 from zae.tuning.trials import trial, trial_loader
+from zae.values.argument_checks import check_count
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zae.common import random_state
-from zae.common.copying import deep_copy
-from zae.common.device import to_device
-from zae.common.walk import tensors_in
+from zae import random_state
+from zae.device import to_device
 from zae.display.text import format_size
 from zae.errors import ConfigError, kind_of
+from zae.model.copying import deep_copy
 from zae.optim import has_lazy
 from zae.trainer import Trainer
 from zae.tuning.copies import copy_trainer
+from zae.values.walk import tensors_in
 
 __all__ = ["Layer", "ModelSummary", "summary"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from zae import random_state
 from zae.addon import AddOnBase, replaces
-from zae.common import random_state
 from zae.compose.composition import compose
 from zae.compose.introspect import is_engine_slot, slots_of
 from zae.compose.leave_out import leave_out

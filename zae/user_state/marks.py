@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zae.common.plain_values import content_digest
-from zae.common.random_state import STREAMS, read_stream
-from zae.common.strides import without_repeats
-from zae.common.walk import is_of_library, local_part
+from zae.random_state import STREAMS, read_stream
+from zae.values.plain_values import content_digest
+from zae.values.strides import without_repeats
+from zae.values.walk import is_of_library, local_part
 
 __all__ = ["LARGE", "mark_of"]
 

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from zae.common.random_state import STREAMS
-from zae.common.torch_private import unsaved_buffers
-from zae.common.walk import has_same_bits, is_of_library, is_of_zae
+from zae.random_state import STREAMS
+from zae.torch_private import unsaved_buffers
 from zae.user_state.values import PLAIN, Name, has_state, kind_of
+from zae.values.walk import has_same_bits, is_of_library, is_of_zae
 
 __all__ = ["STATE", "Owner", "Place", "Walk", "attributes_of", "can_have", "is_of_user", "once_for_a_class"]
 

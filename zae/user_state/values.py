@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zae.common.random_state import STREAMS, read_stream, write_stream
-from zae.common.redact import redact
-from zae.common.strides import is_laid_out, span, without_repeats
-from zae.common.walk import is_sharded
 from zae.errors import CheckpointMismatch
+from zae.random_state import STREAMS, read_stream, write_stream
+from zae.values.redact import redact
+from zae.values.strides import is_laid_out, span, without_repeats
+from zae.values.walk import is_sharded
 
 __all__ = ["PLAIN", "Absent", "Maker", "Name", "NotSaved", "Packer", "fill", "has_state", "kind_of", "same_kind"]
 

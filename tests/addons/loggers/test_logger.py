@@ -19,9 +19,9 @@ from zae.addons import EMAAddon, JSONLLoggerAddon, StateManagerAddon, TensorBoar
 from zae.addons.loggers.logger import LoggerAddon, WebLoggerAddon
 from zae.addons.loggers.neptune_logger import NeptuneLoggerAddon
 from zae.addons.loggers.wandb_logger import WandBLoggerAddon
-from zae.common.redact import redact
 from zae.description import describe
 from zae.parts import Engine
+from zae.values.redact import redact
 
 
 class Drawing(ListSink):

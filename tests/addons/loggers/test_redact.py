@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zae.common.redact import redact, secrets_in
+from zae.values.redact import redact, secrets_in
 
 
 @pytest.mark.parametrize(

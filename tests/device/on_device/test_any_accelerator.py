@@ -7,7 +7,7 @@ import torch
 from device.on_device.tasks import DEVICE, Task, adamw, data, dense
 from emulation import core
 from zae.addons import AMPAddon, ProfilerAddon, ThroughputAddon
-from zae.common.device import name_of_device
+from zae.device import name_of_device
 from zae.testing.watch import Settings
 
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.common.torch_private import has_loading_hooks
-from zae.common.walk import has_same_bits, leaves_of, map_tensors
 from zae.errors import CheckpointMismatch
 from zae.optim.loaded import check_loaded, with_enums
 from zae.schedulers.lengths import parts_of
+from zae.torch_private import has_loading_hooks
+from zae.values.walk import has_same_bits, leaves_of, map_tensors
 
 __all__ = [
     "check_groups",

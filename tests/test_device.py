@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from zae.common.device import parse_device, to_device
-from zae.common.walk import leading_dimension
+from zae.device import parse_device, to_device
 from zae.errors import ConfigError
+from zae.values.walk import leading_dimension
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kit import other_torch, source_names
-from zae.common import torch_private
+from zae import torch_private
 
 # Names in C that torch itself reads, of the compiler, or of a wrapper: without one of them, a run is the same.
 ELSEWHERE = {
@@ -37,7 +37,7 @@ ELSEWHERE = {
 }
 
 
-SOURCE = source_names.ROOT / "zae" / "common" / "torch_private.py"
+SOURCE = source_names.ROOT / "zae" / "torch_private.py"
 OWNERS = {"_C", "_autograd"}
 
 
@@ -90,7 +90,7 @@ def test_only_one_module_reads_private_names():
         "zae.addons.deepspeed.zero",
         "zae.addons.torch_metrics.torchmetrics",
     }
-    assert found == {"zae.common.torch_private"} | libraries
+    assert found == {"zae.torch_private"} | libraries
 
 
 def test_a_name_of_torch_is_found_that_is_spelled_like_one_of_ours():

@@ -19,7 +19,7 @@ from kit.table import Task
 from zae.addons import CompileAddon, EMAAddon, StateManagerAddon
 from zae.checkpoint.folder import load_checkpoint
 from zae.checkpoint.weights import load_weights
-from zae.common.model_weights import plain_state, without_wrappers
+from zae.model.weights import plain_state, without_wrappers
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from zae.common.walk import map_tensors, sample
+from zae.values.walk import map_tensors, sample
 
 
 class Sentence(NamedTuple):

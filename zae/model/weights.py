@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from zae.common.strides import can_have_strides, has_own_elements, with_strides
-from zae.common.torch_private import has_own_loading, has_own_shapes
 from zae.errors import CheckpointMismatch
+from zae.torch_private import has_own_loading, has_own_shapes
+from zae.values.strides import can_have_strides, has_own_elements, with_strides
 
 __all__ = [
     "check_types",

@@ -42,7 +42,7 @@ def deep_copy(value: _Value, memo: dict[int, Any] | None = None) -> _Value:
     Examples
     --------
     >>> import torch
-    >>> from zae.common.copying import deep_copy
+    >>> from zae.model.copying import deep_copy
     >>> module = torch.nn.Linear(2, 2)
     >>> module.output = module(torch.ones(1, 2))  # copy.deepcopy(module) raises RuntimeError.
     >>> twin = deep_copy(module)

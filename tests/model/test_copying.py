@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zae
 from zae import Trainer
-from zae.common.copying import deep_copy
+from zae.model.copying import deep_copy
 
 
 @dataclass

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from zae.common.torch_private import accelerator, count_devices
 from zae.errors import CheckpointMismatch, ConfigError
+from zae.torch_private import accelerator, count_devices
 
 __all__ = [
     "HOST",
@@ -339,7 +339,7 @@ def _rewind(kind: str) -> None:
 def _unfit(part: str, found: str) -> CheckpointMismatch:
     """Return the error for a part of a state that cannot be restored."""
     return CheckpointMismatch(
-        f"the saved random state {part} {found}; restore a state that zae.common.random_state.capture() "
+        f"the saved random state {part} {found}; restore a state that zae.random_state.capture() "
         "returned on a machine like this one"
     )
 

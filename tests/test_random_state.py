@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from zae import Trainer
+from zae import random_state as rng
 from zae.addons.ledger.step_record import random_state
-from zae.common import random_state as rng
 from zae.errors import CheckpointMismatch, ConfigError
 
 

@@ -16,7 +16,7 @@ from zae import Trainer
 from zae.addons import StateManagerAddon
 from zae.errors import CheckpointError, CheckpointMismatch
 from zae.loop.progress import check_counters
-from zae.optim.state import check_rates
+from zae.optim.optimizer_state import check_rates
 
 
 class Task(Trainer):

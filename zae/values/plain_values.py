@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common.hashes import fingerprint
-from zae.common.random_state import STREAMS
-from zae.common.walk import is_sharded
+from zae.random_state import STREAMS
+from zae.values.hashes import fingerprint
+from zae.values.walk import is_sharded
 
 __all__ = ["code_digest", "content_digest", "plain_value"]
 

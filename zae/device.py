@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zae.common.torch_private import accelerator, count_devices, has_bf16_of_x86
-from zae.common.walk import children_of, fields_of, is_dataclass, with_items
 from zae.errors import ConfigError
+from zae.torch_private import accelerator, count_devices, has_bf16_of_x86
+from zae.values.walk import children_of, fields_of, is_dataclass, with_items
 
 __all__ = [
     "as_current",
