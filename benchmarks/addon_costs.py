@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 
 from harness import loss_of, make
 
-from _generators.addons import NOT_MEASURED, OPTIONS
+from _generators.costs import NOT_MEASURED, OPTIONS
 from _generators.options import add_ons
 from zae import Trainer
 
@@ -121,7 +121,8 @@ def processor() -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    chosen = sys.argv[1:] or [name for name in add_ons() if name not in NOT_MEASURED]
+    unmeasured = {name for names in NOT_MEASURED.values() for name in names}
+    chosen = sys.argv[1:] or [name for name in add_ons() if name not in unmeasured]
     found: dict[str, Any] = {"machine": f"{processor()}, one thread, torch {torch.__version__.split('+')[0]}"}
     found |= {
         "steps": STEPS,

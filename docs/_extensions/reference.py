@@ -1,4 +1,4 @@
-"""The reference: what autodoc is told of our docstrings and names."""
+"""The reference: which docstrings and names autodoc shows."""
 
 from __future__ import annotations
 
@@ -6,20 +6,51 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
+from zae import AddOnBase, Trainer
+from zae.compose.introspect import hooks_of
+
+HOOKS = hooks_of(Trainer)
+
 
 def shorten(app: Sphinx, what: str, name: str, value: object, options: Any, lines: list[str]) -> None:
-    """Leave out of a class what the page of the add-on says above it: the text, the options and the example."""
-    if what != "class" or app.env.docname.rpartition("/")[0] != "reference/addons":
+    """Leave out of a class what its page, or that of the options, says elsewhere: text, options and example."""
+    if what != "class" or not (has_own_page(app) or value is Trainer):
         return
     titles = [at - 1 for at, line in enumerate(lines) if at and line and set(line) == {"-"}]
+    text = lines[: titles[0]] if titles and value is Trainer else []
     kept = [
         lines[at:end]
         for at, end in zip(titles, [*titles[1:], len(lines)])
-        if lines[at] not in ("Parameters", "Examples")
+        if lines[at] not in ("Parameters", "Raises", "Examples")
     ]
-    lines[:] = [line for section in kept for line in section]
+    lines[:] = [line for section in (text, *kept) for line in section]
+
+
+def omit_signature(
+    app: Sphinx, what: str, name: str, value: object, options: Any, signature: str, returned: str
+) -> tuple[str, None] | None:
+    """Leave out the constructor's arguments where a table of the options has them."""
+    has_table = value is Trainer or (what == "class" and issubclass(value, AddOnBase))  # type: ignore[arg-type]
+    return ("", None) if has_table else None
+
+
+def skip_hooks(app: Sphinx, what: str, name: str, value: object, skip: bool, options: Any) -> bool | None:
+    """Leave out of the page of an add-on the hooks that it overrides: the page of the trainer has them."""
+    return True if shows_add_ons(app) and (name in HOOKS or hasattr(AddOnBase, name)) else None
+
+
+def has_own_page(app: Sphinx) -> bool:
+    """Return whether autodoc reads the page of one add-on, with its text, options and example."""
+    return app.env.docname.startswith("reference/addons/")
+
+
+def shows_add_ons(app: Sphinx) -> bool:
+    """Return whether autodoc reads the page of an add-on, or of the bases of some."""
+    return app.env.docname.startswith(("reference/addons/", "reference/api/loggers", "reference/api/other_libraries"))
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", shorten, priority=100)  # Before napoleon.
+    app.connect("autodoc-process-signature", omit_signature)
+    app.connect("autodoc-skip-member", skip_hooks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
