@@ -87,7 +87,7 @@ class MixedPrecision(Precision):
             scaler.load_state_dict(self._state)
         self.scaler = scaler
         self.is_scaled = True
-        self._handles = [each.register_step_post_hook(self._note_step) for each in optimizers]
+        self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
 
     def end(self) -> None:
         """End a run, and keep the state of its scale."""

@@ -214,9 +214,11 @@ class _Found:
 
 def _floats(values: Any) -> list[Tensor]:
     """Return the tensors of numbers with a point; those in 8 bits have no operations that look at them."""
-    found = [local_part(each.detach()) for each in tensors_in(values)]
-    return [each for each in found if (each.is_floating_point() or each.is_complex()) and each.element_size() > 1]
+    found = [local_part(tensor.detach()) for tensor in tensors_in(values)]
+    return [
+        tensor for tensor in found if (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1
+    ]
 
 
 def _are_finite(values: Any) -> str:
-    return "are finite" if all(bool(each.isfinite().all()) for each in _floats(values)) else "are not"
+    return "are finite" if all(bool(value.isfinite().all()) for value in _floats(values)) else "are not"

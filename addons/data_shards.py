@@ -220,8 +220,8 @@ def _without_rows(model: nn.Module) -> Iterator[None]:
         return output + of_no_rows.sum()  # A sum of nothing: its backward takes part in that of the other ranks.
 
     norms = [each for each in model.modules() if isinstance(each, nn.SyncBatchNorm) and each.training]
-    hooks: list[Any] = [each.register_forward_pre_hook(take) for each in norms]
-    hooks += [each.register_forward_hook(give_back) for each in norms]
+    hooks: list[Any] = [norm.register_forward_pre_hook(take) for norm in norms]
+    hooks += [norm.register_forward_hook(give_back) for norm in norms]
     try:
         yield
     finally:

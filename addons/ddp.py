@@ -194,10 +194,10 @@ class DDPEngine(Engine):
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Send the weights and buffers of rank 0, with parameters outside of the model."""
         self.inner.begin(module, parameters)
-        self._owners = [each._buffers for each in module.modules()]
+        self._owners = [submodule._buffers for submodule in module.modules()]
         self._known = _trained(parameters)
         held = {} if self.replica is None else self.replica._held
-        self._outside = [each for each in parameters if each.requires_grad and id(each) not in held]
+        self._outside = [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in held]
 
     # ------------------------------------------------------------------------------------------------------ a step
 
@@ -242,9 +242,9 @@ class DDPEngine(Engine):
         """Send the buffers of rank 0, as DistributedDataParallel does before a forward."""
         distinct: dict[int, Tensor] = {}
         for owner in self._owners:
-            for each in owner.values():
-                if each is not None and each.numel():
-                    distinct[id(each)] = each
+            for buffer in owner.values():
+                if buffer is not None and buffer.numel():
+                    distinct[id(buffer)] = buffer
         broadcast(distinct.values())
 
     def _check_used(self, replica: Replica) -> None:
@@ -312,7 +312,7 @@ class ReplicatedAddon(AddOnPart):
         """Return the engine that averages gradients."""
         is_lockstep = self.lockstep
         if is_lockstep is None:
-            is_lockstep = any(isinstance(each, nn.SyncBatchNorm) for each in self.unwrap().modules())
+            is_lockstep = any(isinstance(module, nn.SyncBatchNorm) for module in self.unwrap().modules())
         return DDPEngine(super().build_engine(), self.device, is_lockstep)
 
     def teardown(self) -> None:
@@ -373,5 +373,5 @@ def _trained(parameters: Sequence[Tensor]) -> list[int]:
 
 def _sparse_in(model: nn.Module) -> set[int]:
     """Return the ids of the parameters whose gradients are sparse."""
-    tables = [each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
-    return {id(each.weight) for each in tables if each.sparse}
+    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    return {id(table.weight) for table in tables if table.sparse}

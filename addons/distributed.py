@@ -500,7 +500,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         """
         found: dict[str, Tensor] = dict(named_parameters(self.unwrap()))
         known = {id(each) for each in found.values()}
-        others = (each for each in self.parameters if id(each) not in known)
+        others = (parameter for parameter in self.parameters if id(parameter) not in known)
         found |= {f"parameter {index} outside of the model": each for index, each in enumerate(others)}
         return {shards.name_of_part(name, each): each for name, each in found.items()}
 

@@ -190,7 +190,7 @@ class EMAAddon(AddOnBase):
     def _update_average(self, decay: float | None) -> None:
         """Add the weights to the average; None replaces it by them."""
         for pairs in self._columns[0]:
-            averages, weights = (list(map(local_part, each)) for each in pairs)
+            averages, weights = (list(map(local_part, pair)) for pair in pairs)
             if decay is None:
                 in_place("copy_", averages, weights)
             else:
@@ -218,13 +218,17 @@ class EMAAddon(AddOnBase):
             The training batches, as ``test_step`` takes them.
         """
         with self.ready(), random_state.isolated(), self.averaged():
-            norms = [each for each in self.unwrap().modules() if isinstance(each, _NORMS) and each.track_running_stats]
-            momenta = [each.momentum for each in norms]
+            norms = [
+                module
+                for module in self.unwrap().modules()
+                if isinstance(module, _NORMS) and module.track_running_stats
+            ]
+            momenta = [norm.momentum for norm in norms]
             try:
-                for each in norms:
-                    each.reset_running_stats()
-                    each.momentum = None
-                    each.train()
+                for norm in norms:
+                    norm.reset_running_stats()
+                    norm.momentum = None
+                    norm.train()
                 for batch in loader:
                     with self.forward_context():
                         self.test_step(self.to_device(batch))
@@ -308,7 +312,7 @@ class EMAAddon(AddOnBase):
     def describe(self) -> list[Fact]:
         """Tell what a uniform average needs afterwards."""
         facts = super().describe()
-        if self.averaging == "uniform" and any(isinstance(each, _NORMS) for each in self.unwrap().modules()):
+        if self.averaging == "uniform" and any(isinstance(module, _NORMS) for module in self.unwrap().modules()):
             later = "trainer.update_batch_norm(loader) afterwards"
             facts.append(Fact("the uniform average needs BatchNorm statistics", later, where="on_run_end"))
         return facts
@@ -365,7 +369,7 @@ def _is_quantized(value: Tensor) -> bool:
 
 def _places_in(module: nn.Module) -> dict[int, tuple[Any, str]]:
     """Return the owner and the name of each parameter and buffer of a model, by id."""
-    owners = [owner for each in module.modules() for owner in (each._parameters, each._buffers)]
+    owners = [owner for submodule in module.modules() for owner in (submodule._parameters, submodule._buffers)]
     return {id(value): (owner, name) for owner in owners for name, value in owner.items() if value is not None}
 
 

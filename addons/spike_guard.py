@@ -145,7 +145,7 @@ class SpikeGuardAddon(AddOnBase):
         total = 0.0
         for output in outputs:
             losses = output.loss.values() if isinstance(output.loss, Mapping) else (output.loss,)
-            total += sum(float(each.detach()) for each in losses)
+            total += sum(float(loss.detach()) for loss in losses)
         if self.world_size == 1:
             return total / len(outputs)
         both = self.reduce(torch.tensor([total, len(outputs)], dtype=torch.float64, device=self.device))
@@ -211,5 +211,5 @@ def _score(value: float, known: list[float], least: int) -> float:
     if len(known) < least:
         return 0.0
     median = statistics.median(known)
-    deviation = _SIGMA * statistics.median(abs(each - median) for each in known)
+    deviation = _SIGMA * statistics.median(abs(loss - median) for loss in known)
     return (value - median) / max(deviation, _LEAST * abs(median), 1e-30)

@@ -83,7 +83,7 @@ class TensorParallelEngine(Engine):
         check_layers(modules, self._styles, mesh.size())
         # Rank 0 sends its weights and buffers, of which each rank keeps its part. Those of a model on the meta device
         # come when it is sharded.
-        broadcast(each for each in (*model.parameters(), *model.buffers()) if each.numel() and not each.is_meta)
+        broadcast(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel() and not tensor.is_meta)
         before = dict(model.named_parameters(remove_duplicate=False))
         for name, style in self._styles.items():
             try:
@@ -126,8 +126,8 @@ class TensorParallelEngine(Engine):
         """Whether the plan leaves outputs in parts, along their last dimension."""
         from torch.distributed.tensor import Shard
 
-        left_in_parts = [each for each in self._styles.values() if not getattr(each, "use_local_output", True)]
-        layouts = [getattr(each, "output_layouts", ()) for each in left_in_parts]  # SequenceParallel has none.
+        left_in_parts = [style for style in self._styles.values() if not getattr(style, "use_local_output", True)]
+        layouts = [getattr(style, "output_layouts", ()) for style in left_in_parts]  # SequenceParallel has none.
         return any(Shard(-1) in places for places in layouts)
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
@@ -172,8 +172,8 @@ class TensorParallelEngine(Engine):
         hashes = dict(zip(gradients, fingerprints(gradients.values())))
         # The ranks that compute the same layers send the hashes of theirs.
         ranks = gather_objects(hashes, self._mesh().get_group())
-        keys = dict.fromkeys(key for each in ranks for key in each)
-        differing = [key for key in keys if len({each.get(key) for each in ranks}) > 1]
+        keys = dict.fromkeys(key for rank in ranks for key in rank)
+        differing = [key for key in keys if len({rank.get(key) for rank in ranks}) > 1]
         if paths := list(dict.fromkeys(path for path, name in differing if name)):
             raise _plan_error(paths[-1], self._modules[paths[-1]], len(paths), [".".join(each) for each in differing])
         if differing:
@@ -445,7 +445,7 @@ def _takes_whole_inputs(style: ParallelStyle) -> bool:
     """Return whether a column-parallel layer takes an input that each rank has whole."""
     from torch.distributed.tensor.parallel import ColwiseParallel
 
-    return isinstance(style, ColwiseParallel) and all(each.is_replicate() for each in style.input_layouts)
+    return isinstance(style, ColwiseParallel) and all(layout.is_replicate() for layout in style.input_layouts)
 
 
 def _plan_error(path: str, module: nn.Module, count: int, names: Sequence[str]) -> ConfigError:

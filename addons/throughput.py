@@ -210,7 +210,7 @@ class ThroughputAddon(AddOnBase):
             self._meter.samples = None if samples is None or before is None else before + samples
             self._meter.batches += self._meter.new_batches
             if self.throughput_tokens is None:
-                counts = [each.num_targets for each in outputs]
+                counts = [output.num_targets for output in outputs]
                 self._meter.new_tokens = sum(counts) if None not in counts else 0
             self._meter.tokens = self._meter.tokens + self._meter.new_tokens
         self._meter.wait = 0.0

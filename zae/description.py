@@ -27,7 +27,7 @@ def facts_of(instance: Any) -> list[Fact]:
     module = instance.unwrap()
     facts.append(Fact("model", type(module).__name__, where="trainer"))
     if not has_lazy(module.parameters()):  # Else the first batch creates them.
-        facts.append(Fact("parameters", sum(each.numel() for each in module.parameters()), where="trainer"))
+        facts.append(Fact("parameters", sum(parameter.numel() for parameter in module.parameters()), where="trainer"))
     for name, optimizer in instance.optimizers.items():
         rates = {key: value for key, value in optimizer.defaults.items() if isinstance(value, (int, float))}
         key = "optimizer" if name == "0" else f"optimizer_{name}"

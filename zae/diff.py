@@ -200,7 +200,10 @@ def _describe_tensors(found: list[dict[str, str]]) -> str:
         "gradient": "gradient of {}",
         "batch": "tensor {} of the batch (batch of the window, tensor)",
     }
-    names = [printable(kinds.get(each["kind"], "{kind} of {name}").format(each["name"], **each)) for each in found]
+    names = [
+        printable(kinds.get(difference["kind"], "{kind} of {name}").format(difference["name"], **difference))
+        for difference in found
+    ]
     text = f"  the first tensor that differs, {where}: {names[0]}"
     if len(names) > 1:
         text += f"; {len(names)} differ there: {', '.join(names[:_MOST])}"

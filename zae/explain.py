@@ -179,7 +179,7 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
         notes = [f"{owner.__name__}{_describe_override(owner, name)}" for name, owner in overrides]
         if not overrides or (instance is not None and "scheduler_step" in calls):
             notes += _switch(text, comment, instance)
-        notes += [each for name in calls for each in told.get(name, [])]
+        notes += [note for name in calls for note in told.get(name, [])]
         text = _text_for(cls, text, has_windows, closed is not None)
         lines.append(Line(depth - len(dropped), text, calls, tuple(notes)))
     return _without_empty_blocks(lines)
@@ -286,7 +286,7 @@ def _text(cls: Any, instance: Any) -> str:
     also = [f"    {name}: {', '.join(o.__name__ for o in owners)}" for name, owners in elsewhere.items() if owners]
     if also:
         page += ["", "called elsewhere:", *also]
-    page += ["", *(part for each in _add_ons(cls, instance) for part in wrapped(each, columns, 4))]
+    page += ["", *(part for add_on in _add_ons(cls, instance) for part in wrapped(add_on, columns, 4))]
     return "\n".join(page).rstrip() + "\n"
 
 

@@ -66,7 +66,7 @@ def missing_name(module: str, name: str, names: Iterable[str], home: str = "") -
     """
     if name.islower() or name.startswith("_"):
         return AttributeError(f"module {module!r} has no attribute {name!r}")
-    bare = {_bare(each): each for each in names}
+    bare = {_bare(known_name): known_name for known_name in names}
     near = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=0.8)
     if not near:
         return AttributeError(f"module {module!r} has no attribute {name!r}")

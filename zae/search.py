@@ -264,7 +264,10 @@ def _open_study(optuna: Any, folder: Path, directions: list[str], seed: int | No
     )
     if _SEED not in study.user_attrs:
         study.set_user_attr(_SEED, random.SystemRandom().randrange(2**31) if seed is None else seed)
-    began_with = {"direction": [each.name.lower() for each in study.directions], "seed": study.user_attrs[_SEED]}
+    began_with = {
+        "direction": [direction.name.lower() for direction in study.directions],
+        "seed": study.user_attrs[_SEED],
+    }
     for name, value in {"direction": directions, "seed": seed}.items():
         if value is not None and value != began_with[name]:
             raise ConfigError(

@@ -142,7 +142,7 @@ def has_own_loading(module: nn.Module) -> bool:
         hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
     except AttributeError:
         return True
-    return any(hooks) or any(not getattr(each, "__module__", "").startswith("torch.") for each in methods)
+    return any(hooks) or any(not getattr(method, "__module__", "").startswith("torch.") for method in methods)
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:
@@ -152,7 +152,7 @@ def move_module(module: nn.Module, device: torch.device) -> None:
     then keep the old ones, and tied weights are tied no more.
     """
     can_set_data = getattr(torch, "_has_compatible_shallow_copy_type", lambda *pair: True)
-    elsewhere = [each for each in module.parameters() if each.device.type != device.type]
+    elsewhere = [parameter for parameter in module.parameters() if parameter.device.type != device.type]
     before = torch.__future__.get_swap_module_params_on_conversion()
     if elsewhere and not can_set_data(elsewhere[0], torch.empty(0, device=device)):
         _refuse_what_is_lost(module, device)

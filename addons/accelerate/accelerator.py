@@ -163,10 +163,10 @@ def check_loader(loader: Any) -> None:
 
 def check_plain(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> None:
     """Refuse optimizers and schedulers that an Accelerator has wrapped: they would be stepped in its way."""
-    for each in (*optimizers, *schedulers):
-        if type(each).__module__.partition(".")[0] == "accelerate":
+    for part in (*optimizers, *schedulers):
+        if type(part).__module__.partition(".")[0] == "accelerate":
             raise ConfigError(
-                f"a {type(each).__name__} was prepared by an Accelerator already; give the trainer the "
+                f"a {type(part).__name__} was prepared by an Accelerator already; give the trainer the "
                 "one inside, which it prepares"
             )
 
@@ -240,12 +240,14 @@ class Prepared:
     def add_optimizers(self, optimizers: Iterable[Any]) -> None:
         """Prepare optimizers in place of those before."""
         _drop(self.accelerator._optimizers, self._optimizers)
-        self._optimizers = [self.accelerator.prepare_optimizer(each, device_placement=False) for each in optimizers]
+        self._optimizers = [
+            self.accelerator.prepare_optimizer(optimizer, device_placement=False) for optimizer in optimizers
+        ]
 
     def add_schedulers(self, schedulers: Iterable[Any]) -> None:
         """Prepare schedulers in place of those before."""
         _drop(self.accelerator._schedulers, self._schedulers)
-        self._schedulers = [self.accelerator.prepare_scheduler(each) for each in schedulers]
+        self._schedulers = [self.accelerator.prepare_scheduler(scheduler) for scheduler in schedulers]
 
     def places(self) -> dict[str, list[int]]:
         """Return the numbers of the model, the optimizers and the schedulers in a folder of the Accelerator."""
@@ -253,7 +255,7 @@ class Prepared:
         found: dict[str, list[int]] = {}
         for name, several in own.items():
             ids = [id(each) for each in getattr(self.accelerator, f"_{name}s")]
-            found[name] = [ids.index(id(each)) for each in several]
+            found[name] = [ids.index(id(part)) for part in several]
         return found
 
     def custom_objects(self) -> list[Any]:
@@ -272,5 +274,5 @@ class Prepared:
 
 
 def _drop(held: list[Any], several: Iterable[Any]) -> None:
-    for each in several:
-        held[:] = [other for other in held if other is not each]
+    for part in several:
+        held[:] = [other for other in held if other is not part]

@@ -106,7 +106,7 @@ class ActivationOffloadAddon(AddOnBase):
             )
         recomputed = self.changed_modules("recomputed")
         for name in found:
-            around = [each for each in recomputed if name.startswith(f"{each}.")]
+            around = [prefix for prefix in recomputed if name.startswith(f"{prefix}.")]
             if around:
                 raise ConfigError(
                     f"offload_modules: {name} is in {around[0]}, which is computed again: nothing of {name} is kept "

@@ -98,7 +98,7 @@ class Offloaded:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
         tensors = (*self.module.parameters(), *self.module.buffers())
-        held = {each.untyped_storage().data_ptr() for each in tensors if type(each) in _PLAIN}
+        held = {other.untyped_storage().data_ptr() for other in tensors if type(other) in _PLAIN}
 
         def pack(tensor: Tensor) -> Any:
             return self.storage.pack(tensor, held)

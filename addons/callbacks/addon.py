@@ -148,7 +148,7 @@ class CallbackAddon(AddOnBase):
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, or the first one of a class; an instance that is not there is refused."""
         if self.pop_callback(callback) is None and not isinstance(callback, type):
-            names = ", ".join(type(each).__name__ for each in self.callbacks)
+            names = ", ".join(type(item).__name__ for item in self.callbacks)
             raise ConfigError(f"{callback!r:.80} is not among the callbacks ({names or 'none'}); nothing was removed")
 
     # ------------------------------------------------------------------------------------------------- the calls
@@ -339,8 +339,8 @@ class CallbackAddon(AddOnBase):
         super().on_validation_end(metrics)
         self._callbacks.is_validating = False
         self._call_plain("on_validation_end", metrics)
-        for each in self._callbacks.evaluations:
-            self._report_evaluation(each)
+        for evaluation in self._callbacks.evaluations:
+            self._report_evaluation(evaluation)
         self._callbacks.evaluations = []
         self._reader.read_best(self._callbacks.state)
 
@@ -434,7 +434,7 @@ class CallbackAddon(AddOnBase):
 
     @_shared_state.setter
     def _shared_state(self, found: Mapping[str, Any]) -> None:
-        self._callbacks.state.log_history = [dict(each) for each in found["log_history"]]
+        self._callbacks.state.log_history = [dict(row) for row in found["log_history"]]
         self._callbacks.state.total_flos = found["total_flos"]
         self._callbacks.ends_epoch = found["ends_epoch"]
         self._callbacks.is_pause = found.get("is_pause", False)  # Older states do not have it.

@@ -123,15 +123,15 @@ class Callbacks:
         self.saved_step = -1
         self.learning_rate: float | None = None
         self.losses = StepLosses()
-        for each in callbacks:
-            self.add(each)
+        for callback in callbacks:
+            self.add(callback)
 
     # ------------------------------------------------------------------------------------------- which there are
 
     def add(self, callback: Any) -> Any:
         """Add an instance, or one of a class; return it."""
         made = callback() if isinstance(callback, type) else callback
-        if any(each is made for each in self.items):
+        if any(item is made for item in self.items):
             raise ConfigError(
                 f"the callback {_name(made)} is there already: it would be called twice at each event; add another "
                 "instance, or leave it out"
@@ -145,12 +145,12 @@ class Callbacks:
     def pop(self, callback: Any) -> Any:
         """Remove a callback, or the first one of a class, and return it; None where there is none."""
         is_it = isinstance(callback, type)
-        found = [each for each in self.items if (isinstance(each, callback) if is_it else each is callback)]
+        found = [item for item in self.items if (isinstance(item, callback) if is_it else item is callback)]
         if not found:
             return None
-        self.items = [each for each in self.items if each is not found[0]]
+        self.items = [item for item in self.items if item is not found[0]]
         self._methods = {
-            event: [each for each in methods if each.callback is not found[0]]
+            event: [method for method in methods if method.callback is not found[0]]
             for event, methods in self._methods.items()
         }
         return found[0]
@@ -185,15 +185,15 @@ class Callbacks:
     def state_dict(self) -> dict[str, list[Any]]:
         """Return the states of the callbacks that have one, by the names of their classes."""
         states: dict[str, list[Any]] = {}
-        for each in self.items:
-            state = _read(each)
+        for item in self.items:
+            state = _read(item)
             if state is not None:
-                states.setdefault(_name(each), []).append(state)
+                states.setdefault(_name(item), []).append(state)
         return states
 
     def check(self, states: Any) -> None:
         """Refuse what `state_dict` has not returned, and warn of callbacks that are not here."""
-        if not isinstance(states, Mapping) or not all(isinstance(each, (list, tuple)) for each in states.values()):
+        if not isinstance(states, Mapping) or not all(isinstance(state, (list, tuple)) for state in states.values()):
             raise CheckpointMismatch("the state of CallbackAddon does not contain the states of callbacks by name")
         here = self.state_dict()
         for name, saved in states.items():
@@ -208,9 +208,9 @@ class Callbacks:
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Load the state of each callback that has one saved."""
         left = {name: list(each) for name, each in states.items()}
-        for each in self.items:
-            if _read(each) is not None and left.get(_name(each)):
-                _load(each, left[_name(each)].pop(0))
+        for item in self.items:
+            if _read(item) is not None and left.get(_name(item)):
+                _load(item, left[_name(item)].pop(0))
 
 
 def _name(callback: Any) -> str:
@@ -219,8 +219,8 @@ def _name(callback: Any) -> str:
 
 def _methods_of(callback: Any) -> dict[tuple[str, bool], _Method]:
     """Return the methods of a callback by event and by whether they are called as Transformers does."""
-    base = next((each for each in type(callback).__mro__ if each.__name__ == "TrainerCallback"), None)
-    if any(each.__name__ == "Callback" and "lightning" in each.__module__ for each in type(callback).__mro__):
+    base = next((cls for cls in type(callback).__mro__ if cls.__name__ == "TrainerCallback"), None)
+    if any(cls.__name__ == "Callback" and "lightning" in cls.__module__ for cls in type(callback).__mro__):
         raise ConfigError(
             f"{_name(callback)} is a callback of Lightning, which are not called here; write an object with methods "
             "such as on_epoch_end(self, trainer), or add EarlyStoppingAddon, EMAAddon or StateManagerAddon"
@@ -256,13 +256,16 @@ def _read_signature(
     except (TypeError, ValueError):  # Written in C, for instance.
         return is_foreign or event not in EVENTS, None
     parameters = signature.parameters.values()
-    kinds = {each.kind for each in parameters}
+    kinds = {parameter.kind for parameter in parameters}
     takes_all = inspect.Parameter.VAR_KEYWORD in kinds
     is_foreign |= {"state", "control"} <= set(signature.parameters) or event not in EVENTS
     is_foreign |= (
         takes_all
         and event in FOREIGN_EVENTS
-        and (inspect.Parameter.VAR_POSITIONAL in kinds or sum(each.kind in _POSITIONAL for each in parameters) == 3)
+        and (
+            inspect.Parameter.VAR_POSITIONAL in kinds
+            or sum(parameter.kind in _POSITIONAL for parameter in parameters) == 3
+        )
     )
     given = (*KEYWORDS, *FOREIGN_EVENTS[event]) if is_foreign else ()
     taken = None if takes_all else frozenset(name for name in given if name in signature.parameters)

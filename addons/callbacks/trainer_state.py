@@ -254,9 +254,9 @@ class StepLosses:
 
     def add(self, outputs: Sequence[Any]) -> None:
         """Add the loss of a step, the mean over its batches; several optimizers have a loss each, and no sum."""
-        losses = [each.loss.detach() * each.weight for each in outputs if isinstance(each.loss, Tensor)]
+        losses = [output.loss.detach() * output.weight for output in outputs if isinstance(output.loss, Tensor)]
         if losses:
-            self._since_log = self._since_log + sum(losses) / sum(each.weight for each in outputs)
+            self._since_log = self._since_log + sum(losses) / sum(output.weight for output in outputs)
 
     def take_mean(self, step: int, mean: Callable[[Tensor], float]) -> float:
         """Return the mean over the steps since the last record, and over the ranks."""
@@ -292,14 +292,14 @@ class StepLosses:
 def counts_of(loader: Any) -> tuple[int | None, int | None]:
     """Return how many samples and batches a loader has, or several by name together; None is unknown."""
     loaders = list(loader.values()) if isinstance(loader, Mapping) else [loader]
-    datasets = [getattr(each, "dataset", None) for each in loaders]
-    samples = [length_of(each) for each in datasets]
-    batches = [length_of(each) for each in loaders]
+    datasets = [getattr(part, "dataset", None) for part in loaders]
+    samples = [length_of(dataset) for dataset in datasets]
+    batches = [length_of(part) for part in loaders]
     return _sum(samples), _sum(batches)
 
 
 def _sum(counts: list[int | None]) -> int | None:
-    known = [each for each in counts if each is not None]
+    known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
 

@@ -263,7 +263,7 @@ class DeepSpeedAddon(DistributedAddon):
         """Refuse a model whose weights DeepSpeed would keep in another precision, or not divide rightly."""
         super()._check_model(model)
         named = dict(model.named_parameters())
-        if any(hasattr(each, "ds_id") or hasattr(each, "_hp_mapping") for each in named.values()):
+        if any(hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping") for parameter in named.values()):
             raise ConfigError(
                 "DeepSpeed has divided this model for another trainer; make a new model, and load the "
                 "weights of the other one: trainer.save_model(path), apply_weights(path)"
@@ -304,7 +304,7 @@ class DeepSpeedAddon(DistributedAddon):
             allowed = self._config.get("zero_allow_untested_optimizer", False) is True
             settings.check_kind(optimizer, allowed)
         # Rank 0 sends its buffers; DeepSpeed sends the weights.
-        broadcast(each for each in model.buffers() if each.numel())
+        broadcast(buffer for buffer in model.buffers() if buffer.numel())
         filled = self._fill(self.world_size)
         engine = self.engine.find(DeepSpeedEngine)
         assert engine is not None

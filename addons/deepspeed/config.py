@@ -144,7 +144,7 @@ def fill(config: Mapping[str, Any], truths: Mapping[str, tuple[Any, str]], batch
 
 def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer of other parameters than those of the model that are trained."""
-    own = {id(each): each.requires_grad for each in model.parameters()}
+    own = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
     held = set(map(id, parameters_of(optimizer)))
     if not own.keys() >= held or not held.issuperset(key for key, is_trained in own.items() if is_trained):
         raise ConfigError(
@@ -156,7 +156,7 @@ def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
 def check_kind(optimizer: Optimizer, is_allowed: bool) -> None:
     """Refuse an optimizer that may need whole tensors: each rank gives it a part of all of them in one."""
     if type(optimizer) not in ELEMENTWISE and not is_allowed:
-        names = ", ".join(each.__name__ for each in ELEMENTWISE)
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ConfigError(
             f"ZeRO gives {type(optimizer).__name__} a part of all parameters in one flat tensor, and it may need "
             f"them whole. Take one of {names}; if it computes each element on its own, write "

@@ -83,9 +83,9 @@ class Zero:
         self.optimizer = optimizer
         self.stage: int = config["zero_optimization"]["stage"]
         self.is_bf16: bool = config["bf16"]["enabled"]
-        self.trained = [each for each in model.parameters() if each.requires_grad]
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.names = {id(each): name for name, each in model.named_parameters()}
-        self._shapes = {id(each): each.shape for each in model.parameters()}
+        self._shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
         self._used: set[int] = set()
         self._forwards = 0
         self._is_open = False
@@ -98,8 +98,8 @@ class Zero:
                 model=model, optimizer=self._stepped, config=dict(config), dist_init_required=False
             )
         self._settled = optimizer.state
-        for each in self.trained:
-            each.register_post_accumulate_grad_hook(self._note_used)
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(self._note_used)
         self.engine.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
         if self.is_bf16:
             model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
@@ -116,7 +116,9 @@ class Zero:
 
     def begin_window(self, present: Sequence[Tensor]) -> None:
         """Refuse parameters that were frozen, unfrozen or replaced, and a window after one that has failed."""
-        if [id(each) for each in present if each.requires_grad] != [id(each) for each in self.trained]:
+        if [id(parameter) for parameter in present if parameter.requires_grad] != [
+            id(parameter) for parameter in self.trained
+        ]:
             raise ConfigError(
                 "a parameter was frozen, unfrozen, added or replaced after DeepSpeed has divided the model; do that "
                 "before run(), or train with MultiGPUAddon"
@@ -170,7 +172,7 @@ class Zero:
 
     def check_used(self) -> None:
         """Refuse a step that left parameters without gradients: DeepSpeed would step them with zeros."""
-        missing = [self.names[id(each)] for each in self.trained if id(each) not in self._used]
+        missing = [self.names[id(parameter)] for parameter in self.trained if id(parameter) not in self._used]
         self._used.clear()
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
@@ -183,7 +185,7 @@ class Zero:
     def gradients(self) -> list[Any]:
         """Return objects whose ``grad`` is this rank's part of the averaged gradients; change it in place."""
         if self.stage == 0:
-            return [each for each in self.trained if each.grad is not None]
+            return [parameter for parameter in self.trained if parameter.grad is not None]
         parts: list[Tensor] = []
         for group in self._zero.averaged_gradients.values():
             parts += group or ()
@@ -191,7 +193,7 @@ class Zero:
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the whole gradients, equal on all ranks."""
-        parts = [torch.linalg.vector_norm(each.grad).double().square() for each in self.gradients()]
+        parts = [torch.linalg.vector_norm(gradient.grad).double().square() for gradient in self.gradients()]
         square = torch.stack(parts).sum()
         if self.stage:  # Each rank has squared its parts; in stage 0 it has all of the gradients.
             all_reduce(square)
@@ -246,18 +248,18 @@ class Zero:
         """Set whole weights, by the id of the parameter; all ranks call it."""
         if self.stage == 3:
             self._zero._partition_all_parameters()
-        for each in self.model.parameters():
-            if id(each) not in weights:
+        for parameter in self.model.parameters():
+            if id(parameter) not in weights:
                 continue
-            value = weights[id(each)].to(each.device)
-            if self._is_held(each):
-                self._set_part(each, value)
+            value = weights[id(parameter)].to(parameter.device)
+            if self._is_held(parameter):
+                self._set_part(parameter, value)
             elif self.stage == 3:
-                with self._library.zero.GatheredParameters([each], modifier_rank=0):
+                with self._library.zero.GatheredParameters([parameter], modifier_rank=0):
                     if dist.get_rank() == 0:
-                        each.copy_(value)
+                        parameter.copy_(value)
             else:
-                each.copy_(value)
+                parameter.copy_(value)
         self._publish()
 
     def _set_part(self, parameter: Tensor, value: Tensor, slot: str = "") -> None:
@@ -302,10 +304,10 @@ class Zero:
         for flat, parameters in self._flats():
             slots = self._stepped.state.get(flat, {})
             if slots:
-                for each in parameters:
-                    shape = self._shapes[id(each)]
-                    self.optimizer.state[each] = {
-                        key: read(each, key).cpu().reshape(shape) if _is_slot(value, flat) else _copy(value)
+                for parameter in parameters:
+                    shape = self._shapes[id(parameter)]
+                    self.optimizer.state[parameter] = {
+                        key: read(parameter, key).cpu().reshape(shape) if _is_slot(value, flat) else _copy(value)
                         for key, value in slots.items()
                     }
         try:
@@ -321,9 +323,9 @@ class Zero:
             return
         states = {}
         for flat, parameters in self._flats():
-            own = [loaded.get(each) for each in parameters]
+            own = [loaded.get(parameter) for parameter in parameters]
             if any(own):
-                states[flat] = _flat_state(flat, own, [self._shapes[id(each)] for each in parameters])
+                states[flat] = _flat_state(flat, own, [self._shapes[id(parameter)] for parameter in parameters])
         self._stepped.state = defaultdict(dict, states)
         if self.stage != 3:
             self._zero._hp_optimizer_states_linked = False
@@ -331,14 +333,14 @@ class Zero:
                 self._zero._lazy_init_hp_params_optimizer_state()
         for flat, parameters in self._flats():
             for key in (key for key, value in states.get(flat, {}).items() if _is_slot(value, flat)):
-                for each in parameters:
-                    self._set_part(each, loaded[each][key], key)
+                for parameter in parameters:
+                    self._set_part(parameter, loaded[parameter][key], key)
         self.optimizer.state.clear()
         self._settled = self.optimizer.state
 
 
 def _is_trained(group: Mapping[str, Any]) -> bool:
-    return any(each.requires_grad for each in group["params"])
+    return any(parameter.requires_grad for parameter in group["params"])
 
 
 def _is_slot(value: Any, flat: Tensor) -> bool:
@@ -354,10 +356,10 @@ def _flat_state(flat: Tensor, states: list[Any], shapes: list[torch.Size]) -> di
     """Return the state of a flat part, whose slots are still zeros; refuse parameters that are at different steps."""
     first = states[0] or {}
     made: dict[str, Any] = {}
-    is_alike = all(set(each or {}) == set(first) for each in states)
+    is_alike = all(set(state or {}) == set(first) for state in states)
     if is_alike:
         for key, value in first.items():
-            several = [each[key] for each in states]
+            several = [state[key] for state in states]
             if key != "step" and all(isinstance(v, Tensor) and v.shape == s for v, s in zip(several, shapes)):
                 made[key] = torch.zeros_like(flat, requires_grad=False)
             elif value is None or all(bool(torch.as_tensor(v == value).all()) for v in several):
@@ -374,10 +376,10 @@ def _flat_state(flat: Tensor, states: list[Any], shapes: list[torch.Size]) -> di
 
 def _twin(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the same groups of the same parameters that are trained, and without a state."""
-    held = {id(each): each for each in parameters_of(optimizer)}
+    held = {id(parameter): parameter for parameter in parameters_of(optimizer)}
     twin = copy_optimizer(optimizer, dict(held), state=defaultdict(dict))
     for group in twin.param_groups:
-        group["params"] = [each for each in group["params"] if each.requires_grad]
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
     twin.param_groups[:] = [group for group in twin.param_groups if group["params"]]
     return twin
 

@@ -171,7 +171,7 @@ def _folder_of(manager: Any) -> Path:
 
 def _check_precision(args: Arguments) -> None:
     """Refuse a type that neither the model has nor ``amp`` computes in."""
-    found = {each.dtype for each in args.unit.model.parameters() if each.is_floating_point()}
+    found = {parameter.dtype for parameter in args.unit.model.parameters() if parameter.is_floating_point()}
     is_half = args.dtype in (torch.float16, torch.bfloat16)
     if is_half and not args.amp and (found != {args.dtype} or args.dtype is torch.float16):
         raise ConfigError(

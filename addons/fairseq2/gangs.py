@@ -77,7 +77,7 @@ def _pair(root: Any, dp: Any, tp: Any) -> tuple[Any, Any]:
     if dp is None and tp is None:
         return None, None
     if dp is None or tp is None or dp.size * tp.size != root.size:
-        sizes = [None if each is None else each.size for each in (dp, tp)]
+        sizes = [None if gang is None else gang.size for gang in (dp, tp)]
         raise ConfigError(
             f"dp_gang and tp_gang have {sizes[0]} and {sizes[1]} ranks, which do not divide the {root.size} of "
             f"root_gang; {_PARALLEL}"

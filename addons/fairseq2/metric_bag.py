@@ -28,8 +28,8 @@ def states_of(unit: Any) -> dict[str, Any]:
 
 def reset(unit: Any) -> None:
     """Reset the metrics of a unit."""
-    for each in metrics_of(unit).values():
-        each.reset()
+    for metric in metrics_of(unit).values():
+        metric.reset()
 
 
 def compute_over_ranks(unit: Any, gather: Gather) -> dict[str, float]:
@@ -37,7 +37,7 @@ def compute_over_ranks(unit: Any, gather: Gather) -> dict[str, float]:
     found: dict[str, float] = {}
     every = gather(to_host(states_of(unit)))
     for name, metric in metrics_of(unit).items():
-        found |= numbers_of(name, _combined(metric, [each[name] for each in every]).compute())
+        found |= numbers_of(name, _combined(metric, [values[name] for values in every]).compute())
     return found
 
 

@@ -117,7 +117,7 @@ class ReaderLoader:
 
 def check_reader(name: str, reader: Any) -> None:
     """Refuse what is not a data reader."""
-    absent = [each for each in _METHODS if not hasattr(reader, each)]
+    absent = [method for method in _METHODS if not hasattr(reader, method)]
     if absent:
         raise ConfigError(f"{name} is {kind_of(reader)} and has no {', '.join(absent)}; give a DataReader")
 

@@ -26,11 +26,11 @@ class AnyOf(Every):
 
     def due_at_step(self, step: int) -> bool:
         """Return whether one of them is due after this optimizer step."""
-        return any(each.due_at_step(step) for each in self.parts)
+        return any(part.due_at_step(step) for part in self.parts)
 
     def due_at_epoch(self, epoch: int) -> bool:
         """Return whether one of them is due at the end of this epoch."""
-        return any(each.due_at_epoch(epoch) for each in self.parts)
+        return any(part.due_at_epoch(epoch) for part in self.parts)
 
 
 def any_of(*cadences: Every) -> Every:
@@ -54,11 +54,11 @@ def any_of(*cadences: Every) -> Every:
     >>> every.due_at_step(200), every.due_at_step(250), every.due_at_epoch(3)
     (True, False, True)
     """
-    if not cadences or not all(isinstance(each, Every) for each in cadences):
+    if not cadences or not all(isinstance(cadence, Every) for cadence in cadences):
         raise ConfigError(f"any_of{cadences!r}; give one or more of Every(steps=...) and Every(epochs=...)")
     if len(cadences) == 1:
         return cadences[0]
-    steps = next((each.steps for each in cadences if each.steps is not None), NO_LIMIT)
+    steps = next((cadence.steps for cadence in cadences if cadence.steps is not None), NO_LIMIT)
     return AnyOf(steps=steps, parts=cadences)
 
 

@@ -148,7 +148,7 @@ class ConvertedArguments(ConvertedArgumentsBase):
         """Return the engines that a class lacks for the gangs, and their options."""
         if self.gangs.world == 1:
             return [], {}
-        has = {name for each in add_ons_of(cls) for name in getattr(each, "mesh_dimensions", ())}
+        has = {name for add_on in add_ons_of(cls) for name in getattr(add_on, "mesh_dimensions", ())}
         names = []
         is_tensor = self.gangs.tensor > 1
         if is_tensor and "tensor_plan" not in more:

@@ -99,12 +99,12 @@ class TrainUnitAddon(AddOnBase):
             raise ConfigError(f"the model is {kind_of(self.unwrap())}; give the unit in its place: task_of(unit)(unit)")
         self.train_unit = train_unit
         self.valid_units = {"": train_unit} if valid_units is None else _by_name(valid_units)
-        units = {id(each): each for each in (train_unit, *self.valid_units.values())}
+        units = {id(valid_unit): valid_unit for valid_unit in (train_unit, *self.valid_units.values())}
         for name, each in self.valid_units.items():
             if each.model is not train_unit.model:
                 which = f"valid_units[{name!r}]" if name else "valid_units"
                 raise ConfigError(f"the model of {which} is not unit.model; make both units of one model")
-        self._model_places = [place for each in units.values() for place in _places_of(each, train_unit.model)]
+        self._model_places = [place for unit in units.values() for place in _places_of(unit, train_unit.model)]
 
     @classmethod
     def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class TrainUnitAddon(AddOnBase):
         if len(self.valid_units) == 1:
             return next(iter(self.valid_units.values()))
         if name not in self.valid_units:
-            shown = "{" + ", ".join(f"{each!r}: loader" for each in self.valid_units) + "}"
+            shown = "{" + ", ".join(f"{valid_unit!r}: loader" for valid_unit in self.valid_units) + "}"
             raise ConfigError(f"valid_units has no unit for the loader {name!r}; write valid_loader={shown}")
         return self.valid_units[name]
 

@@ -131,8 +131,8 @@ class FSDPEngine(Engine):
         if has_weights:
             # Rank 0 sends what it has: each rank then keeps its own part of the same weights. What tensor parallelism
             # has divided was sent before.
-            plain = [each for each in model.parameters() if not is_sharded(each)]
-            broadcast([*plain, *(each for each in model.buffers() if each.numel())])
+            plain = [parameter for parameter in model.parameters() if not is_sharded(parameter)]
+            broadcast([*plain, *(buffer for buffer in model.buffers() if buffer.numel())])
         mesh = self._mesh()
         # The innermost blocks first; what is in no block is sharded with the model itself.
         for _, block in sorted(blocks.items(), key=lambda item: -item[0].count(".")):
@@ -171,8 +171,8 @@ class FSDPEngine(Engine):
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Send the parameters outside of the model; those of the model, and its buffers, were sent to be sharded."""
-        held = {id(each) for each in module.parameters()}
-        broadcast(each for each in parameters if id(each) not in held and not is_sharded(each))
+        held = {id(parameter) for parameter in module.parameters()}
+        broadcast(parameter for parameter in parameters if id(parameter) not in held and not is_sharded(parameter))
 
     def model_state(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the shards of the weights, and not what a forward has gathered."""
@@ -287,7 +287,7 @@ class FSDPAddon(DistributedAddon):
         if not isinstance(compile_blocks, (bool, str)):
             raise ConfigError(f"compile_blocks={compile_blocks!r}; it must be True, False or the name of a backend")
         self.fsdp_methods = parse_methods(self.unwrap(), fsdp_methods)
-        if self.cpu_offload and all(each.type == "cpu" for each in self.devices):
+        if self.cpu_offload and all(device.type == "cpu" for device in self.devices):
             raise ConfigError(
                 "cpu_offload=True moves shards from an accelerator to the host, and there is none here; leave it out"
             )

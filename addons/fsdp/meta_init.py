@@ -20,7 +20,7 @@ _AS_CLASS = "Task(Net, ...), or Task(functools.partial(Net, width=8), ...)"
 
 def is_meta(module: nn.Module) -> bool:
     """Return whether some tensor of a module is on the meta device."""
-    return any(each.is_meta for each in (*module.parameters(), *module.buffers()))
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 class MetaInit:

@@ -85,7 +85,9 @@ class Recomputed:
         self.forward = module.forward
         self.keep = keep if callable(keep) else list(keep)
         self.norms = norms_in(module)
-        self.others = [each for each in module.modules() if each not in self.norms and any(_buffers_of([each]))]
+        self.others = [
+            submodule for submodule in module.modules() if submodule not in self.norms and any(_buffers_of([submodule]))
+        ]
         self.in_place: set[tuple[int, str]] | None = None
         self.draws = False
 
@@ -106,7 +108,7 @@ class _Call:
         self.tensors = {key: each for key, each in items.items() if isinstance(each, Tensor)}
         self.names = list(self.tensors)
         # checkpoint keeps the tensors; a call holds what else there is.
-        self.args = [None if isinstance(each, Tensor) else each for each in args]
+        self.args = [None if isinstance(argument, Tensor) else argument for argument in args]
         self.kwargs = {key: None if isinstance(each, Tensor) else each for key, each in kwargs.items()}
         self.is_again = False
         self.buffers: list[_Buffer] = []  # Those that the forward has changed, with their values before it.
@@ -115,8 +117,8 @@ class _Call:
     def inputs(self) -> list[Tensor]:
         """Return what is kept for the backward, on each device whose random numbers are drawn again."""
         given = list(self.tensors.values())
-        inside = {each.device for each in tensors_in((self.args, self.kwargs))} - {each.device for each in given}
-        return [*given, *(torch.empty(0, device=each) for each in inside)]
+        inside = {tensor.device for tensor in tensors_in((self.args, self.kwargs))} - {each.device for each in given}
+        return [*given, *(torch.empty(0, device=device) for device in inside)]
 
     def __call__(self, *inputs: Tensor) -> Any:
         tensors = dict(zip(self.names, inputs)) if self.is_again else self.tensors
@@ -138,8 +140,11 @@ class _Call:
         """Keep what the forward changes as it is before it; statistics of norms do not enter what is computed."""
         owner = self.owner
         is_first = self.owner.in_place is None
-        present = [(index, *each) for index, holder in enumerate(owner.others) for each in _buffers_of([holder])]
-        versions = [_version_of(each) for *_, each in present], [_version_of(each) for each in self.tensors.values()]
+        present = [(index, *buffer) for index, holder in enumerate(owner.others) for buffer in _buffers_of([holder])]
+        versions = (
+            [_version_of(each) for *_, each in present],
+            [_version_of(tensor) for tensor in self.tensors.values()],
+        )
         values = {
             (index, name): each.detach().clone()
             for index, _, name, each in present
@@ -161,7 +166,7 @@ class _Call:
             elif getattr(holder, name, None) is not each:
                 self.buffers.append(_Buffer(holder, name, each))
         owner.in_place = owner.in_place or set()
-        if versions[1] != [_version_of(each) for each in self.tensors.values()]:
+        if versions[1] != [_version_of(tensor) for tensor in self.tensors.values()]:
             raise StepError(
                 f"{owner.name} has changed an input in place, with which the backward would compute its forward again; "
                 "write x = x + 1 instead of x += 1 (torch.nn.ReLU() instead of ReLU(inplace=True)), or leave this "
@@ -186,8 +191,8 @@ class _Again(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         call = self.call
-        copies = [each.with_value(each.value.clone()) for each in (*_buffers_of(call.owner.norms), *call.buffers)]
-        held = [each.with_value(getattr(each.holder, each.name)) for each in copies]
+        copies = [buffer.with_value(buffer.value.clone()) for buffer in (*_buffers_of(call.owner.norms), *call.buffers)]
+        held = [copy.with_value(getattr(copy.holder, copy.name)) for copy in copies]
         self._held = (held, None if call.streams is None else _host_streams())
         call.is_again = True
         self.inner.__enter__()
@@ -209,7 +214,7 @@ class _Again(AbstractContextManager[None]):
 
 def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[_Buffer]:
     """Yield the buffers of modules themselves."""
-    return (_Buffer(each, name, value) for each in modules for name, value in each.named_buffers(recurse=False))
+    return (_Buffer(module, name, value) for module in modules for name, value in module.named_buffers(recurse=False))
 
 
 def _version_of(tensor: Tensor) -> int:
@@ -228,7 +233,7 @@ def _set_host_streams(streams: tuple[Any, Any]) -> None:
 
 def norms_in(module: nn.Module) -> list[nn.Module]:
     """Return the modules within one whose forward moves statistics of batches."""
-    return [each for each in module.modules() if isinstance(each, _WITH_STATISTICS)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, _WITH_STATISTICS)]
 
 
 def operation_of(name: str) -> Any:

@@ -130,7 +130,8 @@ def read_arguments(args: Any, stacklevel: int = 2) -> tuple[Any, dict[str, Any]]
     values = {name: _as_type(name, value, kinds[name]) for name, value in values.items()}
     if str(values.get("hub_token", "")).startswith("<"):  # `to_dict` hides it.
         del values["hub_token"]
-    for name in [each for each in REFUSED if values.get(each)]:  # Transformers would ask for the package of it first.
+    # Transformers would ask for the package of it first.
+    for name in [option for option in REFUSED if values.get(option)]:
         raise ConfigError(f"{name}={plain(values[name])!r} is not supported; {REFUSED[name]}")
     try:
         return cls(**values), entries

@@ -282,7 +282,7 @@ class EvaluationPart(AddOnPart):
     def validate(self) -> dict[str, float]:
         """Call an override of ``evaluate`` for an evaluation in training, as Transformers does."""
         outer = type(self).__mro__[: type(self).__mro__.index(EvaluationPart)]
-        is_overridden = any("evaluate" in vars(each) and not is_add_on(each) for each in outer)
+        is_overridden = any("evaluate" in vars(base) and not is_add_on(base) for base in outer)
         if self.eval_dataset is None or not is_overridden:
             return super().validate()
         sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
@@ -360,8 +360,8 @@ class EvaluationPart(AddOnPart):
         if held and held[0].label_ids is not None:
             metrics = {"loss": sum(loss * size for loss, size in losses) / max(samples, 1), **metrics}
         metrics = prefixed(metrics, prefix) | self._speed(prefix, started, samples, len(held), with_epoch=False)
-        predictions = concatenate(each[0] for each in held) if held else None
-        label_ids = concatenate(each[1] for each in held) if held else None
+        predictions = concatenate(pair[0] for pair in held) if held else None
+        label_ids = concatenate(pair[1] for pair in held) if held else None
         return PredictionOutput(predictions=predictions, label_ids=label_ids, metrics=metrics)
 
     @contextmanager

@@ -104,17 +104,17 @@ def save_folder(
 
 def _move_files(staging: Path, folder: Path) -> None:
     """Rename what was staged to its place, and remove weights of an earlier save."""
-    found = sorted((each for each in staging.rglob("*") if each.is_file()), key=lambda each: _is_weights(each.name))
-    for each in found:
-        with open(each, "rb") as file:
+    found = sorted((path for path in staging.rglob("*") if path.is_file()), key=lambda each: _is_weights(each.name))
+    for path in found:
+        with open(path, "rb") as file:
             os.fsync(file.fileno())
-        target = folder / each.relative_to(staging)
+        target = folder / path.relative_to(staging)
         target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(each, target)
-    names = {each.name for each in found}
-    for each in folder.iterdir():
-        if _is_weights(each.name) and each.name not in names:
-            each.unlink()
+        os.replace(path, target)
+    names = {path.name for path in found}
+    for path in folder.iterdir():
+        if _is_weights(path.name) and path.name not in names:
+            path.unlink()
 
 
 def _is_weights(name: str) -> bool:
@@ -222,7 +222,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     value = _number_of(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
@@ -425,7 +425,7 @@ class Uploader:
 def _snapshot(push: Push) -> Iterator[Path]:
     """Yield a folder with the files to upload, as they are now: later saves replace files, and remove checkpoints."""
     with tempfile.TemporaryDirectory(prefix=".hub-", dir=push.folder) as made:
-        _link(push.folder, Path(made), (each for each in push.folder.iterdir() if each.is_file()))
+        _link(push.folder, Path(made), (path for path in push.folder.iterdir() if path.is_file()))
         if push.checkpoint is not None:
             target = Path(made) / push.checkpoint_name
             target.mkdir()
@@ -435,10 +435,10 @@ def _snapshot(push: Push) -> Iterator[Path]:
 
 def _link(folder: Path, target: Path, files: Iterable[Path]) -> None:
     """Link the visible files into another folder of the same disk, or copy them where there are no links."""
-    for each in files:
-        if each.name.startswith((".", "_")):
+    for file in files:
+        if file.name.startswith((".", "_")):
             continue
         try:
-            os.link(each, target / each.name)
+            os.link(file, target / file.name)
         except OSError:
-            shutil.copy2(each, target / each.name)
+            shutil.copy2(file, target / file.name)

@@ -65,7 +65,7 @@ class EvaluationOutputs:
                 raise ConfigError(
                     f"{name}={function!r:.60} is not a function; write {name}=function, without calling it"
                 )
-        if isinstance(includes, str) or any(each not in _INCLUDES for each in includes):
+        if isinstance(includes, str) or any(include not in _INCLUDES for include in includes):
             raise ConfigError(f"include_for_metrics={includes!r}; write a list of 'inputs' and 'loss'")
         if by_batch and compute_metrics is None:
             raise ConfigError("batch_eval_metrics=True needs compute_metrics; give it, or leave batch_eval_metrics out")
@@ -117,7 +117,7 @@ class EvaluationOutputs:
         if logits is not None and self.preprocess_logits is not None:
             logits = self.preprocess_logits(logits, labels)
         held = inputs if self.by_batch else inputs.get(main_input)
-        size = next((len(each) for each in _leaves(logits) if each.dim()), 1)
+        size = next((len(leaf) for leaf in _leaves(logits) if leaf.dim()), 1)
         return BatchOutputs(
             logits,
             labels,
@@ -247,11 +247,11 @@ def _leaves(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _leaves(each)
+        for item in value.values():
+            yield from _leaves(item)
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _leaves(each)
+        for item in value:
+            yield from _leaves(item)
 
 
 def concatenate(parts: Iterable[Any]) -> Any:

@@ -236,7 +236,7 @@ def _check_optimizer(args: Any) -> None:
     from transformers.training_args import OptimizerNames
 
     name = _name(args.optim)
-    known = [each.value for each in OptimizerNames]
+    known = [kind.value for kind in OptimizerNames]
     if name not in known:
         near = [each for each in known if each.replace("_", "").startswith(name.lower().replace("_", ""))]
         hint = f"; did you mean {' or '.join(map(repr, near[:_SHOWN]))}?" if near else did_you_mean(name, known)
@@ -254,7 +254,7 @@ def _check_schedule(args: Any) -> None:
     from transformers import SchedulerType
 
     name = _name(args.lr_scheduler_type)
-    known = [each.value for each in SchedulerType]
+    known = [kind.value for kind in SchedulerType]
     if name not in known:
         near = did_you_mean(name, known) or "; it is one of " + ", ".join(known)
         raise ConfigError(f"unknown lr_scheduler_type={name!r}{near}")
@@ -287,7 +287,7 @@ def _defaults(names: tuple[str, ...], given: Mapping[str, Any], what: str) -> An
         if name not in names:
             near = did_you_mean(name, names) or "; it has " + ", ".join(names)
             raise ConfigError(f"unknown argument {name!r} for optimizers.{what}{near}")
-    fields = {each.name: each.default for each in dataclasses.fields(transformers.TrainingArguments)}
+    fields = {field.name: field.default for field in dataclasses.fields(transformers.TrainingArguments)}
     values = {name: given.get(name, fields[name]) for name in names}
     return SimpleNamespace(**values, gradient_accumulation_steps=1, parallel_mode=ParallelMode.NOT_PARALLEL)
 

@@ -62,7 +62,7 @@ class OverridesPart(AddOnPart):
         """Refuse a class with an override that Transformers calls and that nothing here would call."""
         super().__init_subclass__(**kwargs)
         for name, remedy in NOT_CALLED.items():
-            owner = next((each for each in cls.__mro__ if name in vars(each)), None)
+            owner = next((base for base in cls.__mro__ if name in vars(base)), None)
             if owner is not None:
                 raise TaskError(
                     f"{owner.__name__}.{name} would never be called: Transformers calls it, HuggingFaceAddon does not. "
@@ -208,7 +208,7 @@ class OverridesPart(AddOnPart):
     def _owner(self, name: str) -> type:
         """Return the class whose method counts: that of a user, wherever it stands, or this part."""
         return next(
-            (each for each in type(self).__mro__ if name in vars(each) and each is not OverridesPart), OverridesPart
+            (cls for cls in type(self).__mro__ if name in vars(cls) and cls is not OverridesPart), OverridesPart
         )
 
     def _has_override(self, name: str) -> bool:

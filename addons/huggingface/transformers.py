@@ -211,12 +211,12 @@ class ConvertedArguments(ConvertedArgumentsBase):
     def add_report(self) -> None:
         """Report each argument that nothing has converted, unless it has its default."""
         options = arguments.huggingface_options()
-        for each in dataclasses.fields(self.args):
-            name = each.name
-            why = arguments.REPORTED.get(each.name)
+        for field in dataclasses.fields(self.args):
+            name = field.name
+            why = arguments.REPORTED.get(field.name)
             if name in options and CONVERTED.get(name) not in (_convert_optimizer, _convert_step):
-                self.huggingface |= {} if arguments.is_default(self.args, each) else {name: getattr(self.args, name)}
-            if arguments.is_default(self.args, each) or name in self.report or name in CONVERTED:
+                self.huggingface |= {} if arguments.is_default(self.args, field) else {name: getattr(self.args, name)}
+            if arguments.is_default(self.args, field) or name in self.report or name in CONVERTED:
                 continue
             if name == "dataloader_pin_memory" and self.args.use_cpu:  # It sets it itself.
                 continue

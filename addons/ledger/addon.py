@@ -234,7 +234,7 @@ class LedgerAddon(AddOnBase):
         model = self.unwrap()
         if not self.ledger_tensors or (self._is_of_each_rank and any(shards.by_part([*model.parameters()]))):
             return {}
-        return {"tensors": {name: value for each in hashes for name, value in each(model).items()}}
+        return {"tensors": {name: value for function in hashes for name, value in function(model).items()}}
 
     def _gradients(self) -> Any:
         return self._hash([p.grad for p in self.parameters if p.grad is not None])

@@ -77,7 +77,7 @@ def _is_plain(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value.item() if isinstance(value, Tensor) else value
 
 

@@ -219,9 +219,9 @@ class GuardedSink:
                 return
             text = "the logger %s failed: %s. Training continues, and its records go to %s. To fix it, %s"
             _log.warning(text, name, reason, self.path, remedy)
-            for each in unconfirmed:
-                if each.name.startswith("write"):
-                    self._keep(each)
+            for row in unconfirmed:
+                if row.name.startswith("write"):
+                    self._keep(row)
 
     def _keep(self, call: Call) -> None:
         """Write one record, image or histogram to the local file."""

@@ -93,7 +93,7 @@ def _make(peft: Any, model: Any, config: Any) -> Any:
 
 def check_trained(model: nn.Module, optimizers: Iterable[Any]) -> None:
     """Refuse a model of which nothing, or all, is trained, and optimizers that hold only frozen weights."""
-    trained = {id(each) for each in model.parameters() if each.requires_grad}
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not trained:
         raise ConfigError(
             f"no parameter of {type(model).__name__} requires gradients; give peft_config=..., or load the adapter "
@@ -106,7 +106,7 @@ def check_trained(model: nn.Module, optimizers: Iterable[Any]) -> None:
             type(model).__name__,
         )
     for optimizer in optimizers:
-        held = [id(each) for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
+        held = [id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
         if held and not trained.intersection(held):
             name = type(optimizer).__name__
             raise ConfigError(
@@ -123,7 +123,7 @@ def check_plan(model: nn.Module, styles: Mapping[str, Any]) -> None:
         layouts = getattr(style, "output_layouts" if type(style).__name__ == "ColwiseParallel" else "input_layouts", ())
         layouts = layouts if isinstance(layouts, (tuple, list)) else (layouts,)
         is_base = last == "base_layer" and hasattr(model.get_submodule(parent), "base_layer")
-        if is_adapted or (is_base and not all(each.is_replicate() for each in layouts)):
+        if is_adapted or (is_base and not all(layout.is_replicate() for layout in layouts)):
             raise ConfigError(
                 f"tensor_plan: {name} is a layer with an adapter, whose inputs and outputs must be whole; write "
                 f"{{'{name if is_base else name + '.base_layer'}': ColwiseParallel(output_layouts=Replicate())}}"
@@ -312,7 +312,7 @@ def save_folder(model: Any, folder: Path, **options: Any) -> None:
 
 def refuse_sharded(model: nn.Module) -> None:
     """Refuse to merge weights of which each rank holds a part."""
-    if any(is_sharded(each) for each in model.parameters()):
+    if any(is_sharded(parameter) for parameter in model.parameters()):
         raise ConfigError(
             "save_merged adds the adapter to whole weights, and the ranks hold parts of them; call "
             "save_model('adapter') on all ranks, and merge in one process: "

@@ -91,7 +91,7 @@ class PEFTAddon(AddOnBase):
         changed = adapters.changed_weights(self.unwrap(), self._hash_base(), self._seen)
         left_out = adapters.frozen_names(self.unwrap()) - changed
         names = super().weights_to_save(names)
-        return [each for each in names if each not in left_out] if left_out else names
+        return [name for name in names if name not in left_out] if left_out else names
 
     def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load weights; frozen parameters among them belong to the base from now on."""

@@ -74,7 +74,7 @@ class PipelineEngine(Engine):
         if self.chain is None:
             chain = check_stages(model, self._arrangement, trains, self.dp_world_size)
             # Rank 0 sends all that it has, and each rank keeps what its stages need.
-            broadcast(each for each in (*model.parameters(), *model.buffers()) if each.numel())
+            broadcast(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel())
             parts.keep_own(model, set(map(id, chain.tensors(self.place.stages))))
             chain.keep(self.place.stages)
             self.chain = chain
@@ -97,7 +97,7 @@ class PipelineEngine(Engine):
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average over several pipelines: the ranks with the same stages add up their gradients."""
         if self.dp_world_size > 1:
-            own = [each for each in parameters if each.requires_grad and not each.is_meta]
+            own = [parameter for parameter in parameters if parameter.requires_grad and not parameter.is_meta]
             average(own, self.dp_world_size, self._sum_over_pipelines)
 
     def _sum_over_pipelines(self, tensor: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class PipelineEngine(Engine):
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the norm over the gradients of all stages: the ranks of a pipeline add up their squares."""
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         group = None if self.place is None else self.place.group
         return parts.gradient_norm(gradients, parameters, group, self._device)
 
@@ -264,8 +264,8 @@ class PipelineAddon(DistributedAddon):
                 "a pipeline differentiates one loss by all parameters, and the trainer has several "
                 "optimizers; give one with several groups, or train with MultiGPUAddon"
             )
-        own = [each for each in type(self).__mro__ if each.__module__.partition(".")[0] != "zae"]
-        if names := [each.__name__ for each in own if "backward" in vars(each)]:
+        own = [cls for cls in type(self).__mro__ if cls.__module__.partition(".")[0] != "zae"]
+        if names := [cls.__name__ for cls in own if "backward" in vars(cls)]:
             raise ConfigError(
                 f"{names[0]} overrides backward, which a schedule does not call; change gradients in clip(), before "
                 "super().clip(), or train with MultiGPUAddon"
@@ -334,8 +334,8 @@ class PipelineAddon(DistributedAddon):
     def setup(self) -> None:
         """Refuse parameters that no stage computes with."""
         super().setup()
-        known = {id(each) for each in self.unwrap().parameters()}
-        if self._is_parallel and any(id(each) not in known for each in self.parameters):
+        known = {id(parameter) for parameter in self.unwrap().parameters()}
+        if self._is_parallel and any(id(parameter) not in known for parameter in self.parameters):
             raise ConfigError(
                 "the optimizer trains a parameter that is not of the model, and belongs to no stage; make it one of "
                 "the model, which its forward uses, or train with MultiGPUAddon"
@@ -351,7 +351,7 @@ class PipelineAddon(DistributedAddon):
         super().wrap_optimizers(optimizers)
         if self._is_parallel:
             for optimizer in optimizers.values():
-                for parameter in [each for each in optimizer.state if each.is_meta]:
+                for parameter in [key for key in optimizer.state if key.is_meta]:
                     del optimizer.state[parameter]
 
     def wrap_loader(self, loader: Any, training: bool) -> Any:

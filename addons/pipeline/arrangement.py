@@ -19,7 +19,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 def check_split(split: Any) -> Any:
     """Return the option ``split``; refuse what names no stages."""
-    is_paths = isinstance(split, (list, tuple)) and all(isinstance(each, str) for each in split)
+    is_paths = isinstance(split, (list, tuple)) and all(isinstance(path, str) for path in split)
     is_count = isinstance(split, int) and not isinstance(split, bool) and split > 0
     if not (split is None or callable(split) or is_count or (is_paths and split)):
         raise ConfigError(
@@ -103,8 +103,8 @@ class Arrangement:
         lines = [f"{head}{waits}"]
         for stage, rank in enumerate(self.owners):
             held = chain.parameters([stage])
-            elements = sum(each.numel() for each in held)
-            weight = size(sum(each.nbytes for each in held))
+            elements = sum(tensor.numel() for tensor in held)
+            weight = size(sum(tensor.nbytes for tensor in held))
             where = f"stage {stage} (rank {rank} of the pipeline): {_roots(chain.names[stage])}"
             lines.append(f"{where}; {elements:,} parameters, {weight}")
         return lines

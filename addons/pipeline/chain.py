@@ -132,7 +132,7 @@ def _record(model: nn.Module, opened: Collection[str], constants: Mapping[str, A
                 f"leave out. {_REMEDY}"
             )
         args, kwargs = _map(lambda each: replace(each, call.path), (call.args, dict(call.kwargs)))
-        if outputs and not any(each is outputs[-1] for each in _leaves((args, kwargs))):
+        if outputs and not any(leaf is outputs[-1] for leaf in _leaves((args, kwargs))):
             raise ConfigError(
                 f"the forward of {class_name(model)} calls {call.path} without what {calls[-1].path} has returned. "
                 f"{_REMEDY}"
@@ -164,7 +164,11 @@ def _record(model: nn.Module, opened: Collection[str], constants: Mapping[str, A
 def _inputs_of(model: nn.Module) -> dict[str, _Input]:
     """Return a placeholder for each argument of the forward that has no default."""
     parameters = inspect.signature(model.forward).parameters.values()
-    named = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    named = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
     return {name: _Input(name) for name in named}
 
 
@@ -211,10 +215,10 @@ def _unchanged(model: nn.Module, opened: Collection[str]) -> Iterator[None]:
 
 def _check_forward(model: nn.Module, opened: Collection[str]) -> None:
     """Refuse inputs without a name, and hooks of modules whose forward is divided: no stage would call them."""
-    for each in inspect.signature(model.forward).parameters.values():
-        if each.kind is each.VAR_POSITIONAL:
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
             raise ConfigError(
-                f"the forward of {class_name(model)} takes *{each.name}: name each input of the model there"
+                f"the forward of {class_name(model)} takes *{parameter.name}: name each input of the model there"
             )
     for name in opened:
         module = model.get_submodule(name)
@@ -227,7 +231,7 @@ def _check_forward(model: nn.Module, opened: Collection[str]) -> None:
 
 def _line_of(error: Exception) -> str:
     """Return the line of the model that failed."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OWN)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OWN)]
     last = frames[-1] if frames else None
     return f"{Path(last.filename).name}, line {last.lineno}, `{last.line}`: " if last and last.line else ""
 
@@ -316,7 +320,7 @@ class Chain:
         places: dict[str, int] = {}  # How many parameters are used before a module, by its path.
         before = 0
         for call in calls:
-            size = sum(each.numel() for each in model.get_submodule(call.path).parameters())
+            size = sum(parameter.numel() for parameter in model.get_submodule(call.path).parameters())
             if size and before and (call.path in blocks or len(blocks) < count):
                 places.setdefault(call.path, before)
             before += size
@@ -412,7 +416,7 @@ class Chain:
         names: dict[str, Tensor] = {}
         for call in calls:
             names |= _tensors_of(self._model.get_submodule(call.path), f"{call.path}.")
-            held = [each for each in _leaves((call.args, call.kwargs)) if isinstance(each, _Held)]
+            held = [leaf for leaf in _leaves((call.args, call.kwargs)) if isinstance(leaf, _Held)]
             names |= {each.name: _attribute(self._model, each.name) for each in held}
         return names
 
@@ -446,7 +450,7 @@ class Chain:
                     f"{other} (stage {first}) and {name} (stage {stage}) are one parameter, and a pipeline holds a "
                     "parameter in one stage; give each its own, or train with FSDPAddon"
                 )
-            if not any(isinstance(each, nn.Parameter) for each in held.values()):
+            if not any(isinstance(value, nn.Parameter) for value in held.values()):
                 raise ConfigError(f"stage {stage} of {len(self.names)} has no parameter; split the model elsewhere")
 
     def keep(self, stages: Collection[int]) -> None:
@@ -459,18 +463,18 @@ class Chain:
         """Return the parameters and buffers of some stages, once each."""
         held: dict[int, Tensor] = {}
         for stage in stages:
-            held |= {id(each): each for each in self.names[stage].values()}
+            held |= {id(name): name for name in self.names[stage].values()}
         return list(held.values())
 
     def parameters(self, stages: Iterable[int]) -> list[nn.Parameter]:
         """Return the parameters of some stages, once each."""
-        return [each for each in self.tensors(stages) if isinstance(each, nn.Parameter)]
+        return [tensor for tensor in self.tensors(stages) if isinstance(tensor, nn.Parameter)]
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a value with the results of a function in the place of what its tuples, lists and dicts contain."""
     if type(value) in (tuple, list):
-        return type(value)(_map(function, each) for each in value)
+        return type(value)(_map(function, item) for item in value)
     if type(value) is dict:
         return {key: _map(function, each) for key, each in value.items()}
     return function(value)
@@ -530,7 +534,7 @@ def _check_paths(model: nn.Module, split: Sequence[str], count: int) -> list[str
 
 def _check_modules(returned: Any, count: int) -> list[nn.Module]:
     modules = list(returned) if isinstance(returned, (list, tuple)) else []
-    if len(modules) != count or not all(isinstance(each, nn.Module) for each in modules):
+    if len(modules) != count or not all(isinstance(module, nn.Module) for module in modules):
         raise ConfigError(
             f"split returned {returned!r:.80}; there are {count} stages: return a list of {count} modules, in their "
             "order"
@@ -541,16 +545,16 @@ def _check_modules(returned: Any, count: int) -> list[nn.Module]:
 def check_passed(values: Any, stage: int) -> tuple[Tensor, ...]:
     """Return what a stage passes on, which must be tensors."""
     passed = tuple(values) if isinstance(values, (tuple, list)) else (values,)
-    if not passed or not all(isinstance(each, Tensor) for each in passed):
-        kinds = ", ".join(type(each).__name__ for each in passed) or "nothing"
+    if not passed or not all(isinstance(tensor, Tensor) for tensor in passed):
+        kinds = ", ".join(type(tensor).__name__ for tensor in passed) or "nothing"
         raise ConfigError(
             f"stage {stage} would pass on {kinds}, and only tensors are sent to the next one. Compute what is not a "
             "tensor from the inputs of the model, or within one stage, or split elsewhere"
         )
-    return tuple(each.contiguous() for each in passed)  # Gloo sends no others.
+    return tuple(tensor.contiguous() for tensor in passed)  # Gloo sends no others.
 
 
 def fake_loss(values: Any) -> Tensor:
     """Return a scalar that depends on every tensor in what a model returned."""
-    tensors = [each.sum() for each in tensors_in(values) if each.requires_grad]
-    return torch.stack([each.real.double() for each in tensors]).sum() if tensors else torch.zeros(())
+    tensors = [tensor.sum() for tensor in tensors_in(values) if tensor.requires_grad]
+    return torch.stack([tensor.real.double() for tensor in tensors]).sum() if tensors else torch.zeros(())

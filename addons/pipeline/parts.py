@@ -84,8 +84,8 @@ def _send(tensor: Tensor, source: int, takers: Iterable[int], rank: int) -> None
     if rank != source:
         dist.recv(tensor, src=source)
         return
-    for each in takers:
-        dist.send(tensor, dst=each)
+    for taker in takers:
+        dist.send(tensor, dst=taker)
 
 
 def fill_states(
@@ -132,9 +132,9 @@ def check_loss(loss: Any) -> None:
 
 def gradient_norm(gradients: Iterable[Tensor], parameters: Iterable[Tensor], group: Any, device: Any) -> Tensor:
     """Return the norm over the gradients of all stages, in the widest type of the parameters."""
-    found = [torch.linalg.vector_norm(each).double().square() for each in gradients]
+    found = [torch.linalg.vector_norm(gradient).double().square() for gradient in gradients]
     square = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
     # Each rank of the pipeline has squared the gradients of its stages.
     all_reduce(square, group)
-    dtypes = [each.dtype for each in parameters]
+    dtypes = [parameter.dtype for parameter in parameters]
     return square.sqrt().to(max(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32))

@@ -102,7 +102,9 @@ class _Stage(nn.Module):
 
     def __init__(self, runner: Runner, index: int, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        vars(self).update(_runner=runner, _index=index, _own=[each for each in parameters if each.requires_grad])
+        vars(self).update(
+            _runner=runner, _index=index, _own=[parameter for parameter in parameters if parameter.requires_grad]
+        )
         self.is_known = False  # Whether torch knows the shapes that it returns.
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
@@ -255,7 +257,7 @@ class Runner:
                 "each micro-batch, on each rank; do it in on_step_end, or use self.progress_checker.step"
             )
         found = bind(self.model.module, args, kwargs)
-        if trains and any(each.requires_grad for each in tensors_in(found)):
+        if trains and any(tensor.requires_grad for tensor in tensors_in(found)):
             raise ConfigError(
                 "the inputs of self.model require a gradient: the step computes them with parameters, which a pipeline "
                 "does not differentiate before its first stage; do that in the forward of the model"
@@ -277,7 +279,7 @@ class Runner:
             out = step(part)
         if not calls:
             raise StepError(f"the step has not called self.model. {_ONCE}")
-        if any(each.is_meta for each in tensors_in(out)):
+        if any(tensor.is_meta for tensor in tensors_in(out)):
             raise ConfigError(f"a step computes with parameters of self.model. {_PARTS}")
         return out
 
@@ -357,14 +359,14 @@ class Runner:
                     held[stage, index] = values
                 else:
                     target = place.ranks[stage + 1]
-                    values = [each.contiguous() for each in values]
+                    values = [value.contiguous() for value in values]
                     if is_new[index]:
-                        sent = [(list(each.shape), str(each.dtype).removeprefix("torch.")) for each in values]
+                        sent = [(list(value.shape), str(value.dtype).removeprefix("torch.")) for value in values]
                         text = bytearray(json.dumps(sent).encode())
                         send(torch.tensor([len(text)], device=self._device), target)
                         send(torch.frombuffer(text, dtype=torch.uint8).to(self._device), target)
-                    for each in values:
-                        send(each, target)
+                    for value in values:
+                        send(value, target)
         for work, _ in sends:
             work.wait()
 
@@ -435,7 +437,7 @@ class Runner:
         return torch.zeros(1, device=self._device)  # The loss depends on what was kept.
 
     def _buffers(self, stage: int) -> list[Tensor]:
-        return [each for each in self._chain.names[stage].values() if not isinstance(each, nn.Parameter)]
+        return [value for value in self._chain.names[stage].values() if not isinstance(value, nn.Parameter)]
 
     @contextmanager
     def _stream(self, job: _Job, stage: int, index: int) -> Iterator[None]:
@@ -450,7 +452,7 @@ class Runner:
 
 
 def _shapes(values: Any) -> tuple[Any, ...]:
-    return tuple((tuple(each.shape), each.dtype) for each in tensors_in(values))
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(values))
 
 
 def _check_constants(values: Mapping[str, Any], first: Mapping[str, Any]) -> None:
@@ -468,7 +470,7 @@ def _check_constants(values: Mapping[str, Any], first: Mapping[str, Any]) -> Non
 @contextmanager
 def _unchanged(buffers: Sequence[Tensor], is_trial: bool) -> Iterator[None]:
     """Restore buffers after a trial."""
-    kept = [each.detach().clone() for each in buffers] if is_trial else []
+    kept = [buffer.detach().clone() for buffer in buffers] if is_trial else []
     yield
     with torch.no_grad():
         for each, before in zip(buffers, kept):

@@ -144,9 +144,9 @@ class TorchMetricsAddon(AddOnBase):
     def merge_ranks(self, entries: Sequence[Any], rank: int) -> Any:
         """Give rank 0 what all ranks have counted in the open epoch, and the others nothing."""
         key = "torch_metric_states"
-        counted = [each[key] for each in entries if each.get(key)]
+        counted = [entry[key] for entry in entries if entry.get(key)]
         own = self._torch_metrics.get("train", {})
-        if rank or len(counted) < 2 or any(each.keys() != own.keys() for each in counted):
+        if rank or len(counted) < 2 or any(other.keys() != own.keys() for other in counted):
             return {key: counted[0] if counted and not rank else {}}
         merged = {}
         for name, each in own.items():
@@ -157,8 +157,8 @@ class TorchMetricsAddon(AddOnBase):
         """Move the metrics to the device."""
         super().setup()
         for group in self._torch_metrics.values():
-            for each in group.values():
-                each.to(self.device)
+            for metric in group.values():
+                metric.to(self.device)
 
     @property
     def _split(self) -> str:
@@ -215,14 +215,14 @@ class TorchMetricsAddon(AddOnBase):
 
     def describe(self) -> list[Fact]:
         """Tell which entries the steps have to return."""
-        entries = dict.fromkeys(entry for each in self.torch_metrics_inputs.values() for entry in each)
+        entries = dict.fromkeys(entry for inputs in self.torch_metrics_inputs.values() for entry in inputs)
         steps = " and ".join({"train": "train_step", "valid": "test_step"}[split] for split in self._torch_metrics)
         updated = f"updated with {', '.join(map(repr, entries))} of {steps}"
         return [*super().describe(), Fact(", ".join(self.torch_metrics_inputs), updated, where="metric_on_epoch_end")]
 
     def _reset(self, split: str) -> None:
-        for each in self._torch_metrics.get(split, {}).values():
-            each.reset()
+        for group in self._torch_metrics.get(split, {}).values():
+            group.reset()
 
     def _input(self, name: str, entry: str, step_dict: Mapping[str, Any]) -> Any:
         """Return an entry of what a step returned, without its graph."""
@@ -284,8 +284,8 @@ def _prepared(metric: Any) -> Any:
     """Return a copy of a metric that is reset, and does not itself ask other ranks."""
     with torch.no_grad():
         made = metric.clone()
-    for each in made.modules():
-        if is_metric(each):
-            each.distributed_available_fn = _never
+    for module in made.modules():
+        if is_metric(module):
+            module.distributed_available_fn = _never
     made.reset()
     return made

@@ -98,7 +98,7 @@ def merge_states(metric: Any, ranks: Sequence[Mapping[str, Any]]) -> dict[str, A
 
     def saved(_: Any) -> list[Any]:
         path = next(paths)
-        return [each[path] for each in ranks]
+        return [rank[path] for rank in ranks]
 
     combine_ranks(twin, saved)
     return read_states(twin)

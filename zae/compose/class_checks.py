@@ -117,7 +117,7 @@ def _check_declaration(cls: Any) -> None:
             raise AddOnError(
                 f"{name}.{relation} is {label}; it must be a tuple of add-ons or their names: {relation} = ({label},)"
             )
-    if not isinstance(cls.traits, (tuple, list)) or not all(isinstance(each, str) for each in cls.traits):
+    if not isinstance(cls.traits, (tuple, list)) or not all(isinstance(trait, str) for trait in cls.traits):
         raise AddOnError(f"{name}.traits is {cls.traits!r}; it must be a tuple of names: traits = ('divides_weights',)")
     _check_attributes(cls, name)
     if not (cls.slot is None or (isinstance(cls.slot, str) and cls.slot)):
@@ -235,8 +235,8 @@ def _check_methods(cls: Any, klass: Any) -> None:
         inherited = any(name in c.__dict__ for c in behind)
         if is_marked(value, "__override__") and not inherited:
             known: set[str] = set()
-            for each in behind:
-                known.update(public for public in each.__dict__ if not public.startswith("_"))
+            for base in behind:
+                known.update(name for name in base.__dict__ if not name.startswith("_"))
             raise _error(klass)(
                 f"{klass.__name__}.{name} is marked @override, but no base has {name!r}{did_you_mean(name, known)}"
             )

@@ -81,7 +81,7 @@ def load_installed(name: str) -> Any:
         found = {point.value: point for point in points if point.name == f"{name}Addon"}
     if not found:
         known = sorted({point.name for point in points})
-        longer = [each for each in known if each.lower().startswith(name.lower())]
+        longer = [candidate for candidate in known if candidate.lower().startswith(name.lower())]
         hint = did_you_mean(name, longer or known, cutoff=0.0 if longer else 0.6)
         hint = hint or f"; installed are {', '.join(known)}"
         raise AddOnError(f"no add-on is called {name!r}{hint}")

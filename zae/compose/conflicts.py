@@ -45,7 +45,9 @@ def check_set(add_ons: Sequence[TrainerMeta], cls: TrainerMeta) -> None:
     _check_slots(add_ons)
     for add_on in add_ons:
         for trait, why in add_on.excludes.items():
-            other = next((each for each in add_ons if each is not add_on and trait in traits_of(each)), None)
+            other = next(
+                (present for present in add_ons if present is not add_on and trait in traits_of(present)), None
+            )
             if other is not None:
                 raise AddOnConflict(f"{add_on.__name__} and {other.__name__} do not go together: {why}")
         for need in add_on.requires:

@@ -45,8 +45,8 @@ class ConvertedArgumentsBase:
 
     def missing(self, cls: Any) -> list[Any]:
         """Return the add-ons that a class does not have."""
-        return [each for each in self.add_ons if each not in add_ons_of(cls)]
+        return [add_on for add_on in self.add_ons if add_on not in add_ons_of(cls)]
 
     def __repr__(self) -> str:
-        names = ", ".join(each.__name__ for each in self.add_ons)
+        names = ", ".join(add_on.__name__ for add_on in self.add_ons)
         return f"ConvertedArguments(add_ons=[{names}], options={self.options}, run={self.run})\n{self.report}"

@@ -144,7 +144,7 @@ class FirstCall:
         if not watch.is_sure:
             return
         klass, *skipped = watch.unreached
-        add_ons = [each for each in skipped if is_add_on(each)]
+        add_ons = [base for base in skipped if is_add_on(base)]
         does_default = mentions_super(vars(klass)[self._name])
         if self._name not in _OF_STATE:  # No task has a state of the loop of its own.
             does_default = does_default or not is_add_on(klass)
@@ -162,10 +162,10 @@ class FirstCall:
 
     def _describe(self, klass: Any, add_ons: Sequence[Any]) -> str:
         """Say what an override skips, of these add-ons, and what to write."""
-        skipped = [each for each in add_ons if not is_base(each)]
+        skipped = [add_on for add_on in add_ons if not is_base(add_on)]
         if self._name in _OF_STATE and len(skipped) < len(add_ons):
             skipped += [c for c in type(self._trainer).__mro__ if is_add_on(c) and _declares_state(c)]
-        names = dict.fromkeys(each.__name__ for each in skipped)
+        names = dict.fromkeys(base.__name__ for base in skipped)
         left_out = "the add-ons inside it and the default"
         if names:
             left_out = f"what {', '.join(names)} {'do' if len(names) > 1 else 'does'} there"
@@ -183,8 +183,8 @@ class FirstCall:
         """Refuse an override that has returned nothing where the loop needs a value."""
         cls = type(self._trainer)
         owners = [each for each in cls.__mro__ if self._name in vars(each) and each is not hooks_of(cls)[self._name]]
-        klass, *others = [each for each in owners if not is_base(each)]
-        names = [each.__name__ for each in others]
+        klass, *others = [owner for owner in owners if not is_base(owner)]
+        names = [other.__name__ for other in others]
         passes_on = f" (or {' or '.join(names)} inside of it)" if names else ""
         raise _error(klass)(
             f"{klass.__name__}.{self._name}{passes_on} returned None, and the loop needs its return value; write "
@@ -200,7 +200,7 @@ class _Watch:
         self.is_sure = True
         cls = type(trainer)
         self._owners = [*_owners_to_reach(cls, name)]
-        self._functions = [_functions_of(vars(each)[name]) for each in self._owners]
+        self._functions = [_functions_of(vars(owner)[name]) for owner in self._owners]
         self._count = 1  # The outermost one is called by the loop.
         self._outer: _Watch | None = None
 
@@ -276,7 +276,7 @@ def _owners_to_reach(cls: Any, name: str) -> Iterator[Any]:
 
 def _functions_of(value: Any) -> list[FunctionType]:
     """Return the function of a method, and those around it."""
-    return [each for each in wrappers_of(value) if isinstance(each, FunctionType)]
+    return [wrapper for wrapper in wrappers_of(value) if isinstance(wrapper, FunctionType)]
 
 
 def _is_call_of(function: FunctionType, frame: FrameType, trainer: Any) -> bool:
@@ -296,7 +296,7 @@ def _is_call_of(function: FunctionType, frame: FrameType, trainer: Any) -> bool:
 
 def _method_of(trainer: Any, name: str) -> Any:
     """Return a method of the class of a trainer, bound to it, whatever attribute of the trainer stands before it."""
-    value = next(vars(each)[name] for each in type(trainer).__mro__ if name in vars(each))
+    value = next(vars(cls)[name] for cls in type(trainer).__mro__ if name in vars(cls))
     return value.__get__(trainer, type(trainer)) if hasattr(value, "__get__") else value
 
 

@@ -165,10 +165,10 @@ def wrappers_of(value: Any) -> Iterator[Any]:
 
 def mentions_super(value: Any) -> bool:
     """Return whether a method, or one that it wraps or holds, has the cell that ``super()`` without arguments needs."""
-    functions = [each for each in wrappers_of(value) if isinstance(each, FunctionType)]
+    functions = [wrapper for wrapper in wrappers_of(value) if isinstance(wrapper, FunctionType)]
     for layer in list(functions):
         functions += [held for held in _cell_values(layer) if isinstance(held, FunctionType)]
-    return any("__class__" in each.__code__.co_freevars for each in functions)
+    return any("__class__" in function.__code__.co_freevars for function in functions)
 
 
 def _cell_values(function: FunctionType) -> Iterator[Any]:

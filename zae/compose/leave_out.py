@@ -29,7 +29,7 @@ def leave_out(cls: Any, layers: Container[str]) -> Any:
 
     class Passing(type(cls)):  # type: ignore[misc]
         def mro(cls) -> list[type]:
-            return [each for each in super().mro() if each not in gone]
+            return [base for base in super().mro() if base not in gone]
 
     left: set[str] = set()
     for klass in cls.__mro__:

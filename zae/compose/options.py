@@ -270,7 +270,7 @@ def meant_class(cls: Any, kwargs: Mapping[str, Any]) -> str:
     unknown = [name for name in kwargs if name not in options_of(cls)]
     owners = _owners(cls)
     wanted = list(dict.fromkeys(owners[name] for name in unknown if name in owners))
-    bringing = [each for each in wanted if _brings_steps(cls, each)]
+    bringing = [add_on for add_on in wanted if _brings_steps(cls, add_on)]
     text = ""
     found = cls
     if bringing:
@@ -278,7 +278,7 @@ def meant_class(cls: Any, kwargs: Mapping[str, Any]) -> str:
             found = cls.add_on(*wanted)
         of = ", ".join(name for name in unknown if owners.get(name) in bringing)
         root, present = recipe_of(cls)
-        names = ", ".join(each.__name__ for each in (*present, *wanted))
+        names = ", ".join(add_on.__name__ for add_on in (*present, *wanted))
         text = (
             f"\n\nOr take the steps of {bringing[0].__name__}, which has the options that were given ({of}):\n\n"
             f"trainer = {root.__name__}.add_on({names})(model, ...)"

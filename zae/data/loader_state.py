@@ -63,7 +63,7 @@ def facts_of(loader: Any) -> dict[str, Any]:
 
 def _seed_of_samples(dataset: Any) -> int | None:
     """Return the seed of a SeededDataset, or of the SeededDataset that a dataset takes samples from."""
-    seeds = [each.seed for each in datasets_in(dataset).values() if type(each).__name__ == "SeededDataset"]
+    seeds = [part.seed for part in datasets_in(dataset).values() if type(part).__name__ == "SeededDataset"]
     return int(seeds[0]) if seeds else None
 
 

@@ -98,7 +98,7 @@ def _is_pair(loader: Any) -> bool:
     if not isinstance(loader, (list, tuple)) or len(loader) != 2:
         return False
     one, other = loader
-    if not all(isinstance(each, (torch.Tensor, np.ndarray)) for each in loader):
+    if not all(isinstance(entry, (torch.Tensor, np.ndarray)) for entry in loader):
         return False
     is_alike = one.dtype == other.dtype and one.ndim == other.ndim
     return not is_alike and one.ndim > 0 and other.ndim > 0 and len(one) == len(other)
@@ -120,7 +120,7 @@ def check_ended(loader: Any, count: int) -> None:
         unwrap_sampler(batches),
         unwrap_sampler(getattr(batches, "sampler", None)),
     )
-    if all(type(each).__module__.startswith((*_EXACT, "builtins")) for each in samplers):
+    if all(type(sampler).__module__.startswith((*_EXACT, "builtins")) for sampler in samplers):
         raise LoaderError(
             f"the loader has ended after {count} of {expected} batches ({describe(loader)}): "
             f"{type(loader.dataset).__name__}.__getitem__, a transform or the collate_fn has raised StopIteration, "
@@ -271,8 +271,8 @@ def parts_with_epoch(loader: Any) -> dict[str, Any]:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Call ``set_epoch`` of a loader, its samplers and its datasets, where they have it."""
-    for each in parts_with_epoch(loader).values():
-        each.set_epoch(epoch)
+    for part in parts_with_epoch(loader).values():
+        part.set_epoch(epoch)
 
 
 class Proxy:
@@ -322,10 +322,10 @@ class BatchLimits(NamedTuple):
             limited.append(loader)
         if self.valid is not None:
             limited += valid_loader.values() if isinstance(valid_loader, Mapping) else [valid_loader]
-        for each in limited:
-            if isinstance(each, Iterator):
+        for part in limited:
+            if isinstance(part, Iterator):
                 raise ConfigError(
-                    f"the first batches of a {type(each).__name__} come once, so that limit_batches and "
+                    f"the first batches of a {type(part).__name__} come once, so that limit_batches and "
                     "overfit_batches cannot take them in each epoch; give a list, a DataLoader or a class with "
                     "__iter__, or write steps_per_epoch=..., which ends the epochs of a stream"
                 )
@@ -403,7 +403,7 @@ class _FirstOfStream(Proxy):
     def is_sharded(self) -> bool:
         """Whether each rank gets other batches without help."""
         dataset = getattr(self.passed, "dataset", None)
-        return any(getattr(each, "is_sharded", False) for each in (self.passed, dataset))
+        return any(getattr(part, "is_sharded", False) for part in (self.passed, dataset))
 
 
 class _FirstOfStateful(_FirstOfStream):

@@ -80,11 +80,13 @@ class PartValues:
     def changed_in(self, captured: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of captured values that training has changed: the others are the script's."""
         names = self._changes.names
-        return {"values": [each for each in captured.get("values", ()) if (each["owner"], each["key"]) in names]}
+        return {
+            "values": [record for record in captured.get("values", ()) if (record["owner"], record["key"]) in names]
+        }
 
     def take(self, captured: Mapping[str, Any]) -> None:
         """Note the names of values in a state that is loaded: what has changed once is saved for good."""
-        self._changes.names |= {(each["owner"], each["key"]) for each in captured.get("values", ())}
+        self._changes.names |= {(record["owner"], record["key"]) for record in captured.get("values", ())}
 
     def restore(self, loader: Any, captured: Mapping[str, Any], own: Mapping[Name, object]) -> None:
         """Put values back, but those that their object has set itself since they had the marks in ``own``."""
@@ -154,7 +156,7 @@ def _own_parts(loader: Any) -> dict[str, Any]:
 
 def _streams_in(parts: Mapping[str, Any]) -> list[Any]:
     """Return the random streams that the parts hold: `zae.data.loader_state` has their states."""
-    return [each for part in parts.values() for each in vars(part).values() if isinstance(each, STREAMS)]
+    return [value for part in parts.values() for value in vars(part).values() if isinstance(value, STREAMS)]
 
 
 def _warn_of_living_iterators(loader: Any) -> None:

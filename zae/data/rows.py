@@ -27,7 +27,7 @@ def _map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
     if isinstance(value, Mapping):
         return with_items(value, {key: _map(each, change, f"{place}[{key!r}]") for key, each in value.items()})
     if isinstance(value, (list, tuple)):
-        if value and not any(isinstance(each, (Tensor, np.ndarray)) or children_of(each) for each in value):
+        if value and not any(isinstance(item, (Tensor, np.ndarray)) or children_of(item) for item in value):
             return change(value, place)
         names = [f".{name}" for name in getattr(value, "_fields", ())] or [f"[{index}]" for index in range(len(value))]
         return with_items(value, [_map(each, change, place + name) for name, each in zip(names, value)])
@@ -136,16 +136,16 @@ def _join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], w
     first = parts[0]
     if len(parts) == 1:
         return first
-    if isinstance(first, Mapping) and all(isinstance(each, Mapping) and each.keys() == first.keys() for each in parts):
+    if isinstance(first, Mapping) and all(isinstance(part, Mapping) and part.keys() == first.keys() for part in parts):
         joined = {}
         for key in first:
-            values = [each[key] for each in parts]
+            values = [part[key] for part in parts]
             if key == "num_targets" and not place and first[key] is not None:
                 joined[key] = sum(float(value) for value in values)
             else:
                 joined[key] = _join(values, rows, weights, where, f"{place}[{key!r}]")
         return joined
-    if is_typed(first) and all(type(each) is type(first) for each in parts):
+    if is_typed(first) and all(type(part) is type(first) for part in parts):
         return combine_parts(parts, weights)
     if all(map(_is_number, parts)):
         total = sum(weights)

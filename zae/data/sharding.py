@@ -257,7 +257,7 @@ def _entries(sampler: Any, ranks: Ranks) -> list[Any]:
 def _is_of_torch(sampler: Any) -> bool:
     """Return whether a sampler, and the one in it, are classes of torch, which need no check."""
     parts = (sampler, getattr(sampler, "sampler", sampler))
-    return all(type(each).__module__ == BatchSampler.__module__ for each in parts)
+    return all(type(part).__module__ == BatchSampler.__module__ for part in parts)
 
 
 def _check_entries(sampler: Any, entries: list[Any], ranks: Ranks) -> None:

@@ -123,8 +123,8 @@ class SeededDataset(Dataset[Any]):
     def _pass_on(self, epoch: int) -> None:
         """Set the epoch of the datasets within."""
         self._passed_on = epoch
-        for each in datasets_with_epoch(self.dataset).values():
-            each.set_epoch(epoch)
+        for dataset in datasets_with_epoch(self.dataset).values():
+            dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -132,7 +132,7 @@ class SeededDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         if get_worker_info() is not None:  # Streams of a worker serve nothing else.
             return self._sample(index)
-        kept = [(each, read_stream(each)) for each in self._generators()]
+        kept = [(generator, read_stream(generator)) for generator in self._generators()]
         try:
             with isolated():
                 return self._sample(index)
@@ -161,7 +161,7 @@ class SeededDataset(Dataset[Any]):
             closed = (torch.Tensor, np.ndarray, type, ModuleType)
             found = [each for _, each in search(self.dataset, "dataset", STREAMS, closed=closed)]
             known = set(map(id, found))
-            self._streams = found + [each for each in self.streams_of_loader if id(each) not in known]
+            self._streams = found + [stream for stream in self.streams_of_loader if id(stream) not in known]
         return self._streams
 
     def __getstate__(self) -> dict[str, Any]:
@@ -362,7 +362,7 @@ def dead_workers(error: Exception) -> str:
     """Describe the dead workers of the loader that raised; its error may name a broken connection only."""
     # Read without __getattr__, which may raise any error in an object whose creation was interrupted.
     owners: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    found = [getattr_static(each, "_workers", None) for each in owners]
+    found = [getattr_static(owner, "_workers", None) for owner in owners]
     dead = []
     for index, worker in enumerate(next((each for each in found if _are_processes(each)), [])):
         worker.join(1.0 if index == 0 else 0.1)  # It may still be ending.
@@ -381,7 +381,7 @@ def dead_workers(error: Exception) -> str:
 
 
 def _are_processes(workers: Any) -> bool:
-    return isinstance(workers, list) and all(isinstance(each, BaseProcess) for each in workers)
+    return isinstance(workers, list) and all(isinstance(worker, BaseProcess) for worker in workers)
 
 
 def add_to_text(error: Exception, text: str) -> bool:

@@ -36,15 +36,15 @@ class AboveBar(ObjectWrapper):
             "stands_for": name,
             "below": stream,
             "process": os.getpid(),
-            "handlers": [each for each in _handlers() if each.stream is stream],
+            "handlers": [handler for handler in _handlers() if handler.stream is stream],
             "held": "",  # The beginning of a line that has not ended.
             "is_writing": False,
         }
         for key, value in own.items():
             self.wrapper_setattr(key, value)  # Others are attributes of the stream.
         setattr(sys, name, self)
-        for each in own["handlers"]:
-            each.stream = self
+        for handler in own["handlers"]:
+            handler.stream = self
 
     def __eq__(self, other: object) -> bool:
         """Return whether it writes to the same stream: tqdm asks whether a bar and a line share the terminal."""
@@ -90,9 +90,9 @@ class AboveBar(ObjectWrapper):
         """Put the stream back, and write the beginning of a line that has not ended."""
         if getattr(sys, self.stands_for) is self:
             setattr(sys, self.stands_for, self.below)
-        for each in self.handlers:
-            if each.stream is self:
-                each.stream = self.below
+        for handler in self.handlers:
+            if handler.stream is self:
+                handler.stream = self.below
         rest = self.held
         self.wrapper_setattr("held", "")
         if rest:  # On a terminal the next bar would overwrite it.
@@ -102,5 +102,5 @@ class AboveBar(ObjectWrapper):
 def _handlers() -> list[Any]:
     """List the handlers of all loggers that write to a stream, and not to a file of their own."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    found = [each for logger in loggers for each in getattr(logger, "handlers", ())]
-    return [each for each in found if "stream" in vars(each)]  # Others ask `sys` for it.
+    found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    return [handler for handler in found if "stream" in vars(handler)]  # Others ask `sys` for it.

@@ -112,7 +112,7 @@ class Notebook(Display):
         rows = metrics.rows()  # With a row for the open epoch.
         style = "margin:4px 0" + (";border-left:4px solid #e5484d;padding-left:8px" if is_failed else "")
         table = metrics_html(rows, metrics.marks(rows)) if rows else ""
-        said = "".join(f"<div>{escape(each)}</div>" for each in self._said)
+        said = "".join(f"<div>{escape(sentence)}</div>" for sentence in self._said)
         page = block(said, f"<div style='{style}'>{bar}{escape(status)}</div>", table)
         plain = "\n".join([*self._said, status, text if rows else ""])
         data = {"text/plain": printable(plain.rstrip()), "text/html": page}

@@ -231,8 +231,8 @@ class Terminal(Display):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-            for each in self._above:
-                each.end()
+            for line in self._above:
+                line.end()
             self._above = []
 
 

@@ -86,7 +86,7 @@ def wrapped(line: str, columns: int | None, indent: int) -> list[str]:
     width = max(columns - 1, indent + 24)
     rest = " " * indent
     found = textwrap.wrap(line.strip(), width - given, subsequent_indent=rest[given:], break_on_hyphens=False)
-    return [f"{line[:given]}{each}" for each in found]
+    return [f"{line[:given]}{row}" for row in found]
 
 
 def duration(seconds: float) -> str:

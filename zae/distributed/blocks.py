@@ -158,7 +158,7 @@ def choose_blocks(model: nn.Module, wanted: Any, option: str = "fsdp_blocks") ->
     for one in wanted:
         chosen = {name: each for name, each in named.items() if _is_wanted(one, name, each)}
         if not chosen:
-            known = sorted({type(each).__name__ for each in named.values()})
+            known = sorted({type(module).__name__ for module in named.values()})
             raise ConfigError(
                 f"{option}: no module of {class_name(model)} is {one!r}; its classes are "
                 f"{', '.join(known[:_SHOWN])}, its modules {', '.join(list(named)[:_SHOWN])}"
@@ -195,7 +195,7 @@ def repeated_modules(module: nn.Module, prefix: str = "") -> dict[str, nn.Module
     found: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        alike_children = [each for each in module.children() if type(each) is type(child)]
+        alike_children = [sibling for sibling in module.children() if type(sibling) is type(child)]
         is_repeated = isinstance(module, _CONTAINERS) and len(alike_children) > 1 and has_forward(child)
         if is_repeated and any(True for _ in child.children()) and any(True for _ in child.parameters()):
             found[path] = child
@@ -231,7 +231,7 @@ def check_even(name: str, module: nn.Module, style: Any, ranks: int) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     is_left_in_parts = isinstance(style, ColwiseParallel) and style.use_local_output
-    if not is_left_in_parts or not any(isinstance(each, Shard) for each in style.output_layouts):
+    if not is_left_in_parts or not any(isinstance(layout, Shard) for layout in style.output_layouts):
         return
     for key, dimension in divided_dimensions(style, module).items():
         count = getattr(module, key).shape[dimension]

@@ -72,7 +72,7 @@ def _group_for(tensor: Tensor) -> Any:
 
 def hold(work: Any, *tensors: Tensor) -> None:
     """Hold an exchange that is over, with its tensors, until as many others have come after it."""
-    if sum(each.nbytes for each in tensors) <= _LARGEST:
+    if sum(tensor.nbytes for tensor in tensors) <= _LARGEST:
         _held.append(work)
 
 
@@ -173,9 +173,12 @@ def average(
         present = [each for each, ranks in zip(alike, reduce(own).tolist()) if ranks]
         if not present:
             continue
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in present]
+        gradients = [
+            torch.zeros_like(present_parameter) if present_parameter.grad is None else present_parameter.grad.to_dense()
+            for present_parameter in present
+        ]
         flat = reduce(torch.cat([each.reshape(-1) for each in gradients])).div_(size)
-        for parameter, part in zip(present, flat.split([each.numel() for each in present])):
+        for parameter, part in zip(present, flat.split([present_parameter.numel() for present_parameter in present])):
             gradient = part.view_as(parameter)
             if not parameter.is_contiguous():  # A fused kernel needs the same memory layout for both.
                 gradient = like_parameter_layout(gradient, parameter)

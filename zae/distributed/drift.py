@@ -75,7 +75,7 @@ class CollectiveCalls:
         if answer.failure:
             raise DistributedError(f"{who}, and {answer.failure}")
         if answer.missing:
-            names = " and ".join(f"rank {each}" for each in answer.missing)
+            names = " and ".join(f"rank {missing_rank}" for missing_rank in answer.missing)
             raise DistributedError(
                 f"{who}, and {names} did not within {timeout:g} s. {remedy}. If it is called everywhere, {names} is "
                 "stopped or takes longer: write a longer timeout=..."
@@ -129,8 +129,8 @@ class DriftCheck:
         if step == self.agreed_at:
             return
         ranks: list[dict[str, int]] = gather(dict(hashes()))
-        names = list(dict.fromkeys(name for each in ranks for name in each))
-        differing = [name for name in names if len({each[name] for each in ranks if name in each}) > 1]
+        names = list(dict.fromkeys(name for rank in ranks for name in rank))
+        differing = [name for name in names if len({rank[name] for rank in ranks if name in rank}) > 1]
         if differing:
             raise DistributedError(_describe(differing, len(names), ranks, self.agreed_at, step))
         self.agreed_at = step

@@ -167,4 +167,4 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
         found["LOCAL_WORLD_SIZE"] = world
     elif here is not None and "," not in environment["SLURM_STEP_TASKS_PER_NODE"]:
         found["LOCAL_WORLD_SIZE"] = here.group()
-    return {**found, "MASTER_ADDR": "".join(each or "" for each in first.groups()), "MASTER_PORT": str(port)}
+    return {**found, "MASTER_ADDR": "".join(group or "" for group in first.groups()), "MASTER_PORT": str(port)}

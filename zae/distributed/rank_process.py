@@ -46,7 +46,7 @@ __all__ = [
 _OF_AN_EXCHANGE = re.compile(r"gloo|nccl", re.IGNORECASE)
 _OF_A_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out|timeout", re.IGNORECASE)
 _OF_A_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
-_OURS = tuple(str(Path(each).parent) for each in (torch.__file__, __file__))
+_OURS = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 _LOADING = str(Path(torch.__file__).parent / "utils" / "data")
 _PR_SET_PDEATHSIG = 1
 
@@ -182,7 +182,7 @@ def has_lost_peer(error: BaseException) -> bool:
     if _OF_AN_EXCHANGE.search(str(error)):
         return True
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    is_of_torch = bool(files) and files[-1].startswith(_OURS) and not any(each.startswith(_LOADING) for each in files)
+    is_of_torch = bool(files) and files[-1].startswith(_OURS) and not any(file.startswith(_LOADING) for file in files)
     return is_of_torch and bool(_OF_A_CONNECTION.search(str(error)))
 
 

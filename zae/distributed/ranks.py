@@ -191,7 +191,7 @@ class RanksEngine(SingleProcess):
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         # Rank 0 sends what is whole on each rank. A part of a tensor was sent as the tensor was divided.
         held = [*module.parameters(), *parameters, *module.buffers()]
-        distinct = {id(each): each for each in held if each.numel() and not is_sharded(each)}
+        distinct = {id(tensor): tensor for tensor in held if tensor.numel() and not is_sharded(tensor)}
         broadcast(distinct.values())
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -199,14 +199,14 @@ class RanksEngine(SingleProcess):
             return
         # The ranks tell each other which gradients they have, and then add them up, as one flat tensor of each type.
         # Gradients of parts were averaged by the backward.
-        average([each for each in parameters if not is_sharded(each)], self.world_size, self.reduce)
+        average([parameter for parameter in parameters if not is_sharded(parameter)], self.world_size, self.reduce)
 
     def sync_buffers(self, module: nn.Module) -> None:
         if self.dp_world_size > 1:  # Rank 0 sends its own.
-            broadcast(each for each in module.buffers() if each.numel())
+            broadcast(buffer for buffer in module.buffers() if buffer.numel())
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not any(map(is_sharded, gradients)):
             return super().gradient_norm(parameters)
         # Each rank squares its parts; the squares are added up over the dimensions of the mesh that divide a gradient.

@@ -115,8 +115,8 @@ def name_of_part(name: str, tensor: Any) -> str:
 def by_part(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
     """Group tensors by the part that this rank holds of them."""
     groups: dict[str, list[Tensor]] = {}
-    for each in tensors:
-        groups.setdefault(part_of(each), []).append(each)
+    for tensor in tensors:
+        groups.setdefault(part_of(tensor), []).append(tensor)
     return groups
 
 
@@ -156,8 +156,8 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Any]:
     """Return objects whose ``grad`` is this rank's part: kernels for parts on a mesh take seconds to be chosen."""
-    held: list[Any] = [each.grad for each in parameters if each.grad is not None]
-    return [SimpleNamespace(grad=local_part(each)) for each in held]
+    held: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [SimpleNamespace(grad=local_part(tensor)) for tensor in held]
 
 
 def _dimensions_of(gradient: Any) -> tuple[tuple[Any, ...], Tensor]:
@@ -183,8 +183,10 @@ def replace_parameters(optimizer: Optimizer, present: Mapping[int, tuple[Tensor,
         The old and the new parameter by the id of the old one.
     """
     for group in optimizer.param_groups:
-        group["params"][:] = [present[id(each)][1] if id(each) in present else each for each in group["params"]]
-    for old in [each for each in optimizer.state if id(each) in present]:
+        group["params"][:] = [
+            present[id(parameter)][1] if id(parameter) in present else parameter for parameter in group["params"]
+        ]
+    for old in [parameter for parameter in optimizer.state if id(parameter) in present]:
         new = present[id(old)][1]
         state = optimizer.state.pop(old)
         optimizer.state[new] = _all_like(state, new)
@@ -304,7 +306,7 @@ class DrawsWatch(TorchFunctionMode):
         states = [torch.get_rng_state()]
         if self._device.type != "cpu":
             states.append(getattr(torch, self._device.type).get_rng_state(self._device))
-        return [each.numpy().tobytes() for each in states]
+        return [state.numpy().tobytes() for state in states]
 
 
 def _is_in_parts(tensor: Tensor) -> bool:

@@ -318,7 +318,7 @@ class _Ranks:
             rank = min(failed, key=lambda each: failed[each].when)
             raise failed[rank].rebuild(rank, world)
         if missing:
-            rank = next((each for each in missing if each in self._done), missing[0])
+            rank = next((candidate for candidate in missing if candidate in self._done), missing[0])
             raise DistributedError(
                 f"rank {rank} of {world} (process {self._processes[rank].pid}) had done its work and did not end "
                 f"within timeout={self._tasks[0].timeout:g} s, and was ended; look for a thread that it waits for: "

@@ -64,7 +64,7 @@ class StopFlag:
         self._receive()
         self.reason = None
         self.requests = set()
-        return next((each for each in reasons if each is not None), None), sorted(set().union(*requests))
+        return next((reason for reason in reasons if reason is not None), None), sorted(set().union(*requests))
 
     def drop(self, *, is_failing: bool) -> None:
         """Leave nothing under way on the process group; wait only briefly for the others where this rank fails."""

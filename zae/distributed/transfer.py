@@ -43,7 +43,7 @@ def pack(value: Any, path: Path, name: str = "") -> None:
             "a script that is begun with torchrun sends nothing"
         ) from failed
     if from_main and not main_is_a_file():
-        names = sorted({each.__qualname__ for each in from_main})
+        names = sorted({cls.__qualname__ for cls in from_main})
         raise ConfigError(
             f"{' and '.join(names)} cannot be sent to another process: defined in __main__, which is not a file here "
             "(but a notebook, standard input or python -c). Put it into a file, for instance task.py, and write from "

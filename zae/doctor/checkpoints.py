@@ -39,10 +39,10 @@ def examine(path: str | os.PathLike[str]) -> dict[str, Any]:
     folder = Path(path)
     paths = [folder] if (folder / "manifest.json").exists() else list_checkpoints(folder)
     crashes = crashes_in(folder) if paths != [folder] else []
-    checkpoints = [_examine_one(each) for each in paths]
+    checkpoints = [_examine_one(checkpoint) for checkpoint in paths]
     found = _report(str(folder), folder, checkpoints)
-    found["weights"] = [each.name for each in weight_files(folder)]
-    found["crashes"] = [_examine_one(each) for each in crashes]
+    found["weights"] = [weight_file.name for weight_file in weight_files(folder)]
+    found["crashes"] = [_examine_one(crash) for crash in crashes]
     found["left_behind"] = _left_behind(folder) if paths != [folder] else []
     found["holder"] = _holder(folder)
     return found
@@ -61,13 +61,13 @@ def examine_url(url: str) -> dict[str, Any]:
 
         found = _report(url, folder, examined("step"))
         found["crashes"], found["left_behind"] = examined("crash"), store.unfinished()
-        found["weights"] = [each.name for each in store.list_weights()]
+        found["weights"] = [file.name for file in store.list_weights()]
     return {**found, "holder": None}
 
 
 def _report(path: str, folder: Path, checkpoints: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what is known of the checkpoints, and what to do."""
-    whole = [each for each in checkpoints if each["whole"]]
+    whole = [checkpoint for checkpoint in checkpoints if checkpoint["whole"]]
     return {
         "path": path,
         "healthy": bool(checkpoints) and checkpoints[0]["whole"],
@@ -93,8 +93,8 @@ def folders_below(folder: Path) -> list[str]:
     """Return the folders of checkpoints that are in a folder, at most two levels below, as they are to be given."""
     from zae.checkpoint.folder import list_checkpoints
 
-    near = [each for pattern in ("*", "*/*") for each in folder.glob(pattern)]
-    return sorted(str(each) for each in near if each.is_dir() and not each.is_symlink() and list_checkpoints(each))
+    near = [path for pattern in ("*", "*/*") for path in folder.glob(pattern)]
+    return sorted(str(path) for path in near if path.is_dir() and not path.is_symlink() and list_checkpoints(path))
 
 
 def _examine_one(path: Path) -> dict[str, Any]:
@@ -117,9 +117,9 @@ def _examine_one(path: Path) -> dict[str, Any]:
 def _advice(folder: Path, checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[str]:
     """Return what to do, one line for each action."""
     if not checkpoints:
-        below = [f"python -m zae doctor {each} examines those in it" for each in folders_below(folder)[:9]]
+        below = [f"python -m zae doctor {subfolder} examines those in it" for subfolder in folders_below(folder)[:9]]
         return ['there is no checkpoint: resume="auto" starts a new run here', *below]
-    damaged = [each["name"] for each in checkpoints if not each["whole"]]
+    damaged = [checkpoint["name"] for checkpoint in checkpoints if not checkpoint["whole"]]
     if not damaged:
         return [f"all are intact: resume=True resumes from {whole[0]['name']}"]
     if not whole:
@@ -142,17 +142,17 @@ def _table(report: dict[str, Any]) -> str:
     """Format the report for a terminal."""
     lines = [f"{_plain(report['path'])}"]
     rows: list[tuple[str, ...]] = [("checkpoint", "step", "epoch", "score", "ranks", "size", "zae", "state")]
-    rows += [_row(each) for each in [*report["checkpoints"], *report["crashes"]]]
+    rows += [_row(entry) for entry in [*report["checkpoints"], *report["crashes"]]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     if len(rows) > 1:
         lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    for each in [*report["checkpoints"], *report["crashes"]]:
-        if each["whole"]:
-            lines.append(f"{_plain(each['name'])}: {_plain(', '.join(each['composition'])) or 'no add-on'}")
-            if "parent" in each:
-                lines.append(f"{_plain(each['name'])}: started from {_plain(_parent(each['parent']))}")
+    for entry in [*report["checkpoints"], *report["crashes"]]:
+        if entry["whole"]:
+            lines.append(f"{_plain(entry['name'])}: {_plain(', '.join(entry['composition'])) or 'no add-on'}")
+            if "parent" in entry:
+                lines.append(f"{_plain(entry['name'])}: started from {_plain(_parent(entry['parent']))}")
         else:
-            lines.append(f"{_plain(each['name'])}: {each['wrong']}")
+            lines.append(f"{_plain(entry['name'])}: {entry['wrong']}")
     if report["weights"]:
         lines.append(f"files of weights alone, from which no run resumes: {', '.join(report['weights'])}")
     if report["left_behind"]:

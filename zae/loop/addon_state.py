@@ -94,10 +94,10 @@ def as_saved(value: Any) -> Any:
 def declaring(cls: type) -> dict[Any, dict[str, str]]:
     """Map each add-on that declares attributes to these, by their keys in its entry, outermost add-on first."""
     found = {}
-    for each in cls.__mro__:
-        names = (*each.__dict__.get("state_attributes", ()), *each.__dict__.get("rank_state_attributes", ()))
-        if names and is_add_on(each):
-            found[each] = {key_of(name): name for name in names}
+    for base in cls.__mro__:
+        names = (*base.__dict__.get("state_attributes", ()), *base.__dict__.get("rank_state_attributes", ()))
+        if names and is_add_on(base):
+            found[base] = {key_of(name): name for name in names}
     return found
 
 
@@ -118,7 +118,7 @@ def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
             )
         entry = {key: gather_tensors(trainer, getattr(trainer, name)) for key, name in names.items()}
         if trainer.device.type != "cpu":
-            on_host = [key for key, value in entry.items() if any(each.is_cpu for each in tensors_in(value))]
+            on_host = [key for key, value in entry.items() if any(tensor.is_cpu for tensor in tensors_in(value))]
             entry |= {_ON_HOST: on_host} if on_host else {}
         entries[owner.__name__] = entry
     return entries
@@ -238,10 +238,10 @@ class Generators:
         """Refuse what `state_dict` has not returned."""
         try:
             is_state = not state or isinstance(state["seed"], int)
-            for each in state["states"].values() if state else ():
-                is_state &= isinstance(each["rank"], (int, type(None))) and each["state"].dtype == torch.uint8
-                if each["state"].numel() == torch.Generator().get_state().numel():
-                    torch.Generator().set_state(each["state"].cpu())
+            for saved in state["states"].values() if state else ():
+                is_state &= isinstance(saved["rank"], (int, type(None))) and saved["state"].dtype == torch.uint8
+                if saved["state"].numel() == torch.Generator().get_state().numel():
+                    torch.Generator().set_state(saved["state"].cpu())
         except (TypeError, LookupError, AttributeError, RuntimeError):
             is_state = False
         if not is_state:

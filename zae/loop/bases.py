@@ -174,6 +174,6 @@ class Processes:
         held = {f"model/{key}": each for key, each in self.unwrap().state_dict().items()}
         for name, optimizer in self.optimizers.items():
             slots = f"state/optimizer.{name_of_key(name)}.state"
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             held |= {f"{slots}.{index}.": each for index, each in enumerate(parameters)}
         return {key: each for key, each in held.items() if is_sharded(each)}

@@ -133,7 +133,7 @@ def _describe_module(module: nn.Module, model: nn.Module, given: Mapping[str, An
     shapes = [f"{key} {list(each.shape)}" for key, each in module.named_parameters(recurse=False)]
     shapes += ["..."] if len(shapes) > _SHOWN else []
     own = f", with the parameters {', '.join(shapes[:_SHOWN])}" if shapes else ""
-    inputs = [_describe(each) for each in given.get("args", ())]
+    inputs = [_describe(argument) for argument in given.get("args", ())]
     inputs += [f"{key}={_describe(each)}" for key, each in given.get("kwargs", {}).items()]
     return f"the error is of {what}{own}; its input was {', '.join(inputs) or 'nothing'}"
 

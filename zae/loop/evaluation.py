@@ -238,9 +238,9 @@ class Evaluation:
             """Gather what all ranks hold, and take it; return whether every rank has passed on its last batch."""
             activity.is_loading = False  # An error in here is not one of the loader.
             parts = gather_dp(trainer.engine, (is_last, held))
-            for each in in_turn([part for _, part in parts]):
-                if each is not None:
-                    size, values = each
+            for entry in in_turn([part for _, part in parts]):
+                if entry is not None:
+                    size, values = entry
                     take(size, values)
             held.clear()
             activity.is_loading = not is_last

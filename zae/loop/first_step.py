@@ -100,8 +100,10 @@ class FirstStep:
         computed: list[Tensor] = []
         hooks = []
         for optimizer in self._trainer.optimizers.values():
-            trained = [each for each in parameters_of(optimizer) if each.requires_grad and each.is_leaf]
-            hooks += [each.register_post_accumulate_grad_hook(computed.append) for each in trained]
+            trained = [
+                parameter for parameter in parameters_of(optimizer) if parameter.requires_grad and parameter.is_leaf
+            ]
+            hooks += [parameter.register_post_accumulate_grad_hook(computed.append) for parameter in trained]
         self._called.clear()
         try:
             result = optimizer_step()
@@ -131,7 +133,7 @@ class FirstStep:
             return
         steppers = [c for c in type(trainer).__mro__ if "step_one" in vars(c) or "optimizer_step" in vars(c)]
         owner = next(c for c in steppers if not is_add_on(c))
-        if any(needs_closure(each) for each in trainer.optimizers.values()):
+        if any(needs_closure(optimizer) for optimizer in trainer.optimizers.values()):
             raise TaskError(
                 f"the closure that {owner.__name__} gives its optimizer computes gradients without "
                 f"{', '.join(without)}; let it call self.gradients(batch), self.unscale() and self.clip(): "
@@ -152,8 +154,10 @@ class FirstStep:
         gradients = self._gradients()
         taken = self._scheduler_steps()
         was_training = self._is_model_training()
-        watched = [each for each in trainer.optimizers.values() if hasattr(each, "_optimizer_step_pre_hooks")]
-        hooks = [each.register_step_pre_hook(self._refuse_step) for each in watched]
+        watched = [
+            optimizer for optimizer in trainer.optimizers.values() if hasattr(optimizer, "_optimizer_step_pre_hooks")
+        ]
+        hooks = [optimizer.register_step_pre_hook(self._refuse_step) for optimizer in watched]
         try:
             with context:
                 yield
@@ -202,7 +206,7 @@ class FirstStep:
         owners = [c for c in type(self._trainer).__mro__ if "scheduler_step" in vars(c)]
         if not all(is_add_on(c) for c in owners[:-1]):
             return []
-        return [steps_taken(each) for each in self._trainer.schedulers.values()]
+        return [steps_taken(scheduler) for scheduler in self._trainer.schedulers.values()]
 
     def _is_model_training(self) -> bool:
         return bool(getattr(self._trainer.model, "training", False))
@@ -210,7 +214,7 @@ class FirstStep:
     def _warn_of_cut_loss(self, loss: Any, **_: Any) -> None:
         """Warn of a loss that requires a gradient and was computed from nothing, as that of ``requires_grad_()``."""
         losses = loss.values() if isinstance(loss, Mapping) else (loss,)
-        if any(isinstance(each, Tensor) and each.requires_grad and each.grad_fn is None for each in losses):
+        if any(isinstance(value, Tensor) and value.requires_grad and value.grad_fn is None for value in losses):
             _log.warning(
                 "%s.train_step returned a loss that depends on no parameter, and so it trains nothing: compute it "
                 "from self.model(...), without .detach(), torch.no_grad(), torch.tensor(...) or requires_grad_()",
@@ -324,7 +328,7 @@ def _warn_of_unmoved(trainer: Trainer, before: Mapping[str, list[_WeightSample]]
     """Warn of optimizers that have changed none of their weights in the epoch that ends."""
     names = []
     for name, samples in before.items():
-        if samples and not any(each.has_moved for each in samples):
+        if samples and not any(sample.has_moved for sample in samples):
             names.append(name)
     if not names or not trainer.is_main:
         return

@@ -72,8 +72,8 @@ class RunLimits:
         epochs = self.n_epoch if self.n_epoch is not None and ends_by_epochs else 1
         check_repeatable(loader, "loader", 1 if self.steps_per_epoch else epochs)
         due = [*islice(filter(self.valid_every.due_at_epoch, range(1, epochs + 1)), 2)]
-        for each in valid_loader.values() if isinstance(valid_loader, Mapping) else [valid_loader]:
-            check_repeatable(each, "valid_loader", len(due))
+        for part in valid_loader.values() if isinstance(valid_loader, Mapping) else [valid_loader]:
+            check_repeatable(part, "valid_loader", len(due))
 
     def total_steps(self, steps_in_epoch: int | None) -> int | None:
         """Return the optimizer steps of the whole call, of epochs with so many steps; None is unknown."""

@@ -90,13 +90,13 @@ class NonFiniteGuard:
         if norm is not None and not processes.precision_part.is_scaled:
             looked_at.append(norm)
         is_bad = False
-        for each in looked_at:
+        for number in looked_at:
             # Most losses are a tensor on the host: they are looked at here, without a further call.
-            if type(each) is Tensor and each.is_cpu:
-                value = each.item()
+            if type(number) is Tensor and number.is_cpu:
+                value = number.item()
                 if value - value:  # Of NaN and of the infinities this is NaN.
                     is_bad = True
-            elif self._look(each, progress):
+            elif self._look(number, progress):
                 is_bad = True
         is_bad_here = is_bad
         if self.policy == "skip" and processes.world_size > 1:
@@ -160,7 +160,7 @@ class NonFiniteGuard:
     def _look(self, value: Tensor | Mapping[str, Tensor], progress: ProgressChecker) -> bool:
         """Look at one loss, at several, or at a norm; on an accelerator later, where the policy allows it."""
         if isinstance(value, Mapping):
-            found = [self._look(each, progress) for each in value.values()]  # A list: each is looked at.
+            found = [self._look(part, progress) for part in value.values()]  # A list: each is looked at.
             return any(found)
         if value.is_cpu or self.policy == "skip":
             return not math.isfinite(value.item())

@@ -35,12 +35,12 @@ def naming_other_optimizers(trainer: Trainer) -> Iterator[None]:
     finally:
         hook.remove()
     for optimizer in trainer.optimizers.values():
-        for each in with_inner(optimizer):
-            stepped.pop(id(each), None)
-    for each in trainer.user_state.stateful_objects(trainer) if stepped else ():
-        stepped.pop(id(each), None)
+        for inner in with_inner(optimizer):
+            stepped.pop(id(inner), None)
+    for stateful_object in trainer.user_state.stateful_objects(trainer) if stepped else ():
+        stepped.pop(id(stateful_object), None)
     own = set(map(id, trainer.optimization.parameters))
-    others = [each for each in stepped.values() if any(id(weight) in own for weight in parameters_of(each))]
+    others = [other for other in stepped.values() if any(id(weight) in own for weight in parameters_of(other))]
     if others and trainer.is_main:
         _log.warning(
             "weights move that no optimizer of the trainer steps, but %s of the class %s, in a hook for "

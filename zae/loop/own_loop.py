@@ -125,7 +125,7 @@ class _OwnLoop(Proxy):
 
     def _owner(self) -> Any:
         """Return the class whose ``run_epoch`` is called."""
-        return next(each for each in type(self._run.trainer).__mro__ if "run_epoch" in vars(each))
+        return next(cls for cls in type(self._run.trainer).__mro__ if "run_epoch" in vars(cls))
 
     def _error(self, what: str) -> TaskError:
         return TaskError(f"{self._owner().__name__}.run_epoch {what}")

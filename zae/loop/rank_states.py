@@ -102,7 +102,7 @@ class RankStates:
             if owner in state:
                 own[owner] = state[owner] if keys is None else {key: state[owner][key] for key in keys}
         digests = gather_dp(trainer.engine, {owner: digest(entry) for owner, entry in own.items()})
-        differing = [owner for owner in own if any(each.get(owner) != digests[0].get(owner) for each in digests)]
+        differing = [owner for owner in own if any(other.get(owner) != digests[0].get(owner) for other in digests)]
         entries: list[Any] = [{}] * world
         if differing:
             entries = gather_dp(trainer.engine, {owner: to_host(own[owner]) for owner in differing})
@@ -154,9 +154,9 @@ class RankStates:
         for name, owner in _merging(type(trainer)).items():
             whole = state.get(name)
             if isinstance(whole, Mapping):
-                is_saved = self.ranks and all("add_ons" in each for each in self.ranks)
+                is_saved = self.ranks and all("add_ons" in saved for saved in self.ranks)
                 # Those that were the same on all ranks are saved once.
-                entries = [{**whole, **each.get(name, {})} for each in self._entries()] if is_saved else [whole]
+                entries = [{**whole, **entry.get(name, {})} for entry in self._entries()] if is_saved else [whole]
                 merged[name] = owner.merge_ranks(trainer, entries, rank)
         return merged
 
@@ -174,8 +174,8 @@ class RankStates:
     def _entries(self) -> list[Mapping[str, Any]]:
         """Return the entries of add-ons that each rank has saved."""
         found = []
-        for each in self.ranks:
-            entries = each.get("add_ons") if isinstance(each, Mapping) else None
+        for saved in self.ranks:
+            entries = saved.get("add_ons") if isinstance(saved, Mapping) else None
             found.append(entries if isinstance(entries, Mapping) else {})
         return found
 
@@ -291,13 +291,13 @@ def _merging(cls: type) -> dict[str, Any]:
 def _varying_entries(cls: type) -> dict[str, tuple[str, ...] | None]:
     """Map the entries that may differ from rank to rank to their keys that may; None for all of an entry."""
     found: dict[str, tuple[str, ...] | None] = {GENERATORS: None, USER_STATE: None}
-    for each in cls.__mro__:
-        if not is_add_on(each):
+    for base in cls.__mro__:
+        if not is_add_on(base):
             continue
-        if names := tuple(each.__dict__.get("rank_state_attributes", ())):
-            found[each.__name__] = tuple(map(key_of, names))
-        elif not is_of_zae(each) and "state_dict" in each.__dict__ and each not in declaring(cls):
-            found[each.__name__] = None
+        if names := tuple(base.__dict__.get("rank_state_attributes", ())):
+            found[base.__name__] = tuple(map(key_of, names))
+        elif not is_of_zae(base) and "state_dict" in base.__dict__ and base not in declaring(cls):
+            found[base.__name__] = None
     return found
 
 

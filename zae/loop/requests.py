@@ -66,7 +66,7 @@ class Requests:
     def decide(self, trainer: Trainer, name: str, is_due: bool) -> bool:
         """Ask a hook whether to do what is due, or not due; of several ranks, the answer of rank 0 counts."""
         if self._decisions is None:
-            self._decisions = [each for each in _DECISIONS if is_overridden(trainer, each)]
+            self._decisions = [decision for decision in _DECISIONS if is_overridden(trainer, decision)]
         if name not in self._decisions:
             return is_due
         # Ranks may differ, by a clock for instance. They would wait for each other in a validation that one leaves out.

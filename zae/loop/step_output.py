@@ -152,7 +152,7 @@ def _copy(value: Any, in_window: bool, with_outputs: bool) -> Any:
     if isinstance(value, Mapping):
         return {key: _copy(each, in_window, with_outputs) for key, each in value.items()}
     if is_typed(value):
-        return type(value)(*(_copy(each, in_window, with_outputs) for each in value))
+        return type(value)(*(_copy(entry, in_window, with_outputs) for entry in value))
     return value
 
 
@@ -295,7 +295,7 @@ def not_number(key: str, value: Any) -> NotNumber:
     if not isinstance(value, (Tensor, np.ndarray)):
         is_number = isinstance(value, numbers.Number)
         is_list = isinstance(value, (list, tuple)) and len(value) > 0
-        are_numbers = is_list and all(isinstance(each, numbers.Number) for each in value)
+        are_numbers = is_list and all(isinstance(entry, numbers.Number) for entry in value)
         what = f"a {type(value).__name__}" + (f" of {len(value)} entries" if is_list else "")
         return NotNumber(what, "one number, for instance its mean", is_number or are_numbers)
     kind = str(value.dtype).removeprefix("torch.")

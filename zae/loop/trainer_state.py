@@ -260,9 +260,9 @@ def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
 @contextlib.contextmanager
 def _restoring_on_error(plain: Iterable[Any], stateful: list[Any]) -> Iterator[None]:
     """On an error, restore the attributes of these objects: loading replaces tensors and does not change them."""
-    attributes = [(each, dict(vars(each))) for each in (*plain, *stateful)]
+    attributes = [(part, dict(vars(part))) for part in (*plain, *stateful)]
     # Others may have objects inside, as a chain of schedulers does.
-    states = [(each, each.state_dict()) for each in stateful if type(each).load_state_dict is not _LOAD]
+    states = [(part, part.state_dict()) for part in stateful if type(part).load_state_dict is not _LOAD]
     try:
         yield
     except BaseException:
@@ -329,7 +329,7 @@ def _check_module(entry: Any) -> None:
     """Refuse an entry that `_read_module` does not return."""
     names = [entry.get(key) for key in ("frozen", "evaluating")] if isinstance(entry, Mapping) else [None]
     strides = entry.get("strides") if isinstance(entry, Mapping) else ()
-    if not all(isinstance(each, list) for each in names) or not isinstance(strides, (Mapping, type(None))):
+    if not all(isinstance(name, list) for name in names) or not isinstance(strides, (Mapping, type(None))):
         raise CheckpointMismatch(
             f"the entry 'module' of the state is {entry!r:.60}, not what is frozen and evaluating; load another "
             "checkpoint, or the weights alone: apply_weights(path)"
@@ -384,8 +384,8 @@ def _load_flags(
     trained = [each for path, each in _named_modules(module).items() if path not in evaluating]
     if in_training is not None:
         return trained
-    for each in module.modules():
-        each.training = False
+    for submodule in module.modules():
+        submodule.training = False
     for each in trained:
         each.training = True
     return None

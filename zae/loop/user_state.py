@@ -201,7 +201,7 @@ def _walk(trainer: Trainer, changes: Changes, is_begin: bool = False) -> Walk:
     apart += trainer.optimization.schedulers.values()
     for optimizer in optimizers.values():
         apart += with_inner(optimizer)
-    walk = changes.walk([each for each in apart if each is not None], is_begin)
+    walk = changes.walk([owner for owner in apart if owner is not None], is_begin)
     walk.add_module("model", model, with_tensors=False)  # The first: a task may hold a part of its model.
     walk.add("task", trainer, without=names_of_trainer(type(trainer)))
     for key, optimizer in optimizers.items():
@@ -259,21 +259,21 @@ def names_of_trainer(cls: Any) -> frozenset[str]:
     """
     names = {name for name, (_, owner) in options_of(cls).items() if is_of_zae(owner) or is_add_on(owner)}
     names.update(("_is_addon", "_partial", "_recipe"))  # What classes have of their composition.
-    for each in cls.__mro__:
-        if not (is_of_zae(each) or is_add_on(each)):
+    for base in cls.__mro__:
+        if not (is_of_zae(base) or is_add_on(base)):
             continue
         # Those of classes are not among them: a task may have an attribute `slot`, or `index`.
-        annotated = inspect.get_annotations(each).items()
+        annotated = inspect.get_annotations(base).items()
         names.update(name for name, kind in annotated if not str(kind).startswith("ClassVar"))
         for kind in ("state_attributes", "rank_state_attributes", "process_attributes"):
-            names.update(vars(each).get(kind, ()))
+            names.update(vars(base).get(kind, ()))
     return frozenset(names)
 
 
 def _begins_epochs(cls: type) -> bool:
     """Return whether a class of the user has a hook in which an epoch begins."""
-    users = [each for each in cls.__mro__ if not is_of_zae(each)]
-    return any("on_epoch_begin" in vars(each) or "run_epoch" in vars(each) for each in users)
+    users = [base for base in cls.__mro__ if not is_of_zae(base)]
+    return any("on_epoch_begin" in vars(user) or "run_epoch" in vars(user) for user in users)
 
 
 def _like(parameter: Tensor, gradient: Tensor) -> Tensor:

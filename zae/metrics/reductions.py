@@ -122,7 +122,7 @@ def combine_parts(parts: Iterable[Any], weights: Sequence[float]) -> Any:
     found = list(parts)
     kind, own = KIND_OF[type(found[0])], list(weights)
     if kind == "mean" and found[0].weight is not None:
-        own = [float(each.weight) for each in found]
-    whole = Partial.empty(kind).extend([float(each.value) for each in found], own)
+        own = [float(partial.weight) for partial in found]
+    whole = Partial.empty(kind).extend([float(partial.value) for partial in found], own)
     more = (whole.weight,) if kind == "mean" and found[0].weight is not None else ()
     return type(found[0])(whole.value, *more)

@@ -183,9 +183,9 @@ def load_fitted(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) 
 def _writable(module: nn.Module) -> Iterator[None]:
     """Give each element of expanded tensors its own place, which loading needs, and make them views again after it."""
     expanded = []
-    for each in module.state_dict(keep_vars=True).values():
-        if isinstance(each, Tensor) and not has_own_elements(each):
-            expanded.append((each, each.stride()))
+    for tensor in module.state_dict(keep_vars=True).values():
+        if isinstance(tensor, Tensor) and not has_own_elements(tensor):
+            expanded.append((tensor, tensor.stride()))
     for each, _ in expanded:
         each.data = each.detach().clone(memory_format=torch.contiguous_format)
     try:

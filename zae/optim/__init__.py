@@ -308,7 +308,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     try:
         return nn.utils.get_total_norm(gradients)
     except NotImplementedError as error:
-        sparse = next((each for each in gradients if each.layout is not torch.strided), None)
+        sparse = next((gradient for gradient in gradients if gradient.layout is not torch.strided), None)
         if sparse is None:
             raise
         raise ConfigError(

@@ -46,7 +46,7 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
         return
     _check_kinds("optimizer", optimizer, (Optimizer,))
     _check_kinds("scheduler", scheduler, (LRScheduler, ReduceLROnPlateau))
-    known = [each for each in as_dict(optimizer).values() if isinstance(each, Optimizer)]
+    known = [entry for entry in as_dict(optimizer).values() if isinstance(entry, Optimizer)]
     for name, each in as_dict(optimizer).items():
         if isinstance(each, Optimizer):
             _check_parameters(label("optimizer", optimizer, name), each, model)
@@ -76,7 +76,7 @@ def check_scheduler_owners(schedulers: Mapping[str, Any], optimizers: Mapping[st
     for name, scheduler in schedulers.items():
         other = getattr(scheduler, "optimizer", None)
         kind = type(scheduler).__name__
-        if not held or not isinstance(other, Optimizer) or any(other is each for each in optimizers.values()):
+        if not held or not isinstance(other, Optimizer) or any(other is given for given in optimizers.values()):
             continue
         if held.isdisjoint(map(id, parameters_of(other))):
             raise ConfigError(

@@ -37,9 +37,9 @@ def check_loaded(what: str, part: Any, state: Any) -> None:
 def compares_bits(state: Any) -> bool:
     """Return whether the tensors of a state are compared bit by bit: if they are small, and whole on this rank."""
     tensors = [each for _, each in leaves_of(state, "") if isinstance(each, Tensor)]
-    if any(nn.parameter.is_lazy(each) or each.is_meta or is_sharded(each) for each in tensors):
+    if any(nn.parameter.is_lazy(tensor) or tensor.is_meta or is_sharded(tensor) for tensor in tensors):
         return False
-    return sum(each.numel() * each.element_size() for each in tensors) <= _SMALL
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _SMALL
 
 
 def difference(saved: Any, found: Any, path: str, *, compares: bool = True, may_have_more: bool = False) -> str:

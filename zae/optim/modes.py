@@ -36,7 +36,7 @@ def has_modes(optimizer: Any) -> bool:
 
 def _with_modes(optimizers: Mapping[str, Any]) -> list[Any]:
     """List the optimizers that have modes."""
-    return [each for each in optimizers.values() if isinstance(each, Optimizer) and has_modes(each)]
+    return [optimizer for optimizer in optimizers.values() if isinstance(optimizer, Optimizer) and has_modes(optimizer)]
 
 
 def begin_training(optimizers: Mapping[str, Any]) -> None:

@@ -119,7 +119,7 @@ class Optimization:
 
     def make_schedulers(self, total_steps: Callable[[], int | None]) -> Any:
         """Return the schedulers that were given, with what their factories make of the optimizers."""
-        factories = [each for each in optim.as_dict(self.scheduler).values() if optim.is_factory(each)]
+        factories = [scheduler for scheduler in optim.as_dict(self.scheduler).values() if optim.is_factory(scheduler)]
         # Only where it is asked for: outside of a run it is not known, which is an error.
         total = total_steps() if any(map(takes_total_steps, factories)) else None
         call = partial(_call_factory, total_steps=total)
@@ -219,7 +219,9 @@ class Optimization:
     def steps_schedulers(self, when: str) -> bool:
         """Return whether some scheduler is stepped after a "batch", or an "epoch"."""
         default = self.scheduler_step_on_batch
-        return any(is_per_step(each, default) == (when == "batch") for each in optim.as_dict(self.scheduler).values())
+        return any(
+            is_per_step(scheduler, default) == (when == "batch") for scheduler in optim.as_dict(self.scheduler).values()
+        )
 
     def zero_grad(self) -> None:
         """Set every gradient to None, and call each ``zero_grad`` that a class of optimizers overrides."""
@@ -299,11 +301,12 @@ class Optimization:
         with random_state.isolated(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
             for name, optimizer in self.optimizers.items():
-                copied = memo | {id(each): each for each in optim.parameters_of(optimizer)}
+                copied = memo | {id(parameter): parameter for parameter in optim.parameters_of(optimizer)}
                 tensors = [each for _, each in leaves_of(vars(optimizer), "") if isinstance(each, Tensor)]
-                own = [each for each in tensors if id(each) not in copied]  # Without parameters, which may be lazy.
+                # Without parameters, which may be lazy.
+                own = [tensor for tensor in tensors if id(tensor) not in copied]
                 if not compares_bits(own):  # Mostly nothing: the state is made in the first step.
-                    copied |= {id(each): each for each in own}
+                    copied |= {id(tensor): tensor for tensor in own}
                 with suppress(Exception):
                     twin.optimizers[name] = copy_optimizer(optimizer, copied)
                     memo = copied
@@ -405,12 +408,12 @@ class Optimization:
         if wraps_others(optimizer):
             return []
         count = len(optimizer.param_groups)
-        held = {id(each) for each in optim.parameters_of(optimizer)}
+        held = {id(parameter) for parameter in optim.parameters_of(optimizer)}
         added = []
         names_by_group = state["order"].get(name, ())
         for names, group in zip(names_by_group[count:], _groups_in(state["optimizer"][name])[count:]):
             parameters = [named.get(fit_name(key, named)) for key in names]
-            if any(each is None or id(each) in held for each in parameters):
+            if any(parameter is None or id(parameter) in held for parameter in parameters):
                 return []  # It is refused, by its parameters.
             held.update(map(id, parameters))
             settings = {key: each for key, each in group.items() if key not in ("params", "param_names")}
@@ -439,8 +442,8 @@ class Optimization:
             check_rates("optimizer", there, here)
         present = parameter_order(optimizer, names)
         for group in added:
-            held = [each[1] if isinstance(each, tuple) else each for each in group["params"]]
-            present.append([names[id(each)] for each in held])
+            held = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
+            present.append([names[id(parameter)] for parameter in held])
         known = dict.fromkeys([*names.values(), *itertools.chain(*present)])
         saved = []
         for keys in state["order"].get(name, ()):
@@ -455,8 +458,8 @@ class Optimization:
         for name, optimizer in self.optimizers.items():
             present = optim.parameters_outside(optimizer, module)
             values = saved.get(name, [])
-            shapes = [tuple(each.shape) for each in present]
-            saved_shapes = [tuple(each.shape) for each in values]
+            shapes = [tuple(parameter.shape) for parameter in present]
+            saved_shapes = [tuple(value.shape) for value in values]
             if shapes != saved_shapes:
                 raise CheckpointMismatch(
                     f"optimizer {name} trains parameters outside of the model of shapes {shapes}, and the state has "

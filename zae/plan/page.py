@@ -78,7 +78,7 @@ class RunPreview:
     def due(self, every: Every) -> list[int]:
         """List the steps of this run at which a cadence is due: of epochs, the last steps of those epochs."""
         if parts := getattr(every, "parts", ()):  # Several cadences together.
-            return sorted({step for each in parts for step in self.due(each)})
+            return sorted({step for part in parts for step in self.due(part)})
         if every.epochs is not None:
             return [step for epoch, step in self.epoch_ends if every.due_at_epoch(epoch)]
         assert every.steps is not None

@@ -184,7 +184,7 @@ class Preview:
         found.notes += check_schedules(
             schedulers, on_batch, is_set, *run.extent.spans(found.steps_per_epoch), has_metric
         )
-        stepped = [each for each in schedulers.values() if not is_plateau(each)]
+        stepped = [candidate for candidate in schedulers.values() if not is_plateau(candidate)]
         if len(stepped) < len(schedulers):
             found.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")
         ends = {step for _, step in found.epoch_ends}

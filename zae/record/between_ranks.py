@@ -86,9 +86,9 @@ def _compare(record: Mapping[str, Any], gather: _Gather, readers: Mapping[str, s
     if len(set(gather(content_digest([*record.items()])))) == 1:
         return
     ranks: list[Mapping[str, Any]] = gather(dict(record))
-    names = dict.fromkeys(name for each in ranks for name in each)
-    by_name = {name: [each.get(name, _ABSENT) for each in ranks] for name in names}
-    differing = [name for name, values in by_name.items() if any(each != values[0] for each in values)]
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    by_name = {name: [rank.get(name, _ABSENT) for rank in ranks] for name in names}
+    differing = [name for name, values in by_name.items() if any(value != values[0] for value in values)]
     if not differing:  # Two numbers that are written in two ways, 1 and 1.0.
         return
     name = differing[0]

@@ -114,13 +114,13 @@ def _some(values: list[Any]) -> Any:
 
 def of_code(trainer: Trainer) -> Record:
     """Return a hash of the code of each class of the user: of the task, its add-ons, and the modules of the model."""
-    roots = [*type(trainer).__mro__, *(base for each in trainer.unwrap().modules() for base in type(each).__mro__)]
+    roots = [*type(trainer).__mro__, *(base for module in trainer.unwrap().modules() for base in type(module).__mro__)]
     version = ".".join(map(str, sys.version_info[:2]))  # Each version of Python has other instructions.
     record: Record = {}
     for cls in dict.fromkeys(roots):
         if not is_of_library(cls) and "_recipe" not in vars(cls):
             functions = [function_of(value) for _, value in sorted(vars(cls).items())]
-            digests = [code_digest(each.__code__) for each in functions if isinstance(each, FunctionType)]
+            digests = [code_digest(function.__code__) for function in functions if isinstance(function, FunctionType)]
             record[f"code of {cls.__qualname__}"] = f"{version} {content_digest(digests)}"
     return record
 

@@ -19,7 +19,7 @@ def names_of(paths: list[Path]) -> list[str]:
     parts = [path.absolute().with_suffix("" if path.is_file() else path.suffix).parts for path in paths]
     names: list[str] = []
     for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-length:]) for each in parts]
+        names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names
     return [f"{name} ({number})" for number, name in enumerate(names, 1)]
@@ -45,7 +45,7 @@ def load_run(path: Path, name: str, others: Sequence[Path] = ()) -> Run:
             f"{path} contains neither a log nor checkpoints; give the folder of a run, or the file of JSON lines that "
             "JSONLLoggerAddon(jsonl_path=...) wrote"
         )
-    whole = ((report, each) for report in reports for each in report["checkpoints"] if each["whole"])
+    whole = ((report, checkpoint) for report in reports for checkpoint in report["checkpoints"] if checkpoint["whole"])
     newest = next(whole, None)
     if records is None:
         records = _records_in(newest)
@@ -60,10 +60,10 @@ def _only_run_in(folder: Path) -> Path:
     if (folder / "manifest.json").exists() or list_checkpoints(folder):
         return folder
     near = sorted(each for each in folder.iterdir() if each.is_dir() and not each.is_symlink())
-    logged = [each for each in near if find_log(each) is not None]
-    runs = [each for each in near if each in logged or list_checkpoints(each)]
+    logged = [path for path in near if find_log(path) is not None]
+    runs = [path for path in near if path in logged or list_checkpoints(path)]
     if len(runs) > 1:
-        names = " ".join(str(each) for each in runs[:9])
+        names = " ".join(str(run) for run in runs[:9])
         raise ConfigError(f"{folder} contains {len(runs)} runs; give the ones that you mean: {names}")
     return logged[0] if logged else folder
 
@@ -78,8 +78,12 @@ def _examine_all(path: Path, records: Records | None, others: Sequence[Path]) ->
     else:
         saved = records.description_of("config").get("save_path") if records is not None else None
         folders = [Path(saved), path.parent / saved] if isinstance(saved, str) and saved else []
-    folders = [each for each in folders if each.is_dir() and (each == path or each not in others)]
-    found = [each for each in folders if (each / "manifest.json").exists() or list_checkpoints(each)]
+    folders = [
+        candidate for candidate in folders if candidate.is_dir() and (candidate == path or candidate not in others)
+    ]
+    found = [
+        candidate for candidate in folders if (candidate / "manifest.json").exists() or list_checkpoints(candidate)
+    ]
     inner = {folder for folder in found if folder.parent in found}  # A checkpoint is not a folder of checkpoints.
     outer = dict.fromkeys(each.absolute() for each in found if each not in inner)
     return [examine(each) for each in outer]

@@ -57,7 +57,7 @@ def render(runs: Sequence[Run]) -> str:
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "overview": overview(runs),
         "left_out": left_out,
-        "sections": "\n".join(filter(None, (each(runs) for each in SECTIONS))),
+        "sections": "\n".join(filter(None, (section(runs) for section in SECTIONS))),
         "data": _embed(_payload(runs, metrics[:_MOST])),
         "css": css,
         "script": script,
@@ -89,7 +89,7 @@ def _payload(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Any]:
                 axis = axes.setdefault((_pack(each.steps), _pack(_since(run, each))), len(axes))
                 series.append({"metric": metric, "split": split, "axis": axis, "values": _pack(each.values)})
         epochs = run.records.epochs
-        resumed = [each["step"] for each in run.records.sessions if each["step"]]
+        resumed = [session["step"] for session in run.records.sessions if session["step"]]
         found.append(
             {
                 "name": run.name,

@@ -111,7 +111,7 @@ class Records:
     @property
     def began(self) -> float:
         """The time of the first description or record, or NaN."""
-        times = [each["unix_time"] for each in self.sessions]
+        times = [session["unix_time"] for session in self.sessions]
         times += [time for each in self.series.values() for time in each.times[:1]]
         return min((time for time in times if not math.isnan(time)), default=math.nan)
 

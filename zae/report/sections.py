@@ -39,7 +39,7 @@ def overview(runs: Sequence[Run]) -> str:
             for name, (value, note) in facts[0].items()
         )
         return f"<dl class='tiles'>{tiles}</dl>"
-    names = list(dict.fromkeys(name for each in facts for name in each))
+    names = list(dict.fromkeys(name for fact in facts for name in fact))
     rows = []
     for at, each in enumerate(facts):
         cells = [_note(*each.get(name, ("-", ""))) for name in names]
@@ -84,7 +84,7 @@ def _metric_table(runs: Sequence[Run]) -> str:
     keys = dict.fromkeys(key for run in runs for key in run.records.series)
     rows = []
     for metric in metrics_of(runs):
-        for key in (each for each in keys if split_key(each)[0] == metric):
+        for key in (candidate for candidate in keys if split_key(candidate)[0] == metric):
             for at, run in enumerate(runs):
                 series = run.records.series.get(key)
                 if series is not None:
@@ -154,7 +154,7 @@ def _checkpoints(runs: Sequence[Run]) -> str:
     parts = []
     for at, run in enumerate(runs):
         for report in run.checkpoints:
-            rows = [_checkpoint(each) for each in [*report["checkpoints"], *report.get("crashes", [])]]
+            rows = [_checkpoint(entry) for entry in [*report["checkpoints"], *report.get("crashes", [])]]
             headers = ["checkpoint", "step", "epoch", "score", "size", "ranks", "zae", "state"]
             table = make_table(headers, rows, "Checkpoints") if rows else ""
             advice = "".join(f"<li>{text_of(line)}</li>" for line in report["advice"])
@@ -179,12 +179,12 @@ def _processes(runs: Sequence[Run]) -> str:
     """Return when a run was started and resumed; nothing where each run is one process."""
     rows = []
     for at, run in enumerate(runs):
-        for each in run.records.sessions:
-            environment = each.get("environment")
+        for session in run.records.sessions:
+            environment = session.get("environment")
             device = environment.get("device", "-") if isinstance(environment, Mapping) else "-"
-            began = f"resumed after step {each['step']:,}" if each["step"] else "started"
+            began = f"resumed after step {session['step']:,}" if session["step"] else "started"
             name = [_run(runs, at)] if len(runs) > 1 else []
-            rows.append([*name, began, _when(each["unix_time"]), text_of(device)])
+            rows.append([*name, began, _when(session["unix_time"]), text_of(device)])
     headers = [*(["run"] if len(runs) > 1 else []), "process", "time", "device"]
     table = make_table(headers, rows, "When a run was started and resumed")
     return make_section("processes", "Processes", table) if len(rows) > len(runs) else ""
@@ -220,7 +220,7 @@ def _heading(runs: Sequence[Run], at: int) -> str:
 
 def make_table(headers: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
     """Return a table of cells that are HTML already."""
-    head = "".join(f"<th scope='col'>{each}</th>" for each in headers)
+    head = "".join(f"<th scope='col'>{header}</th>" for header in headers)
     lines = []
     for first, *cells in rows:
         others = "".join(f"<td>{cell}</td>" for cell in cells)

@@ -240,15 +240,15 @@ def _floor(value: object, optimizer: Optimizer, name: str) -> float:
 
 def _chainable(schedulers: tuple[object, ...]) -> tuple[StepSchedule, ...]:
     """Return the parts of a chain, all of them schedules of one optimizer."""
-    parts = [each for each in schedulers if isinstance(each, StepSchedule) and each.total_iters]
+    parts = [scheduler for scheduler in schedulers if isinstance(scheduler, StepSchedule) and scheduler.total_iters]
     if not parts or len(parts) < len(schedulers):
-        found = ", ".join(type(each).__name__ for each in schedulers) or "nothing"
+        found = ", ".join(type(scheduler).__name__ for scheduler in schedulers) or "nothing"
         raise ConfigError(
             f"SchedulerChain holds WarmUpScheduler, CosineAnnealingScheduler and SchedulerChain, one by one, and got "
             f"{found}; write SchedulerChain(WarmUpScheduler(optimizer, 10), CosineAnnealingScheduler(optimizer, 90)), "
             "or torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones)"
         )
-    if any(each.optimizer is not parts[0].optimizer for each in parts):
+    if any(part.optimizer is not parts[0].optimizer for part in parts):
         raise ConfigError(
             "SchedulerChain has schedulers of two optimizers; build every one on the same optimizer, or a chain for "
             "each"

@@ -34,7 +34,7 @@ def streams() -> dict[str, Any]:
     name, key, *rest = cast("Any", np.random.get_state(legacy=True))
     devices = {}
     for kind, states in random_state.of_devices().items():
-        devices[kind] = [bytes(each.numpy()) for each in states]
+        devices[kind] = [bytes(state.numpy()) for state in states]
     own = {"torch": bytes(torch.get_rng_state().numpy()), "python": random.getstate()}
     return {**own, "numpy": (name, bytes(key), *rest), **devices}
 
@@ -166,8 +166,8 @@ def differing_parts(a: Any, b: Any) -> Iterator[tuple[str, str]]:
     """Yield the parts in which two trainers differ at the end."""
     rows: dict[str, Callable[[Any], Any]] = {
         "model": lambda t: dict(t.unwrap().state_dict()),
-        "optimizer": lambda t: [each.state_dict() for each in t.optimizers.values()],
-        "scheduler": lambda t: [_public(each.state_dict()) for each in t.schedulers.values()],
+        "optimizer": lambda t: [optimizer.state_dict() for optimizer in t.optimizers.values()],
+        "scheduler": lambda t: [_public(scheduler.state_dict()) for scheduler in t.schedulers.values()],
         "history": lambda t: [dict(row) for row in t.train_history + t.valid_history],
         "progress": lambda t: [t.progress_checker.step, t.progress_checker.epoch, t.progress_checker.skipped_steps],
     }

@@ -88,4 +88,4 @@ def _shared_by_copies(state: Mapping[str, Any]) -> Iterator[Any]:
     """Yield what a copy shares with the trainer: modules of Python, data and loggers, also in lists and dicts."""
     for value in state.values():
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-        yield from (each for each in parts if isinstance(each, _SHARED))
+        yield from (part for part in parts if isinstance(part, _SHARED))

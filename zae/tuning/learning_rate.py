@@ -78,7 +78,7 @@ class RangeTest:
         low = min(self.losses)
         first = self.smoothed[0]
         top = first + max(first - low, 0.1 * abs(first))
-        return [[min(each, top) for each in values] for values in (self.losses, self.smoothed)]
+        return [[min(value, top) for value in values] for values in (self.losses, self.smoothed)]
 
     def _ends(self) -> tuple[str, str]:
         return f"lr {number(self.learning_rates[0], 3)}", f"lr {number(self.learning_rates[-1], 3)}"
@@ -164,8 +164,8 @@ def find_lr(
                 group["lr"] = rate
 
     def look(copy: Any, outputs: Any) -> bool:
-        total = sum(each.weight for each in outputs) or 1.0
-        loss = sum(float(each.loss.detach()) * each.weight for each in outputs) / total
+        total = sum(output.weight for output in outputs) or 1.0
+        loss = sum(float(output.loss.detach()) * output.weight for output in outputs) / total
         return result.add(rates[len(result.losses)], loss)
 
     twin.before_step = set_rate

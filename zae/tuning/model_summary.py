@@ -70,20 +70,20 @@ class ModelSummary:
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
         """Return the rows of the table, for each layer: its name, class, output shape, parameters, and remarks."""
-        called = {part for each in self.layers if each.calls for part in _parents(each.name)}
+        called = {part for layer in self.layers if layer.calls for part in _parents(layer.name)}
         tried = self.activation_bytes is not None
         found = []
-        for each in self.layers:
-            shape = ", ".join(str(list(shape)) for shape in each.outputs) or "-"
-            remarks = [f"shared with {each.shared_with}"] if each.shared_with else []
-            remarks += ["lazy"] if each.is_lazy else []
-            remarks += ["not called"] if tried and each.name not in called else []
-            remarks += [f"called {each.calls} times"] if each.calls > 1 else []
-            if each.parameters and each.trainable < each.parameters:
-                remarks.append(f"{each.trainable:,} trainable" if each.trainable else "frozen")
-            name = "  " * each.depth + (each.name.rpartition(".")[2] or self.name)
-            kind = each.kind if each.name else ""
-            found.append((name, kind, shape, f"{each.parameters:,}" if each.parameters else "-", "; ".join(remarks)))
+        for layer in self.layers:
+            shape = ", ".join(str(list(shape)) for shape in layer.outputs) or "-"
+            remarks = [f"shared with {layer.shared_with}"] if layer.shared_with else []
+            remarks += ["lazy"] if layer.is_lazy else []
+            remarks += ["not called"] if tried and layer.name not in called else []
+            remarks += [f"called {layer.calls} times"] if layer.calls > 1 else []
+            if layer.parameters and layer.trainable < layer.parameters:
+                remarks.append(f"{layer.trainable:,} trainable" if layer.trainable else "frozen")
+            name = "  " * layer.depth + (layer.name.rpartition(".")[2] or self.name)
+            kind = layer.kind if layer.name else ""
+            found.append((name, kind, shape, f"{layer.parameters:,}" if layer.parameters else "-", "; ".join(remarks)))
         return found
 
     def totals(self) -> list[tuple[str, str]]:
@@ -183,7 +183,7 @@ def _copy(module: nn.Module, trainer: Trainer | None) -> tuple[nn.Module, Any]:
         raise ConfigError(
             f"the model cannot be copied for a batch ({error}); write summary(model), without one"
         ) from error
-    place = next((each.device for each in own.parameters()), torch.device("cpu"))
+    place = next((parameter.device for parameter in own.parameters()), torch.device("cpu"))
     return own, lambda batch: _forward(own, to_device(batch, place))
 
 
@@ -216,7 +216,7 @@ class _Calls:
 
             def record(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
                 count, _ = self.found.get(name, (0, []))
-                self.found[name] = count + 1, [tuple(each.shape) for each in tensors_in(output)]
+                self.found[name] = count + 1, [tuple(tensor.shape) for tensor in tensors_in(output)]
 
             self._stack.callback(module.register_forward_hook(record).remove)
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept))

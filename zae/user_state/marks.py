@@ -67,7 +67,7 @@ def _mark_of_entries(container: Any, paths: Mapping[int, str], depth: int) -> ob
             data = marshal.dumps(entries, 2)
             marks.append(data if len(container) <= _FEW else hash(data))
         except ValueError:
-            mark = tuple([mark_of(each, paths, depth) for each in entries])
+            mark = tuple([mark_of(entry, paths, depth) for entry in entries])
             marks.append(mark if len(container) <= _MANY else hash(mark))
     return len(container), marks
 

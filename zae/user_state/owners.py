@@ -268,11 +268,11 @@ def _names_aside(cls: type) -> frozenset[str]:
 def _class_values(cls: type) -> list[tuple[type, str]]:
     """Return the attributes of a user's classes that are values, each with the class that has it."""
     found: dict[str, type] = {}
-    for each in reversed(cls.__mro__):
-        if not (_is_of_library(each) or vars(each).get("_is_addon")):
-            for name, value in vars(each).items():
+    for base in reversed(cls.__mro__):
+        if not (_is_of_library(base) or vars(base).get("_is_addon")):
+            for name, value in vars(base).items():
                 if isinstance(value, (*_VALUES, Tensor, np.ndarray, *STREAMS)) and not name.startswith(("__", "_abc_")):
-                    found[name] = each
+                    found[name] = base
     return [(each, name) for name, each in found.items()]
 
 
@@ -286,7 +286,7 @@ def can_have(owner: Owner, name: str) -> bool:
     cls = type(owner.object)
     if name.startswith("__") or not name.isidentifier() or name in _names_aside(cls):
         return False
-    held = next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), None)
+    held = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
     return held is None or isinstance(held, (types.MemberDescriptorType, *_VALUES)) or kind_of(held) is not None
 
 
@@ -296,9 +296,9 @@ def can_have(owner: Owner, name: str) -> bool:
 def _slots_of(cls: type) -> dict[str, types.MemberDescriptorType]:
     """Return the attributes that the classes of an object keep in slots."""
     found = {}
-    for each in reversed(cls.__mro__):
-        if "__slots__" in vars(each) and not is_of_library(each):
-            slots = {name: slot for name, slot in vars(each).items() if isinstance(slot, types.MemberDescriptorType)}
+    for base in reversed(cls.__mro__):
+        if "__slots__" in vars(base) and not is_of_library(base):
+            slots = {name: slot for name, slot in vars(base).items() if isinstance(slot, types.MemberDescriptorType)}
             found.update(slots)
     return found
 

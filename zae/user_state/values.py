@@ -270,7 +270,7 @@ def _make_tensor(maker: Maker, tensor: Any, shape: Any, is_on_host: bool = False
 def _make_view(weight: Tensor, shape: Any, strides: Any, offset: Any) -> Tensor:
     """Return a view of a tensor of the model, which must lie within it."""
     numbers = [*shape, *strides, offset]
-    is_within = all(type(each) is int and each >= 0 for each in numbers) and len(shape) == len(strides)
+    is_within = all(type(number) is int and number >= 0 for number in numbers) and len(shape) == len(strides)
     if not is_within or offset + span(shape, strides) > span(weight.shape, weight.stride()):
         raise CheckpointMismatch("the state has a view of a tensor of the model that does not lie within it")
     return weight.detach().as_strided(shape, strides, weight.storage_offset() + offset)
@@ -339,7 +339,7 @@ _NEW_STREAMS: dict[str, Callable[[Maker], Any]] = {
 
 def _pack_items(value: Any, packer: Packer) -> list[Any]:
     packer.count(8 * len(value))
-    return [[packer.pack(each) for each in value]]
+    return [[packer.pack(item) for item in value]]
 
 
 def _pack_pairs(value: Any, packer: Packer) -> list[Any]:

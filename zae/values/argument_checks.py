@@ -214,7 +214,7 @@ def _path_of(path: Any, name: str, kind: str) -> Path:
 def _check_place(folder: Path, option: str) -> None:
     """Refuse a folder that cannot be written to or created."""
     # Not the methods of Path: they raise where they have no permission.
-    present = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    present = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     if not os.path.isdir(present):
         raise ConfigError(f"{option}: {present} is a file, not a folder; give another path")
     if not os.access(present, os.W_OK | os.X_OK):

@@ -61,15 +61,15 @@ def _plain(value: Any, depth: int, seen: set[int]) -> Any:
     if depth == 0:
         return f"a {type(value).__qualname__}"
     if isinstance(value, Counter):
-        return [_plain(each, depth - 1, seen) for each in _sorted(value.elements())]
+        return [_plain(item, depth - 1, seen) for item in _sorted(value.elements())]
     if isinstance(value, Mapping):
         if len(value) > MAX_ENTRIES:
             return content_digest(value)
         return {str(key): _plain(each, depth - 1, seen) for key, each in value.items()}
     if isinstance(value, AbstractSet):
-        return _sorted(_plain(each, depth - 1, seen) for each in value)
+        return _sorted(_plain(item, depth - 1, seen) for item in value)
     if isinstance(value, (list, tuple, deque)):
-        return [_plain(each, depth - 1, seen) for each in value] if len(value) <= MAX_ENTRIES else content_digest(value)
+        return [_plain(item, depth - 1, seen) for item in value] if len(value) <= MAX_ENTRIES else content_digest(value)
     return _describe_object(value, depth - 1, seen)
 
 
@@ -107,7 +107,7 @@ def _describe_callable(value: Any, depth: int, seen: set[int]) -> Any:
     text = f"{function.__qualname__} ({code_digest(function.__code__)})"
     held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     numbers = [each for each in (*held, *(function.__defaults__ or ())) if isinstance(each, (*_SCALARS, tuple))]
-    return [text, *(_plain(each, depth - 1, seen) for each in numbers)] if numbers and depth else text
+    return [text, *(_plain(number, depth - 1, seen) for number in numbers)] if numbers and depth else text
 
 
 def _is_filled(cell: Any) -> bool:
@@ -123,7 +123,9 @@ def code_digest(code: CodeType) -> str:
 
 
 def _instructions(code: CodeType) -> list[Any]:
-    constants = [_instructions(each) if isinstance(each, CodeType) else _ordered(each) for each in code.co_consts]
+    constants = [
+        _instructions(constant) if isinstance(constant, CodeType) else _ordered(constant) for constant in code.co_consts
+    ]
     return [code.co_code, code.co_names, code.co_varnames, constants]
 
 
@@ -156,7 +158,7 @@ def content_digest(value: Any) -> str:
 
 def _of_tensors(tensors: Sequence[Tensor]) -> str:
     """Hash tensors; those without bytes of their own are not read."""
-    readable = [each for each in tensors if not each.is_meta and not is_sharded(each)]
+    readable = [tensor for tensor in tensors if not tensor.is_meta and not is_sharded(tensor)]
     return fingerprint(readable)
 
 
@@ -193,7 +195,7 @@ def _json(chunk: list[Any]) -> bytes:
     try:
         return json.dumps(chunk, sort_keys=True).encode()
     except (TypeError, ValueError):
-        return repr([plain_value(each) for each in chunk]).encode()
+        return repr([plain_value(item) for item in chunk]).encode()
 
 
 def _digest_of_bytes(parts: Iterable[bytes]) -> str:

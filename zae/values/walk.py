@@ -168,7 +168,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors of one type and shape have the same bits."""
     if a.layout is not torch.strided or a.is_quantized:
         return torch.equal(a, b)
-    a, b = (each.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for each in (a, b))
+    a, b = (tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
     return torch.equal(a, b)
 
 
@@ -253,8 +253,8 @@ def names_in(function: Any) -> set[str]:
 
 def _names_in(code: CodeType) -> set[str]:
     """Return the names of attributes and globals in a function, and in those within it, comprehensions for instance."""
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return {*code.co_names, *(name for each in inner for name in _names_in(each))}
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names, *(name for code_object in inner for name in _names_in(code_object))}
 
 
 def sample(values: Any, most: int) -> Any:
@@ -272,9 +272,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (tuple, list)):
-        return with_items(value, [map_tensors(function, each) for each in value])
+        return with_items(value, [map_tensors(function, item) for item in value])
     if isinstance(value, deque):
-        return deque((map_tensors(function, each) for each in value), value.maxlen)
+        return deque((map_tensors(function, item) for item in value), value.maxlen)
     if isinstance(value, Mapping):
         return with_items(value, {key: map_tensors(function, each) for key, each in value.items()})
     if is_dataclass(value):
@@ -361,5 +361,5 @@ def copy_of(value: Any, device: torch.device | None = None) -> Any:
     if type(value) is dict:
         return {key: copy_of(each, device) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(copy_of(each, device) for each in value)
+        return type(value)(copy_of(item, device) for item in value)
     return copy.deepcopy(value)
