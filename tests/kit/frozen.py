@@ -80,6 +80,24 @@ def _plain(folder: Path) -> tuple[Trainer, Any, Any]:
     return trainer, hand.loader(), hand.loader(size=8, seed=4, shuffle=False)
 
 
+class _Logging(table.Task):
+    """Records more rows in an epoch than state.json holds."""
+
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        for row in range(150):
+            self.log({"row": row / 4}, self.progress_checker.step)
+
+
+def _rows(folder: Path) -> tuple[Trainer, Any, Any]:
+    """A history that is long enough for files of its own."""
+    model, optimizer = table.parts()
+    trainer = _Logging.add_on(StateManagerAddon)(
+        model, "cpu", optimizer=optimizer, log_bar=False, seed=5, save_path=folder / "save", **_SAVING
+    )
+    return trainer, hand.loader(), hand.loader(size=8, seed=4, shuffle=False)
+
+
 def _two_shards(folder: Path) -> tuple[Trainer, Any, Any]:
     """Two ranks that each save their parts."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.25), nn.Linear(8, 2))
@@ -98,6 +116,7 @@ def _two_shards(folder: Path) -> tuple[Trainer, Any, Any]:
 CASES: dict[str, Case] = {
     "together": Case(_together, step=5),
     "ckpt": Case(_plain, step=8),
+    "rows": Case(_rows, step=8),
     "two-shards": Case(_two_shards, step=8, ranks=2),
 }
 

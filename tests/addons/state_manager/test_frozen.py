@@ -18,7 +18,7 @@ from kit import frozen
 from kit.rank_tasks import forks
 from zae.__main__ import main
 from zae.checkpoint.folder import load_checkpoint
-from zae.checkpoint.manifest import FORMAT, SHARDED_FORMAT, seal
+from zae.checkpoint.manifest import FORMAT, ROWS_FORMAT, SHARDED_FORMAT, seal
 from zae.checkpoint.weights import load_weights
 from zae.errors import CheckpointMismatch
 
@@ -51,7 +51,7 @@ def test_frozen_checkpoint_loads_to_what_it_was(name: str, tmp_path: Path) -> No
     loaded, _, _ = frozen.CASES[name].build(tmp_path / "copy")
     loaded.load_state_dict(copy.deepcopy(saved))
     del saved["StateManagerAddon"]["scores"]  # Of the checkpoints beside it, which are not here.
-    del saved["records"]["settings"]  # What the run was given is written in another way since.
+    saved["records"].pop("settings", None)  # What the run was given is written in another way since.
     if "EMAAddon" in saved:  # The entry has another name since.
         saved["EMAAddon"]["averaged_epochs"] = saved["EMAAddon"].pop("averaged", 0)
     assert differences(saved, loaded.state_dict()) == []
@@ -67,6 +67,8 @@ def test_frozen_checkpoint_loads_to_what_it_was(name: str, tmp_path: Path) -> No
     first = saved["records"]["train_history"]
     assert resumed.metrics["train_metrics_history"][: len(first)] == first
     assert resumed.metrics == copied.metrics
+    assert resumed.log_history == copied.log_history
+    assert resumed.log_history[: len(saved["records"]["log_history"])] == saved["records"]["log_history"]
 
 
 @pytest.mark.parametrize("name", [name for name, case in frozen.CASES.items() if case.ranks == 2])
@@ -102,7 +104,7 @@ def test_frozen_shards_are_read_without_ranks(tmp_path: Path) -> None:
 
 def test_each_present_format_is_stored() -> None:
     manifests = [json.loads(zipfile.ZipFile(path).read("manifest.json")) for path in frozen.FOLDER.glob("*.zip")]
-    assert {content["format"] for content in manifests} == {FORMAT, SHARDED_FORMAT}
+    assert {content["format"] for content in manifests} == {FORMAT, SHARDED_FORMAT, ROWS_FORMAT}
     assert {content["model_format"] for content in manifests} == {"safetensors", "ckpt", "sharded"}
 
 
