@@ -23,7 +23,7 @@ from zae.errors import CheckpointMismatch
 from zae.optim.loaded import check_loaded, with_enums
 from zae.schedulers.lengths import parts_of
 from zae.torch_private import has_loading_hooks
-from zae.values.walk import has_same_bits, leaves_of, map_tensors
+from zae.values.walk import leaves_of, map_tensors
 
 __all__ = [
     "check_groups",
@@ -104,7 +104,12 @@ def wraps_others(optimizer: Optimizer) -> bool:
 
 
 class _Exact:
-    """Take the values out of a state before torch loads it, and set them afterwards."""
+    """Take the values out of a state before torch loads it, and set them afterwards.
+
+    Torch would give them the type of their weight: on weights in bfloat16 the float32 values in the state of NAdam,
+    QHAdam and Kron lose digits, and NAdam and ASGD of torch itself get others with float64 too. Integers, text and
+    deques that an optimizer of the user keeps would become tensors of the weight's type, or fail.
+    """
 
     def __init__(self) -> None:
         self._saved: Mapping[str, Any] = {}
@@ -135,14 +140,9 @@ class _Exact:
             parameter, group = places.get(key, (key, {}))
             if key in places:
                 values = _on_device(values, parameter.device, group, moved)
-            exact[parameter] = values
-        made = defaultdict(dict, {key: copy.copy(values) for key, values in exact.items()})
-        optimizer.__setstate__({"state": made, "param_groups": optimizer.param_groups})
-        for key, values in exact.items():  # A class may convert what it takes for an older format.
-            present = optimizer.state.get(key)
-            if isinstance(values, dict) and isinstance(present, dict):
-                lost = {name: each for name, each in values.items() if not has_same_bits(present.get(name), each)}
-                present.update(lost)
+            exact[parameter] = copy.copy(values)
+        # Not by `__setstate__`, in which a class may convert what it takes for an older format.
+        vars(optimizer)["state"] = defaultdict(dict, exact)
 
 
 def _on_device(
