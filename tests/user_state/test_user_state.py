@@ -395,6 +395,39 @@ def test_an_optimizer_of_the_user(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert warnings_in(caplog) == []
 
 
+class ById(torch.optim.SGD):
+    """Keeps momenta by the ids of the parameters, and saves them by their places."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.momenta: dict[int, torch.Tensor] = {}
+
+    def held(self) -> list[nn.Parameter]:
+        return self.param_groups[0]["params"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for each in self.held():
+            each.grad = self.momenta.setdefault(id(each), torch.zeros_like(each)).mul_(0.9).add_(each.grad)
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        momenta = [self.momenta[id(each)].clone() for each in self.held() if id(each) in self.momenta]
+        return {**super().state_dict(), "momenta": momenta}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict({key: value for key, value in state.items() if key != "momenta"})
+        self.momenta = {id(each): momentum.clone() for each, momentum in zip(self.held(), state["momenta"])}
+
+
+def test_what_an_optimizer_loads_itself_is_not_put_back_over_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Magma of pytorch_optimizer does so: ids of the process that has saved name no parameter here."""
+    assert_resumes(lambda: Task, tmp_path, optimizer=ById)
+    assert warnings_in(caplog) == []
+
+
 # -------------------------------------------------------------------------------------------- what does not come back
 
 

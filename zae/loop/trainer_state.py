@@ -164,7 +164,8 @@ class CoreState:
             with _explaining_misfits():
                 position.load_state_dict(state["position"])
                 _load_strides(module, entry)  # Before the optimizers: their state is in the order of the parameters.
-                load_optimization()
+                with trainer.user_state.watching_loads(trainer):
+                    load_optimization()
                 trainer.run_record.load_state_dict(state["records"], len(progress.run_calls.starts))
             progress.is_seeded = trainer.progress_checker.is_seeded
             if is_unused:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +30,9 @@ from zae.errors import CheckpointMismatch
 from zae.optim.optimizer_state import with_inner
 from zae.torch_private import unsaved_buffers, version_of
 from zae.user_state.changes import Changes
-from zae.user_state.marks import LARGE
+from zae.user_state.marks import LARGE, mark_of
 from zae.user_state.owners import Walk, is_of_user, once_for_a_class
-from zae.user_state.values import Maker, Packer
+from zae.user_state.values import Maker, Name, Packer
 from zae.values.walk import is_of_zae, is_sharded
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class UserState:
         self._changes = Changes()
         self._pending: Mapping[str, Any] | None = None  # A state that was loaded, and from which no call continues yet.
         self._continues = False  # Whether a state was put back in whose call of run the run goes on.
+        self._set_by_loads: set[Name] = set()  # What optimizers have set that load a state of their own.
         self._held: Mapping[str, Any] | None = None
         self._tensors: dict[str, tuple[Tensor, int, Tensor]] = {}  # Of the model, with their versions and copies.
         self._before: Mapping[str, Any] | None = None  # What was kept before a validation, or before on_run_end.
@@ -59,7 +61,7 @@ class UserState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy continues from: its objects are others."""
-        return {"_changes": self._changes, "_pending": self._pending}
+        return {"_changes": self._changes, "_pending": self._pending, "_set_by_loads": self._set_by_loads}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
@@ -79,7 +81,7 @@ class UserState:
         self._pending = None
         self._continues = continues and state is not None
         if state is not None:
-            self._put_back(trainer, state)
+            self._put_back(trainer, state, self._set_by_loads)
             if trainer.is_main:
                 _warn_of_replaced(state.get("modules", {}), self._modules)
 
@@ -136,7 +138,22 @@ class UserState:
         self._pending = dict(state)
         self._before = None
         if not trainer.current_run.is_call:
-            self._put_back(trainer, state)
+            self._put_back(trainer, state, self._set_by_loads)
+
+    @contextmanager
+    def watching_loads(self, trainer: Trainer) -> Iterator[None]:
+        """Note what the optimizers of the user's classes set as they load: it is not put back over that."""
+        before = self._marks_of_optimizers(trainer)
+        yield
+        after = self._marks_of_optimizers(trainer)
+        self._set_by_loads = {name for name, mark in after.items() if mark != before.get(name)}
+
+    def _marks_of_optimizers(self, trainer: Trainer) -> dict[Name, object]:
+        if not any(is_of_user(type(each)) for each in trainer.optimizers.values()):
+            return {}
+        walk = _walk(trainer, self._changes)
+        places = {name: place for name, place in walk.places.items() if name[0].startswith("optimizer[")}
+        return {name: mark_of(place.value, walk.paths) for name, place in places.items()}
 
     def _read(self, trainer: Trainer, copies: bool = False) -> dict[str, Any]:
         walk = _walk(trainer, self._changes)
@@ -155,11 +172,11 @@ class UserState:
             state["modules"] = {path: modules.get(path, _ABSENT) for path in changed}
         return state
 
-    def _put_back(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+    def _put_back(self, trainer: Trainer, state: Mapping[str, Any], own: Collection[Name] = ()) -> None:
         walk = _walk(trainer, self._changes)
         objects = {path: each.object for path, each in walk.owners.items()}
         maker = Maker(_tensors_of(trainer), objects, trainer.device)
-        self._changes.put_back(walk, state, maker, says=trainer.is_main)
+        self._changes.put_back(walk, state, maker, own, says=trainer.is_main)
         gradients = state.get("gradients", {})
         for name, each in trainer.unwrap().named_parameters():
             if name in gradients:

@@ -156,7 +156,7 @@ class Changes:
         for name in map(tuple, state.get("removed", ())):
             if name in walk.places and walk.places[name].cls is None:
                 walk.places[name].store.pop(name[1], None)
-        self._put_beginnings(walk, set(entries), maker)
+        self._put_beginnings(walk, entries.keys() | own, maker)
         if absent and says:
             more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
             _log.warning(
@@ -183,9 +183,9 @@ class Changes:
             entries = {name: entries[name] for name in later}
         return absent
 
-    def _put_beginnings(self, walk: Walk, names: set[Name], maker: Maker) -> None:
+    def _put_beginnings(self, walk: Walk, names: Collection[Name], maker: Maker) -> None:
         """Give the values that a state lacks what they were as the run began, and remove those that were not there."""
-        for name in (self.names & walk.places.keys()) - names if self._has_begun else ():
+        for name in (self.names & walk.places.keys()).difference(names) if self._has_begun else ():
             place = walk.places[name]
             beginning = self._beginnings.get(name)
             if beginning is not None and beginning.written is not None:
