@@ -68,14 +68,16 @@ class PartValues:
             self._warn_of_workers(walk, new)
         return walk
 
-    def capture(self, loader: Any) -> dict[str, Any]:
-        """Return the present values: those that have changed, and the small ones, since the epoch may change them."""
+    def capture(self, loader: Any, with_unchanged: bool) -> dict[str, Any]:
+        """Return the values that have changed, or all small ones besides."""
         walk = self.note(loader)
-        small = Packer({}, walk.paths, _HOST, copies=True, most=LARGE)
-        rest = walk.places.keys() - self._changes.names
-        found = self._changes.write(walk, small, rest, says=False)
+        values: list[Any] = []
+        if with_unchanged:
+            small = Packer({}, walk.paths, _HOST, copies=True, most=LARGE)
+            rest = walk.places.keys() - self._changes.names
+            values += self._changes.write(walk, small, rest, says=False).get("values", ())
         changed = self._changes.write(walk, Packer({}, walk.paths, _HOST, copies=True), says=False)
-        return {"values": [*found.get("values", ()), *changed.get("values", ())]}
+        return {"values": [*values, *changed.get("values", ())]}
 
     def changed_in(self, captured: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of captured values that training has changed: the others are the script's."""
@@ -105,11 +107,12 @@ class PartValues:
 
     def _walk(self, loader: Any, is_begin: bool = False) -> Walk:
         """Return the parts of a loader that are of the user's classes, and what they hold."""
-        parts = _own_parts(loader)
+        known = parts_of(loader)
+        parts = _own_parts(loader, known)
         trainer = self._trainer() if self._trainer is not None else None
         # Data may hold the trainer and what is in it, whose state the trainer has.
         own = [] if trainer is None else [trainer, *trainer.unwrap().modules(), *trainer.optimizers.values()]
-        apart = [*own, *parts_of(loader).values(), *parts.values(), *_streams_in(parts)]
+        apart = [*own, *known.values(), *parts.values(), *_streams_in(parts)]
         walk = self._changes.walk(apart, is_begin)
         for place, part in parts.items():
             # What a class of a library keeps to itself, it computes.
@@ -135,11 +138,11 @@ class PartValues:
                 return
 
 
-def _own_parts(loader: Any) -> dict[str, Any]:
+def _own_parts(loader: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a loader that have attributes, by place; itself and its ``collate_fn`` if of a user."""
     while isinstance(loader, Proxy):
         loader = loader.passed
-    parts = {f"loader.{place}": part for place, part in parts_of(loader).items()}
+    parts = {f"loader.{place}": part for place, part in known.items()}
     collate = collate_of(loader)
     if is_of_user(type(collate)):
         parts["loader.collate_fn"] = collate
@@ -161,7 +164,7 @@ def _streams_in(parts: Mapping[str, Any]) -> list[Any]:
 
 def _warn_of_living_iterators(loader: Any) -> None:
     """Warn of a loader that keeps an iterator, with its workers, over the epochs."""
-    for part in _own_parts(loader).values():
+    for part in _own_parts(loader, parts_of(loader)).values():
         for name, value in getattr(part, "__dict__", {}).items():
             if is_loader_iterator(value) and name != "_iterator":
                 _log.warning(

@@ -72,7 +72,7 @@ class SampledPosition:
         The order of the samples is drawn again, from the state of the epoch's begin.
         """
         if used:
-            present = present or self.streams.capture()
+            present = present or self.streams.capture(with_unchanged=True)
             self.streams.rewind(self.streams.begin or present)
         elif present is not None:
             self._warn_of_new_workers()

@@ -33,15 +33,15 @@ class LoaderStreams:
 
     def mark_begin(self) -> None:
         """Note that an epoch begins here."""
-        self.begin = self.capture()
+        self.begin = self.capture(with_unchanged=True)
 
-    def capture(self) -> dict[str, Any]:
-        """Return the present state."""
+    def capture(self, with_unchanged: bool = False) -> dict[str, Any]:
+        """Return the present state; to come back to it in this process, with values that only what follows changes."""
         state: dict[str, Any] = {"random": random_state.capture(), "generators": None, "parts": {}, "values": {}}
         if self.loader is not None:
             state["generators"] = random_state.capture_generators(self.loader)
             state["parts"] = capture_parts(self.loader)
-            state["values"] = self._values.capture(self.loader)
+            state["values"] = self._values.capture(self.loader, with_unchanged)
         return state
 
     def with_changed(self, state: State | None) -> dict[str, Any] | None:

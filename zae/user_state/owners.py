@@ -247,10 +247,15 @@ def _has_few_names(value: dict[Any, Any]) -> bool:
 # ------------------------------------------------------------------------------------------------------------ classes
 
 
-@once_for_a_class
 def is_of_user(cls: type) -> bool:
     """Return whether a class, or one that it derives from, is of no library: engines derive from those of users."""
-    return not all(map(_is_of_library, cls.__mro__))
+    return bool(_places_of_user(cls))
+
+
+@once_for_a_class
+def _places_of_user(cls: type) -> tuple[int, ...]:
+    """Return where in the bases of a class those of no library are: to keep these would keep the class."""
+    return tuple(index for index, each in enumerate(cls.__mro__) if not _is_of_library(each))
 
 
 def _is_of_library(cls: type) -> bool:
@@ -268,8 +273,8 @@ def _names_aside(cls: type) -> frozenset[str]:
 def _class_values(cls: type) -> list[tuple[type, str]]:
     """Return the attributes of a user's classes that are values, each with the class that has it."""
     found: dict[str, type] = {}
-    for base in reversed(cls.__mro__):
-        if not (_is_of_library(base) or vars(base).get("_is_addon")):
+    for base in (cls.__mro__[index] for index in reversed(_places_of_user(cls))):
+        if not vars(base).get("_is_addon"):
             for name, value in vars(base).items():
                 if isinstance(value, (*_VALUES, Tensor, np.ndarray, *STREAMS)) and not name.startswith(("__", "_abc_")):
                     found[name] = base

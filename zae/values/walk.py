@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -248,13 +248,14 @@ def is_of_zae(cls: type) -> bool:
 
 def names_in(function: Any) -> set[str]:
     """Return the names of attributes and globals in a function; none for anything else."""
-    return _names_in(inspect.unwrap(function).__code__) if isinstance(function, FunctionType) else set()
+    return set(_names_in(inspect.unwrap(function).__code__)) if isinstance(function, FunctionType) else set()
 
 
-def _names_in(code: CodeType) -> set[str]:
+@lru_cache(maxsize=1000)
+def _names_in(code: CodeType) -> frozenset[str]:
     """Return the names of attributes and globals in a function, and in those within it, comprehensions for instance."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return {*code.co_names, *(name for code_object in inner for name in _names_in(code_object))}
+    return frozenset(code.co_names).union(*map(_names_in, inner))
 
 
 def sample(values: Any, most: int) -> Any:
