@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zae import random_state
 from zae.addon import AddOnBase, Fact, replaces
 from zae.addons.data_shards import DataShardsAddon
-from zae.checkpoint.folder import Group
+from zae.checkpoint.group import Group
 from zae.compose.introspect import add_ons_of, is_add_on, owners_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zae import random_state
 from zae.addon import AddOnBase, Fact
 from zae.checkpoint.encoding import name_of_key
-from zae.checkpoint.folder import Group
+from zae.checkpoint.group import Group
 from zae.checkpoint.weights import save_weights
 from zae.distributed.shards import redistribute_like
 from zae.errors import CheckpointMismatch, ConfigError

@@ -20,7 +20,8 @@ from kit import faults, hand
 from kit.blocks import find_page, read_dockerfile
 from zae import Every, Trainer
 from zae.addons import AMPAddon, GradientAccumulationAddon, StateManagerAddon
-from zae.checkpoint.folder import list_checkpoints, load_checkpoint
+from zae.checkpoint.folder import list_checkpoints
+from zae.checkpoint.reader import load_checkpoint
 from zae.errors import CheckpointMismatch, ConfigError, StepError, TaskError
 
 

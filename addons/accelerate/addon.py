@@ -22,7 +22,7 @@ from zae.addons.accelerate.accelerator import (
 )
 from zae.addons.ddp import ReplicatedAddon
 from zae.addons.distributed import DistributedAddon
-from zae.checkpoint.folder import Group
+from zae.checkpoint.group import Group
 from zae.compose.introspect import slots_of
 from zae.distributed.spawn import launched_world
 from zae.errors import ConfigError, did_you_mean

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zae.addons.huggingface import hub
 from zae.addons.huggingface.hub import Push, Uploader
-from zae.checkpoint.folder import Group
+from zae.checkpoint.group import Group
 from zae.compose.calls import explained_call
 from zae.compose.introspect import AddOnPart
 from zae.compose.options import options_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zae.addon import AddOnBase
 from zae.addons.peft import adapters
-from zae.checkpoint.folder import Group
+from zae.checkpoint.group import Group
 from zae.checkpoint.weights import save_weights
 from zae.compose.introspect import with_trait
 from zae.optim import as_dict

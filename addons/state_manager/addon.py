@@ -16,11 +16,11 @@ from zae.addons.state_manager.crash import EXACT, CrashSaver
 from zae.addons.state_manager.keep import Checkpoints, Retention, WeightFiles
 from zae.addons.state_manager.load_check import LoadCheck
 from zae.addons.state_manager.resume import Resumption, find, newest_whole, read
-from zae.addons.state_manager.saver import Job, check_moment, format_for, lies_in_parts
+from zae.addons.state_manager.saver import check_moment, format_for
 from zae.addons.state_manager.shared_disk import check_shared_disk
 from zae.addons.state_manager.start_from import Start
 from zae.addons.state_manager.stop_signals import StopSignals
-from zae.checkpoint.folder import Group
+from zae.checkpoint.group import Group
 from zae.compose.introspect import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
 from zae.loop.progress import SIGNALED, Every
@@ -440,24 +440,18 @@ class StateManagerAddon(AddOnBase):
         check_moment(target, self.current_run.activity.evaluation.is_running, in_step and self.is_main)
         in_shards = checkpoints.model_format == "sharded"
         state = RankStates.read_state(self, in_parts=in_shards and not has_failed, has_rows=False)
-        in_parts = lies_in_parts(state["model"], checkpoints.model_format)
         if not checkpoints.about_run:
             checkpoints.about_run = {"monitor": self.monitor, "run": self.run_record.state_dict()}
-        group = Group(self.rank, self.engine.gather_in_background)
-        plan = partial(
-            Job.plan,
+        checkpoints.write(
             target,
             state,
+            self.history.rows,
             checkpoints.describe(self.progress_checker, self.world_size, info),
-            checkpoints.model_format,
-            in_parts,
-            replaces,
+            replaces=replaces,
             trained={name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad},
-            group=group,
-            rows=self.history.rows,
-            pieces=checkpoints.pieces,
+            group=Group(self.rank, self.engine.gather_in_background),
+            is_writer=self.is_main or has_failed,
         )
-        checkpoints.write(target, plan, group, in_parts=in_parts, is_writer=self.is_main or has_failed)
 
     def _present_score(self) -> float | None:
         """Return the monitored metric if it was measured on the present weights."""

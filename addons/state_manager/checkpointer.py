@@ -18,12 +18,13 @@ from typing import Any, ClassVar, TypeAlias
 from torch import Tensor
 
 from zae.addons.state_manager.crash import crashes_in
-from zae.addons.state_manager.saver import Job
 from zae.checkpoint.directories import remove_checkpoint
 from zae.checkpoint.filesystem import make_directory, stage
-from zae.checkpoint.folder import list_checkpoints, load_checkpoint, sweep
+from zae.checkpoint.folder import list_checkpoints, sweep
 from zae.checkpoint.manifest import Manifest, read_manifest
 from zae.checkpoint.names import MANIFEST
+from zae.checkpoint.reader import load_checkpoint
+from zae.checkpoint.writer import SavePlan, write
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError
 
 __all__ = ["Checkpointer", "Content", "FolderCheckpointer", "make_checkpointer", "step_of_weights", "weight_files"]
@@ -216,7 +217,7 @@ class Checkpointer:
         Returns
         -------
         manifest, model, state : tuple
-            What `zae.checkpoint.folder.load_checkpoint` returns for a folder.
+            What `zae.checkpoint.reader.load_checkpoint` returns for a folder.
 
         Raises
         ------
@@ -251,25 +252,28 @@ class Checkpointer:
         with self._brought_back(path.name, [MANIFEST]) as local:
             return read_manifest(local)
 
-    def store(self, job: Job) -> None:
+    def store(self, plan: SavePlan, reads_back: bool = False) -> None:
         """Write a checkpoint, whole or absent.
 
         Parameters
         ----------
-        job : Job
-            What to write: ``job.target`` is its path.
+        plan : SavePlan
+            What to write: ``plan.target`` is its path.
+        reads_back : bool
+            Whether a folder is read again when it is written, because it replaces others. Another storage verifies what
+            it has.
 
         Raises
         ------
         CheckpointError
             It was not written; ``errno`` is set if the storage refused, so that ``on_save_error="warn"`` applies.
         """
-        if not self._is_here(job.target):
-            job.write_folder()
+        if not self._is_here(plan.target):
+            write(plan, reads_back=reads_back)
             return
-        name = job.target.name
+        name = plan.target.name
         with self.scratch(name) as local:
-            job.write_folder(local)
+            write(plan, local)
             with self.reaching(f"{name} was not saved"):
                 self.put(name, local)
 
@@ -293,25 +297,6 @@ class Checkpointer:
             return
         with self.reaching(f"{path.name} was not removed"), self._expecting(path.name):
             self.delete(path.name)
-
-    def commit(self, job: Job) -> None:
-        """Store a checkpoint, and only then remove those that it replaces: a run never has less than it had.
-
-        Parameters
-        ----------
-        job : Job
-            What to write, and what it replaces.
-        """
-        self.store(job)
-        if job.group.rank > 0:
-            return
-        for path in job.replaces:
-            try:
-                self.remove(path)
-            except CheckpointNotFound:  # Somebody else has removed it.
-                continue
-            except CheckpointError as error:  # A checkpoint that stays costs space, not the run.
-                _log.warning("%s", error)
 
     def shown(self, path: Path) -> str:
         """Return a checkpoint or folder as it is shown: relative to the present folder where it lies in it.

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from zae.addons.state_manager.checkpointer import Checkpointer, step_of_weights
 from zae.addons.state_manager.crash import forget_claims
-from zae.addons.state_manager.saver import Job, Saver
-from zae.checkpoint.folder import Group, put_back
+from zae.addons.state_manager.saver import Saver, lies_in_parts, refuse_nonfinite
+from zae.checkpoint.folder import put_back
+from zae.checkpoint.group import Group
 from zae.checkpoint.locks import FolderLock
 from zae.checkpoint.manifest import Manifest
 from zae.checkpoint.names import checkpoint_name, original_name, step_of
 from zae.checkpoint.rows import Pieces
+from zae.checkpoint.writer import SavePlan, plan
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.progress import Every, ProgressChecker
 from zae.values.argument_checks import check_count
@@ -368,27 +370,62 @@ class Checkpoints:
                 if path not in self._replaced:
                     self._replaced = [*self._replaced, path]
 
-    def write(self, target: Path, plan: Callable[[], Job], group: Group, *, in_parts: bool, is_writer: bool) -> None:
-        """Write a checkpoint, or begin to, and then remove those that it replaces.
+    def write(
+        self,
+        target: Path,
+        state: Mapping[str, Any],
+        rows: Mapping[str, Sequence[Mapping[str, Any]]],
+        about: Mapping[str, Any],
+        *,
+        replaces: Sequence[Path],
+        trained: Collection[str],
+        group: Group,
+        is_writer: bool,
+    ) -> None:
+        """Write a state and the rows of its history, or begin to, and then remove the checkpoints that it replaces.
 
-        Every rank calls it, with a function that makes the files. The one that has the whole state is the writer; all
-        of them write where the weights lie in parts. If one fails, all of them raise its error. After an exception the
-        rank that failed calls it alone, as the writer.
+        Every rank calls it. The one that has the whole state is the writer; all of them write where the weights lie in
+        parts. If one fails, all of them raise its error. After an exception the rank that failed calls it alone, as the
+        writer. Parameters that are ``trained`` must be finite.
         """
+        weights = state["model"]
+        in_parts = lies_in_parts(weights, self.model_format)
 
-        def write() -> None:
+        def save(group: Group, model_format: str) -> None:
+            pieces, last_rows = self.pieces.split(rows)
+            rest = {key: value for key, value in state.items() if key != "model"}
+            rest["records"] = {**rest["records"], **last_rows}
+            check = partial(refuse_nonfinite, target, trained)
+            files = plan(
+                target, weights, rest, about, model_format=model_format, group=group, pieces=pieces, check=check
+            )
+            self.saver.save(files, partial(self._commit, replaces))
+
+        def save_alone() -> None:
             if is_writer:
                 self._lock.keep(target)  # Before a file is written: somebody may have removed the folder.
                 if not in_parts:
-                    self.saver.save(plan(), self.checkpointer.commit)
+                    save(Group(), "safetensors" if self.model_format == "sharded" else self.model_format)
 
         if self.has_failed:
-            write()
+            save_alone()
             self.saver.wait()
             return
-        group.together(write, target)
+        group.together(save_alone, target)
         if in_parts:  # Its ranks share the errors of each part.
-            self.saver.save(plan(), self.checkpointer.commit)
+            save(group, "sharded")
+
+    def _commit(self, replaces: Sequence[Path], files: SavePlan) -> None:
+        """Store a checkpoint, and only then remove those that it replaces: a run never has less than it had."""
+        self.checkpointer.store(files, reads_back=bool(replaces))
+        self.pieces.source = files.target
+        for path in replaces if files.group.rank == 0 else ():
+            try:
+                self.checkpointer.remove(path)
+            except CheckpointNotFound:  # Somebody else has removed it.
+                continue
+            except CheckpointError as error:  # A checkpoint that stays costs space, not the run.
+                _log.warning("%s", error)
 
     def save_weights(
         self,

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from zae import optim, random_state
 from zae.checkpoint.encoding import decode, encode, strict_json
-from zae.checkpoint.folder import Group
+from zae.checkpoint.group import Group
 from zae.checkpoint.tensor_bytes import dense, separate, shared_memory
 from zae.errors import CheckpointError
 from zae.loop.addon_state import PARTS, state_mode

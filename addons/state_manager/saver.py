@@ -1,32 +1,30 @@
 """How a checkpoint gets to the disk: directly, or in the background from a copy; then what it replaces is removed.
 
-A state becomes files in memory first, tensors by name and JSON text, in the thread that trains: `Job.plan`. What comes
-after it knows no state any more. The copy for the background is one of these tensors, and every job is written alike.
+A state becomes files in memory first, in the thread that trains (`zae.checkpoint.writer.plan`). The copy for the
+background is one of the tensors in these, and both are written alike.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from zae.checkpoint.folder import Files, Group, Share, plan_share, sweep, write_share
-from zae.checkpoint.rows import Pieces
 from zae.checkpoint.tensor_bytes import DTYPES, byte_view
 from zae.checkpoint.tensor_files import parse_format
+from zae.checkpoint.writer import Files, SavePlan
 from zae.device import can_copy_async
 from zae.errors import CheckpointError, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters
 from zae.values.strides import view_key
 from zae.values.walk import is_sharded
 
-__all__ = ["Job", "Saver", "Snapshots", "check_moment", "format_for", "lies_in_parts"]
+__all__ = ["Saver", "Snapshots", "check_moment", "format_for", "lies_in_parts", "refuse_nonfinite"]
 
 _log = logging.getLogger("zae")
 _Kind: TypeAlias = "tuple[torch.dtype, torch.Size, torch.device | None]"  # The device that its memory is pinned for.
@@ -88,75 +86,17 @@ def lies_in_parts(weights: Mapping[str, Tensor], model_format: str) -> bool:
     return model_format == "sharded" and any(each.is_meta for each in weights.values())
 
 
-class Job(NamedTuple):
-    """One checkpoint to write: its files, what it replaces once it is whole, and the weights that must be finite.
-
-    Where the weights lie in parts on several ranks, all of them write it together, each its share.
-    """
-
-    target: Path
-    share: Share
-    replaces: Sequence[Path]
-    trained: Collection[str]  # The parameters that must be finite.
-    pieces: Pieces  # Those of the history, of which checkpoints share the files.
-    in_parts: bool = False
-    group: Group = Group()  # The ranks that write it.
-
-    @classmethod
-    def plan(
-        cls,
-        target: Path,
-        state: Mapping[str, Any],
-        about: Mapping[str, Any],
-        model_format: str,
-        in_parts: bool,
-        replaces: Sequence[Path],
-        trained: Collection[str],
-        group: Group,
-        rows: Mapping[str, Sequence[Mapping[str, Any]]],
-        pieces: Pieces,
-    ) -> Job:
-        """Make the files of a state and of the rows of its history; if the weights lie in parts, all ranks call it."""
-        weights = state["model"]
-        files_of_rows, last_rows = pieces.split(rows)
-        rest = {key: value for key, value in state.items() if key != "model"}
-        rest["records"] = {**rest["records"], **last_rows}
-        if in_parts:
-            model_format = "sharded"
-        else:
-            model_format = "safetensors" if model_format == "sharded" else model_format
-            group = Group()
-        share = plan_share(target, weights, rest, about, model_format=model_format, group=group, pieces=files_of_rows)
-        return cls(target, share, replaces, trained, pieces, in_parts, group)
-
-    def copy(self, snapshots: Snapshots) -> Job:
-        """Return the same with copies of the tensors, so that training may change them."""
-        return self._replace(share=self.share._replace(files=snapshots.take(self.share.files)))
-
-    def write_folder(self, directory: Path | None = None) -> Path:
-        """Write it as a folder that is whole or absent, at its target or elsewhere; read it back if it replaces others.
-
-        A folder elsewhere is brought to another storage, which verifies what it has.
-        """
-        reads_back = directory is None and bool(self.replaces)
-        directory = directory or self.target
-        write_share(directory, self.share, self.group, partial(self._check, self.share.weights()), reads_back)
-        self.pieces.source = directory
-        if self.group.rank == 0:
-            sweep(directory.parent)
-        return directory
-
-    def _check(self, weights: Mapping[str, Tensor]) -> None:
-        """Refuse weights that are not finite."""
-        names = {key: key.rpartition("@")[0] for key in weights}
-        held = {key: each for key, each in weights.items() if names[key] in self.trained}
-        bad = sorted({names[key] for key in bad_parameters(held)})
-        if bad:
-            others = f", and {len(bad) - 1} others do" if len(bad) > 1 else ""
-            raise NonFiniteError(
-                f"{self.target} was not saved: the parameter {bad[0]} contains NaN or infinite values{others}; "
-                "resume from an older checkpoint with a lower learning rate or gradient_clip=1.0"
-            )
+def refuse_nonfinite(target: Path, trained: Collection[str], weights: Mapping[str, Tensor]) -> None:
+    """Refuse to save trained parameters that are not finite; the names of weights end with ``@`` and their offsets."""
+    names = {key: key.rpartition("@")[0] for key in weights}
+    held = {key: each for key, each in weights.items() if names[key] in trained}
+    bad = sorted({names[key] for key in bad_parameters(held)})
+    if bad:
+        others = f", and {len(bad) - 1} others do" if len(bad) > 1 else ""
+        raise NonFiniteError(
+            f"{target} was not saved: the parameter {bad[0]} contains NaN or infinite values{others}; "
+            "resume from an older checkpoint with a lower learning rate or gradient_clip=1.0"
+        )
 
 
 def format_for(model: nn.Module, save_format: str) -> str:
@@ -201,8 +141,7 @@ class Saver:
         self._snapshots = Snapshots()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._has_failed = False  # Of the last save, as the next one.
-        self._in_parts = False
+        self._has_failed = False  # Of the last save.
 
     def __getstate__(self) -> dict[str, Any]:
         self.wait()
@@ -216,15 +155,14 @@ class Saver:
         self.is_pending = self.background
         self._has_failed = False
 
-    def save(self, job: Job, write: Callable[[Job], None]) -> None:
+    def save(self, plan: SavePlan, write: Callable[[SavePlan], None]) -> None:
         """Write a checkpoint, or begin to."""
         self.wait()
         if not self.background:
-            self._write(job, write)
+            self._write(plan, write)
             self._raise_error()
             return
-        copied = job.copy(self._snapshots)
-        self._in_parts = job.in_parts
+        copied = plan._replace(files=self._snapshots.take(plan.files))
         # Not a daemon: a script that ends waits for its last checkpoint.
         self._thread = threading.Thread(target=self._write, args=(copied, write), name="zae-save")
         self._thread.start()
@@ -236,9 +174,8 @@ class Saver:
             self._raise_error()
 
     def has_ended(self, gather: Callable[[Any], list[Any]]) -> bool:
-        """Return whether nothing is being written, by all of the ranks that write; all call it."""
-        ended = self._thread is None or not self._thread.is_alive()
-        return all(gather(ended)) if self._in_parts else ended
+        """Return whether nothing is being written, by any rank; all call it."""
+        return all(gather(self._thread is None or not self._thread.is_alive()))
 
     @property
     def outcome(self) -> tuple[bool, bool]:
@@ -252,9 +189,9 @@ class Saver:
         self._has_failed = has_failed
         return is_news
 
-    def _write(self, job: Job, write: Callable[[Job], None]) -> None:
+    def _write(self, plan: SavePlan, write: Callable[[SavePlan], None]) -> None:
         try:
-            write(job)
+            write(plan)
         except BaseException as error:
             self._error = error
 
@@ -262,7 +199,6 @@ class Saver:
         """Raise what the last save, which has ended, failed with."""
         error = self._error
         self._thread = self._error = None
-        self._in_parts = False
         if error is not None:
             self._has_failed = True
             raise error

@@ -9,7 +9,7 @@ import socket
 import time
 from pathlib import Path
 
-from zae.checkpoint.folder import Group
+from zae.checkpoint.group import Group
 from zae.errors import CheckpointError
 
 __all__ = ["check_shared_disk"]

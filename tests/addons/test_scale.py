@@ -14,7 +14,8 @@ import pytest
 from kit.rank_tasks import forks
 from kit.scripts import Script
 from zae import addons
-from zae.checkpoint.folder import load_checkpoint, newest_valid
+from zae.checkpoint.folder import newest_valid
+from zae.checkpoint.reader import load_checkpoint
 from zae.diff import compare, read_ledger
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -26,7 +26,7 @@ from zae.addons import (
     SpikeGuardAddon,
     StateManagerAddon,
 )
-from zae.checkpoint.folder import load_checkpoint
+from zae.checkpoint.reader import load_checkpoint
 from zae.testing.watch import difference, streams
 
 BAD = 13  # The batch with the spike: that of step 14.

@@ -26,9 +26,9 @@ from kit.faults import RefusingDisk, installed
 from zae.checkpoint import filesystem
 from zae.checkpoint.directories import remove_checkpoint
 from zae.checkpoint.filesystem import FileSystem, make_directory
-from zae.checkpoint.folder import list_checkpoints, load_checkpoint, newest_valid, sweep
-from zae.checkpoint.manifest import verify
+from zae.checkpoint.folder import list_checkpoints, newest_valid, sweep
 from zae.checkpoint.names import checkpoint_name, staging_name
+from zae.checkpoint.reader import load_checkpoint, verify
 from zae.checkpoint.tensor_files import parse_format
 from zae.checkpoint.weights import load_weights, save_weights
 from zae.errors import (

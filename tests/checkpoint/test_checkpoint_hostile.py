@@ -15,8 +15,9 @@ from test_tensor_files import HOSTILE, payloads, wrapped
 
 from kit.faults import reseal
 from kit.limits import within
-from zae.checkpoint.folder import list_checkpoints, load_checkpoint, newest_valid
-from zae.checkpoint.manifest import read_manifest, seal, verify
+from zae.checkpoint.folder import list_checkpoints, newest_valid
+from zae.checkpoint.manifest import read_manifest, seal
+from zae.checkpoint.reader import load_checkpoint, verify
 from zae.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 
 # ---------------------------------------------------------------- damage

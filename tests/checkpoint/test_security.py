@@ -23,7 +23,7 @@ from zae.addons import EMAAddon, StateManagerAddon
 from zae.addons.loggers.jsonl_logger import JSONLLoggerAddon
 from zae.addons.loggers.neptune_logger import NeptuneLoggerAddon
 from zae.addons.loggers.wandb_logger import WandBLoggerAddon
-from zae.checkpoint.folder import load_checkpoint
+from zae.checkpoint.reader import load_checkpoint
 from zae.checkpoint.weights import load_weights
 from zae.cli import main
 from zae.errors import CheckpointDamaged, CheckpointMismatch, OptionError

@@ -27,7 +27,7 @@ from kit.rank_tasks import Task, build, forks, loader, same
 from kit.scripts import Script, Torchrun, besides_progress
 from zae import ConfigError, DistributedError
 from zae.addons import MultiGPUAddon, StateManagerAddon
-from zae.checkpoint.folder import load_checkpoint
+from zae.checkpoint.reader import load_checkpoint
 from zae.distributed import spawn as launching
 from zae.distributed.rank_process import Report
 from zae.distributed.spawn import _meeting_point, spawn

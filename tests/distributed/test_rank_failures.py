@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kit.rank_tasks import Task, build, forks, loader, same, weights
 from zae import DistributedError
 from zae.addons import FSDPAddon, MultiGPUAddon, PipelineAddon, StateManagerAddon
-from zae.checkpoint.folder import load_checkpoint
+from zae.checkpoint.reader import load_checkpoint
 from zae.distributed import spawn as launching
 from zae.distributed.rank_process import has_lost_peer, has_timed_out
 

@@ -33,12 +33,13 @@ from zae.__main__ import main
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.addons.state_manager import resume
 from zae.addons.state_manager.checkpointer import FolderCheckpointer
-from zae.addons.state_manager.saver import Job
-from zae.checkpoint.folder import Group, Share, load_checkpoint, newest_valid, plan_share
-from zae.checkpoint.manifest import parse, read_manifest, seal, verify
+from zae.checkpoint.folder import newest_valid
+from zae.checkpoint.group import Group
+from zae.checkpoint.manifest import parse, read_manifest, seal
 from zae.checkpoint.names import SHARDS
-from zae.checkpoint.rows import Pieces
+from zae.checkpoint.reader import load_checkpoint, verify
 from zae.checkpoint.weights import load_weights
+from zae.checkpoint.writer import SavePlan, plan
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, NonFiniteError
 from zae.loop.rank_states import RankStates
 from zae.values.walk import tensors_in
@@ -577,14 +578,15 @@ def test_a_rank_that_raises_anything_ends_the_save_of_all(tmp_path: Path, crews:
         assert "head.weight contains NaN" in text
 
 
-def shares(path: Path) -> Share:
-    """Return what this rank writes of a checkpoint with two tensors in parts."""
+def planned_on(path: Path) -> dict[str, Any]:
+    """Return what this rank writes of a checkpoint with two tensors in parts: its files, and the manifest."""
     mesh = init_device_mesh("cpu", (2,))
     model = {"weight": distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]), "scale": torch.ones(1)}
     state = {"average": distribute_tensor(torch.arange(3.0), mesh, [Shard(0)]), "plain": torch.ones(2)}
     about = {"run_id": "a", "step": 6, "epoch": 0, "composition": [], "world_size": 2, "info": {}}
     group = Group(dist.get_rank(), made_of(dist.get_world_size()))
-    return plan_share(path, model, state, about, model_format="sharded", group=group)
+    made = plan(path, model, state, about, model_format="sharded", group=group)
+    return {"files": made.files, "manifest": made.manifest}
 
 
 def made_of(world: int) -> Any:
@@ -596,7 +598,7 @@ def made_of(world: int) -> Any:
     return gather
 
 
-def write_share(share: Share, rank: int, pipes: Any, path: Path, disk: Disk) -> list[str]:
+def write_part(planned: dict[str, Any], rank: int, pipes: Any, path: Path, disk: Disk) -> list[str]:
     """Be one of two ranks that write, and that exchange through a pipe what they have written."""
     own, other = pipes[rank], pipes[1 - rank]
     other.close()
@@ -606,17 +608,18 @@ def write_share(share: Share, rank: int, pipes: Any, path: Path, disk: Disk) -> 
         values = [value, own.recv()]
         return values if rank == 0 else values[::-1]
 
-    replaced = [path.with_name("step-00000004")]
-    job = Job(path, share, replaced, (), Pieces(), in_parts=True, group=Group(rank, gather))
+    checkpointer = FolderCheckpointer(path.parent)
     with installed(disk):
-        FolderCheckpointer(path.parent).commit(job)
+        checkpointer.store(SavePlan(path, **planned, group=Group(rank, gather)), reads_back=True)
+        if rank == 0:
+            checkpointer.remove(path.with_name("step-00000004"))
     return [name for name, _ in disk.log]
 
 
-def write_on_two(planned: list[Share], path: Path, victim: int, at: int) -> list[Any]:
+def write_on_two(planned: list[dict[str, Any]], path: Path, victim: int, at: int) -> list[Any]:
     pipes, disks = multiprocessing.Pipe(), [Disk(), Disk()]
     disks[victim] = KillingDisk(at)
-    ranks = [Child(write_share, each, rank, pipes, path, disks[rank]) for rank, each in enumerate(planned)]
+    ranks = [Child(write_part, each, rank, pipes, path, disks[rank]) for rank, each in enumerate(planned)]
     for pipe in pipes:
         pipe.close()
     return [each.wait() for each in ranks]
@@ -625,7 +628,7 @@ def write_on_two(planned: list[Share], path: Path, victim: int, at: int) -> list
 @pytest.mark.exhaustive
 def test_a_rank_that_is_killed_before_any_operation(tmp_path: Path, crews: Any) -> None:
     """Each of two ranks, before each file operation: the previous checkpoint stands, or the new one is whole."""
-    planned = crews(2).call(shares, tmp_path)
+    planned = crews(2).call(planned_on, tmp_path)
     save_checkpoint(tmp_path / "old" / "step-00000004", {"weight": torch.ones(1)}, {}, manifest_info=ABOUT)
     logs = [each.result for each in write_on_two(planned, copied(tmp_path, "alive"), 0, 1 << 20)]
     assert len(logs[0]) > 30

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zae.checkpoint.folder import plan_share, sweep, write_share
 from zae.checkpoint.tensor_files import parse_format
+from zae.checkpoint.writer import plan, write
 
 
 def save_checkpoint(
@@ -24,6 +24,5 @@ def save_checkpoint(
     """Write a checkpoint from one process, in place of an existing one, and remove what killed processes have left."""
     directory = Path(os.path.abspath(directory))
     kind = parse_format(model_format)
-    write_share(directory, plan_share(directory, model_state, state, manifest_info, model_format=kind))
-    sweep(directory.parent)
+    write(plan(directory, model_state, state, manifest_info, model_format=kind))
     return directory

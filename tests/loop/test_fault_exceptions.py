@@ -23,8 +23,7 @@ from kit.faults import answer, build, wait_for
 from zae import Every
 from zae.addons import GradientAccumulationAddon, JSONLLoggerAddon, StateManagerAddon
 from zae.checkpoint import filesystem
-from zae.checkpoint.folder import load_checkpoint
-from zae.checkpoint.manifest import verify
+from zae.checkpoint.reader import load_checkpoint, verify
 
 # --- exceptions
 

@@ -17,7 +17,7 @@ from kit.hand import digest, loader, network
 from kit.matrix import first_difference
 from kit.table import Task
 from zae.addons import CompileAddon, EMAAddon, StateManagerAddon
-from zae.checkpoint.folder import load_checkpoint
+from zae.checkpoint.reader import load_checkpoint
 from zae.checkpoint.weights import load_weights
 from zae.model.weights import plain_state, without_wrappers
 

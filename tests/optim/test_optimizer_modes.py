@@ -15,7 +15,7 @@ from kit.matrix import first_difference
 from kit.table import Task
 from zae import Every
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, StateManagerAddon
-from zae.checkpoint.folder import load_checkpoint
+from zae.checkpoint.reader import load_checkpoint
 from zae.checkpoint.weights import load_weights
 
 

@@ -53,8 +53,8 @@ def refuse_foreign(directory: Path) -> None:
         )
 
 
-def install(staging: Path, directory: Path) -> None:
-    """Rename a staged directory to its place; what stands there is moved aside, and `sweep` removes it."""
+def install(staging: Path, directory: Path) -> Path | None:
+    """Rename a staged directory to its place; what stands there is moved aside, and its new path returned."""
     aside = directory.with_name(aside_name(directory.name, "replaced")) if os.path.lexists(directory) else None
     if aside is not None:
         # If the process is killed between the two renames, `locate` finds the old one under its new name.
@@ -68,6 +68,7 @@ def install(staging: Path, directory: Path) -> None:
                 filesystem.disk.rename(aside, directory)
         raise
     filesystem.disk.fsync_directory(directory.parent)
+    return aside
 
 
 def remove_checkpoint(directory: str | os.PathLike[str]) -> None:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from zae.checkpoint.directories import locate
 from zae.checkpoint.encoding import decode, encode, strict_json
-from zae.checkpoint.hashed_files import REMEDY, open_input, read_whole
+from zae.checkpoint.hashed_files import REMEDY, read_whole
 from zae.checkpoint.names import MANIFEST, MODEL_FILES, PIECE, SHARDS, STATE, STATE_TENSORS, shard_name
 from zae.checkpoint.tensor_files import SUFFIXES
 from zae.errors import (
@@ -38,12 +36,10 @@ __all__ = [
     "Manifest",
     "check_progress",
     "draft",
-    "is_whole",
     "json_text",
     "parse",
     "read_manifest",
     "seal",
-    "verify",
 ]
 
 FORMAT = 1
@@ -178,28 +174,6 @@ def _refuse_other_folder(directory: Path) -> None:
     else:
         instead = "give one, or a file of weights to start_from or apply_weights"
     raise CheckpointNotFound(f"{directory} is a folder without a checkpoint; {instead}")
-
-
-def verify(directory: str | os.PathLike[str], *, skip: Collection[str] = ()) -> Manifest:
-    """Read every byte of a checkpoint and compare its hashes with the manifest, which is returned.
-
-    Files that `skip` names are not read, because the caller is going to. Errors are those of `load_checkpoint`.
-    """
-    directory = locate(Path(directory))
-    manifest = read_manifest(directory)
-    for name, entry in manifest["files"].items():
-        if name not in skip:
-            with open_input(directory / name, size=entry["size"]) as source:
-                source.finish(entry["sha256"])
-    return manifest
-
-
-def is_whole(directory: Path) -> bool:
-    """Return whether a checkpoint stands at this place and verifies."""
-    try:
-        return directory.is_dir() and bool(verify(directory))
-    except CheckpointError:
-        return False
 
 
 def _digest(data: bytes) -> str:

@@ -18,7 +18,7 @@ import socket
 from zae.errors import ConfigError
 
 MANIFEST = "manifest.json"
-# By format; in the last one the tensors that ranks hold in parts are in further files, see zae.checkpoint.folder.
+# By format; in the last one the tensors that ranks hold in parts are in further files, see zae.checkpoint.writer.
 MODEL_FILES = {"safetensors": "model.safetensors", "ckpt": "model.ckpt", "sharded": "model.safetensors"}
 STATE_TENSORS = "state.safetensors"
 STATE = "state.json"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zae.checkpoint.encoding import strict_json
+from zae.checkpoint.group import Group
 from zae.checkpoint.hashed_files import REMEDY, read_whole
 from zae.checkpoint.manifest import FileEntry, Manifest
 from zae.checkpoint.names import SHARDS, shard_name
@@ -28,8 +29,6 @@ from zae.values.walk import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import TensorWriteData
-
-    from zae.checkpoint.folder import Group
 
 __all__ = ["OF_MODEL", "OF_STATE", "chunk_name", "divide", "read_parts"]
 

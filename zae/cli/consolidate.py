@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     """Verify the checkpoint, and write its weights."""
     # It imports torch, which takes seconds: not for --help.
     from zae.checkpoint.folder import newest_valid
-    from zae.checkpoint.manifest import verify
+    from zae.checkpoint.reader import verify
     from zae.checkpoint.weights import load_weights, save_weights
     from zae.doctor.checkpoints import folders_below
 

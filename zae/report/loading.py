@@ -91,7 +91,7 @@ def _examine_all(path: Path, records: Records | None, others: Sequence[Path]) ->
 
 def _records_in(newest: tuple[dict[str, Any], dict[str, Any]] | None) -> Records:
     """Return the records that a checkpoint contains: a run that was not logged has them there too."""
-    from zae.checkpoint.folder import load_state
+    from zae.checkpoint.reader import load_state
     from zae.report.records import Records
 
     if newest is None:

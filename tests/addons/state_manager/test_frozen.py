@@ -17,8 +17,8 @@ import torch
 from kit import frozen
 from kit.rank_tasks import forks
 from zae.__main__ import main
-from zae.checkpoint.folder import load_checkpoint
 from zae.checkpoint.manifest import FORMAT, ROWS_FORMAT, SHARDED_FORMAT, seal
+from zae.checkpoint.reader import load_checkpoint
 from zae.checkpoint.weights import load_weights
 from zae.errors import CheckpointMismatch
 

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from kit import frozen, hand
 from kit.table import Task
 from zae.addons import AMPAddon, EMAAddon, StateManagerAddon
-from zae.checkpoint.folder import load_checkpoint
+from zae.checkpoint.reader import load_checkpoint
 
 OLDER = frozen.FOLDER / "older"
 STEP = "step-00000008"

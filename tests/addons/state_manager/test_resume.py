@@ -638,7 +638,8 @@ def test_training_weights_and_the_score_of_the_moment(folder: Path, order: tuple
         patience=9, jsonl_path=folder / "log.jsonl", keep_last=None, log_bar=False, seed=3,
     )  # fmt: skip
     made.run(2, hand.loader(), hand.loader(9, 4, seed=8, shuffle=False))
-    from zae.checkpoint.folder import list_checkpoints, load_checkpoint
+    from zae.checkpoint.folder import list_checkpoints
+    from zae.checkpoint.reader import load_checkpoint
 
     for path in list_checkpoints(folder / "run"):
         manifest, weights, _ = load_checkpoint(path)

@@ -15,8 +15,9 @@ from torch import nn
 from kit import faults, hand, rank_tasks
 from zae import Trainer
 from zae.addons import EarlyStoppingAddon, EMAAddon, MultiGPUAddon, StateManagerAddon
-from zae.checkpoint.folder import list_checkpoints, load_state
+from zae.checkpoint.folder import list_checkpoints
 from zae.checkpoint.manifest import read_manifest
+from zae.checkpoint.reader import load_state
 from zae.cli import main
 from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError
 

@@ -24,7 +24,8 @@ from zae import Every
 from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
 from zae.addons.loggers.jsonl_logger import JSONLLoggerAddon
 from zae.addons.mpu import MultiGPUAddon
-from zae.checkpoint.folder import list_checkpoints, load_checkpoint, newest_valid
+from zae.checkpoint.folder import list_checkpoints, newest_valid
+from zae.checkpoint.reader import load_checkpoint
 from zae.errors import CheckpointMismatch
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
