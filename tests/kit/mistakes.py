@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -44,6 +44,12 @@ def mistake(error: type[Exception], *phrases: str) -> Callable[[Callable[[], obj
         return function
 
     return add
+
+
+def mistakes(rows: dict[str, tuple[Any, ...]]) -> None:
+    """Put mistakes that are one call into the catalogue: the error, the call and the phrases, by name."""
+    for name, (error, make, *phrases) in rows.items():
+        CATALOGUE[name] = Mistake(make, error, tuple(phrases))
 
 
 # ------------------------------------------------------------------------------------- what the mistakes are made with
@@ -88,98 +94,41 @@ class Stream(IterableDataset):
 # --------------------------------------------------------------------------------------------------------- options
 
 
-@mistake(zae.OptionError, "unknown argument 'gradient_clp' for Task", "did you mean 'gradient_clip'?")
-def misspelt_option():
-    trainer_of(gradient_clp=1.0)
-
-
-@mistake(
-    zae.OptionError, "unknown argument 'gradient_acumulation_steps' for", "did you mean 'gradient_accumulation_steps'?"
-)
-def misspelt_option_of_an_add_on():
-    trainer_of(Task.add_on(GradientAccumulationAddon), gradient_acumulation_steps=4)
-
-
-@mistake(
-    zae.OptionError,
-    "unknown argument 'save_path' for Task",
-    "it is an option of StateManagerAddon; add it with .add_on(StateManagerAddon)",
-)
-def option_of_an_absent_add_on():
-    trainer_of(save_path="runs")
-
-
-@mistake(
-    zae.OptionError,
-    "unknown argument 'patiense' for Task",
-    "did you mean 'patience', an option of EarlyStoppingAddon? Add it with .add_on(EarlyStoppingAddon)",
-)
-def misspelt_option_of_an_absent_add_on():
-    trainer_of(patiense=3)
-
-
-@mistake(
-    zae.OptionError,
-    "unknown argument 'accumulate_grad_batches' for Task",
-    "here it is gradient_accumulation_steps (GradientAccumulationAddon)",
-)
-def option_of_lightning():
-    trainer_of(accumulate_grad_batches=4)
-
-
-@mistake(
-    zae.OptionError,
-    "unknown argument 'num_train_epochs' for Task",
-    "here it is n_epoch of run(n_epoch, loader), or the same option of HuggingFaceAddon",
-)
-def option_of_transformers():
-    trainer_of(num_train_epochs=3)
-
-
-@mistake(zae.OptionError, "unknown argument 'split_spec' for Task", "here it is split (PipelineAddon)")
-def option_without_a_counterpart():
-    trainer_of(split_spec={})
-
-
-@mistake(
-    zae.OptionError,
-    "unknown argument 'web_logger' for Task",
-    "it is an option of WandBLoggerAddon; add it with .add_on(WandBLoggerAddon)",
-)
-def logging_into_nothing():
-    trainer_of(web_logger={"wandb": {"project": "mine"}})
-
-
-@mistake(
-    zae.OptionError,
-    "Task[StateManagerAddon] needs 'save_path' (StateManagerAddon)",
-    "write Task[StateManagerAddon](..., save_path=...)",
-)
-def missing_option():
-    trainer_of(Task.add_on(StateManagerAddon))
-
-
-@mistake(
-    zae.OptionError,
-    "Task[JSONLLoggerAddon, StateManagerAddon] needs 'jsonl_path'",
-    "write Task[JSONLLoggerAddon, StateManagerAddon](..., jsonl_path=...",
-)
-def several_missing_options():
-    trainer_of(Task.add_on(JSONLLoggerAddon, StateManagerAddon))
-
-
-@mistake(
-    zae.OptionError,
-    "Task takes 5 positional arguments (model, device, mode, optimizer",
-    "name the others: log_bar, scheduler_step_on_batch, gradient_clip, monitor",
-)
-def too_many_positions():
-    Task(torch.nn.Linear(4, 2), "cpu", "train", None, None, False)
-
-
-@mistake(zae.OptionError, "Task got 'model' twice: by position and by name", "keep one")
-def option_given_twice():
-    Task(torch.nn.Linear(4, 2), model=torch.nn.Linear(4, 2))
+mistakes({
+    "misspelt_option": (zae.OptionError, lambda: trainer_of(gradient_clp=1.0),
+        "unknown argument 'gradient_clp' for Task", "did you mean 'gradient_clip'?"),
+    "misspelt_option_of_an_add_on": (zae.OptionError,
+        lambda: trainer_of(Task.add_on(GradientAccumulationAddon), gradient_acumulation_steps=4),
+        "unknown argument 'gradient_acumulation_steps' for", "did you mean 'gradient_accumulation_steps'?"),
+    "option_of_an_absent_add_on": (zae.OptionError, lambda: trainer_of(save_path="runs"),
+        "unknown argument 'save_path' for Task",
+        "it is an option of StateManagerAddon; add it with .add_on(StateManagerAddon)"),
+    "misspelt_option_of_an_absent_add_on": (zae.OptionError, lambda: trainer_of(patiense=3),
+        "unknown argument 'patiense' for Task",
+        "did you mean 'patience', an option of EarlyStoppingAddon? Add it with .add_on(EarlyStoppingAddon)"),
+    "option_of_lightning": (zae.OptionError, lambda: trainer_of(accumulate_grad_batches=4),
+        "unknown argument 'accumulate_grad_batches' for Task",
+        "here it is gradient_accumulation_steps (GradientAccumulationAddon)"),
+    "option_of_transformers": (zae.OptionError, lambda: trainer_of(num_train_epochs=3),
+        "unknown argument 'num_train_epochs' for Task",
+        "here it is n_epoch of run(n_epoch, loader), or the same option of HuggingFaceAddon"),
+    "option_without_a_counterpart": (zae.OptionError, lambda: trainer_of(split_spec={}),
+        "unknown argument 'split_spec' for Task", "here it is split (PipelineAddon)"),
+    "logging_into_nothing": (zae.OptionError, lambda: trainer_of(web_logger={"wandb": {"project": "mine"}}),
+        "unknown argument 'web_logger' for Task",
+        "it is an option of WandBLoggerAddon; add it with .add_on(WandBLoggerAddon)"),
+    "missing_option": (zae.OptionError, lambda: trainer_of(Task.add_on(StateManagerAddon)),
+        "Task[StateManagerAddon] needs 'save_path' (StateManagerAddon)",
+        "write Task[StateManagerAddon](..., save_path=...)"),
+    "several_missing_options": (zae.OptionError, lambda: trainer_of(Task.add_on(JSONLLoggerAddon, StateManagerAddon)),
+        "Task[JSONLLoggerAddon, StateManagerAddon] needs 'jsonl_path'",
+        "write Task[JSONLLoggerAddon, StateManagerAddon](..., jsonl_path=..."),
+    "too_many_positions": (zae.OptionError, lambda: Task(torch.nn.Linear(4, 2), "cpu", "train", None, None, False),
+        "Task takes 5 positional arguments (model, device, mode, optimizer",
+        "name the others: log_bar, scheduler_step_on_batch, gradient_clip, monitor"),
+    "option_given_twice": (zae.OptionError, lambda: Task(torch.nn.Linear(4, 2), model=torch.nn.Linear(4, 2)),
+        "Task got 'model' twice: by position and by name", "keep one"),
+})  # fmt: skip
 
 
 @mistake(
@@ -214,63 +163,30 @@ def option_not_handed_on():
 # ---------------------------------------------------------------------------------------- arguments of the trainer
 
 
-@mistake(
-    zae.ConfigError,
-    "optimizer is None, and mode='train' needs one",
-    "write optimizer=torch.optim.AdamW(model.parameters()), or mode='test'",
-)
-def no_optimizer():
-    trainer_of(optimizer=None)
-
-
-@mistake(
-    zae.ConfigError,
-    "optimizer (SGD) has 2 parameters, none of which is among the 2 of the model",
-    "make it from the same model: SGD(model.parameters(), ...)",
-)
-def optimizer_of_another_model():
-    trainer_of(optimizer=torch.optim.SGD(torch.nn.Linear(4, 2).parameters(), lr=0.1))
-
-
-@mistake(
-    zae.ConfigError,
-    "optimizer is a str",
-    "give a torch.optim.Optimizer, or a function that makes one: optimizer=lambda",
-)
-def optimizer_by_name():
-    trainer_of(optimizer="adam")
-
-
-@mistake(zae.ConfigError, "the function given as optimizer returned None", "return a torch Optimizer")
-def optimizer_factory_without_return():
-    trainer_of(optimizer=lambda parameters: None).run(1, loader())
-
-
-@mistake(
-    zae.ConfigError,
-    "optimizer is a class and a dict of its arguments",
-    "give a function that makes it: optimizer=lambda parameters",
-)
-def optimizer_as_class_and_arguments():
-    trainer_of(optimizer=(torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}))
-
-
-@mistake(
-    zae.ConfigError,
-    "optimizer['name'] is a str",
-    "give a torch.optim.Optimizer, or a function that makes one: optimizer=lambda",
-)
-def optimizer_settings_in_a_dict():
-    trainer_of(optimizer={"name": "AdamW", "lr": 1e-3})
-
-
-@mistake(
-    zae.ConfigError,
-    "scheduler is the class CosineAnnealingLR, which needs T_max",
-    "write scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max",
-)
-def scheduler_class_instead_of_factory():
-    trainer_of(scheduler=torch.optim.lr_scheduler.CosineAnnealingLR)
+mistakes({
+    "no_optimizer": (zae.ConfigError, lambda: trainer_of(optimizer=None),
+        "optimizer is None, and mode='train' needs one",
+        "write optimizer=torch.optim.AdamW(model.parameters()), or mode='test'"),
+    "optimizer_of_another_model": (zae.ConfigError,
+        lambda: trainer_of(optimizer=torch.optim.SGD(torch.nn.Linear(4, 2).parameters(), lr=0.1)),
+        "optimizer (SGD) has 2 parameters, none of which is among the 2 of the model",
+        "make it from the same model: SGD(model.parameters(), ...)"),
+    "optimizer_by_name": (zae.ConfigError, lambda: trainer_of(optimizer="adam"), "optimizer is a str",
+        "give a torch.optim.Optimizer, or a function that makes one: optimizer=lambda"),
+    "optimizer_factory_without_return": (zae.ConfigError,
+        lambda: trainer_of(optimizer=lambda parameters: None).run(1, loader()),
+        "the function given as optimizer returned None", "return a torch Optimizer"),
+    "optimizer_as_class_and_arguments": (zae.ConfigError,
+        lambda: trainer_of(optimizer=(torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1})),
+        "optimizer is a class and a dict of its arguments",
+        "give a function that makes it: optimizer=lambda parameters"),
+    "optimizer_settings_in_a_dict": (zae.ConfigError, lambda: trainer_of(optimizer={"name": "AdamW", "lr": 1e-3}),
+        "optimizer['name'] is a str", "give a torch.optim.Optimizer, or a function that makes one: optimizer=lambda"),
+    "scheduler_class_instead_of_factory": (zae.ConfigError,
+        lambda: trainer_of(scheduler=torch.optim.lr_scheduler.CosineAnnealingLR),
+        "scheduler is the class CosineAnnealingLR, which needs T_max",
+        "write scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max"),
+})  # fmt: skip
 
 
 @mistake(
@@ -284,164 +200,75 @@ def scheduler_of_another_optimizer():
     trainer_of(model=model, optimizer=first, scheduler=torch.optim.lr_scheduler.StepLR(second, 1))
 
 
-@mistake(
-    zae.ConfigError, "scheduler is a str", "give a torch.optim.lr_scheduler.LRScheduler, or a function that makes one"
-)
-def scheduler_by_name():
-    trainer_of(scheduler="cosine")
-
-
-@mistake(zae.ConfigError, "scheduler 'd' has no optimizer of that name", "give both as dicts with the same keys")
-def schedulers_without_their_optimizers():
-    trainer_of(scheduler={"d": lambda optimizer: None}).run(1, loader())
-
-
-@mistake(zae.ConfigError, "model is a DataLoader", "give a torch.nn.Module, or a function that returns one")
-def loader_instead_of_model():
-    trainer_of(model=loader())
-
-
-@mistake(zae.ConfigError, "model is None", "give a torch.nn.Module, or a function that returns one")
-def model_factory_without_return():
-    trainer_of(model=lambda: None)
-
-
-@mistake(zae.ConfigError, "mode='trian'", "did you mean 'train'?")
-def misspelt_mode():
-    trainer_of(mode="trian")
-
-
-@mistake(zae.ConfigError, "device='gpu' is not a device", "write 'auto', 'cpu', 'cuda:0' or 'mps'")
-def misspelt_device():
-    trainer_of(device="gpu")
-
-
-@mistake(zae.ConfigError, "device='cuda:77', but 0 CUDA devices are available", "write device='cpu'")
-def device_that_is_not_there():
-    trainer_of(device="cuda:77")
-
-
-@mistake(
-    zae.ConfigError,
-    "device is a list of 2, but Task trains on one device; to train on several",
-    "write .add_on(MultiGPUAddon)",
-)
-def several_devices_for_one_process():
-    trainer_of(device=["cpu", "cpu"])
-
-
-@mistake(zae.ConfigError, "gradient_clip=-1.0", "it must be a number of at least 0")
-def negative_clip():
-    trainer_of(gradient_clip=-1.0)
-
-
-@mistake(zae.ConfigError, "gradient_clip='1.0'", "it must be a number of at least 0")
-def clip_as_text():
-    trainer_of(gradient_clip="1.0")
-
-
-@mistake(zae.ConfigError, "monitor='valid/los'", "did you mean 'valid/loss'?")
-def monitor_of_three_letters():
-    trainer_of(monitor="valid/los")
-
-
-@mistake(
-    zae.ConfigError,
-    "monitor='valid/height': its name does not say whether smaller or larger is",
-    "write monitor_mode='min' or monitor_mode='max'",
-)
-def monitor_without_direction():
-    trainer_of(monitor="valid/height")
-
-
-@mistake(zae.ConfigError, "monitor=None", "it must be the name of a metric, for instance 'loss'")
-def monitor_that_is_no_name():
-    trainer_of(monitor=None)
-
-
-@mistake(zae.ConfigError, "monitor_mode='maximum'", "it must be 'auto', 'min' or 'max'")
-def misspelt_monitor_mode():
-    trainer_of(monitor="accuracy", monitor_mode="maximum")
-
-
-@mistake(zae.ConfigError, "seed='1234'", "it must be a whole number of at least 0")
-def seed_as_text():
-    trainer_of(seed="1234")
-
-
-@mistake(zae.ConfigError, "log_every='epoch'", "write Every(steps=...) or Every(epochs=...), or a number of steps")
-def cadence_as_text():
-    trainer_of(log_every="epoch")
-
-
-@mistake(zae.ConfigError, "Every() must have either steps or epochs", "write Every(steps=100) or Every(epochs=1)")
-def cadence_of_nothing():
-    Every()
-
-
-@mistake(
-    zae.ConfigError,
-    "Every(steps=100, epochs=1) must have either steps or epochs",
-    "write Every(steps=100) or Every(epochs=1)",
-)
-def cadence_of_both():
-    Every(steps=100, epochs=1)
-
-
-@mistake(zae.ConfigError, "Every(steps=0): steps", "must be a whole number of at least 1")
-def cadence_of_zero():
-    Every(steps=0)
+mistakes({
+    "scheduler_by_name": (zae.ConfigError, lambda: trainer_of(scheduler="cosine"), "scheduler is a str",
+        "give a torch.optim.lr_scheduler.LRScheduler, or a function that makes one"),
+    "schedulers_without_their_optimizers": (zae.ConfigError,
+        lambda: trainer_of(scheduler={"d": lambda optimizer: None}).run(1, loader()),
+        "scheduler 'd' has no optimizer of that name", "give both as dicts with the same keys"),
+    "loader_instead_of_model": (zae.ConfigError, lambda: trainer_of(model=loader()), "model is a DataLoader",
+        "give a torch.nn.Module, or a function that returns one"),
+    "model_factory_without_return": (zae.ConfigError, lambda: trainer_of(model=lambda: None), "model is None",
+        "give a torch.nn.Module, or a function that returns one"),
+    "misspelt_mode": (zae.ConfigError, lambda: trainer_of(mode="trian"), "mode='trian'", "did you mean 'train'?"),
+    "misspelt_device": (zae.ConfigError, lambda: trainer_of(device="gpu"), "device='gpu' is not a device",
+        "write 'auto', 'cpu', 'cuda:0' or 'mps'"),
+    "device_that_is_not_there": (zae.ConfigError, lambda: trainer_of(device="cuda:77"),
+        "device='cuda:77', but 0 CUDA devices are available", "write device='cpu'"),
+    "several_devices_for_one_process": (zae.ConfigError, lambda: trainer_of(device=["cpu", "cpu"]),
+        "device is a list of 2, but Task trains on one device; to train on several", "write .add_on(MultiGPUAddon)"),
+    "negative_clip": (zae.ConfigError, lambda: trainer_of(gradient_clip=-1.0), "gradient_clip=-1.0",
+        "it must be a number of at least 0"),
+    "clip_as_text": (zae.ConfigError, lambda: trainer_of(gradient_clip="1.0"), "gradient_clip='1.0'",
+        "it must be a number of at least 0"),
+    "monitor_of_three_letters": (zae.ConfigError, lambda: trainer_of(monitor="valid/los"), "monitor='valid/los'",
+        "did you mean 'valid/loss'?"),
+    "monitor_without_direction": (zae.ConfigError, lambda: trainer_of(monitor="valid/height"),
+        "monitor='valid/height': its name does not say whether smaller or larger is",
+        "write monitor_mode='min' or monitor_mode='max'"),
+    "monitor_that_is_no_name": (zae.ConfigError, lambda: trainer_of(monitor=None), "monitor=None",
+        "it must be the name of a metric, for instance 'loss'"),
+    "misspelt_monitor_mode": (zae.ConfigError, lambda: trainer_of(monitor="accuracy", monitor_mode="maximum"),
+        "monitor_mode='maximum'", "it must be 'auto', 'min' or 'max'"),
+    "seed_as_text": (zae.ConfigError, lambda: trainer_of(seed="1234"), "seed='1234'",
+        "it must be a whole number of at least 0"),
+    "cadence_as_text": (zae.ConfigError, lambda: trainer_of(log_every="epoch"), "log_every='epoch'",
+        "write Every(steps=...) or Every(epochs=...), or a number of steps"),
+    "cadence_of_nothing": (zae.ConfigError, lambda: Every(), "Every() must have either steps or epochs",
+        "write Every(steps=100) or Every(epochs=1)"),
+    "cadence_of_both": (zae.ConfigError, lambda: Every(steps=100, epochs=1),
+        "Every(steps=100, epochs=1) must have either steps or epochs", "write Every(steps=100) or Every(epochs=1)"),
+    "cadence_of_zero": (zae.ConfigError, lambda: Every(steps=0), "Every(steps=0): steps",
+        "must be a whole number of at least 1"),
+})  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- options of the add-ons
 
 
-@mistake(zae.ConfigError, "gradient_accumulation_steps=0", "it must be a whole number of at least 1")
-def accumulation_of_zero():
-    trainer_of(Task.add_on(GradientAccumulationAddon), gradient_accumulation_steps=0)
-
-
-@mistake(zae.ConfigError, "precision='bfloat16'", "did you mean 'bf16'?")
-def misspelt_precision():
-    trainer_of(Task.add_on(AMPAddon), precision="bfloat16")
-
-
-@mistake(
-    zae.ConfigError,
-    "loss_scale=(1.0, 65536.0)",
-    "it must be a pair of the first scale and the smallest one, for instance",
-)
-def loss_scales_the_wrong_way_round():
-    trainer_of(Task.add_on(AMPAddon), precision="fp16", loss_scale=(1.0, 65536.0))
-
-
-@mistake(zae.ConfigError, "precision='bf16-true'", "write dtype='bf16'")
-def precision_of_another_trainer():
-    trainer_of(Task.add_on(AMPAddon), precision="bf16-true")
-
-
-@mistake(
-    zae.ConfigError,
-    "dtype='fp16': gradients of weights in float16 underflow, and torch's",
-    "write precision='fp16', which keeps the weights in float32, or dtype='bf16'",
-)
-def weights_in_float16():
-    trainer_of(Task.add_on(AMPAddon), dtype="fp16")
-
-
-@mistake(zae.ConfigError, "decay=1.0", "it must be a number in [0, 1), for instance 0.999")
-def decay_of_one():
-    trainer_of(Task.add_on(EMAAddon), decay=1.0)
-
-
-@mistake(zae.ConfigError, "patience=0", "it must be a whole number of at least 1")
-def patience_of_zero():
-    trainer_of(Task.add_on(EarlyStoppingAddon), patience=0)
-
-
-@mistake(zae.ConfigError, "save_format='pickle': unknown model format 'pickle'", "write 'safetensors' or 'ckpt'")
-def misspelt_save_format():
-    trainer_of(Task.add_on(StateManagerAddon), save_path="runs", save_format="pickle")
+mistakes({
+    "accumulation_of_zero": (zae.ConfigError,
+        lambda: trainer_of(Task.add_on(GradientAccumulationAddon), gradient_accumulation_steps=0),
+        "gradient_accumulation_steps=0", "it must be a whole number of at least 1"),
+    "misspelt_precision": (zae.ConfigError, lambda: trainer_of(Task.add_on(AMPAddon), precision="bfloat16"),
+        "precision='bfloat16'", "did you mean 'bf16'?"),
+    "loss_scales_the_wrong_way_round": (zae.ConfigError,
+        lambda: trainer_of(Task.add_on(AMPAddon), precision="fp16", loss_scale=(1.0, 65536.0)),
+        "loss_scale=(1.0, 65536.0)", "it must be a pair of the first scale and the smallest one, for instance"),
+    "precision_of_another_trainer": (zae.ConfigError,
+        lambda: trainer_of(Task.add_on(AMPAddon), precision="bf16-true"), "precision='bf16-true'",
+        "write dtype='bf16'"),
+    "weights_in_float16": (zae.ConfigError, lambda: trainer_of(Task.add_on(AMPAddon), dtype="fp16"),
+        "dtype='fp16': gradients of weights in float16 underflow, and torch's",
+        "write precision='fp16', which keeps the weights in float32, or dtype='bf16'"),
+    "decay_of_one": (zae.ConfigError, lambda: trainer_of(Task.add_on(EMAAddon), decay=1.0), "decay=1.0",
+        "it must be a number in [0, 1), for instance 0.999"),
+    "patience_of_zero": (zae.ConfigError, lambda: trainer_of(Task.add_on(EarlyStoppingAddon), patience=0),
+        "patience=0", "it must be a whole number of at least 1"),
+    "misspelt_save_format": (zae.ConfigError,
+        lambda: trainer_of(Task.add_on(StateManagerAddon), save_path="runs", save_format="pickle"),
+        "save_format='pickle': unknown model format 'pickle'", "write 'safetensors' or 'ckpt'"),
+})  # fmt: skip
 
 
 @mistake(zae.ConfigError, "is a file, not a folder", "give another path")

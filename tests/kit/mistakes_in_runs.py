@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassF1Score
 
 import zae
-from kit.mistakes import Stream, Task, dataset, loader, mistake, trainer_of, with_step
+from kit.mistakes import Stream, Task, dataset, loader, mistake, mistakes, trainer_of, with_step
 from zae.addons import (
     ActivationOffloadAddon,
     AnomalyAddon,
@@ -28,229 +28,90 @@ from zae.metrics import Sum
 # ---------------------------------------------------------------------------------------------- arguments of run
 
 
-@mistake(zae.ConfigError, "max_time='2 hours'", "it must be a number of at least 0")
-def time_as_text():
-    trainer_of().run(1, loader(), max_time="2 hours")
-
-
-@mistake(zae.OptionError, "unknown argument 'time_limit' for run()", "write run(1, loader, max_time=60)")
-def time_limit_by_a_common_name():
-    trainer_of().run(1, loader(), time_limit=60)
-
-
-@mistake(zae.OptionError, "unknown argument 'limit_train_batches' for run()", "write run(1, loader, limit_batches=5)")
-def limit_of_training_by_the_name_of_lightning():
-    trainer_of().run(1, loader(), limit_train_batches=5)
-
-
-@mistake(
-    zae.ConfigError,
-    "limit_batches=5 and overfit_batches=2 both limit the training batches",
-    "write limit_batches=(None, 5) to limit those of the validation alone",
-)
-def limits_that_contradict():
-    trainer_of().run(1, loader(), limit_batches=5, overfit_batches=2)
-
-
-@mistake(
-    zae.ConfigError,
-    "the first batches of a generator come once, so that limit_batches and",
-    "give a list, a DataLoader or a class with __iter__, or write",
-)
-def limit_of_a_generator():
-    trainer_of().run(1, (batch for batch in loader()), limit_batches=2)
-
-
-@mistake(zae.ConfigError, "path='out.csv' has no suffix of a file of predictions", "write .npy, .safetensors or .pt")
-def predictions_to_a_table():
-    trainer_of().predict(loader(), "out.csv")
-
-
-@mistake(
-    zae.StepError,
-    "predict_step returned no tensor with a row for each sample, only loss",
-    "write def predict_step(self, batch): return {'output': self.model(batch[0])}",
-)
-def predictions_of_a_test_step_without_rows():
-    trainer_of().predict(loader())
-
-
-@mistake(zae.ConfigError, "n_epoch=0", "it must be a whole number of at least 1")
-def no_epochs():
-    trainer_of().run(0, loader())
-
-
-@mistake(zae.ConfigError, "n_epoch=1.5", "it must be a whole number of at least 1")
-def half_an_epoch():
-    trainer_of().run(1.5, loader())
-
-
-@mistake(
-    zae.ConfigError,
-    "n_epoch is None, so the run would not end",
-    "give a number of epochs, max_steps=... or max_time=...",
-)
-def no_end():
-    trainer_of().run(None, loader())
-
-
-@mistake(zae.OptionError, "unknown argument 'epochs' for run()", "write run(3, loader)")
-def epochs_by_a_common_name():
-    trainer_of().run(epochs=3, loader=loader())
-
-
-@mistake(zae.OptionError, "unknown argument 'max_epochs' for run()", "write run(3, loader)")
-def epochs_by_the_name_of_lightning():
-    trainer_of().run(max_epochs=3, loader=loader())
-
-
-@mistake(zae.OptionError, "unknown argument 'val_loader' for run()", "write run(3, loader, valid_loader)")
-def valid_loader_by_a_common_name():
-    trainer_of().run(3, loader(), val_loader=loader())
-
-
-@mistake(
-    zae.OptionError, "the first argument of run() is n_epoch, the number of epochs, and not a", "write run(1, loader)"
-)
-def loader_without_epochs():
-    trainer_of().run(loader())
-
-
-@mistake(
-    zae.OptionError,
-    "the first argument of run() is n_epoch, the number of epochs, and not a",
-    "write run(1, loader, valid_loader)",
-)
-def loaders_without_epochs():
-    trainer_of().run(loader(), loader())
-
-
-@mistake(zae.OptionError, "run() needs 'loader'", "write run(3, loader)")
-def epochs_without_a_loader():
-    trainer_of().run(3)
-
-
-@mistake(
-    zae.OptionError,
-    "run() takes 3 positional arguments (n_epoch, loader, valid_loader) and got",
-    "write run(3, loader, valid_loader, max_steps=100)",
-)
-def steps_by_position():
-    trainer_of().run(3, loader(), loader(), 100)
-
-
-@mistake(
-    zae.OptionError, "unknown argument 'seed' for run(): 'seed' is an option of the constructor", "write run(3, loader)"
-)
-def constructor_option_in_run():
-    trainer_of().run(3, loader(), seed=1)
-
-
-@mistake(
-    zae.OptionError, "the first argument of run() is n_epoch, the number of epochs, and not a", "write run(3, loader)"
-)
-def epochs_and_loader_swapped():
-    trainer_of().run(loader(), 3)
-
-
-@mistake(
-    zae.LoaderError,
-    "loader is a dataset (TensorDataset)",
-    "give a DataLoader: torch.utils.data.DataLoader(loader, batch_size=32)",
-)
-def dataset_instead_of_loader():
-    trainer_of().run(1, dataset())
-
-
-@mistake(
-    zae.LoaderError,
-    "loader is a dataset (Stream)",
-    "give a DataLoader: torch.utils.data.DataLoader(loader, batch_size=32), or with",
-)
-def iterable_dataset_instead_of_loader():
-    trainer_of().run(1, Stream())
-
-
-@mistake(
-    zae.LoaderError,
-    "valid_loader is a dataset (TensorDataset)",
-    "give a DataLoader: torch.utils.data.DataLoader(valid_loader, batch_size=32)",
-)
-def dataset_instead_of_valid_loader():
-    trainer_of().run(1, loader(), dataset())
-
-
-@mistake(
-    zae.LoaderError,
-    "loader is a Tensor, not batches",
-    "DataLoader(TensorDataset(loader), batch_size=32), or a list of batches",
-)
-def tensor_instead_of_loader():
-    trainer_of().run(1, torch.randn(32, 4))
-
-
-@mistake(zae.LoaderError, "loader is not iterable (Linear)", "give a DataLoader or a list of batches")
-def model_instead_of_loader():
-    trainer_of().run(1, torch.nn.Linear(4, 2))
-
-
-@mistake(zae.LoaderError, "loader is a dict (train, more), but only valid_loader may be a dict", "give one loader")
-def several_loaders_to_train_on():
-    trainer_of().run(1, {"train": loader(), "more": loader()})
-
-
-@mistake(zae.LoaderError, "valid_loader is a list of loaders", "give a dict: valid_loader={name: loader}")
-def several_valid_loaders_in_a_list():
-    trainer_of().run(1, loader(), [loader(), loader()])
-
-
-@mistake(zae.LoaderError, "valid_loader is an empty dict", "give loaders by name, or None")
-def no_valid_loaders_in_a_dict():
-    trainer_of().run(1, loader(), {})
-
-
-@mistake(
-    zae.LoaderError,
-    "loader has 0 batches (DataLoader, dataset TensorDataset of length 4",
-    "use more data, or drop_last=False",
-)
-def empty_loader():
-    trainer_of().run(1, DataLoader(dataset(4), batch_size=8, drop_last=True))
-
-
-@mistake(zae.LoaderError, "the loader yielded 0 batches in epoch 1 (generator)", "give it data")
-def loader_that_yields_nothing():
-    trainer_of().run(1, (batch for batch in []))
-
-
-@mistake(zae.LoaderError, "4 of 4 batches were None (list)", "fix the collate_fn")
-def loader_that_yields_none():
-    trainer_of().run(1, [None] * 4)
-
-
-@mistake(
-    zae.LoaderError,
-    "loader is a generator, which can be read once, and this run reads it in 2 epochs",
-    "give a list, a DataLoader, or a class with __iter__",
-)
-def generator_for_two_epochs():
-    trainer_of().run(2, (batch for batch in loader()))
-
-
-@mistake(
-    zae.LoaderError,
-    "valid_loader is a _SingleProcessDataLoaderIter, which can be read once, and this run reads it in 2 epochs",
-    "give a list, a DataLoader, or a class with __iter__",
-)
-def valid_loader_that_is_used_up():
-    trainer_of().run(2, loader(), iter(loader()))
-
-
-@mistake(
-    zae.LoaderError, "loader is a zip, which can be read once", "or end the epochs of a stream by steps_per_epoch="
-)
-def zip_for_two_epochs():
-    trainer_of().run(2, zip(torch.randn(3, 8, 4), torch.zeros(3, 8).long(), strict=True))
+mistakes({
+    "time_as_text": (zae.ConfigError, lambda: trainer_of().run(1, loader(), max_time="2 hours"), "max_time='2 hours'",
+        "it must be a number of at least 0"),
+    "time_limit_by_a_common_name": (zae.OptionError, lambda: trainer_of().run(1, loader(), time_limit=60),
+        "unknown argument 'time_limit' for run()", "write run(1, loader, max_time=60)"),
+    "limit_of_training_by_the_name_of_lightning": (zae.OptionError,
+        lambda: trainer_of().run(1, loader(), limit_train_batches=5),
+        "unknown argument 'limit_train_batches' for run()", "write run(1, loader, limit_batches=5)"),
+    "limits_that_contradict": (zae.ConfigError,
+        lambda: trainer_of().run(1, loader(), limit_batches=5, overfit_batches=2),
+        "limit_batches=5 and overfit_batches=2 both limit the training batches",
+        "write limit_batches=(None, 5) to limit those of the validation alone"),
+    "limit_of_a_generator": (zae.ConfigError,
+        lambda: trainer_of().run(1, (batch for batch in loader()), limit_batches=2),
+        "the first batches of a generator come once, so that limit_batches and",
+        "give a list, a DataLoader or a class with __iter__, or write"),
+    "predictions_to_a_table": (zae.ConfigError, lambda: trainer_of().predict(loader(), "out.csv"),
+        "path='out.csv' has no suffix of a file of predictions", "write .npy, .safetensors or .pt"),
+    "predictions_of_a_test_step_without_rows": (zae.StepError, lambda: trainer_of().predict(loader()),
+        "predict_step returned no tensor with a row for each sample, only loss",
+        "write def predict_step(self, batch): return {'output': self.model(batch[0])}"),
+    "no_epochs": (zae.ConfigError, lambda: trainer_of().run(0, loader()), "n_epoch=0",
+        "it must be a whole number of at least 1"),
+    "half_an_epoch": (zae.ConfigError, lambda: trainer_of().run(1.5, loader()), "n_epoch=1.5",
+        "it must be a whole number of at least 1"),
+    "no_end": (zae.ConfigError, lambda: trainer_of().run(None, loader()), "n_epoch is None, so the run would not end",
+        "give a number of epochs, max_steps=... or max_time=..."),
+    "epochs_by_a_common_name": (zae.OptionError, lambda: trainer_of().run(epochs=3, loader=loader()),
+        "unknown argument 'epochs' for run()", "write run(3, loader)"),
+    "epochs_by_the_name_of_lightning": (zae.OptionError, lambda: trainer_of().run(max_epochs=3, loader=loader()),
+        "unknown argument 'max_epochs' for run()", "write run(3, loader)"),
+    "valid_loader_by_a_common_name": (zae.OptionError, lambda: trainer_of().run(3, loader(), val_loader=loader()),
+        "unknown argument 'val_loader' for run()", "write run(3, loader, valid_loader)"),
+    "loader_without_epochs": (zae.OptionError, lambda: trainer_of().run(loader()),
+        "the first argument of run() is n_epoch, the number of epochs, and not a", "write run(1, loader)"),
+    "loaders_without_epochs": (zae.OptionError, lambda: trainer_of().run(loader(), loader()),
+        "the first argument of run() is n_epoch, the number of epochs, and not a",
+        "write run(1, loader, valid_loader)"),
+    "epochs_without_a_loader": (zae.OptionError, lambda: trainer_of().run(3), "run() needs 'loader'",
+        "write run(3, loader)"),
+    "steps_by_position": (zae.OptionError, lambda: trainer_of().run(3, loader(), loader(), 100),
+        "run() takes 3 positional arguments (n_epoch, loader, valid_loader) and got",
+        "write run(3, loader, valid_loader, max_steps=100)"),
+    "constructor_option_in_run": (zae.OptionError, lambda: trainer_of().run(3, loader(), seed=1),
+        "unknown argument 'seed' for run(): 'seed' is an option of the constructor", "write run(3, loader)"),
+    "epochs_and_loader_swapped": (zae.OptionError, lambda: trainer_of().run(loader(), 3),
+        "the first argument of run() is n_epoch, the number of epochs, and not a", "write run(3, loader)"),
+    "dataset_instead_of_loader": (zae.LoaderError, lambda: trainer_of().run(1, dataset()),
+        "loader is a dataset (TensorDataset)",
+        "give a DataLoader: torch.utils.data.DataLoader(loader, batch_size=32)"),
+    "iterable_dataset_instead_of_loader": (zae.LoaderError, lambda: trainer_of().run(1, Stream()),
+        "loader is a dataset (Stream)",
+        "give a DataLoader: torch.utils.data.DataLoader(loader, batch_size=32), or with"),
+    "dataset_instead_of_valid_loader": (zae.LoaderError, lambda: trainer_of().run(1, loader(), dataset()),
+        "valid_loader is a dataset (TensorDataset)",
+        "give a DataLoader: torch.utils.data.DataLoader(valid_loader, batch_size=32)"),
+    "tensor_instead_of_loader": (zae.LoaderError, lambda: trainer_of().run(1, torch.randn(32, 4)),
+        "loader is a Tensor, not batches", "DataLoader(TensorDataset(loader), batch_size=32), or a list of batches"),
+    "model_instead_of_loader": (zae.LoaderError, lambda: trainer_of().run(1, torch.nn.Linear(4, 2)),
+        "loader is not iterable (Linear)", "give a DataLoader or a list of batches"),
+    "several_loaders_to_train_on": (zae.LoaderError,
+        lambda: trainer_of().run(1, {"train": loader(), "more": loader()}),
+        "loader is a dict (train, more), but only valid_loader may be a dict", "give one loader"),
+    "several_valid_loaders_in_a_list": (zae.LoaderError, lambda: trainer_of().run(1, loader(), [loader(), loader()]),
+        "valid_loader is a list of loaders", "give a dict: valid_loader={name: loader}"),
+    "no_valid_loaders_in_a_dict": (zae.LoaderError, lambda: trainer_of().run(1, loader(), {}),
+        "valid_loader is an empty dict", "give loaders by name, or None"),
+    "empty_loader": (zae.LoaderError,
+        lambda: trainer_of().run(1, DataLoader(dataset(4), batch_size=8, drop_last=True)),
+        "loader has 0 batches (DataLoader, dataset TensorDataset of length 4", "use more data, or drop_last=False"),
+    "loader_that_yields_nothing": (zae.LoaderError, lambda: trainer_of().run(1, (batch for batch in [])),
+        "the loader yielded 0 batches in epoch 1 (generator)", "give it data"),
+    "loader_that_yields_none": (zae.LoaderError, lambda: trainer_of().run(1, [None] * 4),
+        "4 of 4 batches were None (list)", "fix the collate_fn"),
+    "generator_for_two_epochs": (zae.LoaderError, lambda: trainer_of().run(2, (batch for batch in loader())),
+        "loader is a generator, which can be read once, and this run reads it in 2 epochs",
+        "give a list, a DataLoader, or a class with __iter__"),
+    "valid_loader_that_is_used_up": (zae.LoaderError, lambda: trainer_of().run(2, loader(), iter(loader())),
+        "valid_loader is a _SingleProcessDataLoaderIter, which can be read once, and this run reads it in 2 epochs",
+        "give a list, a DataLoader, or a class with __iter__"),
+    "zip_for_two_epochs": (zae.LoaderError,
+        lambda: trainer_of().run(2, zip(torch.randn(3, 8, 4), torch.zeros(3, 8).long(), strict=True)),
+        "loader is a zip, which can be read once", "or end the epochs of a stream by steps_per_epoch="),
+})  # fmt: skip
 
 
 @mistake(zae.LoaderError, "loader is a generator that has ended, and yields nothing any more", "give a list")
@@ -261,18 +122,14 @@ def generator_in_a_second_run():
     trainer.run(1, batches)
 
 
-@mistake(zae.LoaderError, "loader is a ndarray, not batches", "DataLoader(TensorDataset(torch.as_tensor(loader))")
-def array_as_loader():
-    trainer_of().run(1, np.zeros((32, 4)))
-
-
-@mistake(
-    zae.LoaderError,
-    "valid_loader is a DataFrame, not batches",
-    "DataLoader(TensorDataset(torch.as_tensor(valid_loader.to_numpy()))",
-)
-def table_as_valid_loader():
-    trainer_of().run(1, loader(), pandas.DataFrame({"a": [1.0, 2.0]}))
+mistakes({
+    "array_as_loader": (zae.LoaderError, lambda: trainer_of().run(1, np.zeros((32, 4))),
+        "loader is a ndarray, not batches", "DataLoader(TensorDataset(torch.as_tensor(loader))"),
+    "table_as_valid_loader": (zae.LoaderError,
+        lambda: trainer_of().run(1, loader(), pandas.DataFrame({"a": [1.0, 2.0]})),
+        "valid_loader is a DataFrame, not batches",
+        "DataLoader(TensorDataset(torch.as_tensor(valid_loader.to_numpy()))"),
+})  # fmt: skip
 
 
 @mistake(
@@ -310,23 +167,17 @@ def loss_kept_with_its_graph():
     trainer_of(Smoothed).run(1, loader())
 
 
-@mistake(ValueError, "the batch was list(16 times {image: Tensor[4] float32, label: int})")
-def batch_without_a_collate_fn():
-    trainer_of().run(1, [[{"image": torch.zeros(4), "label": 1}] * 16] * 2)
-
-
-@mistake(zae.ConfigError, "valid_every='epoch'", "write Every(steps=...) or Every(epochs=...), or a number of steps")
-def valid_every_as_text():
-    trainer_of().run(1, loader(), loader(), valid_every="epoch")
-
-
-@mistake(
-    zae.ConfigError,
-    "scheduler 0 (ReduceLROnPlateau) needs a metric after each validation, and",
-    "give run(..., valid_loader=...), or monitor='train/loss'",
-)
-def plateau_without_validation():
-    trainer_of(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau).run(1, loader())
+mistakes({
+    "batch_without_a_collate_fn": (ValueError,
+        lambda: trainer_of().run(1, [[{"image": torch.zeros(4), "label": 1}] * 16] * 2),
+        "the batch was list(16 times {image: Tensor[4] float32, label: int})"),
+    "valid_every_as_text": (zae.ConfigError, lambda: trainer_of().run(1, loader(), loader(), valid_every="epoch"),
+        "valid_every='epoch'", "write Every(steps=...) or Every(epochs=...), or a number of steps"),
+    "plateau_without_validation": (zae.ConfigError,
+        lambda: trainer_of(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau).run(1, loader()),
+        "scheduler 0 (ReduceLROnPlateau) needs a metric after each validation, and",
+        "give run(..., valid_loader=...), or monitor='train/loss'"),
+})  # fmt: skip
 
 
 @mistake(
@@ -361,22 +212,14 @@ def misspelt_toggle():
 # -------------------------------------------------------------------------------------------- what the steps return
 
 
-@mistake(
-    zae.AddOnError,
-    "add_on() makes a class, and this Task exists already",
-    "write Task.add_on(StateManagerAddon)(model, ...)",
-)
-def add_on_of_an_instance():
-    trainer_of().add_on(StateManagerAddon)
-
-
-@mistake(
-    zae.StepError,
-    "self.log('accuracy', ...) takes a dict of metrics and a step; to record a",
-    "return {'loss': loss, 'accuracy': value}",
-)
-def logging_a_number_by_name():
-    with_step(lambda self, batch: self.log("accuracy", 0.5)).run(1, loader())
+mistakes({
+    "add_on_of_an_instance": (zae.AddOnError, lambda: trainer_of().add_on(StateManagerAddon),
+        "add_on() makes a class, and this Task exists already", "write Task.add_on(StateManagerAddon)(model, ...)"),
+    "logging_a_number_by_name": (zae.StepError,
+        lambda: with_step(lambda self, batch: self.log("accuracy", 0.5)).run(1, loader()),
+        "self.log('accuracy', ...) takes a dict of metrics and a step; to record a",
+        "return {'loss': loss, 'accuracy': value}"),
+})  # fmt: skip
 
 
 @mistake(
@@ -399,18 +242,14 @@ def one_cycle_by_epochs():
     )
 
 
-@mistake(
-    zae.ConfigError,
-    "the scheduler's factory takes total_steps, the number of optimizer steps",
-    "call run(n_epoch, loader) first (resume=... loads a state within it), or give a",
-)
-def schedule_of_total_steps_without_a_run():
-    trainer_of(scheduler=lambda optimizer, total_steps: None).evaluate(loader())
-
-
-@mistake(zae.StepError, "returned None", "return a dict: return {'loss': loss}")
-def step_without_return():
-    with_step(lambda self, batch: None).run(1, loader())
+mistakes({
+    "schedule_of_total_steps_without_a_run": (zae.ConfigError,
+        lambda: trainer_of(scheduler=lambda optimizer, total_steps: None).evaluate(loader()),
+        "the scheduler's factory takes total_steps, the number of optimizer steps",
+        "call run(n_epoch, loader) first (resume=... loads a state within it), or give a"),
+    "step_without_return": (zae.StepError, lambda: with_step(lambda self, batch: None).run(1, loader()),
+        "returned None", "return a dict: return {'loss': loss}"),
+})  # fmt: skip
 
 
 @mistake(zae.StepError, "returned Tensor of shape (8,)", "return a dict: return {'loss': loss}")
@@ -418,16 +257,14 @@ def step_that_returns_the_losses():
     with_step(lambda self, batch: cross_entropy(self.model(batch[0]), batch[1], reduction="none")).run(1, loader())
 
 
-@mistake(zae.StepError, "returned tuple of 2 entries", "return a dict: return {'loss': loss}")
-def step_that_returns_a_tuple():
-    with_step(lambda self, batch: (cross_entropy(self.model(batch[0]), batch[1]), 0.5)).run(1, loader())
-
-
-@mistake(
-    zae.StepError, "returned a dict without 'loss'; its keys are 'output', 'accuracy'", "return {'loss': loss, ...}"
-)
-def step_without_loss():
-    with_step(lambda self, batch: {"output": self.model(batch[0]), "accuracy": 0.5}).run(1, loader())
+mistakes({
+    "step_that_returns_a_tuple": (zae.StepError,
+        lambda: with_step(lambda self, batch: (cross_entropy(self.model(batch[0]), batch[1]), 0.5)).run(1, loader()),
+        "returned tuple of 2 entries", "return a dict: return {'loss': loss}"),
+    "step_without_loss": (zae.StepError,
+        lambda: with_step(lambda self, batch: {"output": self.model(batch[0]), "accuracy": 0.5}).run(1, loader()),
+        "returned a dict without 'loss'; its keys are 'output', 'accuracy'", "return {'loss': loss, ...}"),
+})  # fmt: skip
 
 
 @mistake(zae.StepError, "returned a dict without 'loss'; its keys are 'los'", "rename 'los' to 'loss'")
@@ -590,18 +427,15 @@ def input_of_a_metric_that_no_step_returns():
     trainer_of(Task.add_on(TorchMetricsAddon), **options).evaluate(loader())
 
 
-@mistake(zae.ConfigError, "which is not a metric of torchmetrics", "write torch_metrics={'f1': torchmetrics")
-def metric_that_is_not_one_of_torchmetrics():
-    trainer_of(Task.add_on(TorchMetricsAddon), torch_metrics={"f1": lambda output, targets: 0.5})
-
-
-@mistake(
-    zae.ConfigError,
-    "no module of Linear is repeated, so none is checkpointed",
-    "name them, for instance checkpoint_modules=['encoder', 'decoder']",
-)
-def checkpointing_of_a_model_without_blocks():
-    trainer_of(Task.add_on(GradientCheckpointingAddon)).run(1, loader())
+mistakes({
+    "metric_that_is_not_one_of_torchmetrics": (zae.ConfigError,
+        lambda: trainer_of(Task.add_on(TorchMetricsAddon), torch_metrics={"f1": lambda output, targets: 0.5}),
+        "which is not a metric of torchmetrics", "write torch_metrics={'f1': torchmetrics"),
+    "checkpointing_of_a_model_without_blocks": (zae.ConfigError,
+        lambda: trainer_of(Task.add_on(GradientCheckpointingAddon)).run(1, loader()),
+        "no module of Linear is repeated, so none is checkpointed",
+        "name them, for instance checkpoint_modules=['encoder', 'decoder']"),
+})  # fmt: skip
 
 
 @mistake(
@@ -615,23 +449,17 @@ def offloading_within_what_is_computed_again():
     trainer_of(cls, model=model, offload_modules=["0.0"], **names).run(1, loader())
 
 
-@mistake(zae.ConfigError, "profile_schedule=(1, 3)", "write (wait, warmup, active, repeat), for instance (2, 1, 3, 1)")
-def schedule_of_the_profiler_that_is_too_short():
-    trainer_of(Task.add_on(ProfilerAddon), profile_dir="profile", profile_schedule=(1, 3))
-
-
-@mistake(
-    zae.AddOnConflict,
-    "AnomalyAddon and CompileAddon do not go together: compiled code has no",
-    "leave CompileAddon out until the cause is found",
-)
-def watching_compiled_code():
-    Task.add_on(AnomalyAddon, CompileAddon)
-
-
-@mistake(zae.ConfigError, "the last of anomaly_steps=800", "it must be a whole number of at least 820")
-def watching_steps_in_the_wrong_order():
-    trainer_of(Task.add_on(AnomalyAddon), anomaly_steps=(820, 800))
+mistakes({
+    "schedule_of_the_profiler_that_is_too_short": (zae.ConfigError,
+        lambda: trainer_of(Task.add_on(ProfilerAddon), profile_dir="profile", profile_schedule=(1, 3)),
+        "profile_schedule=(1, 3)", "write (wait, warmup, active, repeat), for instance (2, 1, 3, 1)"),
+    "watching_compiled_code": (zae.AddOnConflict, lambda: Task.add_on(AnomalyAddon, CompileAddon),
+        "AnomalyAddon and CompileAddon do not go together: compiled code has no",
+        "leave CompileAddon out until the cause is found"),
+    "watching_steps_in_the_wrong_order": (zae.ConfigError,
+        lambda: trainer_of(Task.add_on(AnomalyAddon), anomaly_steps=(820, 800)), "the last of anomaly_steps=800",
+        "it must be a whole number of at least 820"),
+})  # fmt: skip
 
 
 @mistake(

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import zae
-from kit.mistakes import Task, loader, mistake, trainer_of
+from kit.mistakes import Task, loader, mistake, mistakes, trainer_of
 from zae import AddOnBase, Trainer
 from zae.addons import (
     AMPAddon,
@@ -17,37 +17,21 @@ from zae.addons import (
 # ------------------------------------------------------------------------------------------------ weights and states
 
 
-@mistake(
-    zae.CheckpointMismatch,
-    "the weights do not fit Linear: 1 of another shape (weight is (2, 3) and",
-    "Build the model as it was saved",
-)
-def weights_of_another_model():
-    trainer_of().apply_weights(torch.nn.Linear(3, 2).state_dict())
-
-
-@mistake(
-    zae.CheckpointMismatch,
-    "the weights do not fit Linear: 2 missing (weight, bias); 2 unexpected",
-    "Build the model as it was saved, or load what fits with strict=False",
-)
-def weights_with_other_names():
-    trainer_of().apply_weights(torch.nn.Sequential(torch.nn.Linear(4, 2)).state_dict())
-
-
-@mistake(zae.CheckpointNotFound, "there is no file best.safetensors", "give one that save_model wrote, or a checkpoint")
-def weights_that_are_not_there():
-    trainer_of().apply_weights("best.safetensors")
-
-
-@mistake(zae.ConfigError, "unknown suffix '.h5' for weights", "write .safetensors, .safetensor, .ckpt, .pt or .pth")
-def weights_in_an_unknown_format():
-    trainer_of().save_model("best.h5")
-
-
-@mistake(zae.ConfigError, "save_model() needs a file", "write save_model('weights.safetensors')")
-def weights_without_a_file():
-    trainer_of().save_model()
+mistakes({
+    "weights_of_another_model": (zae.CheckpointMismatch,
+        lambda: trainer_of().apply_weights(torch.nn.Linear(3, 2).state_dict()),
+        "the weights do not fit Linear: 1 of another shape (weight is (2, 3) and", "Build the model as it was saved"),
+    "weights_with_other_names": (zae.CheckpointMismatch,
+        lambda: trainer_of().apply_weights(torch.nn.Sequential(torch.nn.Linear(4, 2)).state_dict()),
+        "the weights do not fit Linear: 2 missing (weight, bias); 2 unexpected",
+        "Build the model as it was saved, or load what fits with strict=False"),
+    "weights_that_are_not_there": (zae.CheckpointNotFound, lambda: trainer_of().apply_weights("best.safetensors"),
+        "there is no file best.safetensors", "give one that save_model wrote, or a checkpoint"),
+    "weights_in_an_unknown_format": (zae.ConfigError, lambda: trainer_of().save_model("best.h5"),
+        "unknown suffix '.h5' for weights", "write .safetensors, .safetensor, .ckpt, .pt or .pth"),
+    "weights_without_a_file": (zae.ConfigError, lambda: trainer_of().save_model(), "save_model() needs a file",
+        "write save_model('weights.safetensors')"),
+})  # fmt: skip
 
 
 @mistake(
@@ -192,23 +176,15 @@ def add_on_that_replaces_the_loop():
         def run_batch(self, batch): ...
 
 
-@mistake(zae.AddOnError, "dict is not an add-on", "write class MyAddon(AddOnBase): ..., and Task.add_on(MyAddon)")
-def add_on_that_is_none():
-    Task.add_on(dict)
-
-
-@mistake(zae.AddOnError, "no add-on is called 'AMPAdon'", "did you mean 'AMPAddon'?")
-def add_on_by_a_misspelt_name():
-    Task.add_on("AMPAdon")
-
-
-@mistake(
-    zae.AddOnError,
-    "AMPAddon is an add-on and does not run alone",
-    "write Task.add_on(AMPAddon)(...), or class MyTrainer(AMPAddon, Task), with your",
-)
-def add_on_alone():
-    AMPAddon(torch.nn.Linear(4, 2))
+mistakes({
+    "add_on_that_is_none": (zae.AddOnError, lambda: Task.add_on(dict), "dict is not an add-on",
+        "write class MyAddon(AddOnBase): ..., and Task.add_on(MyAddon)"),
+    "add_on_by_a_misspelt_name": (zae.AddOnError, lambda: Task.add_on("AMPAdon"), "no add-on is called 'AMPAdon'",
+        "did you mean 'AMPAddon'?"),
+    "add_on_alone": (zae.AddOnError, lambda: AMPAddon(torch.nn.Linear(4, 2)),
+        "AMPAddon is an add-on and does not run alone",
+        "write Task.add_on(AMPAddon)(...), or class MyTrainer(AMPAddon, Task), with your"),
+})  # fmt: skip
 
 
 @mistake(
@@ -262,20 +238,11 @@ def attribute_that_nobody_set():
     trainer_of(Weighted).run(1, loader())
 
 
-@mistake(zae.MissingError, "Task has no attribute 'fit'", "here it is run(n_epoch, loader, valid_loader)")
-def method_of_lightning():
-    trainer_of().fit(loader())
-
-
-@mistake(
-    zae.MissingError,
-    "Task has no attribute 'prepare'",
-    "here it is the loop itself: train_step, test_step and loaders are all that it",
-)
-def method_of_accelerate():
-    trainer_of().prepare()
-
-
-@mistake(zae.MissingError, "has no attribute 'save_state'", "add it with .add_on(StateManagerAddon)")
-def method_of_an_absent_add_on():
-    trainer_of().save_state()
+mistakes({
+    "method_of_lightning": (zae.MissingError, lambda: trainer_of().fit(loader()), "Task has no attribute 'fit'",
+        "here it is run(n_epoch, loader, valid_loader)"),
+    "method_of_accelerate": (zae.MissingError, lambda: trainer_of().prepare(), "Task has no attribute 'prepare'",
+        "here it is the loop itself: train_step, test_step and loaders are all that it"),
+    "method_of_an_absent_add_on": (zae.MissingError, lambda: trainer_of().save_state(),
+        "has no attribute 'save_state'", "add it with .add_on(StateManagerAddon)"),
+})  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import zae
-from kit.mistakes import Task, dataset, loader, mistake, trainer_of
+from kit.mistakes import Task, dataset, loader, mistake, mistakes, trainer_of
 from zae.addons import AMPAddon, StateManagerAddon
 
 
@@ -74,19 +74,17 @@ def generator_function_as_loader():
     trainer_of().run(1, batches)
 
 
-@mistake(zae.ConfigError, "resume='aut' is not the path of a checkpoint", "did you mean 'auto'?")
-def misspelt_resume():
-    trainer_of(Task.add_on(StateManagerAddon), save_path="runs", resume="aut")
-
-
-@mistake(zae.ConfigError, "resume='latest' is not the path of", "write resume=True for the newest checkpoint in save_p")
-def resume_from_the_latest():
-    trainer_of(Task.add_on(StateManagerAddon), save_path="runs", resume="latest")
-
-
-@mistake(zae.ConfigError, "resume='best' is not the path of", "restore_best() loads the weights of the best")
-def resume_from_the_best():
-    trainer_of(Task.add_on(StateManagerAddon), save_path="runs", resume="best")
+mistakes({
+    "misspelt_resume": (zae.ConfigError,
+        lambda: trainer_of(Task.add_on(StateManagerAddon), save_path="runs", resume="aut"),
+        "resume='aut' is not the path of a checkpoint", "did you mean 'auto'?"),
+    "resume_from_the_latest": (zae.ConfigError,
+        lambda: trainer_of(Task.add_on(StateManagerAddon), save_path="runs", resume="latest"),
+        "resume='latest' is not the path of", "write resume=True for the newest checkpoint in save_p"),
+    "resume_from_the_best": (zae.ConfigError,
+        lambda: trainer_of(Task.add_on(StateManagerAddon), save_path="runs", resume="best"),
+        "resume='best' is not the path of", "restore_best() loads the weights of the best"),
+})  # fmt: skip
 
 
 @mistake(zae.CheckpointNotFound, "has a score: no validation has been made", "valid_every=Every(steps=...)")
@@ -145,55 +143,28 @@ def whole_module_as_weights():
     trainer_of().apply_weights("whole.pt")
 
 
-@mistake(
-    zae.OptionError, "Every() has no argument 'epoch'; did you mean 'epochs'", "write Every(steps=100) or Every(ep"
-)
-def every_of_one_epoch():
-    zae.Every(epoch=1)
-
-
-@mistake(zae.OptionError, "Every() has no argument 'minutes'", "write Every(steps=100) or Every(epochs=1)")
-def every_of_minutes():
-    zae.Every(minutes=5)
-
-
-@mistake(zae.OptionError, "evaluate() missing 1 required positional argument: 'loader'", "write evaluate(loader)")
-def evaluate_without_a_loader():
-    trainer_of().evaluate()
-
-
-@mistake(zae.OptionError, "predict() got an unexpected keyword argument 'batch_size'", "write predict(loader)")
-def predict_with_a_batch_size():
-    trainer_of().predict(loader(), batch_size=3)
-
-
-@mistake(zae.OptionError, "log() missing 1 required positional argument: 'step'", "return a number of a batch from the")
-def log_without_a_step():
-    trainer_of().log({"accuracy": 0.5})
-
-
-@mistake(zae.OptionError, "add_on() got an unexpected keyword argument 'precision'", "(model, ..., precision='bf16')")
-def option_given_to_add_on():
-    Task.add_on(AMPAddon, precision="bf16")
-
-
-@mistake(zae.OptionError, "plan() missing 1 required positional argument: 'loader'", "write plan(20, loader")
-def plan_of_a_loader():
-    trainer_of().plan(loader())
-
-
-@mistake(zae.OptionError, "validate() takes 1 positional argument but 2 were given", "write evaluate(loader)")
-def validate_with_a_loader():
-    trainer_of().validate(loader())
-
-
-@mistake(
-    zae.OptionError,
-    "'criterion'; here it is train_step(batch), which returns {'loss': ...}",
-    "'train_loader'; here it is loader of run(n_epoch, loader)",
-)
-def loop_by_hand_in_the_constructor():
-    trainer_of(criterion=torch.nn.MSELoss(), train_loader=loader())
+mistakes({
+    "every_of_one_epoch": (zae.OptionError, lambda: zae.Every(epoch=1),
+        "Every() has no argument 'epoch'; did you mean 'epochs'", "write Every(steps=100) or Every(ep"),
+    "every_of_minutes": (zae.OptionError, lambda: zae.Every(minutes=5), "Every() has no argument 'minutes'",
+        "write Every(steps=100) or Every(epochs=1)"),
+    "evaluate_without_a_loader": (zae.OptionError, lambda: trainer_of().evaluate(),
+        "evaluate() missing 1 required positional argument: 'loader'", "write evaluate(loader)"),
+    "predict_with_a_batch_size": (zae.OptionError, lambda: trainer_of().predict(loader(), batch_size=3),
+        "predict() got an unexpected keyword argument 'batch_size'", "write predict(loader)"),
+    "log_without_a_step": (zae.OptionError, lambda: trainer_of().log({"accuracy": 0.5}),
+        "log() missing 1 required positional argument: 'step'", "return a number of a batch from the"),
+    "option_given_to_add_on": (zae.OptionError, lambda: Task.add_on(AMPAddon, precision="bf16"),
+        "add_on() got an unexpected keyword argument 'precision'", "(model, ..., precision='bf16')"),
+    "plan_of_a_loader": (zae.OptionError, lambda: trainer_of().plan(loader()),
+        "plan() missing 1 required positional argument: 'loader'", "write plan(20, loader"),
+    "validate_with_a_loader": (zae.OptionError, lambda: trainer_of().validate(loader()),
+        "validate() takes 1 positional argument but 2 were given", "write evaluate(loader)"),
+    "loop_by_hand_in_the_constructor": (zae.OptionError,
+        lambda: trainer_of(criterion=torch.nn.MSELoss(), train_loader=loader()),
+        "'criterion'; here it is train_step(batch), which returns {'loss': ...}",
+        "'train_loader'; here it is loader of run(n_epoch, loader)"),
+})  # fmt: skip
 
 
 @mistake(zae.CheckpointNotFound, "is a folder without a checkpoint", "give the file of weights in it")
