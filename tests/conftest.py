@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import types
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -41,6 +42,9 @@ os.register_at_fork(after_in_child=gc.freeze)
 os.register_at_fork(after_in_child=lambda: forkserver._forkserver.__init__())
 # Torch measures the guards of each graph with an empty cache of the processor, which takes as long as to trace it.
 guards.profile_guard_manager = lambda *_: 0.0
+# Torch notes the stack of each seed for devices that are not there, which takes longer than the seed.
+for module in (torch.cuda, torch.mtia, torch.xpu):
+    module.traceback = types.SimpleNamespace(format_stack=list)
 # A shell that starts this in the background lets it ignore Ctrl-C, and with it what it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

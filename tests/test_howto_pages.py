@@ -18,6 +18,7 @@ from torch.nn.functional import softplus
 
 from kit import faults, hand
 from kit.blocks import find_page, read_dockerfile
+from kit.scripts import Script
 from zae import Every, Trainer
 from zae.addons import AMPAddon, GradientAccumulationAddon, StateManagerAddon
 from zae.checkpoint.folder import list_checkpoints
@@ -55,15 +56,14 @@ def _blocks(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", find_page(name).read_text(encoding="utf-8"), re.S)
 
 
-def test_the_plain_loop_and_its_checkpoints_need_nothing_of_zae(tmp_path: Path) -> None:
+def test_the_plain_loop_and_its_checkpoints_need_nothing_of_zae() -> None:
     """One process trains with zae; another, which cannot import it, trains alone and takes over from its checkpoint."""
     loop, with_zae, read = _blocks("plain_loop")
     assert "zae" not in loop + read
     without = f"import sys\nsys.modules['zae'] = None\n{loop}\n{read}"
     for code in (f"{loop}\n{with_zae}", without):
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        status, _, error = Script(code).end()
+        assert status == 0, error
 
 
 def _equal(one: Any, other: Any) -> bool:

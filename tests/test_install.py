@@ -56,7 +56,10 @@ def clone(folder: Path, is_linked: bool) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["linked", "text file for the link"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(True, id="linked"), pytest.param(False, id="text file", marks=pytest.mark.exhaustive)],
+)
 def built(request, tmp_path_factory):
     """The three archives of a clone in a folder that is called as the package is, and whether it has the link."""
     parent = tmp_path_factory.mktemp("install")

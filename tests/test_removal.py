@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,20 +13,20 @@ from kit import leftovers, removal
 from zae.lazy import names_in_stub
 
 EVERY_RUN = ("addons.ema", "addons.loggers", "search")
-"""A file of addons/, a folder of it, and a tool."""
+"""A file of addons/, a folder of it, and a tool, which are removed together: each copy is imported anew."""
 
 
 def cases() -> list[object]:
-    """Each feature and tool, and nothing; most of them are exhaustive."""
-    marks = {name: () if name in EVERY_RUN else (pytest.mark.exhaustive,) for name in removal.removable()}
-    return [pytest.param(name, marks=mark, id=name) for name, mark in marks.items()]
+    """Each feature and tool alone, which is exhaustive, and three together."""
+    alone = [pytest.param((name,), marks=pytest.mark.exhaustive, id=name) for name in removal.removable()]
+    return [pytest.param(EVERY_RUN, id="together"), *alone]
 
 
-@pytest.mark.parametrize("name", cases())
-def test_the_rest_works_without(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", cases())
+def test_the_rest_works_without(names: tuple[str, ...], tmp_path: Path) -> None:
     """Every module that is left imports; `zae.addons` lists what is left; a run, an add-on and weights are right."""
     removal.copy_package(tmp_path)
-    removal.remove(tmp_path, [name, *removal.built_on(name)])
+    removal.remove(tmp_path, [*names, *itertools.chain(*map(removal.built_on, names))])
     answer = removal.run_core_sample(tmp_path)
     left = [
         each for each, module in names_in_stub("zae.addons", zae.addons.__file__).items() if is_left(tmp_path, module)
@@ -48,33 +49,37 @@ def test_what_is_removed_is_there() -> None:
 
 # ------------------------------------------------------------------------------------------ what a removal leaves
 
-TREES = {str(each.path): each.tree for each in leftovers.sources()}
-READERS = (*leftovers.pages().values(), Path(__file__).with_name("test_zae_engine.py").read_text(encoding="utf-8"))
-"""What users read, and the test of the names that zae-engine has too."""
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    """The code of each module, by its path."""
+    return {str(each.path): each.tree for each in leftovers.sources()}
 
 
-def test_a_public_name_of_the_core_is_read() -> None:
-    """By other code, or by the pages; of the trainer, its parts, its run and its engines."""
-    assert leftovers.CORE.keys() <= TREES.keys()
-    assert leftovers.unread_names(TREES, READERS) == []
+def test_a_public_name_of_the_core_is_read(trees: dict[str, ast.Module]) -> None:
+    """By other code, the pages or the test of zae-engine's names; of the trainer, its parts, run and engines."""
+    names_of_zae_engine = Path(__file__).with_name("test_zae_engine.py").read_text(encoding="utf-8")
+    readers = (*leftovers.pages().values(), names_of_zae_engine)
+    assert leftovers.CORE.keys() <= trees.keys()
+    assert leftovers.unread_names(trees, readers) == []
     unread = ast.parse(
         "class Run:\n    def __init__(self):\n        self.answered_by_nobody = 1\n    def asks(self): ..."
     )
-    found = leftovers.unread_names({**TREES, "zae/loop/run.py": unread}, READERS)
+    found = leftovers.unread_names({**trees, "zae/loop/run.py": unread}, readers)
     assert "Run.answered_by_nobody" in found
 
 
-def test_an_option_is_taken() -> None:
-    assert leftovers.untaken_options(TREES) == []
+def test_an_option_is_taken(trees: dict[str, ast.Module]) -> None:
+    assert leftovers.untaken_options(trees) == []
     untaken = ast.parse("class IdleAddon:\n    def __init__(self, *args, idle_rate=1, **kwargs): ...")
     assert leftovers.untaken_options({"addons/idle.py": untaken}) == ["IdleAddon(idle_rate)"]
 
 
-def test_messages_and_pages_name_what_is_there() -> None:
+def test_messages_and_pages_name_what_is_there(trees: dict[str, ast.Module]) -> None:
     """Add-ons, commands, pages and arguments. One that a page or a docstring defines is there."""
-    code = [*leftovers.texts_of_code(TREES)]
+    code = [*leftovers.texts_of_code(trees)]
     pages = leftovers.pages()
-    known = leftovers.arguments_of(TREES.values())
+    known = leftovers.arguments_of(trees.values())
     others = [
         each for each in code if not each[0].startswith("zae/loop/trainer_state.py")
     ]  # It lists what older states have.

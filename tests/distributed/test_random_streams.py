@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from kit.rank_tasks import Drawing, Noisy
+from kit.rank_tasks import Drawing, Noisy, forks
 from kit.ranks import each_rank
 from zae import Every
 from zae.addons import EMAAddon, FSDPAddon, MultiGPUAddon, StateManagerAddon
@@ -63,7 +63,8 @@ def test_ranks_draw_other_numbers_and_both_ways_to_start_draw_the_same(options, 
             trainer.run(count, data)
 
     spawned = tmp_path / "spawned"
-    make(spawned, devices=["cpu", "cpu"], **options).run(2, loader(workers))
+    with forks():
+        make(spawned, devices=["cpu", "cpu"], **options).run(2, loader(workers))
     each_rank(2, launched, [2])
     each_rank(2, launched, [1, 1])
     found = all_numbers(spawned)
@@ -110,7 +111,7 @@ def test_a_seed_of_the_script_between_two_runs_counts(tmp_path):
     assert_nothing_in_common([one[0][2:], one[1][2:], two[0][2:], two[1][2:]])
 
 
-@pytest.mark.sample(covering=1)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("engine", [MultiGPUAddon, FSDPAddon])
 @pytest.mark.parametrize("moment", ["after an epoch", "within an epoch", "by hand between two runs"])
 def test_a_resume_continues_the_streams_of_every_rank(moment, engine, tmp_path):
