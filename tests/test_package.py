@@ -133,6 +133,7 @@ def test_the_examples_in_the_docstrings_run(name):
 # ------------------------------------------------------------------------------------------------------- imports
 
 
+@pytest.mark.exhaustive
 def test_optional_packages_are_not_imported():
     """Importing everything and running leaves them alone; a logger loads its client in a run only."""
     code = f"""

@@ -111,7 +111,7 @@ def test_the_hook_refuses_and_ends_the_process(
 
 
 @needs_landlock
-@pytest.mark.parametrize("way", in_every_run(FOR_THE_KERNEL, "rename away", "torch.save", "cp"))
+@pytest.mark.parametrize("way", in_every_run(FOR_THE_KERNEL, "rename away", "open", "cp"))
 def test_landlock_holds_for_all_programs(
     way: str, run_guarded: Callable[..., tuple[int, dict[str, str] | None]]
 ) -> None:
@@ -126,7 +126,6 @@ def test_landlock_holds_for_all_programs(
         "os.makedirs(os.path.dirname(path), exist_ok=True); open(path).read()",
         "import tempfile; tempfile.TemporaryFile(); open(os.devnull, 'w')",
         "import contextlib\nwith contextlib.suppress(OSError): os.remove(path + '.lock')",
-        "import torch; torch.save({'a': torch.ones(3)}, 'a.pt'); torch.load('a.pt')",
         "import subprocess; subprocess.run(['cp', __file__, 'b.py'], check=True)",
     ],
 )

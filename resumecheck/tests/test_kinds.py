@@ -379,7 +379,8 @@ TIME = LOOP.replace("8 * step + 8])", "8 * step + 8] * (time.time_ns() % 1000))"
     "import os", "import os, time"
 )
 
-EVERY_RUN = ("removes, then renames", "saves outside")
+EVERY_RUN = ("two faults",)
+"""One check of a fault that shows after a save, and of one within a save: each start of a script takes seconds."""
 
 
 def check_script(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> Result:
@@ -393,6 +394,12 @@ def check_script(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **opt
 
 
 KINDS = {
+    "two faults": (
+        LOOP.replace('    torch.set_rng_state(state["random"])\n', "") + REMOVES_THEN_RENAMES,
+        {"random state"},
+        {"lost work"},
+        "before the rename of last.pt",
+    ),
     "removes, then renames": (LOOP + REMOVES_THEN_RENAMES, set(), {"lost work"}, "before the rename of last.pt"),
     "loads the oldest": (
         LOOP + LOADS_THE_OLDEST,

@@ -10,13 +10,10 @@ from cases import CASES, SCRIPTS, TORCHRUN
 from resumecheck import Options, Refused, check
 from resumecheck.report import as_text
 
-EVERY_RUN = ("dropout draws other numbers",)
 
-
-@pytest.mark.parametrize("all_instants", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(
-    "name", [each if each in EVERY_RUN else pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("all_instants", [False, True])
+@pytest.mark.parametrize("name", CASES)
 def test_the_verdict_is_that_by_hand(
     name: str, all_instants: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

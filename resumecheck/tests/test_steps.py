@@ -95,8 +95,9 @@ optim.SGD(model.parameters(), lr=0.1).step()
 """
 
 
-@pytest.mark.parametrize("before", [LOOKS, pytest.param(IMPORTS, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("is_in_sitecustomize", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("before", [LOOKS, IMPORTS])
+@pytest.mark.parametrize("is_in_sitecustomize", [False, True])
 def test_steps_are_seen_whoever_looks_for_torch_first(before: str, is_in_sitecustomize: bool, tmp_path: Path) -> None:
     """Many libraries ask whether torch is installed before they import it, and a sitecustomize may import it."""
     logs = tmp_path / "logs"

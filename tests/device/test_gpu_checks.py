@@ -72,6 +72,7 @@ def test_all_further_checks_pass(tmp_path):
 
 
 @needs_compiler
+@pytest.mark.exhaustive
 def test_a_failed_check_is_named_and_stops_nothing(tmp_path, monkeypatch):
     """Memory of the device that is too small fails each check of memory, and the next section runs all the same."""
     build("cuda")

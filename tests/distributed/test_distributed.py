@@ -192,6 +192,7 @@ MAKE = "Mine.add_on(MultiGPUAddon)(network(), ['cpu', 'cpu'], optimizer=torch.op
 UNGUARDED = f"class Mine(Task):\n    pass\n{MAKE}.run(1, loader(4, 2))\n"
 
 
+@pytest.mark.exhaustive
 def test_a_script_without_a_guard_is_refused_in_words():
     Path("bare.py").write_text(HEAD + UNGUARDED)
     status, _, said = Script(Path("bare.py").absolute()).end()
@@ -313,6 +314,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_a_script_and_every_rank():
     """Once, in words; no process of it is left."""
     Path("slow.py").write_text(SLOW)

@@ -127,7 +127,7 @@ def repeat(count: int) -> Any:
 @pytest.mark.parametrize(
     ("way", "number", "engine", "options"),
     [
-        (by_a_launcher, TERM, MultiGPUAddon, {}),
+        pytest.param(by_a_launcher, TERM, MultiGPUAddon, {}, marks=MANY),
         pytest.param(by_a_cluster_and_a_launcher, TERM, MultiGPUAddon, {"save_async": True}, marks=MANY),
         (again_and_again, TERM, MultiGPUAddon, {"workers": 0}),
         pytest.param(again_and_again, signal.SIGUSR1, FSDPAddon, {"save_format": "sharded"}, marks=MANY),

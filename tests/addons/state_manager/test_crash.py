@@ -85,16 +85,22 @@ class Scene:
         return step
 
 
+EVERY_THIRD = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+"""Of the operations of a save, the last one among them."""
+
+
 @pytest.mark.sample(covering=1)
+@EVERY_THIRD
 @pytest.mark.parametrize("torn", [False, True], ids=["killed", "torn"])
 @pytest.mark.parametrize("keep", [1, 3])
-def test_killed_at_every_operation_of_a_save(folder: Path, keep: int, torn: bool) -> None:
+def test_killed_at_every_operation_of_a_save(folder: Path, keep: int, torn: bool, every: int) -> None:
     """SIGKILL before (or in the middle of) each file operation; the run continues from step 3 or 4."""
     scene = Scene(folder, keep)
     names = scene.operations()
     assert len(names) > 20
     found = []
-    for at in [at for at, name in enumerate(names) if name == "write" or not torn]:  # Only a write can be torn.
+    places = [at for at, name in enumerate(names) if name == "write" or not torn]  # Only a write can be torn.
+    for at in reversed(places[::-every]):
         place = scene.copy(f"at-{at}")
         outcome = forked(scene.save, place, KillingDisk(at, torn))
         assert outcome.status == -signal.SIGKILL, outcome.error
@@ -105,13 +111,14 @@ def test_killed_at_every_operation_of_a_save(folder: Path, keep: int, torn: bool
 
 
 @pytest.mark.sample(covering=1)
+@EVERY_THIRD
 @pytest.mark.parametrize("background", [False, True], ids=["", "async"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
-def test_a_disk_that_refuses_from_any_operation_on(folder: Path, code: int, background: bool) -> None:
+def test_a_disk_that_refuses_from_any_operation_on(folder: Path, code: int, background: bool, every: int) -> None:
     """The older checkpoint is intact, the error says path and reason, the next save leaves nothing stray."""
     scene = Scene(folder, 2)
     refused = 0
-    for at in range(0, len(scene.operations()), 3 if background else 1):
+    for at in range(0, len(scene.operations()), every):
         place = scene.copy(f"at-{at}")
         disk = RefusingDisk(at, code)
         try:
@@ -570,7 +577,7 @@ def test_allow_partial(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         trainer(folder / "partial", allow_partial=["state.json"])
 
 
-@pytest.mark.sample(count=3)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("at", range(0, 60, 7))
 def test_an_async_save_is_committed_by_the_same_rules(folder: Path, at: int) -> None:
     """Killed in the background thread, at some operations; what is there is whole."""

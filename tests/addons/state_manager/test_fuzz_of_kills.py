@@ -41,7 +41,7 @@ from zae.errors import ZaeError
 
 SIZE, EPOCHS = 22, 3
 KILLS = 300
-ALWAYS = 6
+ALWAYS = 3
 """How many of the seeds are tried in every run."""
 
 # What a run says where its end may differ from that of a run without interruption.

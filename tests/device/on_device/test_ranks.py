@@ -37,9 +37,8 @@ def train(task, devices, *addons, batch_size):
     return trainer, history["train_metrics_history"][-1]
 
 
-@pytest.mark.parametrize(
-    "engine", [MultiGPUAddon, pytest.param(FSDPAddon, marks=pytest.mark.exhaustive)], ids=["ddp", "fsdp"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", [MultiGPUAddon, FSDPAddon], ids=["ddp", "fsdp"])
 def test_two_ranks_train_as_one_process(engine):
     alone, _ = train(Task, DEVICE, batch_size=32)
     together, _ = train(Task, BOTH, engine, batch_size=16)

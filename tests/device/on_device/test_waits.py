@@ -11,7 +11,7 @@ from device.on_device.tasks import DEVICE, Task, adamw, data, dense
 from emulation.record import record
 from zae.addons import GradientAccumulationAddon, PrefetchAddon
 
-SHORT, LONG = 20, 60
+SHORT, LONG = 12, 32
 """Numbers of steps below the 64 after which the losses are looked at for NaN, which waits once."""
 
 
