@@ -41,6 +41,7 @@ def test_a_count_that_cannot_be_meant(steps: Any) -> None:
         build(steps)
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("count", range(1, 8))
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 50])
 def test_windows_of_every_length(count: int, steps: int) -> None:

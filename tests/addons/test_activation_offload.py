@@ -92,6 +92,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize(
     "options",
     [{}, {"offload_modules": Block}, {"offload_modules": ["1", "2"]}, {"offload_min_bytes": 100},

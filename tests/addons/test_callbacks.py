@@ -319,6 +319,7 @@ class Decides:
         self.left = state["left"]
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("killed_at", [1, 4, 5, 6, 8])
 def test_a_resume_in_mid_epoch_is_bitwise_with_the_state_of_callbacks(killed_at, tmp_path):
     """Also where the checkpoint is of the very step after which a callback ends the epoch (the 5th); with SIGKILL."""

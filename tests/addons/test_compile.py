@@ -177,7 +177,7 @@ class OwnBackward(Task):
         super().backward(loss * 2)
 
 
-@pytest.mark.sample(count=4)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("task", [Reads, ByStep, OwnBackward, Hooked, Freezing])
 @pytest.mark.parametrize("target", ["model", "step"])
 def test_what_a_graph_cannot_hold_is_computed_by_python(task: type[Trainer], target: str) -> None:
@@ -325,7 +325,7 @@ class Shaken(nn.Sequential):
         return super().forward(inputs * drawn)
 
 
-@pytest.mark.sample(count=2)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("target", ["model", "step"])
 @pytest.mark.parametrize("kind", ["numpy.random", "random.Random"])
 def test_numbers_that_are_not_of_torch_are_drawn_as_in_eager(kind: str, target: str) -> None:

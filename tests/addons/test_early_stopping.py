@@ -64,6 +64,7 @@ def test_it_stops_where_it_says(scores: Any, patience: int, delta: float, larger
     assert (metrics["stop_reason"] is not None) == (stop_of([*scores, *scores], patience, delta, larger) <= len(scores))
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("by_steps", [False, True])
 @pytest.mark.parametrize("stop", range(1, 6))
 def test_it_stops_at_the_same_update_after_a_resume(stop: int, by_steps: bool) -> None:

@@ -62,6 +62,7 @@ def trained(*add_ons: Any, **options: Any) -> Any:
 CHECKPOINT = GradientCheckpointingAddon
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize(
     "options",
     [{}, {"checkpoint_modules": Block}, {"checkpoint_modules": ["1", "2"]}, {"checkpoint_keep": "matmuls"},

@@ -264,6 +264,7 @@ def test_ledger_diff_names_the_step_and_the_stage(place: str, stage: str, what: 
     assert (found.step, found.stage, found.what) == (7, stage, what)
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize(
     ("place", "stage", "names"),
     [

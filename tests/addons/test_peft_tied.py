@@ -104,6 +104,7 @@ def exported(trainer: Any, path: Path, base: Any) -> Any:
         return model
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("base", PARTS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_merged_model_is_the_trained_one_or_is_refused(base: Any, kind: str, tmp_path: Path) -> None:

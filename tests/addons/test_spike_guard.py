@@ -117,6 +117,7 @@ def test_steps_without_a_spike_are_those_without_the_guard() -> None:
         assert difference(plain.state_dict()["model"], guarded.state_dict()["model"]) is None
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("kill", [12, 14, 15, 17, 21])
 def test_a_run_that_is_interrupted_makes_the_same_decision(kill: int) -> None:
     """By SIGTERM before, in and after the step with the spike."""

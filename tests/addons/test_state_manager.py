@@ -398,6 +398,7 @@ class FailsAt(Task):
         self.fail("on_epoch_end")
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize(
     ("place", "in_step"),
     [

@@ -173,7 +173,7 @@ def walked(loader: DataLoader[Any], fast: bool, epochs: int = 2) -> list[Any]:
     return seen
 
 
-@pytest.mark.sample(covering=2)
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_every_batch_and_random_state_is_that_of_the_plain_loader(dataset: str, sampler: str) -> None:

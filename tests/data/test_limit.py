@@ -85,6 +85,7 @@ def build(*add_ons: Any, **options: Any) -> Any:
     return Task.add_on(*add_ons)(model, "cpu", optimizer=SGD(model.parameters(), lr=0.1), log_bar=False, **options)
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("count", [3, 50])
@@ -157,6 +158,7 @@ def test_overfitting_sees_the_same_samples_in_each_epoch_and_validation_is_limit
     assert (len(trainer.seen["train"]), trainer.seen["test"][8:]) == (5, [4, 4, 1])
 
 
+@pytest.mark.sample(covering=1)
 @on_ranks(2)
 @pytest.mark.parametrize("limits", [{"limit_batches": 5}, {"overfit_batches": 5}])
 @pytest.mark.parametrize("kind", ["global", "list", "own batches"])

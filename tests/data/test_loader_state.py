@@ -533,6 +533,7 @@ class Reversed(torch.utils.data.Sampler[int]):
         yield from torch.randperm(SIZE, generator=self.generator).flip(0).tolist()
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -628,6 +629,7 @@ class Endless:
         return (self.take() for _ in range(3))
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("is_shuffled", [True, False])
 @pytest.mark.parametrize("at", [3, 7, 11])
 def test_a_loader_that_begins_again_after_a_resume_is_named_once(

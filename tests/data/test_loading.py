@@ -104,7 +104,7 @@ def through_disk(state: Any) -> Any:
     return decode(json.loads(json.dumps(structure)), {name: tensor.clone() for name, tensor in tensors.items()})
 
 
-@pytest.mark.sample(count=6)
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("name", [name for name in SAMPLERS if "workers" not in name])
 @pytest.mark.parametrize("tensors", [False, True], ids=["samples", "tensors"])
 def test_exact_at_every_step(name: str, tensors: bool) -> None:

@@ -65,7 +65,7 @@ def train(folder: Path, name: str, **more: Any) -> Any:
     return everything(made)
 
 
-@pytest.mark.sample(count=2)
+@pytest.mark.sample(count=1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("at", [2, 9])
 @pytest.mark.parametrize("name", LOADERS)

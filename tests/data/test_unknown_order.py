@@ -216,7 +216,7 @@ class Dicts:
             yield {"numbers": numbers, "names": [f"a{index}", "b"], "other": (np.ones(index), None)}
 
 
-@pytest.mark.sample(count=4)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("task", [Reading, Changing])
 @pytest.mark.parametrize("at", [1, 5, 12, 17])
 def test_a_stream_that_is_the_same_is_resumed(task: Any, at: int, tmp_path: Path) -> None:

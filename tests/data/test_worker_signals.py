@@ -98,7 +98,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(covering=1, of="at")
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize(("at", "number", "options"), CASES)
 def test_a_signal_to_the_whole_group(folder: Path, at: str, number: int, options: Any, whole: Any) -> None:
     """What is under way gets its batches, the state is saved, and the resumed end is bitwise the same."""

@@ -112,7 +112,7 @@ def train(trainer: Any, batches: Any = None, **options: Any) -> dict[str, Any]:
 PLACES = ["train_step", "on_step_end", "checkpoint", "on_epoch_begin", "on_epoch_end", "on_validation_end", "test_step"]
 
 
-@pytest.mark.sample(count=5)
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("way", ["state", "path"])
 @pytest.mark.parametrize("where", PLACES)
 def test_a_run_that_goes_back_ends_as_one_that_never_went_on(where: str, way: str, tmp_path: Path) -> None:
@@ -128,6 +128,7 @@ def test_a_run_that_goes_back_ends_as_one_that_never_went_on(where: str, way: st
     assert names[0] == names[1]
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("back", [2, 6, 7])
 @pytest.mark.parametrize("at", [7, 8, 12, 18])
 def test_from_any_step_to_any_other(at: int, back: int) -> None:
@@ -138,7 +139,7 @@ def test_from_any_step_to_any_other(at: int, back: int) -> None:
     assert returning.has_returned
 
 
-@pytest.mark.sample(count=3)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("way", ["load", "load path"])
 @pytest.mark.parametrize("where", ["checkpoint", "on_epoch_begin", "on_epoch_end", "on_validation_end"])
 def test_a_state_that_is_loaded_between_two_steps_is_continued_from(where: str, way: str, tmp_path: Path) -> None:

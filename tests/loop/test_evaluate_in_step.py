@@ -89,6 +89,7 @@ def train(probe: Callable[[Any], None], optimizer: str, precision: str, *add_ons
     return digest(trainer.unwrap())
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_training_is_left_as_it_is(optimizer: str, precision: str) -> None:

@@ -55,7 +55,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return answer(long_run, tmp_path_factory.mktemp("straight"), faults.Task)
 
 
-@pytest.mark.sample(count=3)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],

@@ -163,6 +163,7 @@ EXTRAS = {
 }
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("name", EXTRAS)
 def test_extra_outputs_never_fail(name: str, keeps: bool) -> None:

@@ -49,6 +49,7 @@ def saved(folder: Path, at: int, where: str = "train", **limits: Any) -> Any:
     return trainer
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize(("at", "where"), [(7, "train"), (12, "train"), (6, "test")])
 @pytest.mark.parametrize("limit", [HOUR, timedelta(hours=1)])
 def test_the_run_ends_after_the_step_that_passes_max_time(tmp_path: Path, at: int, where: str, limit: Any) -> None:

@@ -106,7 +106,7 @@ def test_a_schedule_as_long_as_the_run_has_epochs_is_not_stepped_by_batches(name
     assert "write scheduler_step_on_batch=False" in warned(caplog)[0]
 
 
-@pytest.mark.sample(count=4)
+@pytest.mark.sample(count=2)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # Of an epoch that a resume only closes.
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("on_batch", [None, False, True])

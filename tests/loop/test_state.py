@@ -417,6 +417,7 @@ def test_two_trainers_share_nothing_after_a_load() -> None:
     assert fingerprint(second.state_dict()["EMAAddon"]) == fingerprint(frozen["EMAAddon"])
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam])
 @pytest.mark.parametrize("factories", [False, True])
 def test_a_fresh_trainer_goes_on_to_the_same_end(kind: Any, factories: bool) -> None:

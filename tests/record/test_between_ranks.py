@@ -114,7 +114,7 @@ def refused(engine: str, names: list[str]) -> list[tuple[str, str, float]]:
     return found
 
 
-@pytest.mark.sample(count=2)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("engine", ONE_OF_EACH)
 def test_what_one_rank_was_given_is_refused_on_all_of_them(engine: str) -> None:
     names = [name for name in OTHER if engine != "pipeline" or name not in ("dtype", "adapter")]

@@ -94,7 +94,7 @@ def test_a_signal_in_a_validation(owner: str, kind: str, tmp_path: Path) -> None
 
 
 @on_ranks(2)
-@pytest.mark.sample(count=3)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("owner", [*OWNERS[:-2], "two attributes"])
 def test_each_rank_has_its_own(world: int, owner: str, kind: str, tmp_path: Path) -> None:

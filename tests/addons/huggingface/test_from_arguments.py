@@ -109,7 +109,7 @@ def test_every_argument_of_the_installed_version_has_an_entry():
     assert set.union(*tables) == known
 
 
-@pytest.mark.sample(count=30)
+@pytest.mark.sample(count=12)
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - UNTRIED))
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_no_argument_is_dropped_in_silence(name, monkeypatch):
@@ -234,6 +234,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(count=5)
 @pytest.mark.parametrize("case", CASES)
 def test_the_weights_and_cadences_are_those_of_transformers(case, samples, tmp_path):
     """SGD in float32 to 1e-6, and the steps of logs with their rates, evaluations and saves."""

@@ -81,6 +81,7 @@ def ragged(head: str, count: int) -> list[dict[str, Any]]:
     return made
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("head", hf.HEADS)
 def test_each_head_gives_the_metrics_of_transformers(head: str, tmp_path: Path) -> None:
     data, more = hf.dataset(head, 22), {"include_for_metrics": ["inputs", "loss"]}

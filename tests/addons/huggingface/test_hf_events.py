@@ -145,7 +145,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(count=4)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_events_and_records_are_those_of_transformers(name: str, tmp_path: Any) -> None:
     """With ``train()``, ``evaluate()`` and ``predict()``."""

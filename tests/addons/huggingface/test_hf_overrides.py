@@ -105,7 +105,7 @@ def difference(one: Any, other: Any) -> float:
 SETTINGS = {"optim": "sgd", "learning_rate": 0.1, "weight_decay": 0.1, "num_train_epochs": 2}
 
 
-@pytest.mark.sample(count=3)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("overrides", [groups, doubles, falls, longer, momentum, decays_all, all_four])
 def test_overrides_are_called_as_in_transformers(overrides: Any, tmp_path: Any) -> None:
     """With ``args``, and with the options by themselves; without the override, the weights are others."""

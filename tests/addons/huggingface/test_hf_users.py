@@ -43,6 +43,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((found == labels)[labels != -100].mean())}
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("head", ["sequence", "token"])
 def test_a_script_moves_as_it_is(head: str, bf16: bool, tmp_path: Any, caplog: Any) -> None:

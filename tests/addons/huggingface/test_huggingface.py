@@ -56,7 +56,7 @@ def without_key_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     return found
 
 
-@pytest.mark.sample(count=3)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("head", hf.HEADS)
 def test_weights_are_those_of_transformers(head: str, tmp_path: Any) -> None:
     """Two epochs in the same random order, with clipping and a linear schedule."""
@@ -173,7 +173,7 @@ def test_accumulation_with_unequal_numbers_of_targets(head: str, tmp_path: Any) 
     assert difference(ours(head, **{**settings, "gradient_accumulation_steps": 1}), found) > 1e-3
 
 
-@pytest.mark.sample(count=3)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize(
     "given",
     [

@@ -45,6 +45,7 @@ def assert_equal(one: Any, two: Any) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_resumed_within_an_epoch_it_is_bitwise_the_same(strategy: str, accumulate: int, tmp_path: Path) -> None:
@@ -88,6 +89,7 @@ def test_a_collator_with_a_seed_draws_as_in_transformers(workers: int, tmp_path:
     assert ours.train().training_loss == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", [4, 6, 10])
 def test_a_collator_with_a_seed_is_resumed(workers: int, at: int, tmp_path: Path, caplog: Any) -> None:

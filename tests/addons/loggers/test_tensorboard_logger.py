@@ -63,6 +63,7 @@ def train(folder, at=None):
     return digest(trainer)
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("at", [3, 7, 11])
 def test_killed_and_resumed_it_shows_the_uninterrupted_run(tmp_path, at):
     """What was written before a checkpoint is on the disk; what comes again is shown once."""

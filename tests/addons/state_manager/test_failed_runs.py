@@ -98,7 +98,7 @@ def whole(folder: Path, **options: Any) -> Any:
     return answer(lambda: run(other, 9, **options))[0]
 
 
-@pytest.mark.sample(count=2)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(
     ("place", "options"),
     [
@@ -117,7 +117,7 @@ def test_an_exact_state_is_continued_from(folder: Path, place: str, options: Any
     assert end == whole(folder, **options)
 
 
-@pytest.mark.sample(count=2)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(
     ("place", "options"),
     [

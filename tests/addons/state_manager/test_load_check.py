@@ -225,6 +225,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_a_group_that_training_adds_resumes_with_its_schedule(schedule: Any, tmp_path: Path) -> None:
     ends = []

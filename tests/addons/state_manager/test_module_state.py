@@ -152,7 +152,7 @@ def strides(trainer: Any) -> Any:
     return found | {f"average.{name}": each.stride() for name, each in getattr(trainer, "average", {}).items()}
 
 
-@pytest.mark.sample(count=3)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize(
     ("cls", "model", "inputs", "options"),
     [
@@ -272,7 +272,7 @@ def flags(trainer: Any) -> Any:
     return [each.requires_grad for each in model.parameters()], [each.training for each in model.modules()], groups
 
 
-@pytest.mark.sample(count=4)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("add_ons", [(), (EMAAddon,)], ids=["plain", "average"])
 @pytest.mark.parametrize(
     ("cls", "model", "optimizer"),
@@ -408,7 +408,7 @@ def two_counting() -> nn.Module:
     return nn.Sequential(Counting(), nn.Linear(2, 4), Counting())
 
 
-@pytest.mark.sample(count=4)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("save_format", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("kind", [dict, list, int, str, bytes, Tensor])
 def test_extra_state_of_modules_comes_back(

@@ -245,7 +245,7 @@ def straight_and_resumed(folder: Path, loader: Callable[[], Any], at: int, **opt
     return whole, run(folder / "run", again), again
 
 
-@pytest.mark.sample(count=5)
+@pytest.mark.sample(count=3)
 @pytest.mark.parametrize("at", [1, 5, 6, 7, 12, 17])
 @pytest.mark.parametrize(
     "make",

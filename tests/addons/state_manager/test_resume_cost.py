@@ -56,6 +56,7 @@ def memory(field: str) -> int:
     return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("save_format", ["safetensors", "ckpt"])
 def test_resume_reads_each_byte_once(save_format: str, tmp_path: Path) -> None:
     """A resume reads as many bytes as the checkpoint has, and so does load_state()."""
@@ -79,6 +80,7 @@ def test_resume_from_the_older_one_reads_each_once(tmp_path: Path) -> None:
     assert trainer.progress_checker.step == 2
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("start_with", [("model",), ("model", "optimizer")])
 def test_start_from_reads_each_byte_once(start_with: tuple[str, ...], tmp_path: Path) -> None:
     """A new run reads what it starts from once, from its construction to its first step."""
@@ -109,6 +111,7 @@ def peak_of_resume(folder: Path, save_format: str) -> int:
     return memory("VmHWM") - before
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("save_format", ["safetensors", "ckpt"])
 def test_resume_holds_each_byte_once(save_format: str, tmp_path: Path) -> None:
     """At its peak a resume takes 1.1 times the size of the checkpoint, the optimizer's state included."""

@@ -138,7 +138,7 @@ def files_in(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_ino) for path in folder.rglob("*")}
 
 
-@pytest.mark.sample(count=4)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("number", range(10))
 def test_a_script_killed_anywhere_ends_as_if_it_was_not(number: int, caplog: pytest.LogCaptureFixture) -> None:
     """Calls that ended early are over for good, whenever the script is started again."""

@@ -347,6 +347,7 @@ CALLS: dict[str, Callable[[Path, Path], Any]] = {
 }
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", ["model.safetensors", "best.ckpt", "weights-00000012.safetensors", "last.pt"])
 def test_a_folder_of_weights_alone_is_named_with_the_calls_that_take_its_file(

@@ -187,6 +187,7 @@ class Fails(Watched):
         return out
 
 
+@pytest.mark.sample(covering=1)
 @pytest.mark.parametrize("name", ["plain", "by steps"])
 @pytest.mark.parametrize("signalled", [False, True])
 def test_what_a_failed_validation_leaves(folder: Path, name: str, signalled: bool) -> None:
