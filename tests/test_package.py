@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import configparser
 import doctest
 import importlib
@@ -18,6 +17,7 @@ import pytest
 
 import zae
 import zae.addons
+from kit.imports import OPTIONAL
 from zae import Trainer
 
 ROOT = Path(zae.__file__).resolve().parent.parent
@@ -25,21 +25,6 @@ CORE = sorted((ROOT / "zae").rglob("*.py"))
 ADDONS = sorted((ROOT / "addons").rglob("*.py"))
 ADAPTERS = [path for path in CORE if path.name in ("search.py", "torchmetrics_values.py")]
 KIT = sorted((ROOT / "zae" / "testing").glob("*.py"))
-FILES = [*CORE, *KIT, *ADDONS]
-OPTIONAL = (
-    *(
-        "wandb",
-        "neptune",
-        "mlflow",
-        "trackio",
-        "tensorboard",
-        "torch.utils.tensorboard",
-        "torchmetrics",
-        "optuna",
-    ),
-    *("transformers", "accelerate", "peft", "deepspeed", "matplotlib", "pandas", "sklearn"),
-)
-
 ADD_ONS = [
     "AMPAddon",
     "EMAAddon",
@@ -160,20 +145,6 @@ sys.stdout.write(" ".join(name for name in {OPTIONAL!r} if name in sys.modules))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert sorted(path.name for path in Path().iterdir()) == ["run.jsonl", "runs"]
-
-
-# --------------------------------------------------------------------------------------------------------- output
-
-
-def test_nothing_is_printed():
-    """What a run says goes through logging or the display."""
-    calls = {
-        (path, node.func.id)
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    assert [str(path) for path, name in calls if name == "print"] == []
 
 
 # ------------------------------------------------------------------------------------------------------- metadata

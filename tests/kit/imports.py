@@ -14,6 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
+OPTIONAL = (
+    *("accelerate", "deepspeed", "matplotlib", "mlflow", "neptune", "optuna", "pandas", "peft", "sklearn"),
+    *("tensorboard", "torch.utils.tensorboard", "torchmetrics", "trackio", "transformers", "wandb"),
+)
+"""The packages of the extras, which nothing imports before they are used."""
+
 EVERYBODY = frozenset({"errors", "lazy", "metrics", "null_context", "random_state", "schedulers", "torch_private"})
 _BELOW = frozenset(
     {"checkpoint", "compose", "data", "device", "display", "fact", "loop", "model", "optim", "parts", "record"}
