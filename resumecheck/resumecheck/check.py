@@ -28,7 +28,7 @@ from .workspace import Tree, Workspace
 
 __all__ = ["Options", "Result", "check"]
 
-_STEPS_AFTER_FAILURE = 3
+_FEW_STEPS = 3  # Within so many, most failures show.
 _LEAST_BYTES_COMPARED = 200
 _PATIENCE_S, _PATIENCE_FACTOR = 120, 5  # A run that takes so much longer than the reference is ended.
 _EPOCH_FACTOR = 5  # An epoch that begins within so many horizons is waited for.
@@ -297,11 +297,13 @@ class _Check:
         return self.result.ranks == 1 and self.runner.by == "optimizer"
 
     def _limit(self, instant: Instant) -> int:
-        """Return how many steps are compared: to the next epoch or the horizon; few, where a failure is known."""
+        """Return how many steps are compared: to the next epoch or the horizon; few, if failures show at once."""
         repeated = instant.done - instant.lowest
-        is_failing = any(each.verdict == FAILED for _, each in self.result.tried)
-        if instant.kind == "save" or is_failing:
-            return repeated + _STEPS_AFTER_FAILURE
+        failed = [each for _, each in self.result.tried if each.verdict == FAILED]
+        distances = [each.step - (each.resumed or 0) for each in failed if each.step is not None]
+        shows_at_once = max(distances, default=0) <= _FEW_STEPS
+        if shows_at_once and (failed or instant.kind == "save"):
+            return repeated + _FEW_STEPS
         rows = self.reference.rows[0]
         epoch = next((index for index, row in enumerate(rows) if row["new_epoch"] and index > instant.done), None)
         if epoch is not None and epoch - instant.done <= _EPOCH_FACTOR * self.options.horizon:
@@ -342,6 +344,16 @@ class _Check:
 
     def _compare_files(self, judgement: Judgement) -> None:
         """Compare the files that both runs leave at their end: averaged, best and exported models."""
+        models, others, missing = self._differing_files()
+        if models:
+            judgement.verdict, judgement.causes, judgement.files = FAILED, ["other state"], models
+            judgement.message += f", but the tensors of {', '.join(models[:3])} at the end differ"
+        for names, words in ((others, "differ"), (missing, "are missing")):
+            if names:
+                judgement.notes.append(f"at the end {', '.join(names[:4])} {words}")
+
+    def _differing_files(self) -> tuple[list[str], list[str], list[str]]:
+        """Return what differs at the end: files of tensors, other files, and those that are missing."""
         now = self.workspace.snapshot()
         new = [name for name in self.end if self.end[name].kind == "file" and self.workspace.is_new(self.end, name)]
         files = [name for name in new if os.path.getsize(self.end[name].source) > _LEAST_BYTES_COMPARED]
@@ -349,13 +361,7 @@ class _Check:
         both = [name for name in files if name in now and now[name].kind == "file" and not is_log(name)]
         differing = [name for name in both if not _has_same_tensors(self.end[name].source, now[name].source)]
         models = [name for name in differing if _has_tensors(self.end[name].source)]
-        if models:
-            judgement.verdict, judgement.causes = FAILED, ["other state"]
-            judgement.message += f", but the tensors of {', '.join(models[:3])} at the end differ"
-        others = [name for name in differing if name not in models]
-        for names, words in ((others, "differ"), (missing, "are missing")):
-            if names:
-                judgement.notes.append(f"at the end {', '.join(names[:4])} {words}")
+        return models, [name for name in differing if name not in models], missing
 
     # --- what helps to judge
 
@@ -383,12 +389,15 @@ class _Check:
     def _repeat_reference(self) -> None:
         """Where something differs, run the reference again: what differs between equal runs cannot be judged."""
         parted = [each for each in self.result.judgements if each.verdict == FAILED and each.cause != "lost work"]
-        steps = [each.step for each in parted if each.step] or ([self.result.steps] if parted else [])
+        steps = [each.step for each in parted if each.step]
         if not any(each.cause not in ("cannot load", "saves nothing", "does not resume") for each in parted):
             return
         _say("something differs: the reference again, to see whether it is repeatable")
-        limit = min(max(steps) + 1, self.result.steps)
+        is_to_end = any(each.files for each in parted)
+        limit = None if is_to_end else min(max(steps, default=self.result.steps) + 1, self.result.steps)
         again = self.runner.start(self.workspace.base, limit=limit, fork=self._is_forked())
+        if is_to_end:
+            self._judge_files_that_differ_anyway()
         for rank, rows in self.reference.rows.items():
             difference = first_difference(rows, again.rows.get(rank, []))
             if difference is None:
@@ -402,6 +411,14 @@ class _Check:
             for each in self.result.judgements:
                 if each.verdict == FAILED and (each.step is None or each.step >= step) and each.cause != "cannot load":
                     each.verdict, each.causes = NOT_JUDGED, ["not repeatable"]
+
+    def _judge_files_that_differ_anyway(self) -> None:
+        """Take back what was found of files that differ between two runs without a kill: what is saved by the clock."""
+        models = self._differing_files()[0]
+        for _, each in self.result.tried:
+            if each.files and set(each.files) <= set(models):
+                each.verdict, each.causes = PASSED, []
+                each.notes.append(f"{', '.join(each.files[:3])} differ between two runs without a kill, too")
 
     def _judge_unchanged_weights(self) -> None:
         """Where no step changes a weight, a resume cannot be told from another one."""

@@ -46,6 +46,8 @@ class Judgement:
     resumed: int | None = None
     """The step after which the run went on."""
     notes: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    """The files of tensors that differ at the end, though all steps are the same."""
 
     @property
     def cause(self) -> str:
@@ -118,7 +120,9 @@ class _Comparison:
             return fail("weights", self._nearest(self.made[0]))
         foreign = self._find_foreign_weights(start)
         if foreign is not None:
-            return fail("weights", self._nearest(foreign))
+            ends = {each["after"]: each["n"] for each in self.expected if each["optimizer"] == foreign["optimizer"]}
+            is_of_a_save = bool(self.resume.saved) and foreign["before"] in ends
+            return fail("two saves" if is_of_a_save else "weights", self._nearest(foreign))
         if start == 0 and resume.has_whole_save and resume.lowest:
             return self._judge_first_weights()
         index, causes = self._part(start)
@@ -228,11 +232,13 @@ class _Comparison:
         lost = self._lost_streams(start, index)
         if not lost:
             return _causes_of(key for key in keys if key != "random")
-        if index == 0 and other.get("restored") and row.get("saved_random"):
-            exact = {name for name in lost if other["restored"].get(name) == row["saved_random"].get(name)}
-            if exact >= set(lost):  # Put back exactly, and drawn from otherwise before the first step.
-                drawn_by = "samples" if other["shuffled"] else "other state"
-                return [drawn_by, *(each for each in causes if each not in ("random state", "samples"))]
+        if self._are_put_back(lost, start, index):
+            rest = [each for each in causes if each not in ("random state", "samples")]
+            if other["shuffled"]:
+                return ["samples", *rest]
+            if other["new_epoch"]:  # What a loader gives does not depend on what the script keeps.
+                return [*(each for each in causes if each == "samples"), "random state", *rest]
+            return ["other state", *rest]
         if "samples" not in causes:
             return causes
         # The order of an epoch that begins here is drawn from the stream, or what the loaded samples are mixed with. Of
@@ -243,6 +249,12 @@ class _Comparison:
         causes.remove("random state")
         causes.insert(0 if is_first else causes.index("samples") + 1, "random state")
         return causes
+
+    def _are_put_back(self, streams: Sequence[str], start: int, index: int) -> bool:
+        """Return whether streams are put back exactly, so that something draws from them before the first step."""
+        saved = self.expected[start + index].get("saved_random") or {}
+        restored = self.made[index].get("restored") or {}
+        return index == 0 and all(name in saved and saved[name] == restored.get(name) for name in streams)
 
     def _lost_streams(self, start: int, index: int) -> list[str]:
         """Return the random streams that differ and matter: something draws from them later, or made these samples."""
@@ -294,7 +306,10 @@ class _Comparison:
         one = self.expected[min(place, self.count - 1)]
         other = self.made[min(index, len(self.made) - 1)]
         if cause == "random state":
-            streams = ", ".join(self._lost_streams(start, index))
+            lost = self._lost_streams(start, index)
+            streams = ", ".join(lost)
+            if self._are_put_back(lost, start, index):
+                return f"the random state ({streams}) is put back, and drawn from before the first step, as by a loader"
             drawn = ", and the samples are drawn from it" if "samples" in causes else ": other dropout, noise or order"
             return f"the random state ({streams}) is not resumed{drawn}"
         if cause in ("repeated work", "skipped work"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -38,12 +37,19 @@ class Recorder:
         Takes each row, a dict that JSON takes.
     by : str
         "optimizer", or "backward": a row for each backward, of a loop whose optimizer is not of ``torch.optim``.
+    before_step : callable, optional
+        Is called before each step of an optimizer.
     """
 
-    def __init__(self, torch: Any, write: Callable[[Row], None], by: str = "optimizer") -> None:
-        self.torch, self.write, self.by = torch, write, by
+    def __init__(
+        self,
+        torch: Any,
+        write: Callable[[Row], None],
+        by: str = "optimizer",
+        before_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.torch, self.write, self.by, self.call_before_step = torch, write, by, before_step
         self.begin_process()
-        os.register_at_fork(after_in_child=self.begin_process)
         optimizers = importlib.import_module("torch.optim.optimizer")
         optimizers.register_optimizer_step_pre_hook(self.before_step)
         optimizers.register_optimizer_step_post_hook(self.after_step)
@@ -92,6 +98,7 @@ class Recorder:
 
     def before_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """Hash what an optimizer begins with."""
+        self.call_before_step()
         if self._is_captured():
             return
         name, weights = self._name(optimizer), parameters_of(optimizer)

@@ -6,14 +6,18 @@ each change of a file before it is made. The parent stops all processes, takes a
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.machinery
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from . import guard, hashes, steps
@@ -24,6 +28,7 @@ PLAN = "RESUMECHECK_PLAN"
 _LOGS = (".csv", ".jsonl", ".log", ".tsv", ".txt", ".out", ".lock")
 _EVENTS_OF_A_LOG = 8  # A save may write such a file; a log is written at each step.
 _NOT_THE_SCRIPT = (f"{os.sep}torch{os.sep}serialization", f"{os.sep}safetensors{os.sep}", f"{os.sep}shutil.py")
+_OMP_PAUSE_HARD = 2
 
 Plan = dict[str, Any]
 
@@ -31,8 +36,8 @@ Plan = dict[str, Any]
 class Watch:
     """Tell the parent what this process does to the files of the copy, and what its optimizer does."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, fork: Fork | None = None) -> None:
+        self.plan, self.fork = plan, fork
         self.work = os.path.join(plan["work"], "")
         self.busy_threads: set[int] = set()
         self.counts: dict[str, int] = {}
@@ -114,7 +119,12 @@ class Watch:
 
     def watch_torch(self, torch: Any) -> None:
         """Record the steps, and what is given to torch.save."""
-        self.recorder = steps.Recorder(torch, self.write, self.plan["by"])
+        more = {}
+        if self.fork is not None:
+            more["before_step"] = self.fork.before_step
+            torch.set_num_threads = steps.wrap(torch.set_num_threads, self.fork.set_num_threads)
+        self.recorder = steps.Recorder(torch, self.write, self.plan["by"], **more)
+        os.register_at_fork(after_in_child=self.begin_process)
         torch.save = steps.wrap(torch.save, self.save)
 
     def save(self, original: Any, value: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,6 +172,11 @@ class Watch:
 
     # --- rows
 
+    def begin_process(self) -> None:
+        """Begin as a process that has done nothing, unless it is to go on as the one that waited."""
+        if self.fork is None or not self.fork.is_waiting:
+            self.recorder.begin_process()
+
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to the file of this process, and stop where the plan says so."""
         if self.file is None or self.pid != os.getpid():
@@ -183,12 +198,14 @@ class Watch:
 class Fork:
     """Wait at the first look at what differs between the instants, and go on from there in a fork for each of them.
 
-    What comes before, the imports above all, is the same for each, so that it is paid once.
+    What comes before, the imports above all, is the same for each, so that it is paid once. It waits before the first
+    step at the latest: each fork has the rows of all of its steps.
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.is_over = plan, False
+        self.plan, self.is_over, self.is_waiting = plan, False, False
         self.same = frozenset(plan["same"])
+        self.begin_threads: Callable[[], Any] = lambda: None
         self.work = os.path.join(plan["work"], "")
         original = os.stat
 
@@ -226,11 +243,26 @@ class Fork:
             if code.startswith("<frozen importlib") or "/importlib/" in code:
                 return
             frame = frame.f_back
-        self.is_over = True
+        self.wait()
+
+    def set_num_threads(self, original: Any, count: int) -> None:
+        """Note that there is a pool of threads, which a fork does not have, and waits for at its end."""
+        original(count)
+        self.begin_threads = functools.partial(original, count)
+
+    def before_step(self) -> None:
+        """Stop here, if nothing was looked at before the first step; a step of another process cannot be forked."""
+        if self.is_over:
+            return
+        if os.getppid() != self.plan["parent"]:
+            os._exit(1)
         self.wait()
 
     def wait(self) -> None:
         """Fork for each order of the parent; a child returns to the script, and this process waits for its end."""
+        self.is_over = self.is_waiting = True
+        if not is_forkable():
+            os._exit(1)
         here = os.getcwd()
         line = socket.socket(socket.AF_UNIX)
         line.connect(self.plan["orders"])
@@ -238,8 +270,12 @@ class Fork:
         line.sendall(b"ready\n")
         for text in orders:
             plan = json.loads(text)
+            state = random.getstate()
             pid = os.fork()
             if not pid:
+                random.Random.setstate(random._inst, state)  # type: ignore[attr-defined]  # A fork seeds it anew.
+                self.is_waiting = False
+                self.begin_threads()
                 os.setsid()
                 orders.close()
                 line.close()
@@ -256,6 +292,16 @@ class Fork:
             _, status = os.waitpid(pid, 0)
             line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
         os._exit(0)
+
+
+def is_forkable() -> bool:
+    """Return whether a fork of this process can go on: neither CUDA nor threads do; those of OpenMP are ended."""
+    torch = sys.modules.get("torch")
+    if threading.active_count() > 1 or (torch is not None and torch.cuda.is_initialized()):
+        return False
+    with open("/proc/self/maps") as file:
+        libraries = {line.split()[-1] for line in file if "libgomp" in line or "libiomp" in line or "libomp" in line}
+    return all(ctypes.CDLL(each).omp_pause_resource_all(_OMP_PAUSE_HARD) == 0 for each in libraries)
 
 
 def rank_of_process() -> int:
@@ -325,9 +371,7 @@ def start() -> None:
     if PLAN in os.environ:
         plan = {**json.loads(os.environ[PLAN]), "pid": os.getpid()}
         guard.Guard(plan["writable"], plan["refusal"])
-        if plan["orders"]:
-            Fork(plan)
-        Watch(plan)
+        Watch(plan, Fork(plan) if plan["orders"] else None)
     own = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     others = [each for each in sys.path if os.path.realpath(each or ".") != own]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)

@@ -90,6 +90,9 @@ CASES = {
     "lightning": Case("with_lightning.py", "random state"),
     "transformers": Case("with_transformers.py"),
     "accelerate, by steps": Case("with_accelerate.py", "samples", resume_with=_LAST),
+    "accelerate, seedable": Case(
+        "with_accelerate.py", "samples", arguments=("--use_seedable_sampler",), resume_with=_LAST
+    ),
     "accelerate, by epochs": Case("with_accelerate.py", arguments=("--checkpointing_steps=epoch",), resume_with=_LAST),
     "ignite": Case("with_ignite.py", "random state"),
     "ignite, deterministic": Case("with_ignite.py", arguments=("--deterministic",)),

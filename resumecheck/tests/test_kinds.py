@@ -363,9 +363,8 @@ whole = [each for each in sorted(os.listdir(".")) if os.path.exists(f"{each}/.me
 first = int(whole[-1].partition("-")[2]) if whole else 0
 if whole:
     weights, states = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": states}
-    dcp.load(state, checkpoint_id=whole[-1])
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    dcp.load({LOADED}, checkpoint_id=whole[-1])
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
 for step in range(first, 12):
     optimizer.zero_grad()
     model(data[step, dist.get_rank()]).square().mean().backward()
@@ -375,6 +374,84 @@ for step in range(first, 12):
         dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"step-{step + 1:02}")
 dist.destroy_process_group()
 """
+MANY_THREADS = (
+    """
+import os
+import torch
+
+torch.set_num_threads(2)
+torch.manual_seed(0)
+data = torch.randn(300, 1000)
+data = (data - data.mean()) / data.std()  # Large enough for threads.
+print(f"{(data @ data.t()).sum()}")
+"""
+    + LOOP
+    + "train()"
+)
+REPLAYS = """
+import os
+import random
+import torch
+
+torch.manual_seed(0)
+random.seed(0)
+data = torch.randn(40, 4)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+first, buffer = 0, [data[0]]
+if os.path.exists("last.pt"):
+    state = torch.load("last.pt", weights_only=False)
+    model.load_state_dict(state["model"])
+    random.setstate(state["random"])
+    first = state["step"]
+for step in range(first, 40):
+    buffer.append(data[step])
+    optimizer.zero_grad()
+    model(torch.stack(random.choices(buffer, k=4))).square().mean().backward()
+    optimizer.step()
+    if step % 10 == 9:
+        torch.save({"model": model.state_dict(), "random": random.getstate(), "step": step + 1}, "new.pt")
+        os.replace("new.pt", "last.pt")
+"""
+SAVES_BY_THE_CLOCK = """
+import time
+
+saved = time.monotonic()
+
+def save(state):
+    global saved
+    time.sleep(0.05)
+    if time.monotonic() > saved + 0.4:
+        torch.save(state, "new.pt")
+        os.replace("new.pt", "last.pt")
+        saved = time.monotonic()
+
+train(save, every=1)
+"""
+FILES_OF_TWO_MODELS = (
+    GAN.replace('if os.path.exists("last.pt"):', 'if os.path.exists("rest.pt"):')
+    .replace('state = torch.load("last.pt")', 'state = {name: torch.load(f"{name}.pt") for name in [*parts, "rest"]}')
+    .replace('state["random"]', 'state["rest"]["random"]')
+    .replace('state["step"]', 'state["rest"]["step"]')
+)
+FILES_OF_TWO_MODELS = (
+    FILES_OF_TWO_MODELS[: FILES_OF_TWO_MODELS.index("    state = {name: part.state_dict()")]
+    + """
+    if step % 4 == 3:
+        state = {name: part.state_dict() for name, part in parts.items()}
+        state["rest"] = {"random": torch.get_rng_state(), "step": step + 1}
+        for name, part in state.items():
+            torch.save(part, "new")
+            os.replace("new", f"{name}.pt")
+"""
+)
+SCHEDULES_BY_EPOCHS = LOOP.replace(
+    "    first = 0\n",
+    "    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))\n    first = 0\n",
+).replace(
+    "        if (step + 1) % every == 0:",
+    "        if step % 10 == 9:\n            scheduler.step()\n        if (step + 1) % every == 0:",
+)
 TIME = LOOP.replace("8 * step + 8])", "8 * step + 8] * (time.time_ns() % 1000))").replace(
     "import os", "import os, time"
 )
@@ -404,7 +481,7 @@ KINDS = {
     "loads the oldest": (
         LOOP + LOADS_THE_OLDEST,
         {"lost work"},
-        {"lost work"},
+        set(),
         "20 steps of work that was saved are lost",
     ),
     "saves in a thread": (SLOW_LOOP + SAVES_IN_A_THREAD, set(), set(), "the same"),
@@ -421,6 +498,22 @@ KINDS = {
     "compiled in place": (COMPILED, {"buffers"}, set(), "BatchNorm"),
     "an accumulated step": (ACCUMULATES, {"samples"}, set(), "between the batches of an accumulated step"),
     "gradients of an accumulated step": (SAVES_GRADIENTS, set(), set(), "the same"),
+    "does not look": (
+        LOOP.replace('os.path.exists("last.pt")', "False") + "train(every=10)",
+        {"does not resume"},
+        {"lost work"},
+        "FAILED at 2 of 2 instants",
+    ),
+    "threads before it looks": (MANY_THREADS, set(), set(), "2 starts and 6 forks in"),
+    "a replay buffer": (REPLAYS, {"samples"}, set(), "the batch is that of no step"),
+    "saves by the clock": (LOOP + SAVES_BY_THE_CLOCK, set(), set(), "the same"),
+    "a file for each model": (FILES_OF_TWO_MODELS, set(), {"two saves"}, "of weight, ..., are those after step 16"),
+    "a scheduler of epochs": (
+        SCHEDULES_BY_EPOCHS + "train(every=4, steps=40)",
+        {"learning rate"},
+        set(),
+        "resumed after step 20, parted at step 31",
+    ),
     "updates of its own": (
         OWN_UPDATES,
         {"repeated work"},
@@ -494,8 +587,8 @@ def test_a_save_by_another_program_is_not_seen_and_not_denied(tmp_path: Path, mo
 @pytest.mark.parametrize("cause", ["", "optimizer state"])
 def test_shards_of_two_ranks(cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank saves what it has of a model that FSDP divides."""
-    load = "    model.load_state_dict(state['model'])  #" if cause else "    set_state_dict("
-    (tmp_path / "train.py").write_text(SHARDS.replace("    set_state_dict(", load))
+    loaded = "{'model': weights}" if cause else "{'model': weights, 'optimizer': states}"
+    (tmp_path / "train.py").write_text(SHARDS.replace("{LOADED}", loaded))
     monkeypatch.chdir(tmp_path)
     result = check([*TORCHRUN, "train.py"], Options(horizon=4))
     assert result.ranks == 2
