@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
@@ -12,8 +13,8 @@ import pytest
 import zae
 import zae.addons
 import zae.search
-from kit.blocks import DOCS, ROOT, Blocks, find_page, list_pages, read_setup, table_rows
-from kit.paste import Files, paste
+from kit.blocks import DOCS, ROOT, Blocks, find_page, list_pages, paste, read_setup, table_rows
+from kit.scripts import Script
 from zae import Trainer
 from zae.cli import COMMANDS
 
@@ -55,22 +56,18 @@ def test_every_block_of_a_page_runs(path, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} <= made
 
 
-@pytest.fixture(scope="module")
-def files():
-    made = Files()
-    yield made
-    made.close()
-
-
 PASTED = [path for path in RUN_HERE if paste(path.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.sample(count=10)
 @pytest.mark.parametrize("path", PASTED, ids=name_of)
-def test_a_page_pasted_into_an_empty_file_runs(path, tmp_path, files):
+def test_a_page_pasted_into_an_empty_file_runs(path, tmp_path):
     """All blocks below each other are a script: it needs no other page, and no block disturbs a later one."""
-    status, printed = files.run(paste(path.read_text(encoding="utf-8")), tmp_path)
-    assert status == 0, printed
+    (tmp_path / "page.py").write_text(paste(path.read_text(encoding="utf-8")), encoding="utf-8")
+    (tmp_path / "empty").mkdir()
+    with contextlib.chdir(tmp_path / "empty"):
+        status, shown, said = Script(tmp_path / "page.py").end()
+    assert status == 0, shown + said
 
 
 def test_no_page_continues_another():

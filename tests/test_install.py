@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import zae
+from kit.scripts import Script, importing_from
 from zae import addons
 from zae.cli import COMMANDS
 
@@ -154,16 +154,16 @@ from zae.addons import EMAAddon
 from zae.report.page import render
 from zae.report.records import Records, Run
 assert render([Run("first", Records.of([{"step": 1, "train/loss": 0.5}]))]).startswith("<!DOCTYPE html>")
-print(len(zae.__all__), len(zae.addons.__all__), len(zae.cli.COMMANDS))
+print(zae.__file__.partition("/zae/__init__")[0], len(zae.__all__), len(zae.addons.__all__), len(zae.cli.COMMANDS))
 """
 
 
 def test_a_wheel_works_from_within_its_archive(built, tmp_path):
     """As in a zipapp: the names that the stubs list, the commands and the page are read through the loader."""
     wheel = built[1]["wheel"]
-    done = imported(NAMES, wheel, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(len(each)) for each in (zae.__all__, addons.__all__, COMMANDS)]
+    status, shown, said = Script(importing_from(wheel) + NAMES).end()
+    assert status == 0, said
+    assert shown.split() == [str(wheel), *(str(len(each)) for each in (zae.__all__, addons.__all__, COMMANDS))]
 
 
 def test_a_package_without_its_stubs_can_be_imported(built, tmp_path):
@@ -172,14 +172,8 @@ def test_a_package_without_its_stubs_can_be_imported(built, tmp_path):
     for stub in tmp_path.glob("site/**/*.pyi"):
         stub.unlink()
     script = "import zae, zae.addons; from zae.trainer import Trainer; from zae.addons.ema import EMAAddon"
-    done = imported(script, tmp_path / "site", tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def imported(script, place, folder):
-    """Run a script that finds zae in a place, and everything else where it is here."""
-    path = [str(place), *(each for each in sys.path if not Path(each).joinpath("zae/__init__.py").is_file())]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-    script = f"import sys; sys.path[:] = {path!r}\n{script}"
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    status, shown, said = Script(
+        f"{importing_from(tmp_path / 'site')}{script}; print(EMAAddon.__module__, zae.__file__)"
+    ).end()
+    assert status == 0, said
+    assert shown.split() == ["zae.addons.ema", str(tmp_path / "site" / "zae" / "__init__.py")]

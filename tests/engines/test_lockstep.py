@@ -17,7 +17,7 @@ from zae import Every
 from zae.addons import FSDPAddon, GradientAccumulationAddon, StateManagerAddon
 
 KINDS = ["ddp", "accelerate", "fsdp", "hsdp"]
-on_kinds = functools.partial(on_engine, names=KINDS, default=KINDS[:3])
+on_kinds = functools.partial(on_engine, names=KINDS, default=KINDS[:1])
 
 
 def lockstep(engine: Engine) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -31,6 +32,7 @@ DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ONE_PROGRAM = "<!-- one program: each block continues the one before -->"
 LANGUAGES = ("python", "pycon", "bash", "text", "dockerfile")
+_PYTHON = re.compile(r"^(?P<mark> *<!-- not run: .+ -->\n+)?^ *```python\n(?P<code>.*?)^ *```$", re.M | re.S)
 FIRST = re.search(r"```python\n(.*?)```", README, re.S)[1]
 
 
@@ -49,6 +51,12 @@ def read_setup() -> configparser.ConfigParser:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     return setup
+
+
+def paste(text: str) -> str:
+    """Return the python blocks of a page below each other, without those that a comment says are not run."""
+    found = [block for block in _PYTHON.finditer(text) if not block["mark"]]
+    return "\n".join(textwrap.dedent(block["code"]) for block in found)
 
 
 class Blocks:

@@ -98,10 +98,13 @@ def unread_names(trees: Mapping[str, ast.Module], texts: Iterable[str]) -> list[
 
 def untaken_options(trees: Mapping[str, ast.Module]) -> list[str]:
     """List the options of constructors that neither these nor a text of their folder reads."""
-    found = []
+    found, folders = [], {path.rpartition("/")[0] for path in trees}
+    words_of = {
+        folder: words_read(tree for path, tree in trees.items() if path.rpartition("/")[0] == folder)
+        for folder in folders
+    }
     for path, tree in trees.items():
-        folder = path.rpartition("/")[0]
-        words = words_read(each for other, each in trees.items() if other.rpartition("/")[0] == folder)
+        words = words_of[path.rpartition("/")[0]]
         for klass in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
             for init in (node for node in klass.body if getattr(node, "name", "") == "__init__"):
                 read = {node.id for node in ast.walk(init) if isinstance(node, ast.Name)}

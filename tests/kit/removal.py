@@ -6,17 +6,16 @@ tools, and what is built on what.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kit import imports
+from kit.scripts import Script, importing_from
 
 ROOT = imports.ROOT
 CORE_SAMPLE = Path(__file__).with_name("core_sample.py")
@@ -82,12 +81,12 @@ def remove(folder: Path, names: Iterable[str]) -> None:
 
 def run_core_sample(folder: Path) -> dict[str, Any]:
     """Run the sample of the core's tests on a copy, in a process of its own, and return what it says."""
-    path = os.pathsep.join([str(folder), str(ROOT / "tests")])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     working = folder / "working"
     working.mkdir()
-    command = [sys.executable, "-W", "ignore", str(CORE_SAMPLE), str(folder)]
-    done = subprocess.run(command, env=environment, cwd=working, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    script = f"{importing_from(folder, ROOT / 'tests')}\nimport runpy, warnings\nwarnings.simplefilter('ignore')\n"
+    script += f"sys.argv[1:] = [{str(folder)!r}]\nrunpy.run_path({str(CORE_SAMPLE)!r}, run_name='__main__')\n"
+    with contextlib.chdir(working):
+        status, shown, said = Script(script).end()
+    assert status == 0, said[-4000:]
+    answer: dict[str, Any] = json.loads(shown.splitlines()[-1])
     return answer

@@ -28,6 +28,16 @@ def besides_progress(error: str) -> str:
     return "".join(line for line in error.splitlines(keepends=True) if not _PROGRESS.fullmatch(line.rstrip("\n")))
 
 
+def importing_from(*places: Path | str) -> str:
+    """Return the first lines of a script that imports zae, and the tools of the tests, anew from these places."""
+    return f"""
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("zae", "kit")]:
+    del sys.modules[name]
+sys.path[:0] = {[*map(str, places)]!r}
+"""
+
+
 class Script(Child):
     """A script that runs as ``__main__`` in the present folder, with what it writes kept, or written to a terminal.
 
