@@ -224,9 +224,7 @@ class Checkpointer:
         CheckpointNotFound, CheckpointDamaged, CheckpointMismatch
             It is absent, it is not what was stored, or a newer zae wrote it.
         """
-        if not self._is_here(path):
-            return load_checkpoint(path, allow_partial=allow_partial, held=held)
-        with self._brought_back(path.name) as local:
+        with self._at_hand(path) as local:
             return load_checkpoint(local, allow_partial=allow_partial, held=held)
 
     def load_manifest(self, path: Path) -> Manifest:
@@ -247,9 +245,7 @@ class Checkpointer:
         CheckpointNotFound, CheckpointDamaged
             As for `load`.
         """
-        if not self._is_here(path):
-            return read_manifest(path)
-        with self._brought_back(path.name, [MANIFEST]) as local:
+        with self._at_hand(path, [MANIFEST]) as local:
             return read_manifest(local)
 
     def store(self, plan: SavePlan, reads_back: bool = False) -> None:
@@ -359,12 +355,15 @@ class Checkpointer:
         return os.path.dirname(os.path.abspath(path)) == os.path.abspath(self.folder)
 
     @contextlib.contextmanager
-    def _brought_back(self, name: str, files: Collection[str] | None = None) -> Iterator[Path]:
-        """Yield a temporary folder with the files of a checkpoint."""
-        with self.scratch(name) as local:
+    def _at_hand(self, path: Path, files: Collection[str] | None = None) -> Iterator[Path]:
+        """Yield the folder of a checkpoint; of one in the storage, a temporary folder with its files."""
+        if not self._is_here(path):
+            yield path
+            return
+        with self.scratch(path.name) as local:
             local.mkdir()
-            with self.reaching(f"{name} was not loaded"), self._expecting(name):
-                self.get(name, local, files)
+            with self.reaching(f"{path.name} was not loaded"), self._expecting(path.name):
+                self.get(path.name, local, files)
             yield local
 
     @contextlib.contextmanager

@@ -174,7 +174,7 @@ def _check_inner(name: str, optimizer: Optimizer, twin: Optimizer) -> None:
 
 def _through_file(state: Any, with_parts: bool) -> Any:
     """Return what a checkpoint gives back of a state; tensors share the memory of those in it."""
-    structure, tensors = encode(state, with_parts=with_parts, in_place=True)
+    structure, tensors = encode(state, with_parts=with_parts)
     return decode(strict_json(json.dumps(structure, allow_nan=False).encode(), "state.json"), tensors)
 
 

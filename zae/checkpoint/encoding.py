@@ -62,13 +62,13 @@ class _Malformed(Exception):
     """A structure that `encode` does not return; the text says how it differs."""
 
 
-def encode(state: object, *, with_parts: bool = False, in_place: bool = False) -> tuple[Any, dict[str, Tensor]]:
+def encode(state: object, *, with_parts: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Split a nested state into a structure that JSON can hold and the tensors it refers to.
 
-    Those that lie in parts on several ranks are refused, or with ``with_parts`` returned as they are. With ``in_place``
-    tensors stay on their device, for a trial.
+    These stay on their device. Those that lie in parts on several ranks are refused, or with ``with_parts`` returned as
+    they are.
     """
-    encoder = _Encoder(with_parts, in_place)
+    encoder = _Encoder(with_parts)
     return encoder.value(state, None, 1), encoder.tensors
 
 
@@ -208,9 +208,9 @@ _TAGS = {kind.type: tag for tag, kind in _KINDS.items()}
 class _Encoder:
     """Walks a state once and collects its tensors under readable, unique names."""
 
-    def __init__(self, with_parts: bool = False, in_place: bool = False) -> None:
+    def __init__(self, with_parts: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._with_parts, self._in_place = with_parts, in_place
+        self._with_parts = with_parts
         self._uses: Counter[str] = Counter()
         self._seen: dict[tuple[object, ...], str] = {}
 
@@ -279,7 +279,7 @@ class _Encoder:
         if strides is not None:
             axes = axes_in_memory(value) or [*range(value.dim())]
             value = value.permute(axes)
-        if self._in_place and value.dtype in DTYPE_NAMES and not value.is_cpu and is_laid_out(value):
+        if value.dtype in DTYPE_NAMES and not (value.is_cpu or value.is_meta) and is_laid_out(value):
             host = value.detach().contiguous()
         else:
             host = dense(value, lambda: _show(path))

@@ -40,7 +40,7 @@ class Group(NamedTuple):
         for rank, (_, failed) in enumerate(outcomes):
             if failed is not None:
                 raise _rebuild(rank, *failed)
-        return [each for each, _ in outcomes]
+        return [result for result, _ in outcomes]
 
 
 def _describe(error: BaseException) -> tuple[str, str, int | None]:

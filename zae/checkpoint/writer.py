@@ -84,11 +84,11 @@ class SavePlan(NamedTuple):
         """Return the weights in it, by their names and the offsets of each part: ``name@0,8``, ``name@`` if whole."""
         found: dict[str, Tensor] = {}
         for file, content in self.files.items():
-            for name, each in content.items() if isinstance(content, dict) else ():
+            for name, tensor in content.items() if isinstance(content, dict) else ():
                 if file in MODEL_FILES.values():
-                    found[f"{name}@"] = each
+                    found[f"{name}@"] = tensor
                 elif file != STATE_TENSORS and name.startswith(OF_MODEL):
-                    found[name.removeprefix(OF_MODEL)] = each
+                    found[name.removeprefix(OF_MODEL)] = tensor
         return found
 
 
@@ -114,7 +114,7 @@ def plan(
 
     def encode_all() -> list[str]:
         nonlocal manifest
-        structure, tensors = encode(dict(state), with_parts=in_parts, in_place=True)
+        structure, tensors = encode(dict(state), with_parts=in_parts)
         named.update({OF_MODEL + name: tensor for name, tensor in weights.items()})
         named.update({OF_STATE + name: tensor for name, tensor in tensors.items()})
         if group.rank == 0:
@@ -205,7 +205,7 @@ def _write_files(staging: Path, save: SavePlan) -> dict[str, FileEntry]:
                 content = content.text
             outputs[name] = write_file(path, _writer(name, content, tied), hashing)
         save.check(save.weights())
-    return {**{name: _entry_of(each) for name, each in outputs.items()}, **entries}
+    return {**{name: _entry_of(output) for name, output in outputs.items()}, **entries}
 
 
 def _entry_of(output: Output) -> FileEntry:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zae.checkpoint.encoding import decode, encode
-from zae.checkpoint.tensor_bytes import byte_view
+from zae.checkpoint.tensor_bytes import byte_view, dense
 from zae.compose.first_call import watching_first_calls
 from zae.compose.introspect import is_add_on
 from zae.errors import AddOnError, CheckpointError, CheckpointMismatch
@@ -269,5 +269,5 @@ def digest(value: Any) -> str:
     sha = hashlib.sha256(json.dumps(structure).encode())
     for name, tensor in tensors.items():
         sha.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        sha.update(byte_view(tensor))
+        sha.update(byte_view(dense(tensor, name)))
     return sha.hexdigest()
