@@ -151,12 +151,12 @@ class WeightFiles:
             return
         there = self.checkpointer.list_weights()
         # A run that was resumed from an earlier step makes the later ones again.
-        later = [each for each in there if each > path or (each in replaced and each != path)]
-        present = [each for each in there if each not in later]
-        self.rule.scores = {each.name: self.rule.scores.get(each.name) for each in present}
-        for each in [*later, *(path.with_name(name) for name in self.rule.to_delete())]:
-            self.checkpointer.remove_weights(each)
-            self.rule.scores.pop(each.name, None)
+        later = [file for file in there if file > path or (file in replaced and file != path)]
+        present = [file for file in there if file not in later]
+        self.rule.scores = {file.name: self.rule.scores.get(file.name) for file in present}
+        for file in [*later, *(path.with_name(name) for name in self.rule.to_delete())]:
+            self.checkpointer.remove_weights(file)
+            self.rule.scores.pop(file.name, None)
 
     def plan_lines(self) -> list[str]:
         """Say when they are saved."""
@@ -233,7 +233,7 @@ class Checkpoints:
         warns_of_nonfinite: bool = False,
     ) -> None:
         if model_format not in checkpointer.formats:
-            known = " or ".join(f"save_format={each!r}" for each in checkpointer.formats)
+            known = " or ".join(f"save_format={name!r}" for name in checkpointer.formats)
             raise ConfigError(f"{type(checkpointer).__name__} cannot store save_format={model_format!r}; write {known}")
         if on_save_error not in ("raise", "warn"):
             raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
@@ -455,16 +455,14 @@ class Checkpoints:
 
     def sync(self, gather: Callable[[Any], list[Any]]) -> None:
         """Learn on every rank what became of the last save, so that all agree on what is due; all ranks call it."""
-        if not self.saver.is_pending:
+        if not (self.saver.is_pending and self.saver.has_ended(gather)):
             return
-        has_ended = self.saver.has_ended(gather)
 
-        def settle() -> tuple[bool, bool]:
-            if has_ended:
-                self.settle()
-            return self.saver.outcome
+        def settle() -> bool:
+            self.settle()
+            return self.saver.has_failed
 
-        if self.saver.learn_of_failure(*Group(gather=gather).together(settle, self.folder)[0]):
+        if self.saver.learn_of_failure(Group(gather=gather).together(settle, self.folder)[0]):
             self._forget_save()
 
     def _fail(self, error: BaseException) -> None:

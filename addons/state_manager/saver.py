@@ -7,8 +7,8 @@ background is one of the tensors in these, and both are written alike.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -49,7 +49,7 @@ class Snapshots:
         copied: Files = {}
         for file, content in files.items():
             if isinstance(content, dict):
-                content = {name: self._copy(each.detach(), spare, copies) for name, each in content.items()}
+                content = {name: self._copy(tensor.detach(), spare, copies) for name, tensor in content.items()}
             copied[file] = content
         for device in {device for (*_, device), _ in self._buffers if device is not None}:
             torch.accelerator.synchronize(device)  # It need not be the current one.
@@ -83,14 +83,14 @@ def lies_in_parts(weights: Mapping[str, Tensor], model_format: str) -> bool:
     if any(map(is_sharded, weights.values())):
         return True
     # A stage of a pipeline has the weights of the other stages on the meta device.
-    return model_format == "sharded" and any(each.is_meta for each in weights.values())
+    return model_format == "sharded" and any(weight.is_meta for weight in weights.values())
 
 
 def refuse_nonfinite(target: Path, trained: Collection[str], weights: Mapping[str, Tensor]) -> None:
     """Refuse to save trained parameters that are not finite; the names of weights end with ``@`` and their offsets."""
     names = {key: key.rpartition("@")[0] for key in weights}
-    held = {key: each for key, each in weights.items() if names[key] in trained}
-    bad = sorted({names[key] for key in bad_parameters(held)})
+    parameters = {key: weight for key, weight in weights.items() if names[key] in trained}
+    bad = sorted({names[key] for key in bad_parameters(parameters)})
     if bad:
         others = f", and {len(bad) - 1} others do" if len(bad) > 1 else ""
         raise NonFiniteError(
@@ -139,9 +139,8 @@ class Saver:
         self.background = background
         self.is_pending = False  # Whether some rank may not know yet what became of the last save.
         self._snapshots = Snapshots()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._has_failed = False  # Of the last save.
+        self._future: Future[None] | None = None  # Of what a thread writes.
+        self.has_failed = False  # Of the last save in the background.
 
     def __getstate__(self) -> dict[str, Any]:
         self.wait()
@@ -153,52 +152,38 @@ class Saver:
     def begin(self) -> None:
         """Note, on every rank, that one of them is about to save."""
         self.is_pending = self.background
-        self._has_failed = False
+        self.has_failed = False
 
     def save(self, plan: SavePlan, write: Callable[[SavePlan], None]) -> None:
         """Write a checkpoint, or begin to."""
         self.wait()
         if not self.background:
-            self._write(plan, write)
-            self._raise_error()
+            write(plan)
             return
         copied = plan._replace(files=self._snapshots.take(plan.files))
-        # Not a daemon: a script that ends waits for its last checkpoint.
-        self._thread = threading.Thread(target=self._write, args=(copied, write), name="zae-save")
-        self._thread.start()
+        # A thread for each: one that waits for the next would be missing in a forked process. A script that ends waits.
+        executor = ThreadPoolExecutor(1, "zae-save")
+        self._future = executor.submit(write, copied)
+        executor.shutdown(wait=False)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, and raise what it failed with."""
-        if self._thread is not None:
-            self._thread.join()
-            self._raise_error()
+        future = self._future
+        if future is None:
+            return
+        error = future.exception()
+        self._future = None
+        if error is not None:
+            self.has_failed = True
+            raise error
 
     def has_ended(self, gather: Callable[[Any], list[Any]]) -> bool:
         """Return whether nothing is being written, by any rank; all call it."""
-        return all(gather(self._thread is None or not self._thread.is_alive()))
+        return all(gather(self._future is None or self._future.done()))
 
-    @property
-    def outcome(self) -> tuple[bool, bool]:
-        """Whether the last save is still being written, and whether it has failed."""
-        return self._thread is not None, self._has_failed
-
-    def learn_of_failure(self, is_pending: bool, has_failed: bool) -> bool:
+    def learn_of_failure(self, has_failed: bool) -> bool:
         """Take the outcome of rank 0; return whether that save has failed and this rank has not known it."""
-        is_news = has_failed and not self._has_failed
-        self.is_pending = is_pending
-        self._has_failed = has_failed
+        is_news = has_failed and not self.has_failed
+        self.is_pending = False
+        self.has_failed = has_failed
         return is_news
-
-    def _write(self, plan: SavePlan, write: Callable[[SavePlan], None]) -> None:
-        try:
-            write(plan)
-        except BaseException as error:
-            self._error = error
-
-    def _raise_error(self) -> None:
-        """Raise what the last save, which has ended, failed with."""
-        error = self._error
-        self._thread = self._error = None
-        if error is not None:
-            self._has_failed = True
-            raise error
