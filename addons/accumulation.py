@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zae.addon import AddOnBase, replaces
+from zae.arguments import Count
 from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.sharding import shares_of
 from zae.errors import ConfigError, LoaderError, StepError
 from zae.parts import StepWindow
-from zae.values.argument_checks import check_count
 from zae.values.walk import leading_dimension
 
 __all__ = ["AccumulationWindow", "GradientAccumulationAddon"]
@@ -123,17 +123,15 @@ class GradientAccumulationAddon(AddOnBase):
     }
 
     def __init__(
-        self, *args: Any, gradient_accumulation_steps: int = 1, global_batch_size: int | None = None, **kwargs: Any
+        self, *args: Any, gradient_accumulation_steps: Count = 1, global_batch_size: Count | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        steps = check_count("gradient_accumulation_steps", gradient_accumulation_steps)
-        samples = check_count("global_batch_size", global_batch_size, optional=True)
-        if samples is not None and steps > 1:
+        if global_batch_size is not None and gradient_accumulation_steps > 1:
             raise ConfigError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps} and "
                 f"global_batch_size={global_batch_size} both say how long a step is; leave one of them out"
             )
-        self.step_window = AccumulationWindow(steps, samples)
+        self.step_window = AccumulationWindow(gradient_accumulation_steps, global_batch_size)
 
     @property
     def gradient_accumulation_steps(self) -> int:

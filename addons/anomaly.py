@@ -7,18 +7,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from zae.addon import AddOnBase, Fact
+from zae.arguments import Count, Interval, check_argument
 from zae.errors import ConfigError, NonFiniteError
 from zae.loop.step_output import StepOutput, loss_numbers
 from zae.model.weights import named_parameters
 from zae.null_context import NULL_CONTEXT
 from zae.torch_private import is_compiled_by_hand
-from zae.values.argument_checks import check_count
 from zae.values.walk import dense_part, local_part, tensors_in
 
 __all__ = ["AnomalyAddon"]
@@ -84,8 +84,9 @@ class AnomalyAddon(AddOnBase):
         if anomaly_steps is not None:
             if not isinstance(steps, (tuple, list)) or len(steps) != 2:
                 raise ConfigError(f"anomaly_steps={steps!r}; write (first, last), for instance (800, 820)")
-            first = check_count("the first of anomaly_steps", steps[0])
-            steps = first, check_count("the last of anomaly_steps", steps[1], least=first)
+            first = check_argument("the first of anomaly_steps", steps[0], Count)
+            after = Annotated[int, Interval(f"[{first}, inf)")]
+            steps = first, check_argument("the last of anomaly_steps", steps[1], after)
         self.anomaly_steps: tuple[float, float] = steps
         self._anomaly: _Found | None = None
         if any(map(is_compiled_by_hand, (self.model, *self.unwrap().modules()))):

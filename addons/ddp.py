@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from zae.arguments import checked
 from zae.distributed.blocks import check_shapes, check_tables
 from zae.distributed.collectives import average, broadcast
 from zae.errors import DistributedError
@@ -18,7 +19,6 @@ from zae.model.weights import named_parameters
 from zae.null_context import NULL_CONTEXT, both
 from zae.parts import Engine, SingleProcess
 from zae.torch_private import arrange_buckets, can_arrange_buckets, check_reducer
-from zae.values.argument_checks import check_flags
 
 if TYPE_CHECKING:
     from zae.addons.distributed import DistributedAddon as AddOnPart  # An engine derives from both.
@@ -296,10 +296,9 @@ class ReplicatedAddon(AddOnPart):
         "lockstep": "micro_batches",
     }
 
+    @checked
     def __init__(self, *args: Any, lockstep: bool | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if lockstep is not None:
-            (lockstep,) = check_flags(lockstep=lockstep)
         self.lockstep = lockstep
         self.find_unused_parameters = False
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from zae import random_state
 from zae.addon import AddOnBase, Fact, replaces
 from zae.addons.data_shards import DataShardsAddon
+from zae.arguments import Interval
 from zae.checkpoint.group import Group
 from zae.compose.introspect import add_ons_of, is_add_on, owners_of
 from zae.data.loader_state import restore_parts
@@ -43,7 +44,6 @@ from zae.null_context import both
 from zae.parts import SingleProcess, gather_dp
 from zae.record import between_ranks
 from zae.torch_private import count_devices
-from zae.values.argument_checks import check_number
 from zae.values.hashes import fingerprints
 from zae.values.walk import is_sharded
 
@@ -106,7 +106,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         *args: Any,
         init_method: str | None = None,
         backend: str = "auto",
-        timeout: float = 600.0,
+        timeout: Annotated[float, Interval("[0.001, inf)")] = 600.0,
         mesh: Mapping[str, int] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -117,7 +117,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
             raise ConfigError(f"backend={backend!r}; it must be 'auto', 'gloo' or 'nccl', or another that torch knows")
         self.init_method = init_method
         self.backend = backend
-        self.timeout = min(check_number("timeout", timeout, 0.001), 1e9)  # The largest that torch takes.
+        self.timeout = min(timeout, 1e9)  # The largest that torch takes.
         self.mesh = check_mesh(mesh, self._dimensions(), type(self).__name__)
         self._replaced: dict[int, tuple[Tensor, Tensor]] = {}  # Old and new parameters, until the optimizers know them.
         self.engine = NotJoined(self.mesh, self._dimensions())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from zae.addon import AddOnBase, Fact
-from zae.errors import ConfigError, MonitorError
-from zae.values.argument_checks import check_count, check_number
+from zae.arguments import Count, CountOrZero, NonNegative
+from zae.errors import MonitorError
 
 __all__ = ["EarlyStoppingAddon"]
 
@@ -64,18 +64,16 @@ class EarlyStoppingAddon(AddOnBase):
     def __init__(
         self,
         *args: Any,
-        patience: int = 3,
-        delta: float = 0.0,
-        min_epochs: int = 0,
-        early_stopper: Callable[[int, float], bool] | None = None,
+        patience: Count = 3,
+        delta: NonNegative = 0.0,
+        min_epochs: CountOrZero = 0,
+        early_stopper: Annotated[Callable[[int, float], bool], "a function (step, score) -> bool"] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.patience = check_count("patience", patience)
-        self.delta = check_number("delta", delta)
-        self.min_epochs = check_count("min_epochs", min_epochs, least=0)
-        if early_stopper is not None and not callable(early_stopper):
-            raise ConfigError(f"early_stopper={early_stopper!r}; it must be a function (step, score) -> bool")
+        self.patience = patience
+        self.delta = delta
+        self.min_epochs = min_epochs
         self.early_stopper = early_stopper
         self._best: float | None = None
         self._waited = 0

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from zae import random_state
 from zae.addon import AddOnBase, Fact
+from zae.arguments import CountOrZero, Interval
 from zae.checkpoint.encoding import name_of_key
 from zae.checkpoint.group import Group
 from zae.checkpoint.weights import save_weights
@@ -22,14 +22,12 @@ from zae.errors import CheckpointMismatch, ConfigError
 from zae.model.weights import fit_name, is_half_weight, own_names, plain_names, plain_state
 from zae.optim import has_lazy
 from zae.torch_private import alike, in_place
-from zae.values.argument_checks import check_count
 from zae.values.strides import has_own_elements
 from zae.values.walk import is_sharded, local_part
 
 __all__ = ["EMAAddon"]
 
 _DECAY = 0.999
-_AVERAGES = ("exponential", "uniform")
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -95,24 +93,20 @@ class EMAAddon(AddOnBase):
     def __init__(
         self,
         *args: Any,
-        decay: float = _DECAY,
-        averaging: str = "exponential",
-        average_start: int = 0,
+        decay: Annotated[float, Interval("[0, 1)"), "a number in [0, 1), for instance 0.999"] = _DECAY,
+        averaging: Literal["exponential", "uniform"] = "exponential",
+        average_start: CountOrZero = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if averaging not in _AVERAGES:
-            raise ConfigError(f"averaging={averaging!r}; write averaging='exponential' or averaging='uniform'")
         self.averaging = averaging
-        self.average_start = check_count("average_start", average_start, least=0)
+        self.average_start = average_start
         self.averaged_epochs = 0  # Of a uniform average.
-        if not isinstance(decay, (int, float, np.floating)) or isinstance(decay, bool) or not 0 <= decay < 1:
-            raise ConfigError(f"decay={decay!r}; it must be a number in [0, 1), for instance 0.999")
         if averaging == "uniform" and decay != _DECAY:
             raise ConfigError(
                 f"decay={decay!r} is for averaging='exponential', and a uniform average does not use it; leave it out"
             )
-        self.decay = float(decay)
+        self.decay = decay
         self.average: dict[str, Tensor] = {}
         self._averaged = []
         self._copied = []

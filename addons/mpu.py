@@ -8,7 +8,6 @@ from typing import Any
 from zae.addons.ddp import ReplicatedAddon
 from zae.addons.distributed import DistributedAddon
 from zae.errors import ConfigError
-from zae.values.argument_checks import check_flags
 
 __all__ = ["MultiGPUAddon"]
 
@@ -86,7 +85,7 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
     ) -> None:
         _check_launched()
         super().__init__(*args, **kwargs)
-        (self.find_unused_parameters,) = check_flags(find_unused_parameters=find_unused_parameters)
+        self.find_unused_parameters = find_unused_parameters
 
 
 def _check_launched() -> None:

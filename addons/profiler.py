@@ -11,11 +11,12 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from zae.addon import AddOnBase, Fact
+from zae.arguments import Count, CountOrZero, check_argument
 from zae.checkpoint.hashed_files import reason
 from zae.errors import ConfigError
 from zae.loop.step_output import StepOutput
 from zae.torch_private import is_profiling
-from zae.values.argument_checks import check_count, check_flags, check_folder
+from zae.values.argument_checks import check_folder
 
 __all__ = ["ProfilerAddon"]
 
@@ -77,7 +78,7 @@ class ProfilerAddon(AddOnBase):
         *args: Any,
         profile_dir: str | Path,
         profile_schedule: Sequence[int] = (2, 1, 3, 1),
-        profile_rows: int = 10,
+        profile_rows: Count = 10,
         profile_shapes: bool = False,
         profile_memory: bool = False,
         profile_stack: bool = False,
@@ -90,12 +91,15 @@ class ProfilerAddon(AddOnBase):
             raise ConfigError(
                 f"profile_schedule={steps!r}; write (wait, warmup, active, repeat), for instance (2, 1, 3, 1)"
             )
-        leasts = zip(("wait", "warmup", "active", "repeat"), steps, (0, 1, 1, 1))
-        checked = [check_count(f"{name} of profile_schedule", value, least) for name, value, least in leasts]
-        self.profile_schedule: tuple[int, ...] = tuple(checked)
-        self.profile_rows = check_count("profile_rows", profile_rows)
-        flags = check_flags(profile_shapes=profile_shapes, profile_memory=profile_memory, profile_stack=profile_stack)
-        self.profile_shapes, self.profile_memory, self.profile_stack = flags
+        kinds = {"wait": CountOrZero, "warmup": Count, "active": Count, "repeat": Count}
+        self.profile_schedule: tuple[int, ...] = tuple(
+            check_argument(f"{name} of profile_schedule", value, kind)
+            for (name, kind), value in zip(kinds.items(), steps)
+        )
+        self.profile_rows = profile_rows
+        self.profile_shapes = profile_shapes
+        self.profile_memory = profile_memory
+        self.profile_stack = profile_stack
         self.profile_table = ""
         self._profiler: Any = None
         # Steps of this cycle; cycles of this run.

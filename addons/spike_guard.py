@@ -6,19 +6,20 @@ import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 
 from zae.addon import AddOnBase, Fact
+from zae.arguments import Count, Interval, check_argument
 from zae.errors import ConfigError, did_you_mean
 from zae.loop.step_output import StepOutput
-from zae.values.argument_checks import check_count, check_number
 
 __all__ = ["SpikeGuardAddon"]
 
 _log = logging.getLogger("zae")
 _WATCHED = ("loss", "grad_norm")
+_Threshold: TypeAlias = Annotated[float, Interval("[0.1, inf)")]
 _SIGMA = 1.4826  # The standard deviation of a normal distribution, in median absolute deviations.
 _LEAST = 0.01  # Of the median: the smallest deviation that is taken for one.
 
@@ -87,21 +88,21 @@ class SpikeGuardAddon(AddOnBase):
         self,
         *args: Any,
         spike_threshold: float | Mapping[str, float] = 10.0,
-        spike_window: int = 128,
-        spike_warmup: int = 32,
-        max_spikes: int = 10,
+        spike_window: Annotated[int, Interval("[4, inf)")] = 128,
+        spike_warmup: Annotated[int, Interval("[3, inf)")] = 32,
+        max_spikes: Count = 10,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.spike_threshold = _check_thresholds(spike_threshold)
-        self.spike_window = check_count("spike_window", spike_window, least=4)
-        self.spike_warmup = check_count("spike_warmup", spike_warmup, least=3)
+        self.spike_window = spike_window
+        self.spike_warmup = spike_warmup
         if self.spike_warmup > self.spike_window:
             raise ConfigError(
                 f"spike_warmup={spike_warmup} is more than spike_window={spike_window}: no value would "
                 "be compared; write a smaller one"
             )
-        self.max_spikes = check_count("max_spikes", max_spikes)
+        self.max_spikes = max_spikes
         self.spikes: list[dict[str, Any]] = []
         self._losses: list[float] = []
         self._norms: list[float] = []
@@ -201,7 +202,7 @@ def _check_thresholds(given: Any) -> dict[str, float]:
             )
     if not found:
         raise ConfigError("spike_threshold={} watches nothing; write {'loss': 10.0}, or leave the add-on out")
-    return {name: check_number("spike_threshold", value, 0.1) for name, value in found.items()}
+    return {name: check_argument("spike_threshold", value, _Threshold) for name, value in found.items()}
 
 
 def _score(value: float, known: list[float], least: int) -> float:

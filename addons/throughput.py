@@ -8,17 +8,18 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from zae.addon import AddOnBase, Fact
+from zae.arguments import Interval
 from zae.device import name_of_device
 from zae.errors import ConfigError, kind_of
 from zae.loop.step_output import StepOutput
-from zae.values.argument_checks import check_flags, check_number, describe_batch
+from zae.values.argument_checks import describe_batch
 from zae.values.walk import leading_dimension
 
 __all__ = ["PEAK_FLOPS", "ThroughputAddon", "peak_flops_of"]
@@ -129,17 +130,15 @@ class ThroughputAddon(AddOnBase):
     def __init__(
         self,
         *args: Any,
-        throughput_tokens: Callable[[Any], int] | None = None,
+        throughput_tokens: Annotated[Callable[[Any], int], "a function of a batch"] | None = None,
         count_flops: bool = True,
-        peak_flops: float | None = None,
+        peak_flops: Annotated[float, Interval("[1, inf)")] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if throughput_tokens is not None and not callable(throughput_tokens):
-            raise ConfigError(f"throughput_tokens={throughput_tokens!r}; it must be a function of a batch")
         self.throughput_tokens = throughput_tokens
-        (self.count_flops,) = check_flags(count_flops=count_flops)
-        self.peak_flops = None if peak_flops is None else check_number("peak_flops", peak_flops, 1.0)
+        self.count_flops = count_flops
+        self.peak_flops = peak_flops
         self.step_flops = None
         self._meter = _Meter()
 

@@ -14,7 +14,7 @@ CHANGELOG = (Path(__file__).parent.parent / "CHANGELOG.md").read_text(encoding="
 SECTIONS = dict(re.findall(r"^## \[([\w.]+)\] - [^\n]+\n(.*?)(?=^## |\Z)", CHANGELOG, re.M | re.S))
 GROUPS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 MODULES = (
-    *("zae", "zae.addons", "zae.data", "zae.metrics", "zae.schedulers", "zae.search", "zae.testing"),
+    *("zae", "zae.addons", "zae.arguments", "zae.data", "zae.metrics", "zae.schedulers", "zae.search", "zae.testing"),
     *("zae.addons.fairseq2", "zae.addons.huggingface.transformers"),
 )
 

@@ -248,10 +248,10 @@ def test_an_optimizer_at_the_place_of_the_device():
         ({"monitor_mode": "minimum"}, "monitor_mode='minimum'; it must be 'auto', 'min' or 'max'"),
         ({"seed": -1}, "seed=-1; it must be a whole number of at least 0"),
         ({"seed": 1.5}, "seed=1.5"),
-        ({"seed": 2**64}, r"seed=18446744073709551616; it must be a whole number below 2\*\*64"),
+        ({"seed": 2**64}, r"seed=18446744073709551616; it must be .* below 2\*\*64"),
         ({"log_every": 0}, r"log_every=0; write Every\(steps=...\)"),
         ({"log_every": "epoch"}, "log_every='epoch'"),
-        ({"log_bar": "False"}, "log_bar='False'; it must be 'auto' .or True., 'bar', 'lines' or False"),
+        ({"log_bar": "False"}, "log_bar='False'; it must be 'auto', 'bar', 'lines', True or False"),
         ({"scheduler_step_on_batch": "epoch"}, "scheduler_step_on_batch='epoch'"),
         ({"fast_data": "off"}, "fast_data='off'"),
         ({"fast_data": None}, "fast_data=None"),
@@ -355,7 +355,7 @@ def test_options_of_the_add_ons(add_on, options, match):
     "arguments", [{}, {"steps": 1, "epochs": 1}, {"steps": 0}, {"epochs": 1.5}, {"steps": True}], ids=str
 )
 def test_cadences(arguments):
-    with pytest.raises(ConfigError, match=r"Every\("):
+    with pytest.raises(ConfigError, match=r"Every[:(]"):
         Every(**arguments)
 
 

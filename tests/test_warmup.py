@@ -227,14 +227,17 @@ def test_a_run_resumes_bitwise_within_the_warm_up(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("make_factory", "text"),
     [
-        (lambda: zae.schedulers.cosine(warmup=1.5), "a share of the run (a float in [0, 1]); write warmup=100"),
-        (lambda: zae.schedulers.linear(warmup=-1), "linear(warmup=-1) must be a number of optimizer steps"),
+        (
+            lambda: zae.schedulers.cosine(warmup=1.5),
+            "it must be a number of optimizer steps, for instance 100, or a share of the run",
+        ),
+        (lambda: zae.schedulers.linear(warmup=-1), "linear: warmup=-1; it must be a number of optimizer steps"),
         (lambda: zae.schedulers.linear(warmup=True), "warmup=True"),
-        (lambda: zae.schedulers.wsd(decay="0.2"), "wsd(decay='0.2')"),
+        (lambda: zae.schedulers.wsd(decay="0.2"), "wsd: decay='0.2'"),
         (lambda: zae.schedulers.wsd(warmup=float("nan")), "warmup=nan"),
-        (lambda: zae.schedulers.cosine(final=1e-5j), "write final=0.1"),
+        (lambda: zae.schedulers.cosine(final=1e-5j), "final=0.1"),
         (lambda: zae.schedulers.cosine(final=2), "the part of the base rate at the end"),
-        (lambda: zae.schedulers.cosine(total_steps=0.5), "leave it out where a trainer makes the schedule"),
+        (lambda: zae.schedulers.cosine(total_steps=0.5), "the number of optimizer steps, which a trainer knows"),
         (lambda: zae.schedulers.cosine(warmup=30)(two_groups(), 20), "a warm-up of 30 steps, and the run has 20"),
         (lambda: zae.schedulers.wsd(warmup=0.9)(two_groups(), 20), "a warm-up of 18 steps and a decay of 4"),
         (lambda: zae.schedulers.linear()(two_groups()), "zae.schedulers.linear(..., total_steps=1000)"),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from zae.arguments import Seed, checked
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.torch_private import accelerator, count_devices
 
@@ -64,16 +65,12 @@ class _Streams(NamedTuple):
     devices: dict[str, list[torch.Tensor]]  # One for each device of each kind that is in use.
 
 
-def seed_everything(seed: int) -> None:
+@checked
+def seed_everything(seed: Seed) -> None:
     """Seed ``random``, ``numpy.random`` and torch on every device."""
-    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or not 0 <= seed < 2**64:
-        raise ConfigError(
-            f"seed_everything(seed=...) must be an int from 0 to 2**64 - 1, found {seed!r}; write seed_everything(0)"
-        )
-    number = int(seed)
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def capture() -> dict[str, Any]:

@@ -16,19 +16,20 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 
 from zae import random_state
 from zae.addon import AddOnBase
+from zae.arguments import Count, Interval, checked
 from zae.checkpoint.locks import FolderLock
 from zae.compose.options import option_value
 from zae.device import release_memory
 from zae.display.terminal import write_line
 from zae.distributed.spawn import launched_world
 from zae.errors import AddOnRequirement, ConfigError, NonFiniteError, printable
-from zae.values.argument_checks import check_count, describe_value
+from zae.values.argument_checks import check_folder, describe_value
 
 __all__ = ["BestRun", "PruningAddon", "hyperparameter_search", "load_study", "search"]
 
@@ -36,6 +37,7 @@ _log = logging.getLogger("zae")
 
 _JOURNAL = "search.journal"
 _STUDY = "search"
+SamplerSeed: TypeAlias = Annotated[int, Interval(f"[0, {2**32})"), "a whole number of at least 0 and below 2**32"]
 _SEED = "seed"  # Among the user attributes of the study.
 _CAUGHT = (NonFiniteError, torch.OutOfMemoryError)
 
@@ -101,13 +103,14 @@ class PruningAddon(AddOnBase):
         return better
 
 
+@checked
 def search(
     objective: Callable[[Any], float | Sequence[float]],
-    n_trials: int = 20,
+    n_trials: Count = 20,
     direction: str | Sequence[str] = "minimize",
     *,
     folder: str | Path,
-    seed: int | None = None,
+    seed: SamplerSeed | None = None,
     sampler: Any = None,
     pruner: Any = None,
     timeout: float | None = None,
@@ -176,7 +179,6 @@ def search(
     (3, True)
     """
     optuna = _load_optuna()
-    n_trials = check_count("n_trials", n_trials)
     directions = [direction] if isinstance(direction, str) else [*direction]
     with _locked(folder) as path:
         study = _open_study(optuna, path, directions, seed, sampler, pruner)
@@ -234,11 +236,7 @@ def _locked(folder: str | Path) -> Iterator[Path]:
         raise ConfigError(
             f"a search runs in one process, and a launcher has started {world[1]} ranks; start it without the launcher"
         )
-    if not isinstance(folder, (str, Path)) or not str(folder):
-        raise ConfigError(f"folder={describe_value(folder)}; it must be the path of a folder")
-    path = Path(os.path.abspath(Path(folder).expanduser()))
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"folder={str(path)!r} is a file; give the path of a folder")
+    path = Path(os.path.abspath(check_folder(folder, "folder")))
     lock = FolderLock(path, "folder")
     lock.acquire()
     try:
@@ -258,7 +256,6 @@ def _storage(optuna: Any, folder: Path) -> Any:
 
 def _open_study(optuna: Any, folder: Path, directions: list[str], seed: int | None, sampler: Any, pruner: Any) -> Any:
     """Return the study in a folder; ConfigError where it began with another seed or direction."""
-    seed = check_count("seed", seed, least=0, bits=32, optional=True)
     study = optuna.create_study(
         study_name=_STUDY, storage=_storage(optuna, folder), directions=directions, load_if_exists=True, pruner=pruner
     )

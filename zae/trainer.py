@@ -13,13 +13,14 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae import optim, random_state
+from zae.arguments import Seed
 from zae.compose.calls import explained_call, of_class_or_instance, run_call
 from zae.compose.class_checks import initial_values, without_test_step
 from zae.compose.composition import compose
@@ -189,14 +190,14 @@ class Trainer(Processes, metaclass=TrainerMeta):
         optimizer: Any = None,
         scheduler: Any = None,
         *,
-        log_bar: bool | str = "auto",
+        log_bar: Literal["auto", "bar", "lines", True, False] = "auto",
         scheduler_step_on_batch: bool | None = None,
         gradient_clip: float = 0.0,
         monitor: str = "loss",
-        monitor_mode: str = "auto",
-        seed: int | None = None,
+        monitor_mode: Literal["auto", "min", "max"] = "auto",
+        seed: Seed | None = None,
         log_every: Every | int | None = None,
-        on_nonfinite: str = "raise",
+        on_nonfinite: Literal["raise", "skip", "warn"] = "raise",
         fast_data: bool = True,
         keep_train_outputs: bool = False,
     ) -> None:
@@ -208,26 +209,25 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.device = self.devices[0]
         self.mode = argument_checks.check_mode(mode)
         self.engine = SingleProcess()  # An engine's add-on puts its own in.
-        self.seed = argument_checks.check_count("seed", seed, least=0, bits=64, optional=True)
+        self.seed = seed
         self.model: Any = argument_checks.check_model(model, random_state.seeded(self.seed))
         self._module = self.model
         checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
-        self.log_bar = argument_checks.check_log_bar(log_bar)
-        fast, keeps = argument_checks.check_flags(fast_data=fast_data, keep_train_outputs=keep_train_outputs)
+        self.log_bar = "auto" if log_bar is True else log_bar
         self.log_every = Every.parse(log_every, "log_every", Every(epochs=1))
         # The parts; docs/explanation/architecture.md says what each answers.
         self.optimization = Optimization(optimizer, scheduler, gradient_clip, scheduler_step_on_batch)
         self.history = History(
             monitor,
             monitor_mode,
-            keep_train_outputs=keeps,
+            keep_train_outputs=keep_train_outputs,
             keep_test_outputs=type(self).metric_on_epoch_end is not Trainer.metric_on_epoch_end,
             owner=name,
         )
         self.nonfinite = NonFiniteGuard(on_nonfinite, self.optimization)
         self.progress_checker = ProgressChecker()
         self.run_record = RunRecord()
-        self.loader_position = LoaderPosition(fast)
+        self.loader_position = LoaderPosition(fast_data)
         self.user_state = UserState()
         self.current_run = Run(self)
         self.precision_part = Precision()  # An add-on for precision, or an engine, puts its own in.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -95,7 +95,7 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         self,
         *args: Any,
         accelerator: Any = None,
-        accelerator_args: Mapping[str, Any] | None = None,
+        accelerator_args: Annotated[Mapping[str, Any], "a dict of arguments of Accelerator by name"] | None = None,
         **kwargs: Any,
     ) -> None:
         slots = slots_of(type(self))

@@ -11,10 +11,10 @@ from torch import nn
 
 from zae.addon import AddOnBase, Fact
 from zae.addons.activation_offload.offload import HostStorage, offload
+from zae.arguments import CountOrZero
 from zae.distributed.blocks import choose_outermost, describe_blocks, parse_blocks
 from zae.errors import ConfigError
 from zae.model.forwards import find_own_checkpointing
-from zae.values.argument_checks import check_count, check_flags
 
 __all__ = ["ActivationOffloadAddon"]
 
@@ -79,14 +79,14 @@ class ActivationOffloadAddon(AddOnBase):
         self,
         *args: Any,
         offload_modules: Any = None,
-        offload_min_bytes: int = 1024,
+        offload_min_bytes: CountOrZero = 1024,
         offload_pinned: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.offload_modules = parse_blocks(offload_modules, "offload_modules")
-        self.offload_min_bytes = check_count("offload_min_bytes", offload_min_bytes, least=0)
-        (self.offload_pinned,) = check_flags(offload_pinned=offload_pinned)
+        self.offload_min_bytes = offload_min_bytes
+        self.offload_pinned = offload_pinned
         self._undo_offload: Callable[[], None] | None = None
 
     def offloaded(self) -> Mapping[str, nn.Module]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,17 @@ from zae.addon import Fact
 from zae.addons.deepspeed import config as settings
 from zae.addons.deepspeed.zero import Zero, load_library
 from zae.addons.distributed import DistributedAddon
+from zae.arguments import Interval, check_argument
 from zae.compose.introspect import with_trait
 from zae.distributed.blocks import check_divisible
 from zae.distributed.collectives import broadcast
 from zae.errors import ConfigError
 from zae.optim import as_dict
 from zae.parts import Engine, Precision, SingleProcess
-from zae.values.argument_checks import check_count, check_flags
 
 __all__ = ["DeepSpeedAddon"]
 
+Stage: TypeAlias = Annotated[int, Interval("[0, 3]"), "0, 1, 2 or 3"]
 _DEFAULT_STAGE = 2
 _SHOWN = 5
 
@@ -152,18 +153,17 @@ class DeepSpeedAddon(DistributedAddon):
     def __init__(
         self,
         *args: Any,
-        zero_stage: int | None = None,
+        zero_stage: Stage | None = None,
         deepspeed_bf16: bool | None = None,
         deepspeed_config: Any = None,
         **kwargs: Any,
     ) -> None:
         self._config = settings.read(deepspeed_config)
         super().__init__(*args, **kwargs)
-        self.zero_stage = self._option("zero_stage", zero_stage, "zero_optimization", "stage", _DEFAULT_STAGE)
-        if check_count("zero_stage", self.zero_stage, least=0) > 3:
-            raise ConfigError(f"zero_stage={self.zero_stage}; the stages are 0, 1, 2 and 3: write one of them")
+        stage = self._option("zero_stage", zero_stage, "zero_optimization", "stage", _DEFAULT_STAGE)
+        self.zero_stage = check_argument("zero_stage", stage, Stage)
         bf16 = self._option("deepspeed_bf16", deepspeed_bf16, "bf16", "enabled", False)
-        (self.deepspeed_bf16,) = check_flags(deepspeed_bf16=bf16)
+        self.deepspeed_bf16 = check_argument("deepspeed_bf16", bf16, bool)
         if self.deepspeed_bf16:
             self.precision_part = Precision("bf16")
         self._check_options()

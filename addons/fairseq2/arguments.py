@@ -12,8 +12,8 @@ import torch
 
 from zae.addons.fairseq2.reader import check_reader
 from zae.addons.fairseq2.unit import check_unit
+from zae.arguments import Count, CountOrZero, NonNegative, Seed, check_argument
 from zae.errors import ConfigError, OptionError, did_you_mean, kind_of
-from zae.values.argument_checks import check_count, check_flags, check_number
 
 __all__ = ["DEFAULTS", "REPORTED", "Arguments", "describe", "read_arguments"]
 
@@ -88,14 +88,13 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
 def _check_numbers(args: Arguments) -> None:
     for name in DEFAULTS:
         if "_n_" in name or name.startswith("max_num_"):
-            least = 0 if "_after_" in name else 1
-            setattr(args, name, check_count(name, getattr(args, name), least, optional=least != 0))
-    if args.max_gradient_norm is not None and not check_number("max_gradient_norm", args.max_gradient_norm) > 0:
+            kind = CountOrZero if "_after_" in name else Count | None
+            setattr(args, name, check_argument(name, getattr(args, name), kind))
+    if check_argument("max_gradient_norm", args.max_gradient_norm, NonNegative | None) == 0:
         raise ConfigError("max_gradient_norm=0 would leave no gradient; leave it out, and nothing is clipped")
-    args.seed = check_count("seed", args.seed, least=0)
-    check_flags(
-        anomaly_detection=args.anomaly_detection, amp=args.amp or False, lower_better=args.lower_better or False
-    )
+    args.seed = check_argument("seed", args.seed, Seed)
+    for name in ("anomaly_detection", "amp", "lower_better"):
+        check_argument(name, getattr(args, name) or False, bool)
 
 
 def _check_length(args: Arguments) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zae.arguments import Count, check_argument
 from zae.errors import ConfigError, LoaderError, kind_of
-from zae.values.argument_checks import check_count
 
 __all__ = ["ReaderLoader", "check_reader", "num_accumulate_of"]
 
@@ -124,4 +124,4 @@ def check_reader(name: str, reader: Any) -> None:
 
 def num_accumulate_of(reader: Any) -> int:
     """Return how many batches a reader gives to each step; 1 where it does not say."""
-    return int(check_count("data_reader.num_accumulate", getattr(reader, "num_accumulate", 1)))
+    return int(check_argument("data_reader.num_accumulate", getattr(reader, "num_accumulate", 1), Count))

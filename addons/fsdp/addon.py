@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError
 from zae.model.weights import without_wrappers
 from zae.parts import Engine, Precision, SingleProcess, gather_dp
-from zae.values.argument_checks import check_flags
 from zae.values.walk import is_sharded
 
 if TYPE_CHECKING:
@@ -267,15 +266,15 @@ class FSDPAddon(DistributedAddon):
         fsdp_blocks: Any = None,
         reshard_after_forward: bool = True,
         mp_policy: Any = None,
-        compile_blocks: bool | str = False,
+        compile_blocks: bool | Annotated[str, "the name of a backend"] = False,
         cpu_offload: bool = False,
         meta_init: bool = False,
         fsdp_methods: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
-        self.reshard_after_forward, self.cpu_offload, self.meta_init = check_flags(
-            reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload, meta_init=meta_init
-        )
+        self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
+        self.meta_init = meta_init
         self._meta = None  # What makes the model, with meta_init.
         self._is_prepared = False  # Whether one process has prepared the blocks.
         if self.meta_init:
@@ -284,8 +283,6 @@ class FSDPAddon(DistributedAddon):
         self.fsdp_blocks = parse_blocks(fsdp_blocks)
         self.mp_policy = mp_policy
         self.compile_blocks = compile_blocks
-        if not isinstance(compile_blocks, (bool, str)):
-            raise ConfigError(f"compile_blocks={compile_blocks!r}; it must be True, False or the name of a backend")
         self.fsdp_methods = parse_methods(self.unwrap(), fsdp_methods)
         if self.cpu_offload and all(device.type == "cpu" for device in self.devices):
             raise ConfigError(

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 
@@ -153,7 +153,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
         model_init: Callable[[], Any] | None = None,
         num_train_epochs: float = 3.0,
         max_steps: int = -1,
-        eval_strategy: str = "no",
+        eval_strategy: Literal["no", "steps", "epoch"] = "no",
         eval_steps: float | None = None,
         eval_delay: float = 0,
         eval_on_start: bool = False,
@@ -185,8 +185,6 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
         self.eval_delay = eval_delay
         self.eval_on_start = eval_on_start
         self.load_best_model_at_end = load_best_model_at_end
-        if eval_strategy not in ("no", "steps", "epoch"):
-            raise ConfigError(f"eval_strategy={eval_strategy!r}; write 'no', 'steps' or 'epoch'")
         if load_best_model_at_end and "state" not in slots_of(type(self)):
             raise ConfigError(
                 "load_best_model_at_end=True needs the best checkpoint; write Trainer.add_on(HuggingFaceAddon, "

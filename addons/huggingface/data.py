@@ -6,23 +6,22 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
+from zae.arguments import Count, CountOrZero, checked
 from zae.compose.introspect import AddOnPart
 from zae.data.loaders import length_of
 from zae.data.workers import is_seeded
 from zae.errors import ConfigError, kind_of
-from zae.values.argument_checks import check_count
 
-__all__ = ["STRATEGIES", "DatasetsPart", "LoaderSettings", "columns_of", "default_collator", "forward_of"]
+__all__ = ["DatasetsPart", "LoaderSettings", "columns_of", "default_collator", "forward_of"]
 
 _log = logging.getLogger("zae")
 
-STRATEGIES = ("random", "sequential", "group_by_length")
-"""The orders of training samples, by the names that Transformers gives them."""
+_COLLATOR = "a function of a list of rows, for instance transformers.DataCollatorWithPadding(tokenizer)"
 
 
 def default_collator(processing_class: Any) -> Callable[[Any], Any]:
@@ -164,12 +163,6 @@ class LoaderSettings:
     seed: int = 42
     named: set[tuple[str, ...]] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        check_count("per_device_train_batch_size", self.train_batch_size)
-        check_count("per_device_eval_batch_size", self.eval_batch_size)
-        if self.strategy not in STRATEGIES:
-            raise ConfigError(f"train_sampling_strategy is {self.strategy!r}; write one of {', '.join(STRATEGIES)}")
-
     def loader(self, dataset: Any, collate: Any, columns: Sequence[str], model: str, group: int = 0) -> Any:
         """Return the loader over a dataset; ``group`` is how many batches make a step of training, 0 evaluates."""
         check_dataset("train_dataset" if group else "eval_dataset", dataset)
@@ -259,20 +252,21 @@ class DatasetsPart(AddOnPart):
     layer = "model"
     loading: LoaderSettings
 
+    @checked
     def __init__(
         self,
         *args: Any,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        data_collator: Callable[[Any], Any] | None = None,
+        data_collator: Annotated[Callable[[Any], Any], _COLLATOR] | None = None,
         processing_class: Any = None,
-        per_device_train_batch_size: int = 8,
-        per_device_eval_batch_size: int = 8,
-        train_sampling_strategy: str = "random",
+        per_device_train_batch_size: Count = 8,
+        per_device_eval_batch_size: Count = 8,
+        train_sampling_strategy: Literal["random", "sequential", "group_by_length"] = "random",
         label_names: Sequence[str] = ("labels",),
         length_column_name: str = "length",
         remove_unused_columns: bool = True,
-        dataloader_num_workers: int = 0,
+        dataloader_num_workers: CountOrZero = 0,
         dataloader_pin_memory: bool = True,
         dataloader_drop_last: bool = False,
         dataloader_prefetch_factor: int | None = None,
@@ -281,11 +275,6 @@ class DatasetsPart(AddOnPart):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if data_collator is not None and not callable(data_collator):
-            raise ConfigError(
-                f"data_collator is {kind_of(data_collator)}; it must be a function of a list of rows, for instance "
-                "transformers.DataCollatorWithPadding(tokenizer)"
-            )
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.data_collator = data_collator

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from torch.utils.data import DataLoader
 
@@ -23,6 +23,7 @@ from zae.addons.huggingface.metrics import (
     without_prefix,
 )
 from zae.addons.huggingface.training import call_by_name, check_named, without_change
+from zae.arguments import Count, checked
 from zae.compose.introspect import AddOnPart, is_add_on, is_default
 from zae.distributed.spawn import planned_world
 from zae.errors import ConfigError, StepError
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from zae.addons.huggingface.training import Loss
 
 __all__ = ["EvaluationPart"]
+
+_FUNCTION = "the function itself, without calling it"
 
 
 class EvaluationPart(AddOnPart):
@@ -72,17 +75,18 @@ class EvaluationPart(AddOnPart):
     _ignore_keys: Sequence[str] | None
     _evaluates: bool
 
+    @checked
     def __init__(
         self,
         *args: Any,
-        compute_metrics: Callable[..., Any] | None = None,
-        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        compute_metrics: Annotated[Callable[..., Any], _FUNCTION] | None = None,
+        preprocess_logits_for_metrics: Annotated[Callable[[Any, Any], Any], _FUNCTION] | None = None,
         batch_eval_metrics: bool = False,
         include_for_metrics: Sequence[str] = (),
         prediction_loss_only: bool = False,
         predict_with_generate: bool = False,
-        generation_max_length: int | None = None,
-        generation_num_beams: int | None = None,
+        generation_max_length: Count | None = None,
+        generation_num_beams: Count | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)

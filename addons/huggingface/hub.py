@@ -28,7 +28,7 @@ from zae.checkpoint.names import MANIFEST
 from zae.checkpoint.reader import is_whole
 from zae.checkpoint.tensor_bytes import byte_count
 from zae.checkpoint.weights import save_weights
-from zae.errors import CheckpointError, ConfigError, did_you_mean, kind_of, printable
+from zae.errors import CheckpointError, ConfigError, kind_of, printable
 from zae.values.redact import redact
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class Uploader:
     repo_id : str
         The repository; it is created with the first upload.
     strategy : str
-        When to upload; one of `STRATEGIES`.
+        When to upload.
     token : str, optional
         Else that of ``hf auth login``, or of HF_TOKEN.
     private : bool, optional
@@ -312,10 +312,6 @@ class Uploader:
         revision: str | None = None,
         api: Any = None,
     ) -> None:
-        strategy = str(getattr(strategy, "value", strategy))
-        if strategy not in STRATEGIES:
-            near = did_you_mean(strategy, STRATEGIES)
-            raise ConfigError(f"hub_strategy={strategy!r}; write one of {', '.join(STRATEGIES)}{near}")
         self.repo_id = str(repo_id)
         self.strategy = strategy
         self.private = private

@@ -59,12 +59,6 @@ class EvaluationOutputs:
         by_batch: bool = False,
         includes: Sequence[str] = (),
     ) -> None:
-        functions = {"compute_metrics": compute_metrics, "preprocess_logits_for_metrics": preprocess_logits}
-        for name, function in functions.items():
-            if function is not None and not callable(function):
-                raise ConfigError(
-                    f"{name}={function!r:.60} is not a function; write {name}=function, without calling it"
-                )
         if isinstance(includes, str) or any(include not in _INCLUDES for include in includes):
             raise ConfigError(f"include_for_metrics={includes!r}; write a list of 'inputs' and 'loss'")
         if by_batch and compute_metrics is None:

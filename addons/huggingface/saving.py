@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from zae.addons.huggingface import hub
 from zae.addons.huggingface.hub import Push, Uploader
+from zae.arguments import checked
 from zae.checkpoint.group import Group
 from zae.compose.calls import explained_call
 from zae.compose.introspect import AddOnPart
@@ -59,6 +60,7 @@ class SavingPart(AddOnPart):
     _pushes: bool
     _pushed_at: int
 
+    @checked
     def __init__(
         self,
         *args: Any,
@@ -66,7 +68,7 @@ class SavingPart(AddOnPart):
         metadata: Mapping[str, Any] | None = None,
         push_to_hub: bool = False,
         hub_model_id: str | None = None,
-        hub_strategy: str = "every_save",
+        hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = "every_save",
         hub_token: str | None = None,
         hub_private_repo: bool | None = None,
         hub_revision: str | None = None,

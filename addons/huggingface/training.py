@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor
 
 from zae.addons.huggingface.data import forward_of
+from zae.arguments import checked
 from zae.compose.introspect import AddOnPart, by_name
 from zae.errors import StepError, kind_of
 
@@ -131,6 +132,7 @@ class LossPart(AddOnPart):
     layer = "model"
     process_attributes: ClassVar[Mapping[str, Any]] = {"_loss": None}
 
+    @checked
     def __init__(
         self,
         *args: Any,

@@ -35,7 +35,7 @@ from zae.errors import ConfigError
 from zae.loop.progress import Every
 from zae.loop.step_output import loss_numbers
 from zae.trainer import Trainer
-from zae.values.argument_checks import check_file, check_flags
+from zae.values.argument_checks import check_file
 from zae.values.hashes import fingerprint
 from zae.values.walk import leaves_of
 
@@ -111,7 +111,7 @@ class LedgerAddon(AddOnBase):
         self.ledger_every = Every.parse(ledger_every, "ledger_every", Every(steps=1))
         if self.ledger_every.steps is None:
             raise ConfigError(f"ledger_every={ledger_every!r}; a ledger counts in steps: write ledger_every=10")
-        (self.ledger_tensors,) = check_flags(ledger_tensors=ledger_tensors)
+        self.ledger_tensors = ledger_tensors
         self._file: Any = None
         self._writes = True  # Whether a step of this epoch may be written.
         self._stages = {}  # Of this step, where it is written.

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
@@ -17,9 +17,9 @@ from zae.addon import AddOnBase, hook
 from zae.addons.loggers.base import ClientSink, RunInfo, Sink
 from zae.addons.loggers.media import figure_pixels, histogram_of, image_pixels
 from zae.addons.loggers.worker import SinkGroup
+from zae.arguments import Interval
 from zae.description import describe
 from zae.errors import AddOnRequirement, CheckpointMismatch, ConfigError, ZaeError, did_you_mean
-from zae.values.argument_checks import check_flags, check_number
 from zae.values.redact import redact, secrets_in
 
 __all__ = ["LoggerAddon", "WebLoggerAddon", "check_installed", "is_installed"]
@@ -92,22 +92,18 @@ class LoggerAddon(AddOnBase):
         *args: Any,
         logger_required: bool = False,
         logger_fallback: str | Path = "zae-offline",
-        logger_timeout: float = 5.0,
-        hyperparameters: Mapping[str, Any] | None = None,
+        logger_timeout: Annotated[float, Interval("[0.1, inf)")] = 5.0,
+        hyperparameters: Annotated[Mapping[str, Any], "a dict: {'width': 512, 'depth': 4}"] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
-            raise ConfigError(
-                f"hyperparameters is a {type(hyperparameters).__name__}; give a dict: {{'width': 512, 'depth': 4}}"
-            )
         self.hyperparameters = dict(hyperparameters or {})
         if not isinstance(logger_fallback, (str, os.PathLike)) or not str(logger_fallback):
             raise ConfigError(f"logger_fallback={logger_fallback!r}; give a folder, for instance 'zae-offline'")
-        (self.logger_required,) = check_flags(logger_required=logger_required)
+        self.logger_required = logger_required
         self.logger_fallback = Path(os.path.expanduser(logger_fallback))
         # A lock cannot wait for arbitrarily long; eleven days are as good as forever.
-        self.logger_timeout = min(check_number("logger_timeout", logger_timeout, 0.1), 1e6)
+        self.logger_timeout = min(logger_timeout, 1e6)
         self._group: SinkGroup | None = None  # While a run is logged.
         self._failed = False
         self._failed_sinks = set()  # Sinks that have failed: a second run does not wait for them again.

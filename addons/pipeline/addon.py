@@ -17,6 +17,7 @@ from zae.addons.pipeline.arrangement import Arrangement, check_split
 from zae.addons.pipeline.chain import Chain
 from zae.addons.pipeline.runner import Place, Runner, StagedModel
 from zae.addons.pipeline.schedules import Schedule
+from zae.arguments import Count
 from zae.data.rows import Found
 from zae.display.text import format_size
 from zae.distributed.blocks import check_shapes, check_tables
@@ -26,7 +27,6 @@ from zae.errors import ConfigError
 from zae.loop.step_output import explain_failure, read_output
 from zae.optim import as_dict, parameters_of
 from zae.parts import Engine, SingleProcess
-from zae.values.argument_checks import check_count
 
 __all__ = ["PipelineAddon", "PipelineEngine"]
 
@@ -241,18 +241,16 @@ class PipelineAddon(DistributedAddon):
         *args: Any,
         split: Any = None,
         pipeline_schedule: Any = "1F1B",
-        pipeline_microbatches: int | None = None,
-        stages_per_rank: int | None = None,
+        pipeline_microbatches: Count | None = None,
+        stages_per_rank: Count | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.mesh = self.mesh or {"replicate": 1}  # Without sizes, all ranks are one pipeline.
         self.split = check_split(split)
         self.pipeline_schedule = pipeline_schedule
-        self.pipeline_microbatches, self.stages_per_rank = (
-            check_count(name, value, optional=True)
-            for name, value in (("pipeline_microbatches", pipeline_microbatches), ("stages_per_rank", stages_per_rank))
-        )
+        self.pipeline_microbatches = pipeline_microbatches
+        self.stages_per_rank = stages_per_rank
         self._schedule = Schedule(pipeline_schedule)
         self._runner: Runner | None = None
         self._check_options()

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zae.addon import AddOnBase, Fact
 from zae.addons.state_manager.checkpointer import Checkpointer, Content, FolderCheckpointer, make_checkpointer
@@ -20,13 +20,14 @@ from zae.addons.state_manager.saver import check_moment, format_for
 from zae.addons.state_manager.shared_disk import check_shared_disk
 from zae.addons.state_manager.start_from import Start
 from zae.addons.state_manager.stop_signals import StopSignals
+from zae.arguments import Count, CountOrZero
 from zae.checkpoint.group import Group
 from zae.compose.introspect import add_ons_of
 from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
 from zae.loop.progress import SIGNALED, Every
 from zae.loop.rank_states import RankStates, load_from_file
 from zae.model.weights import named_parameters
-from zae.values.argument_checks import check_flags, check_folder, check_partial
+from zae.values.argument_checks import check_folder, check_partial
 
 __all__ = ["StateManagerAddon"]
 
@@ -177,21 +178,21 @@ class StateManagerAddon(AddOnBase):
         save_path: str | Path,
         save_format: str = "safetensors",
         save_every: Every | int = Every(epochs=1),  # noqa: B008  (it is frozen)
-        keep_last: int | None = 2,
-        keep_best: int = 1,
+        keep_last: Count | None = 2,
+        keep_best: CountOrZero = 1,
         resume: bool | str | Path = False,
-        mid_epoch: str = "skip",
+        mid_epoch: Literal["skip", "restart"] = "skip",
         reshard: bool = False,
         overwrite: bool = False,
         save_async: bool = False,
-        on_save_error: str = "raise",
+        on_save_error: Literal["raise", "warn"] = "raise",
         save_on_signal: bool = True,
         allow_partial: Sequence[str] = (),
         start_from: str | Path | None = None,
         start_with: Sequence[str] | None = None,
         save_weights_every: Every | int | None = None,
-        keep_weights: int | None = None,
-        keep_best_weights: int = 0,
+        keep_weights: Count | None = None,
+        keep_best_weights: CountOrZero = 0,
         checkpointer: Callable[[Path], Checkpointer] = FolderCheckpointer,
         **kwargs: Any,
     ) -> None:
@@ -201,7 +202,8 @@ class StateManagerAddon(AddOnBase):
         self.save_path = folder
         self.save_every = Every.parse(save_every, "save_every", Every(epochs=1))
         self.on_save_error = on_save_error
-        self.overwrite, self.save_on_signal = check_flags(overwrite=overwrite, save_on_signal=save_on_signal)
+        self.overwrite = overwrite
+        self.save_on_signal = save_on_signal
         start = Start(start_from, start_with, type(self), folder, resume, allow_partial)
         self._resumption = Resumption(resume, mid_epoch, reshard, allow_partial, start)
         self.checkpointer = make_checkpointer(checkpointer, folder)
@@ -214,7 +216,7 @@ class StateManagerAddon(AddOnBase):
                 self.checkpointer, model_format, save_weights_every, keep_weights, keep_best_weights, retention.sign
             ),
             composition=[each.__name__ for each in add_ons_of(type(self))],
-            in_background=check_flags(save_async=save_async)[0],
+            in_background=save_async,
             on_save_error=on_save_error,
             warns_of_nonfinite=self.nonfinite.policy != "raise",
         )

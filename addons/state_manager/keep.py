@@ -21,7 +21,6 @@ from zae.checkpoint.rows import Pieces
 from zae.checkpoint.writer import SavePlan, plan
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.progress import Every, ProgressChecker
-from zae.values.argument_checks import check_count
 
 __all__ = ["Checkpoints", "Retention", "WeightFiles"]
 
@@ -42,9 +41,7 @@ class Retention:
     @classmethod
     def parse(cls, keep_last: int | None, keep_best: int, direction: str) -> Retention:
         """Return the rule for the options ``keep_last`` and ``keep_best``, where the best is the "min" or the "max"."""
-        last = check_count("keep_last", keep_last, optional=True)
-        best = check_count("keep_best", keep_best, least=0)
-        return cls(last, best or 0, 1 if direction == "min" else -1)
+        return cls(keep_last, keep_best, 1 if direction == "min" else -1)
 
     def best_first(self) -> list[str]:
         """Return the names with a score, best first and of equal ones the older; NaN is not a score."""
@@ -105,14 +102,12 @@ class WeightFiles:
         self.checkpointer = checkpointer
         self.suffix = ".ckpt" if model_format == "ckpt" else ".safetensors"
         self.every = None if every is None else Every.parse(every, "save_weights_every", Every(epochs=1))
-        kept = check_count("keep_weights", last, optional=True)
-        best = check_count("keep_best_weights", best, least=0) or 0
-        if kept is not None and self.every is None:
+        if last is not None and self.every is None:
             raise ConfigError(f"keep_weights={last} keeps nothing; write save_weights_every=Every(epochs=1) too")
-        if best and kept is None and self.every is not None:
+        if best and last is None and self.every is not None:
             raise ConfigError(f"keep_best_weights={best}, but all files are kept; write keep_weights=1 too")
         # Where only the best are saved, the newest was the best so far.
-        self.rule = Retention(1 if self.every is None else kept, best, sign)
+        self.rule = Retention(1 if self.every is None else last, best, sign)
         self.is_used = self.every is not None or best > 0
         self._replaced: list[Path] = []  # Those of another run.
         self._step: int | None = None  # That of the last file: a moment has several occasions to save.
@@ -235,8 +230,6 @@ class Checkpoints:
         if model_format not in checkpointer.formats:
             known = " or ".join(f"save_format={name!r}" for name in checkpointer.formats)
             raise ConfigError(f"{type(checkpointer).__name__} cannot store save_format={model_format!r}; write {known}")
-        if on_save_error not in ("raise", "warn"):
-            raise ConfigError(f"on_save_error={on_save_error!r}; it must be 'raise' or 'warn'")
         self.checkpointer = checkpointer
         self.model_format = model_format
         self.retention = retention

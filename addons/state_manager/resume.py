@@ -21,7 +21,7 @@ from zae.data.position import LoaderPosition
 from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean
 from zae.loop.progress import ProgressChecker, RunCalls
 from zae.loop.rank_states import RankStates
-from zae.values.argument_checks import check_flags, check_partial
+from zae.values.argument_checks import check_partial
 
 if TYPE_CHECKING:
     from zae.loop.run import Run
@@ -153,12 +153,10 @@ class Resumption:
         if hint and not Path(name).expanduser().exists():
             hint = hint.replace("'True'", "True").replace("'False'", "False")
             raise ConfigError(f"resume={resume!r} is not the path of a checkpoint{hint}")
-        if mid_epoch not in ("skip", "restart"):
-            raise ConfigError(f"mid_epoch={mid_epoch!r}; it must be 'skip' or 'restart'")
         self.allow_partial = check_partial(allow_partial)
         if self.allow_partial and resume in (False, True, "auto"):
             raise ConfigError("allow_partial is for one checkpoint that is known to be damaged; give resume=<its path>")
-        (self.reshard,) = check_flags(reshard=reshard)
+        self.reshard = reshard
         self.resume = resume
         self.mid_epoch = mid_epoch
         self.start = start

@@ -246,10 +246,10 @@ def test_many_trainers_of_a_process_are_compiled() -> None:
         ({"compile_mode": "default", "compile_options": {}}, "and compile_options is given too"),
         ({"compile_backend": "inducto"}, "did you mean 'inductor'"),
         ({"compile_backend": 3}, "compile_backend=3; it must be the name of a backend"),
-        ({"compile_options": "max-autotune"}, "compile_options='max-autotune'; write a dict, for instance"),
+        ({"compile_options": "max-autotune"}, "compile_options='max-autotune'; it must be a dict, for instance"),
         ({"compile_options": {"max_autotun": True}}, "compile_options: Unexpected optimization option max_autotun"),
         ({"compile_options": {"max_autotune": "yes"}}, "compile_options: Unexpected type of attr max_autotune"),
-        ({"compile_dynamic": "no"}, "compile_dynamic='no'; write True, False or None"),
+        ({"compile_dynamic": "no"}, "compile_dynamic='no'; it must be True or False, or None"),
     ],
 )
 def test_options_that_cannot_be_meant(options: Any, text: str) -> None:

@@ -20,7 +20,9 @@ OPTIONAL = (
 )
 """The packages of the extras, which nothing imports before they are used."""
 
-EVERYBODY = frozenset({"errors", "lazy", "metrics", "null_context", "random_state", "schedulers", "torch_private"})
+EVERYBODY = frozenset(
+    {"arguments", "errors", "lazy", "metrics", "null_context", "random_state", "schedulers", "torch_private"}
+)
 _BELOW = frozenset(
     {"checkpoint", "compose", "data", "device", "display", "fact", "loop", "model", "optim", "parts", "record"}
     | {"user_state", "values"}
@@ -28,6 +30,7 @@ _BELOW = frozenset(
 CORE = _BELOW | {"addon", "description", "distributed", "trainer"}
 RULES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
+    "arguments": frozenset(),
     "lazy": frozenset(),
     "metrics": frozenset(),
     "null_context": frozenset(),

@@ -238,8 +238,8 @@ mistakes({
         "write Every(steps=100) or Every(epochs=1)"),
     "cadence_of_both": (zae.ConfigError, lambda: Every(steps=100, epochs=1),
         "Every(steps=100, epochs=1) must have either steps or epochs", "write Every(steps=100) or Every(epochs=1)"),
-    "cadence_of_zero": (zae.ConfigError, lambda: Every(steps=0), "Every(steps=0): steps",
-        "must be a whole number of at least 1"),
+    "cadence_of_zero": (zae.ConfigError, lambda: Every(steps=0), "Every: steps=0",
+        "it must be a whole number of at least 1"),
 })  # fmt: skip
 
 

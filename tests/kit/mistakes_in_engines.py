@@ -34,7 +34,7 @@ def accelerate(*add_ons, device="cpu", **arguments):
 
 mistakes({
     "stage_that_deepspeed_does_not_have": (zae.ConfigError, lambda: deepspeed(zero_stage=4),
-        "zero_stage=4; the stages are 0, 1, 2 and 3", "write one of them"),
+        "zero_stage=4; it must be", "0, 1, 2 or 3"),
     "autocast_beside_deepspeed": (zae.AddOnConflict, lambda: deepspeed(None, AMPAddon),
         "DeepSpeedAddon and AMPAddon do not go together: DeepSpeed computes in the",
         "leave AMPAddon out, and write deepspeed_bf16=True"),

@@ -5,7 +5,8 @@ It does what no base class can do, and nothing else:
 - When a class statement, or `Trainer.add_on`, makes a class, it is checked: a hook that would never be called, two
   add-ons in one slot, an order that the add-ons do not have (`zae.compose.class_checks`, `zae.compose.conflicts`).
 - When a class is called, its arguments are checked before any ``__init__`` runs, with all options of all add-ons known
-  (`zae.compose.options`); afterwards the instance is looked at. An ``__init__`` sees its own options only.
+  (`zae.compose.options`); afterwards the instance is looked at. An ``__init__`` sees its own options only, and that of
+  an add-on is checked against the types in its signature (`zae.arguments`).
 - Where Python finds no order of the bases, its error gets the line to write.
 
 A class that is derived from add-ons alone is an add-on, and cannot be called.
@@ -17,9 +18,11 @@ import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from zae.arguments import checked
 from zae.compose.class_checks import check_class, check_complete, check_instance, explain_setter
 from zae.compose.conflicts import check_composition
 from zae.compose.introspect import recipe_of
@@ -54,6 +57,9 @@ class TrainerMeta(ABCMeta):
         namespace.setdefault("_is_addon", bool(parents) and all(base._is_addon for base in parents))
         if not parents:  # It is Trainer itself.
             namespace["add_on"] = _OfClass(namespace["add_on"].__func__)
+        init = namespace.get("__init__")
+        if isinstance(init, FunctionType) and (namespace["_is_addon"] or not parents):
+            namespace["__init__"] = checked(init)
         try:
             cls = super().__new__(mcls, name, bases, namespace, **kwargs)
         except TypeError as error:

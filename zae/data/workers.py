@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
+from zae.arguments import Seed, checked
 from zae.data.loader_state import streams_of
 from zae.data.loaders import datasets_in, datasets_with_epoch, parts_of_dataset
 from zae.errors import ConfigError, LoaderError, kind_of
 from zae.random_state import STREAMS, isolated, read_stream, write_stream
 from zae.torch_private import end_by_kill, shut_down_workers
-from zae.values.argument_checks import check_count
 from zae.values.walk import search
 
 __all__ = [
@@ -97,13 +97,14 @@ class SeededDataset(Dataset[Any]):
     False
     """
 
-    def __init__(self, dataset: Any, seed: int = 0) -> None:
+    @checked
+    def __init__(self, dataset: Any, seed: Seed = 0) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
                 f"SeededDataset reads a dataset by index, and this is {kind_of(dataset)}; draw in a stream from a "
                 "generator that its state_dict contains"
             )
-        self.dataset, self.seed = dataset, check_count("seed", seed, least=0, bits=64)
+        self.dataset, self.seed = dataset, seed
         self._epoch = torch.tensor(0).share_memory_()  # Workers that persist see the next epoch.
         self._passed_on = 0  # The epoch that the datasets within have, in this process.
         self._streams: list[Any] | None = None

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zae import random_state
+from zae.arguments import Seed, checked
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_ended, check_loader, describe, has_pinned_batches
 from zae.data.workers import abandon_workers
@@ -24,7 +25,6 @@ from zae.loop.step_output import read_output, say_not_numbers, say_uncounted
 from zae.metrics.reductions import combine_loaders
 from zae.null_context import NULL_CONTEXT
 from zae.parts import gather_dp
-from zae.values.argument_checks import check_count
 from zae.values.walk import leading_dimension
 
 if TYPE_CHECKING:
@@ -136,10 +136,11 @@ class Evaluation:
     With a seed the streams begin at it, else where they stand.
     """
 
-    def __init__(self, trainer: Trainer, signals: Sequence[int] | None = None, seed: int | None = None) -> None:
+    @checked
+    def __init__(self, trainer: Trainer, signals: Sequence[int] | None = None, seed: Seed | None = None) -> None:
         self.trainer = trainer
         self.signals = signals
-        self.seed = check_count("seed", seed, least=0, bits=64, optional=True)
+        self.seed = seed
 
     def metrics(self, loader: Any) -> dict[str, float]:
         """Return the metrics of one loader, or of each of several and of all together."""

@@ -33,8 +33,6 @@ def direction_of(monitor: str, mode: str = "auto") -> str:
     """Return "min" if a smaller value of a metric is better, else "max"."""
     if not isinstance(monitor, str) or not monitor:
         raise ConfigError(f"monitor={monitor!r}; it must be the name of a metric, for instance 'loss'")
-    if mode not in ("auto", "min", "max"):
-        raise ConfigError(f"monitor_mode={mode!r}; it must be 'auto', 'min' or 'max'")
     if mode != "auto":
         return mode
     words = monitor.lower().replace("/", "_").replace("-", "_").replace("@", "_").split("_")

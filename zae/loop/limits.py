@@ -8,13 +8,13 @@ from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from zae.arguments import Count, NonNegative, check_argument, checked
 from zae.compose.class_checks import without_test_step
 from zae.compose.introspect import owners_of
 from zae.data.loaders import BatchLimits, check_loader, check_repeatable, length_of
 from zae.errors import ConfigError, LoaderError
 from zae.loop.progress import NO_LIMIT, Every, ProgressChecker
 from zae.optim.checks import Span
-from zae.values.argument_checks import check_count, check_number
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -25,23 +25,24 @@ __all__ = ["Extent", "RunLimits", "remaining"]
 class RunLimits:
     """The arguments of ``run`` and ``plan`` beside the loaders: how long a call trains, and when it validates."""
 
+    @checked
     def __init__(
         self,
-        n_epoch: int | None = None,
-        max_steps: int | None = None,
+        n_epoch: Count | None = None,
+        max_steps: Count | None = None,
         valid_every: Every | int | None = None,
-        steps_per_epoch: int | None = None,
+        steps_per_epoch: Count | None = None,
         max_time: float | timedelta | None = None,
         limit_batches: int | tuple[int | None, int | None] | None = None,
-        overfit_batches: int | None = None,
+        overfit_batches: Count | None = None,
     ) -> None:
         seconds = max_time.total_seconds() if isinstance(max_time, timedelta) else max_time
         if seconds is not None:
-            check_number("max_time", seconds)
+            check_argument("max_time", seconds, NonNegative)
         self.max_time = seconds
-        self.n_epoch = check_count("n_epoch", n_epoch, optional=True)
-        self.max_steps = check_count("max_steps", max_steps, optional=True)
-        self.steps_per_epoch = check_count("steps_per_epoch", steps_per_epoch, optional=True)
+        self.n_epoch = n_epoch
+        self.max_steps = max_steps
+        self.steps_per_epoch = steps_per_epoch
         self.valid_every = Every.parse(valid_every, "valid_every", Every(epochs=1))
         self.batches = _parse_batch_limits(limit_batches, overfit_batches)
 
@@ -88,8 +89,7 @@ def _parse_batch_limits(limit: Any, overfit: int | None) -> BatchLimits:
     pair = limit if isinstance(limit, (tuple, list)) else (limit, limit)
     if len(pair) != 2:
         raise ConfigError(f"limit_batches={limit!r}; write one number of batches, or (training, validation)")
-    train, valid = (check_count("limit_batches", each, optional=True) for each in pair)
-    check_count("overfit_batches", overfit, optional=True)
+    train, valid = (check_argument("limit_batches", each, Count | None) for each in pair)
     if overfit is not None and train is not None:
         raise ConfigError(
             f"limit_batches={limit!r} and overfit_batches={overfit} both limit the training batches; write "

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from zae.arguments import Count, CountOrZero, check_argument
 from zae.errors import CheckpointMismatch, ConfigError, OptionError, did_you_mean
 
 __all__ = [
@@ -78,14 +79,8 @@ class Every:
             raise ConfigError(
                 f"{self} must have either steps or epochs; write Every(steps=100) or Every(epochs=1){both}"
             )
-        for name in ("steps", "epochs", "after"):
-            value = getattr(self, name)
-            least = 0 if name == "after" else 1
-            if value is None:
-                continue
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"Every({name}={value!r}): {name} must be a whole number of at least {least}")
-            object.__setattr__(self, name, int(value))
+        for name, kind in {"steps": Count | None, "epochs": Count | None, "after": CountOrZero}.items():
+            object.__setattr__(self, name, check_argument(f"Every: {name}", getattr(self, name), kind))
 
     def __repr__(self) -> str:
         """Return it as it is written in a script."""

@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zae import optim, random_state
+from zae.arguments import NonNegative, check_argument
 from zae.errors import CheckpointMismatch, ConfigError, MonitorError
 from zae.model.copying import deep_copy
 from zae.model.weights import fit_name, named_parameters
@@ -36,7 +37,6 @@ from zae.optim.optimizer_state import (
     wraps_others,
 )
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken, takes_total_steps
-from zae.values import argument_checks
 from zae.values.walk import copy_of, leaves_of
 
 __all__ = ["Optimization"]
@@ -73,11 +73,10 @@ class Optimization:
         scheduler_step_on_batch: bool | None = None,
     ) -> None:
         if not isinstance(gradient_clip, float) or gradient_clip != math.inf:
-            gradient_clip = argument_checks.check_number("gradient_clip", gradient_clip)
+            gradient_clip = check_argument("gradient_clip", gradient_clip, NonNegative)
         self.gradient_clip = gradient_clip
         self.is_step_explicit = scheduler_step_on_batch is not None
-        on_batch = scheduler_step_on_batch or False
-        (self.scheduler_step_on_batch,) = argument_checks.check_flags(scheduler_step_on_batch=on_batch)
+        self.scheduler_step_on_batch = scheduler_step_on_batch or False
         self.parameters: list[Tensor] = []
         self.grad_norm: Tensor | None = None
         self.grad_norms: dict[str, Tensor] = {}

@@ -6,14 +6,19 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from zae.arguments import Interval, check_argument
 from zae.errors import ConfigError
 
 __all__ = ["CosineAnnealingScheduler", "SchedulerBase", "SchedulerChain", "StepSchedule", "WarmUpScheduler"]
+
+Length: TypeAlias = Annotated[
+    int, Interval("[1, inf)"), "a whole number of at least 1, the scheduler steps; for example total_iters=100"
+]
 
 
 class StepSchedule(LRScheduler):
@@ -74,7 +79,7 @@ class SchedulerBase(StepSchedule, ABC):
                 f"{name}(optimizer=...) must be a torch.optim.Optimizer, found {type(optimizer).__name__}; "
                 f"write {name}(torch.optim.SGD(model.parameters(), lr=0.1), total_iters=100)"
             )
-        self.total_iters = _positive_int(total_iters, f"{name}(total_iters=...)")
+        self.total_iters = check_argument(f"{name}: total_iters", total_iters, Length)
         self.eta_min = _floor(eta_min, optimizer, name)
         super().__init__(optimizer)
 
@@ -214,16 +219,6 @@ class SchedulerChain(StepSchedule):
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "schedulers"})
         for part, saved in zip(self.schedulers, state_dict["schedulers"], strict=True):
             part.load_state_dict(saved)
-
-
-def _positive_int(value: object, where: str) -> int:
-    """Return a count of at least one."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ConfigError(
-            f"{where} must be an int of at least 1, found {value!r}; "
-            f"write the number of scheduler steps, for example total_iters=100"
-        )
-    return int(value)
 
 
 def _floor(value: object, optimizer: Optimizer, name: str) -> float:

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
-import numpy as np
 from torch.optim import Optimizer
 
+from zae.arguments import Interval, check_argument
 from zae.errors import ConfigError
 from zae.schedulers.ramps import StepSchedule
 
 __all__ = ["Factory", "WarmUpSchedule", "cosine", "inverse_sqrt", "linear", "wsd"]
 
 _TIMESCALE = 10_000  # Steps of inverse_sqrt without a warm-up at the base rate, as in other libraries.
+
+Span: TypeAlias = (
+    Annotated[int, Interval("[0, inf)"), "a number of optimizer steps, for instance 100"]
+    | Annotated[float, Interval("[0, 1]"), "a share of the run in [0, 1], for instance 0.05"]
+)
+Final: TypeAlias = Annotated[float, Interval("[0, 1]"), "the part of the base rate at the end, in [0, 1]: final=0.1"]
+Total: TypeAlias = Annotated[int, Interval("[1, inf)"), "the number of optimizer steps, which a trainer knows"] | None
 
 
 class WarmUpSchedule(StepSchedule):
@@ -80,19 +87,8 @@ class Factory:
 
     def __post_init__(self) -> None:
         """Check what is known before the run."""
-        object.__setattr__(self, "warmup", _span("warmup", self.warmup, self.shape))
-        object.__setattr__(self, "decay", _span("decay", self.decay, self.shape))
-        if not isinstance(self.final, (int, float, np.number)) or not 0 <= self.final <= 1:
-            raise ConfigError(
-                f"{self.shape}(final={self.final!r}) must be a number in [0, 1], the part of the base rate at the end; "
-                "write final=0.1"
-            )
-        total: Any = self.total_steps
-        if total is not None and (isinstance(total, bool) or not isinstance(total, (int, np.integer)) or total < 1):
-            raise ConfigError(
-                f"{self.shape}(total_steps={total!r}) must be an int of at least 1, the optimizer steps of the run; "
-                "leave it out where a trainer makes the schedule"
-            )
+        for name, kind in {"warmup": Span, "decay": Span, "final": Final, "total_steps": Total}.items():
+            object.__setattr__(self, name, check_argument(f"{self.shape}: {name}", getattr(self, name), kind))
 
     @property
     def needs_total(self) -> bool:
@@ -234,15 +230,3 @@ def wsd(
     [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.293, 0.134, 0.0]
     """
     return Factory("wsd", warmup, decay, final, total_steps)
-
-
-def _span(name: str, value: Any, shape: str) -> int | float:
-    """Return a number of steps as an int, or a share of the run as a float."""
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 0:
-        return int(value)
-    if isinstance(value, (float, np.floating)) and 0 <= value <= 1:
-        return float(value)
-    raise ConfigError(
-        f"{shape}({name}={value!r}) must be a number of optimizer steps (an int of at least 0) or a share of the run "
-        f"(a float in [0, 1]); write {name}=100 or {name}=0.05"
-    )

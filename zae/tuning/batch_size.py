@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from zae.addons.accumulation import AccumulationWindow, GradientAccumulationAddon
+from zae.arguments import Count, check_argument
 from zae.data.loaders import describe
 from zae.device import is_out_of_memory, release_memory
 from zae.errors import ConfigError
 from zae.tuning.trials import trial, trial_loader
-from zae.values.argument_checks import check_count
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -96,7 +96,7 @@ def find_batch_size(trainer: Trainer, loader: DataLoader[Any], *, effective_batc
             "batch_size=..., over a dataset with a length"
         )
     given = trainer.step_window.samples or loader.batch_size * trainer.step_window.batches
-    effective = check_count("effective_batch_size", effective_batch_size or given)
+    effective = check_argument("effective_batch_size", effective_batch_size or given, Count)
     tried: dict[int, bool] = {}
     with trial_loader(loader, "find_batch_size") as own:
         sizes = [size for size in range(1, effective + 1) if effective % size == 0 and size <= len(own.dataset)]

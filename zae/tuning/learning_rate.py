@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from zae.arguments import Interval, checked
 from zae.display.text import number
 from zae.errors import ConfigError
 from zae.optim import as_dict
 from zae.tuning.text_plot import draw
 from zae.tuning.trials import trial, trial_loader
-from zae.values.argument_checks import check_count
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
@@ -89,8 +89,14 @@ class RangeTest:
         return f"{text}; {self.stopped}"
 
 
+@checked
 def find_lr(
-    trainer: Trainer, loader: Any, *, min_lr: float = 1e-7, max_lr: float = 10.0, steps: int = 100
+    trainer: Trainer,
+    loader: Any,
+    *,
+    min_lr: float = 1e-7,
+    max_lr: float = 10.0,
+    steps: Annotated[int, Interval("[10, inf)")] = 100,
 ) -> RangeTest:
     """Find a learning rate: train a copy with rates that rise exponentially, and look at the loss.
 
@@ -136,7 +142,6 @@ def find_lr(
     >>> trainer.progress_checker.step
     0
     """
-    steps = check_count("steps", steps, least=10)
     if not all(isinstance(rate, (int, float)) for rate in (min_lr, max_lr)) or not 0 < min_lr < max_lr < math.inf:
         raise ConfigError(f"min_lr={min_lr!r}, max_lr={max_lr!r}; write two numbers, 0 < min_lr < max_lr")
     twin = trial(trainer, "find_lr")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -20,17 +19,13 @@ from zae.errors import ConfigError, StepError, did_you_mean, kind_of
 
 __all__ = [
     "check_alone",
-    "check_count",
     "check_devices",
     "check_file",
-    "check_flags",
     "check_folder",
     "check_launch_precision",
-    "check_log_bar",
     "check_metrics",
     "check_mode",
     "check_model",
-    "check_number",
     "check_same",
     "check_url",
     "describe_batch",
@@ -119,40 +114,6 @@ def check_mode(mode: Any) -> str:
         hint = did_you_mean(str(mode), ("train", "test"))
         raise ConfigError(f"mode={mode!r}; it must be 'train' or 'test'{hint}")
     return str(mode)
-
-
-def check_number(name: str, value: Any, least: float = 0.0) -> float:
-    """Refuse anything but a finite number of at least ``least``."""
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not (is_number and least <= value < math.inf):
-        raise ConfigError(f"{name}={value!r}; it must be a number of at least {least:g}")
-    return float(value)
-
-
-def check_count(name: str, value: Any, least: int = 1, *, bits: int = 0, optional: bool = False) -> Any:
-    """Refuse anything but an integer of at least ``least`` and at most ``bits`` bits."""
-    if value is None and optional:
-        return None
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r}; it must be a whole number of at least {least}")
-    if bits and int(value).bit_length() > bits:
-        raise ConfigError(f"{name}={value!r}; it must be a whole number below 2**{bits}")
-    return int(value)
-
-
-def check_flags(**flags: Any) -> list[bool]:
-    """Refuse anything but a bool: the str "False", from a file or a command line, is true."""
-    for name, value in flags.items():
-        if not isinstance(value, (bool, np.bool_)):
-            raise ConfigError(f"{name}={value!r}; it must be True or False")
-    return [bool(value) for value in flags.values()]
-
-
-def check_log_bar(log_bar: Any) -> bool | str:
-    """Return how a run shows itself: False, or a text; True is "auto"."""
-    if log_bar is True or log_bar is False or log_bar in ("auto", "bar", "lines"):
-        return "auto" if log_bar is True else log_bar
-    raise ConfigError(f"log_bar={log_bar!r}; it must be 'auto' (or True), 'bar', 'lines' or False")
 
 
 def check_partial(files: Any) -> list[str]:

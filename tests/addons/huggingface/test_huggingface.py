@@ -226,8 +226,12 @@ def test_a_part_of_an_epoch_needs_its_length() -> None:
 
 
 MISTAKES = [
-    ({"eval_strategy": "epochs"}, r"eval_strategy='epochs'; write 'no', 'steps' or 'epoch'"),
+    ({"eval_strategy": "epochs"}, r"eval_strategy='epochs'; it must be 'no', 'steps' or 'epoch'; did you mean 'epoch'"),
     ({"eval_strategy": "epoch"}, r"eval_strategy='epoch' needs data; write eval_dataset=dataset"),
+    (
+        {"compute_metrics": {"accuracy": 1.0}},
+        r"compute_metrics=.*it must be the function itself, without calling it",
+    ),
     ({"train_dataset": None}, r"train\(\) needs data; write .*train_dataset=dataset"),
     ({"train_dataset": hf.dataset(count=3), "dataloader_drop_last": True}, "0 batches .*drop_last=False"),
     ({"train_dataset": hf.dataset().remove_columns("labels")}, "the model returned no loss .*a column 'labels'"),
@@ -512,5 +516,5 @@ def test_a_batch_without_names_for_a_model_of_transformers() -> None:
 
 
 def test_a_collator_that_is_no_function_is_refused_at_once():
-    with pytest.raises(ConfigError, match="data_collator is an int; it must be a function of a list of rows"):
+    with pytest.raises(ConfigError, match=r"data_collator=.*; it must be a function of a list of rows"):
         Trainer.add_on(HuggingFaceAddon)(torch.nn.Linear(2, 1), "cpu", train_dataset=[{"x": 1}], data_collator=5)

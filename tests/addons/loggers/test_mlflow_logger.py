@@ -142,7 +142,7 @@ def test_mistakes_are_refused(monkeypatch):
         build(MLflowLoggerAddon, web_logger={"mlflow": {}})
     with pytest.raises(ConfigError, match=r"'experiment' that .* does not take; did you mean .experiment_name"):
         build(MLflowLoggerAddon, web_logger={"mlflow": {"experiment": "a"}})
-    with pytest.raises(ConfigError, match="hyperparameters is a list; give a dict"):
+    with pytest.raises(ConfigError, match=r"hyperparameters=.*; it must be a dict"):
         logger(hyperparameters=["a"])
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(AddOnRequirement, match=r'pip install "zae\[mlflow\]"'):
