@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ class Net(nn.Module):
         self.register_buffer("both", torch.zeros(2))
 
 
-def values_of(model: Any, batch: torch.Tensor, filled: torch.Tensor) -> dict[str, Any]:
+def values_of(model: Any, filled: torch.Tensor, array: np.ndarray) -> dict[str, Any]:
     """Return numbers that are other ones after the step, or after the next batch."""
     return {
         "scale": model.scale,
@@ -33,6 +34,8 @@ def values_of(model: Any, batch: torch.Tensor, filled: torch.Tensor) -> dict[str
         "seen": model.seen,
         "entry": model.both[1],
         "filled": filled,
+        "array": array,
+        "sum of arrays": Sum(array),
         "sum": Sum(model.seen),
         "max": Max(filled),
         "weighed": Mean(model.seen, weight=filled),
@@ -48,7 +51,7 @@ def numbers_of(values: Any) -> dict[str, float]:
         elif isinstance(value, tuple):
             found[key] = float(value[0])
         else:
-            found[key] = float(value.detach())
+            found[key] = float(torch.as_tensor(value).detach())
     return found
 
 
@@ -56,6 +59,7 @@ class Task(Trainer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.filled = torch.zeros(())
+        self.array = np.zeros(())
         self.returned: list[dict[str, float]] = []
         self.at_step_end: list[Any] = []
 
@@ -64,7 +68,8 @@ class Task(Trainer):
         model.seen += len(batch)
         model.both += len(batch)
         self.filled.fill_(batch.sum())
-        values = values_of(model, batch, self.filled)
+        self.array[...] = float(batch.sum())
+        values = values_of(model, self.filled, self.array)
         self.returned.append(numbers_of(values))
         return {"loss": (model.scale * model.scales.sum() * batch).mean(), **values}
 
@@ -73,7 +78,7 @@ class Task(Trainer):
     def on_step_end(self, outputs: Any) -> None:
         super().on_step_end(outputs)
         self.at_step_end += [numbers_of({key: each.values[key] for key in values}) for each in outputs
-                             for values in [values_of(self.model, outputs, self.filled)]]  # fmt: skip
+                             for values in [values_of(self.model, self.filled, self.array)]]  # fmt: skip
 
 
 BATCHES = [torch.ones(2), torch.ones(2), torch.ones(2) * 3, torch.ones(2)]
@@ -88,7 +93,8 @@ def test_a_number_of_a_step_is_the_one_that_it_returned(window: int) -> None:
     row = trainer.run(1, BATCHES)["train_metrics_history"][0]
     column = {key: [each[key] for each in trainer.returned] for key in trainer.returned[0]}
     expected = {key: sum(numbers) / len(numbers) for key, numbers in column.items()}
-    expected["sum"] = sum(column["sum"])
+    for key in ("sum", "sum of arrays"):
+        expected[key] = sum(column[key])
     expected["max"] = max(column["max"])
     weights = column["filled"]
     expected["weighed"] = sum(a * b for a, b in zip(column["seen"], weights, strict=True)) / sum(weights)

@@ -127,8 +127,8 @@ def copy_output(
 ) -> tuple[Mapping[str, Any], Any]:
     """Return the output of a step with copies of its numbers that are other ones when they are read.
 
-    The optimizer steps a parameter, and the next batch fills a buffer: what is one, or shares the memory of one, is
-    copied. In a window that is read after its last batch, so are all numbers on an accelerator, whose CUDA graphs
+    The optimizer steps a parameter, and the next batch fills a buffer or an array: what is one, or shares the memory of
+    one, is copied. In a window that is read after its last batch, so are all numbers on an accelerator, whose CUDA graphs
     write to the same memory, and the dict, which a step may return each time.
     """
     values, weight = output
@@ -149,6 +149,8 @@ def _copy(value: Any, in_window: bool, with_outputs: bool) -> Any:
             return value
         may_change = value.is_leaf or is_view(value) or (in_window and not value.is_cpu)
         return value.detach().clone() if may_change else value
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.size == 1 or with_outputs else value
     if isinstance(value, Mapping):
         return {key: _copy(each, in_window, with_outputs) for key, each in value.items()}
     if is_typed(value):
