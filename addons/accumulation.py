@@ -183,9 +183,9 @@ class GradientAccumulationAddon(AddOnBase):
 
     def count_targets(self, values: Mapping[str, Any], batch: Any) -> Any:
         """Count the samples of a batch, where the size of a step is given in samples."""
-        found = super().count_targets(values, batch)
-        if found is not None or self.step_window.samples is None:
-            return found
+        count = super().count_targets(values, batch)
+        if count is not None or self.step_window.samples is None:
+            return count
         samples = leading_dimension(batch)
         if samples is None:
             raise StepError(
@@ -197,8 +197,8 @@ class GradientAccumulationAddon(AddOnBase):
 
     def _may_repeat(self) -> bool:
         """Return whether an override of a user may compute the gradients of one window several times."""
-        own = (kind for kind in type(self).__mro__ if not kind.__module__.startswith("zae."))
-        return any(name in vars(kind) for kind in own for name in _REPEATED)
+        user_classes = (kind for kind in type(self).__mro__ if not kind.__module__.startswith("zae."))
+        return any(name in vars(kind) for kind in user_classes for name in _REPEATED)
 
     @replaces
     def micro_batches(self, batch: Any) -> Sequence[Any]:
@@ -216,7 +216,7 @@ def _quotient(together: int, batch_size: int, ranks: int) -> int:
     count, rest = divmod(together, batch_size * ranks)
     if not rest:
         return count
-    found = f"a batch of the loader has {batch_size} samples" + f", on each of {ranks} ranks" * (ranks > 1)
+    sizes = f"a batch of the loader has {batch_size} samples" + f", on each of {ranks} ranks" * (ranks > 1)
     if together % ranks:
         raise ConfigError(
             f"global_batch_size={together} cannot be divided by {ranks} ranks; choose one that every number of ranks "
@@ -224,7 +224,7 @@ def _quotient(together: int, batch_size: int, ranks: int) -> int:
         )
     fitting = max(n for n in range(1, batch_size + 1) if together // ranks % n == 0)
     raise ConfigError(
-        f"global_batch_size={together} is not a multiple of {batch_size * ranks}: {found}; write "
+        f"global_batch_size={together} is not a multiple of {batch_size * ranks}: {sizes}; write "
         f"batch_size={fitting} in the DataLoader, or another global_batch_size"
     )
 

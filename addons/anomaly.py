@@ -88,7 +88,7 @@ class AnomalyAddon(AddOnBase):
             after = Annotated[int, Interval(f"[{first}, inf)")]
             steps = first, check_argument("the last of anomaly_steps", steps[1], after)
         self.anomaly_steps: tuple[float, float] = steps
-        self._anomaly: _Found | None = None
+        self._anomaly: _NonFiniteValues | None = None
         if any(map(is_compiled_by_hand, (self.model, *self.unwrap().modules()))):
             raise ConfigError(
                 "the model is compiled, and compiled code has no modules that AnomalyAddon could look at; give the "
@@ -100,7 +100,7 @@ class AnomalyAddon(AddOnBase):
         self._anomaly = None
         if not self.anomaly_steps[0] <= self.progress_checker.step + 1 <= self.anomaly_steps[1]:
             return super().gradients(batch)
-        found = _Found(self.unwrap())
+        found = _NonFiniteValues(self.unwrap())
         self._anomaly = found
         try:
             with found.watching(), self._naming_operations():
@@ -113,28 +113,28 @@ class AnomalyAddon(AddOnBase):
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Look at the loss first: the backward of a NaN says nothing of where it comes from."""
-        found = self._anomaly
+        anomaly = self._anomaly
         numbers = loss_numbers(loss)
         values = [*numbers.values()] if isinstance(numbers, dict) else [numbers]
-        if found is not None and self._ends_run and not all(map(math.isfinite, values)):
-            raise self._error(f"the loss is {numbers}; {found}")
+        if anomaly is not None and self._ends_run and not all(map(math.isfinite, values)):
+            raise self._error(f"the loss is {numbers}; {anomaly}")
         super().backward(loss, **kwargs)
 
     def should_step(self, outputs: Sequence[StepOutput]) -> bool:
         """Say where a step that is not finite became so; refuse one of which only a gradient is not."""
-        found = self._anomaly
+        anomaly = self._anomaly
         self._anomaly = None
         before = self.progress_checker.nonfinite_steps
         try:
             may = super().should_step(outputs)
         except NonFiniteError as error:
-            if found is not None:
-                error.add_note(f"zae: {found}")
+            if anomaly is not None:
+                error.add_note(f"zae: {anomaly}")
             raise
-        if found is not None and (found.gradient or self.progress_checker.nonfinite_steps > before):
+        if anomaly is not None and (anomaly.gradient or self.progress_checker.nonfinite_steps > before):
             if self._ends_run:
-                raise self._error(str(found))
-            _log.warning("step %d: %s", self.progress_checker.step + 1, found)
+                raise self._error(str(anomaly))
+            _log.warning("step %d: %s", self.progress_checker.step + 1, anomaly)
         return may
 
     def describe(self) -> list[Fact]:
@@ -161,7 +161,7 @@ class AnomalyAddon(AddOnBase):
         )
 
 
-class _Found:
+class _NonFiniteValues:
     """What of a step is not finite, each in the order in which it was computed."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -215,9 +215,11 @@ class _Found:
 
 def _floats(values: Any) -> list[Tensor]:
     """Return the tensors of numbers with a point; those in 8 bits have no operations that look at them."""
-    found = [local_part(tensor.detach()) for tensor in tensors_in(values)]
+    tensors = [local_part(tensor.detach()) for tensor in tensors_in(values)]
     return [
-        tensor for tensor in found if (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1
+        tensor
+        for tensor in tensors
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1
     ]
 
 

@@ -147,8 +147,8 @@ class CompileAddon(AddOnBase):
 
     def changed_modules(self, how: str) -> Mapping[str, Any]:
         """Add the model, which is compiled."""
-        found = super().changed_modules(how)
-        return {**found, "": self.unwrap()} if how == "compiled" else found
+        changed = super().changed_modules(how)
+        return {**changed, "": self.unwrap()} if how == "compiled" else changed
 
     def setup(self) -> None:
         """Refuse several ranks for the step, and set what the compiler must guard."""
@@ -178,9 +178,9 @@ class CompileAddon(AddOnBase):
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
         """Compute a micro-batch with the compiled model or step."""
         if count > 1 and self._replays_graphs():
-            given = f"compile_mode={self.compile_mode!r}" if self.compile_options is None else "compile_options"
+            option = f"compile_mode={self.compile_mode!r}" if self.compile_options is None else "compile_options"
             raise ConfigError(
-                f"{given} replays graphs of the device, whose gradients lie in the same memory each time, and torch "
+                f"{option} replays graphs of the device, whose gradients lie in the same memory each time, and torch "
                 f"would add up those of a step of {count} batches wrongly; write "
                 "compile_mode='max-autotune-no-cudagraphs' or 'default', or make a step of one batch"
             )
@@ -224,9 +224,9 @@ class CompileAddon(AddOnBase):
         before = torch_private.compiled_graphs()
         start = time.perf_counter()
         result = self._compiled(*args, **kwargs)
-        made = torch_private.compiled_graphs() - before
-        if made > 0:
-            self.compile_report["graphs"] += made
+        new_graphs = torch_private.compiled_graphs() - before
+        if new_graphs > 0:
+            self.compile_report["graphs"] += new_graphs
             self.compile_report["compile_seconds"] += time.perf_counter() - start
         return result
 

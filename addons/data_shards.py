@@ -60,7 +60,7 @@ class DataShardsAddon(AddOnPart):
         loader = super().wrap_loader(loader, training)
         if not self._is_parallel or self.engine.dp_world_size == 1:
             return loader
-        shares = [share for known, use, share in self._shared if known is loader and use == training]
+        shares = [share for shared_loader, use, share in self._shared if shared_loader is loader and use == training]
         if not shares:
             between_ranks.check_loader(loader, "loader", self.gather)
             ranks = sharding.Ranks(
@@ -82,14 +82,14 @@ class DataShardsAddon(AddOnPart):
 
     def micro_batches(self, batch: Any) -> Sequence[Any]:
         """Leave out, or pad, the batch of a rank without samples; it still counts."""
-        found = super().micro_batches(batch)
+        batches = super().micro_batches(batch)
         self._absent = 0
         shares = self._shares
-        last = self.progress_checker.epoch_batch + len(found)
+        last = self.progress_checker.epoch_batch + len(batches)
         self._leaves_out = shares is not None and shares.leaves_out and last == len(shares)
         if self._leaves_out and self.engine.needs_lockstep_forward:
-            return self._padded(list(found))
-        return _Given(found, self._note_absent) if self._leaves_out else found
+            return self._padded(list(batches))
+        return _PresentBatches(batches, self._note_absent) if self._leaves_out else batches
 
     def _padded(self, window: list[Any]) -> list[Any]:
         """Give a rank without samples the batch of rank 0, which always has some; it will weigh nothing."""
@@ -229,7 +229,7 @@ def _without_rows(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-class _Given(Sequence[Any]):
+class _PresentBatches(Sequence[Any]):
     """The batches of a window in which some rank has no samples."""
 
     def __init__(self, batches: Sequence[Any], note_absent: Callable[[], None]) -> None:

@@ -92,8 +92,8 @@ class Replica(DistributedDataParallel):
         if type(value) is bool and name in vars(self):  # The wrapper sets one in each step.
             vars(self)[name] = value
             return
-        own = not self._made or name == "module" or name in vars(self) or hasattr(type(self), name)
-        if own or (name.startswith("_") and not hasattr(self.module, name)):
+        is_own = not self._made or name == "module" or name in vars(self) or hasattr(type(self), name)
+        if is_own or (name.startswith("_") and not hasattr(self.module, name)):
             super().__setattr__(name, cast(Any, value))
         else:
             setattr(self.module, name, value)
@@ -196,8 +196,10 @@ class DDPEngine(Engine):
         self.inner.begin(module, parameters)
         self._owners = [submodule._buffers for submodule in module.modules()]
         self._known = _trained(parameters)
-        held = {} if self.replica is None else self.replica._held
-        self._outside = [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in held]
+        tensors = {} if self.replica is None else self.replica._held
+        self._outside = [
+            parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in tensors
+        ]
 
     # ------------------------------------------------------------------------------------------------------ a step
 
@@ -252,9 +254,9 @@ class DDPEngine(Engine):
         try:
             check_reducer(replica)
         except RuntimeError as error:
-            held = replica._held
+            tensors = replica._held
             named = named_parameters(self.module).items()
-            names = [name for name, each in named if each.grad is None and id(each) in held]
+            names = [name for name, each in named if each.grad is None and id(each) in tensors]
             if names and not self.find_unused_parameters:
                 raise self.left_out(names) from error
             raise
@@ -359,10 +361,10 @@ class ReplicatedAddon(AddOnPart):
 
     def micro_batches(self, batch: Any) -> Any:
         """Do not use the wrapper in a step in which a rank has no samples: it would wait for that rank."""
-        found = super().micro_batches(batch)
+        batches = super().micro_batches(batch)
         if self._ddp is not None:
             self._ddp.is_short = self._leaves_out and not self._ddp.needs_lockstep_forward
-        return found
+        return batches
 
 
 def _trained(parameters: Sequence[Tensor]) -> list[int]:

@@ -283,8 +283,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
 
     def _dimensions(self) -> list[str]:
         """List the dimensions along which the add-ons of this trainer divide the work."""
-        own = [name for add_on in add_ons_of(type(self)) for name in getattr(add_on, "mesh_dimensions", ())]
-        return [name for name in DIMENSIONS if name in own]
+        dimensions = [name for add_on in add_ons_of(type(self)) for name in getattr(add_on, "mesh_dimensions", ())]
+        return [name for name in DIMENSIONS if name in dimensions]
 
     def _mesh(self) -> Mesh:
         """Return the arrangement of the ranks that there are, or will be."""
@@ -351,11 +351,11 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         """Load the part of this rank from a state that was loaded before its number was known."""
         self._placed = True
         if self._rank_states.ranks:
-            own = self._rank_states.ranks[self.engine.dp_rank]
+            rank_state = self._rank_states.ranks[self.engine.dp_rank]
             self._rank_states = RankStates()
-            self.loader_position.load_state_dict(own["position"])
-            self.log_train.load_state_dict(own["log_train"])
-            load_entries(self, own.get("add_ons"))
+            self.loader_position.load_state_dict(rank_state["position"])
+            self.log_train.load_state_dict(rank_state["log_train"])
+            load_entries(self, rank_state.get("add_ons"))
         elif self.loader_position.is_restored:
             self.loader_position.load_state_dict(derive_streams(self.loader_position.state_dict(), self.engine.dp_rank))
 
@@ -472,7 +472,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
     def on_validation_begin(self) -> None:
         """Note that the ranks meet at this step."""
         super().on_validation_begin()
-        self._stop_flag.is_meeting = True
+        self._stop_flag.is_at_rendezvous = True
 
     def checkpoint(self) -> None:
         """Agree on whether to stop, and on what `request` was called with.
@@ -498,11 +498,11 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         They are compared at the end of each epoch and whenever the state is saved. Buffers are not among them: those
         of a module may differ between ranks. A part of a sharded one has the name of that part.
         """
-        found: dict[str, Tensor] = dict(named_parameters(self.unwrap()))
-        known = {id(each) for each in found.values()}
-        others = (parameter for parameter in self.parameters if id(parameter) not in known)
-        found |= {f"parameter {index} outside of the model": each for index, each in enumerate(others)}
-        return {shards.name_of_part(name, each): each for name, each in found.items()}
+        tensors: dict[str, Tensor] = dict(named_parameters(self.unwrap()))
+        known_ids = {id(each) for each in tensors.values()}
+        others = (parameter for parameter in self.parameters if id(parameter) not in known_ids)
+        tensors |= {f"parameter {index} outside of the model": each for index, each in enumerate(others)}
+        return {shards.name_of_part(name, each): each for name, each in tensors.items()}
 
     def _check_drift(self) -> None:
         """Refuse to continue with ranks whose weights differ."""

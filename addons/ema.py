@@ -146,10 +146,10 @@ class EMAAddon(AddOnBase):
         ]
         averaged = {id(pair[1]) for pair in self._averaged}
         self._copied = [pair for key, pair in pairs.items() if key not in averaged]
-        found = _places_in(module)
+        places = _places_in(module)
         names = {id(value): key for key, value in live.items()}
         self._places = [
-            (names[id(value)], *(found.get(id(value)) or _place_of_extra(module, names[id(value)], value)))
+            (names[id(value)], *(places.get(id(value)) or _place_of_extra(module, names[id(value)], value)))
             for _, value in self._copied
         ]
         self._columns = [*alike(self._averaged)], [*alike(self._copied)]
@@ -172,13 +172,13 @@ class EMAAddon(AddOnBase):
 
     def _names_to_average(self, state: Mapping[str, Any]) -> list[str]:
         """Return the tensors that the average has: all, but those that are not saved, such as a frozen model's."""
-        kept = self.weights_to_save(state)
+        names = self.weights_to_save(state)
         return [
             key
             for key, value in state.items()
             if isinstance(value, Tensor)
             # Statistics of BatchNorm are saved once they have changed.
-            and (key in kept or not (isinstance(value, nn.Parameter) or _is_quantized(value)))
+            and (key in names or not (isinstance(value, nn.Parameter) or _is_quantized(value)))
         ]
 
     def _update_average(self, decay: float | None) -> None:
@@ -255,7 +255,7 @@ class EMAAddon(AddOnBase):
             self._follow()
             # An expanded buffer cannot be written to, and has not changed since the average copied it.
             pairs = [pair for pair in (*self._averaged, *self._copied) if has_own_elements(pair[1])]
-            kept = [weight.detach().clone() for _, weight in pairs]
+            weights = [weight.detach().clone() for _, weight in pairs]
             # Through `data`: a step may evaluate between its forward and its backward, which accepts the weights that
             # are restored here, and would refuse weights that were written to.
             try:
@@ -263,13 +263,13 @@ class EMAAddon(AddOnBase):
                     weight.data.copy_(average)
                 yield
             finally:
-                for before, (_, weight) in zip(kept, pairs, strict=True):
+                for before, (_, weight) in zip(weights, pairs, strict=True):
                     weight.data.copy_(before)
 
     def local_shards(self) -> dict[str, Tensor]:
         """Let an average lie on the ranks as its weight does."""
-        held = {key: each for key, each in self.unwrap().state_dict().items() if is_sharded(each)}
-        return super().local_shards() | {f"state/EMAAddon.average.{name_of_key(key)}": held[key] for key in held}
+        shards = {key: each for key, each in self.unwrap().state_dict().items() if is_sharded(each)}
+        return super().local_shards() | {f"state/EMAAddon.average.{name_of_key(key)}": shards[key] for key in shards}
 
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
         """Load the average that was evaluated, beside the weights."""

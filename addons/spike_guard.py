@@ -154,8 +154,8 @@ class SpikeGuardAddon(AddOnBase):
 
     def _norm_before_clip(self) -> Any:
         """Return the norm of the gradients before they were clipped."""
-        found = self.optimization.grad_norm
-        return self.engine.gradient_norm(self.optimization.parameters) if found is None else found
+        norm = self.optimization.grad_norm
+        return self.engine.gradient_norm(self.optimization.parameters) if norm is None else norm
 
     # ------------------------------------------------------------------------------------------------ what follows
 
@@ -194,15 +194,15 @@ class SpikeGuardAddon(AddOnBase):
 
 def _check_thresholds(given: Any) -> dict[str, float]:
     """Return the thresholds by what is watched."""
-    found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(_WATCHED, given)
-    for name in found:
+    thresholds = dict(given) if isinstance(given, Mapping) else dict.fromkeys(_WATCHED, given)
+    for name in thresholds:
         if name not in _WATCHED:
             raise ConfigError(
                 f"spike_threshold has {name!r}; it may have 'loss' and 'grad_norm'{did_you_mean(str(name), _WATCHED)}"
             )
-    if not found:
+    if not thresholds:
         raise ConfigError("spike_threshold={} watches nothing; write {'loss': 10.0}, or leave the add-on out")
-    return {name: check_argument("spike_threshold", value, _Threshold) for name, value in found.items()}
+    return {name: check_argument("spike_threshold", value, _Threshold) for name, value in thresholds.items()}
 
 
 def _score(value: float, known: list[float], least: int) -> float:

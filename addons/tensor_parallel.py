@@ -100,8 +100,8 @@ class TensorParallelEngine(Engine):
 
     def is_same_on_ranks(self, values: Any) -> bool:
         """Return whether the ranks that divide layers have the same tensors: each sends a hash of its own."""
-        own = fingerprint(tensors_in(values))
-        return len(set(gather_objects(own, self._mesh().get_group()))) == 1
+        digest = fingerprint(tensors_in(values))
+        return len(set(gather_objects(digest, self._mesh().get_group()))) == 1
 
     def _finish_outside_of_compiled(self, modules: Mapping[str, nn.Module]) -> None:
         """Let compiled code, where there is any, take no tensor that is still under way between the ranks."""
@@ -291,7 +291,7 @@ class TensorParallelAddon(DistributedAddon):
             In the order of the plan.
         """
         names = [name for name, _ in self.unwrap().named_modules()]
-        found: dict[str, tuple[str, Any]] = {}
+        styles: dict[str, tuple[str, Any]] = {}
         for pattern, style in self.tensor_plan.items():
             if not hasattr(style, "_apply"):
                 raise ConfigError(f"tensor_plan[{pattern!r}] is {style!r}; give a style: ColwiseParallel()")
@@ -302,15 +302,15 @@ class TensorParallelAddon(DistributedAddon):
                     f"{', '.join(filter(None, names))}"
                 )
             for name in chosen:
-                if name in found:
-                    raise ConfigError(f"tensor_plan: {pattern!r} and {found[name][0]!r} both match {name}; keep one")
-                found[name] = (pattern, style)
-        return {name: style for name, (_, style) in found.items()}
+                if name in styles:
+                    raise ConfigError(f"tensor_plan: {pattern!r} and {styles[name][0]!r} both match {name}; keep one")
+                styles[name] = (pattern, style)
+        return {name: style for name, (_, style) in styles.items()}
 
     def changed_modules(self, how: str) -> Mapping[str, Any]:
         """Add the styles of the modules that are divided."""
-        found = super().changed_modules(how)
-        return {**found, **self.styles()} if how == "divided" else found
+        changed = super().changed_modules(how)
+        return {**changed, **self.styles()} if how == "divided" else changed
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model and a mesh that cannot be divided."""

@@ -144,19 +144,19 @@ class ThroughputAddon(AddOnBase):
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Measure the wait for each batch, or window of batches."""
-        found = super().batches(loader)
+        batches = super().batches(loader)
         try:
             while True:
                 began = time.perf_counter()
                 try:
-                    batch = next(found)
+                    batch = next(batches)
                 except StopIteration:
                     return
                 self._meter.wait = time.perf_counter() - began
                 yield batch
         finally:
-            if isinstance(found, Iterator) and hasattr(found, "close"):
-                found.close()
+            if isinstance(batches, Iterator) and hasattr(batches, "close"):
+                batches.close()
 
     def on_step_begin(self, batch: Any) -> None:
         """Begin a step."""
@@ -186,11 +186,11 @@ class ThroughputAddon(AddOnBase):
             return super().gradients(batch)
         self._meter.began = None  # A step that is counted takes longer.
         with FlopCounterMode(display=False) as counter:
-            found = super().gradients(batch)
+            outputs = super().gradients(batch)
         self._meter.is_counted = True
         self.step_flops = counter.get_total_flops()
         self._meter.counted_samples = self._meter.new_samples
-        return found
+        return outputs
 
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """End a step."""
@@ -252,7 +252,7 @@ class ThroughputAddon(AddOnBase):
         ordered = sorted(self._meter.seconds)
         tokens = float(self._meter.tokens)
         samples = self._meter.samples
-        found = {
+        rates = {
             **({} if samples is None else {"samples_per_second": samples * ranks / seconds}),
             "batches_per_second": self._meter.batches * ranks / seconds,
             "steps_per_second": len(ordered) / seconds,
@@ -264,11 +264,11 @@ class ThroughputAddon(AddOnBase):
         if self.step_flops:
             of_one = self._meter.counted_samples
             steps = samples / of_one if samples is not None and of_one else len(ordered)
-            found["flops_per_second"] = self.step_flops * steps / seconds
+            rates["flops_per_second"] = self.step_flops * steps / seconds
             peak = self.peak_flops or peak_flops_of(name_of_device(self.device))
-            found |= {"mfu": found["flops_per_second"] / peak} if peak else {}
+            rates |= {"mfu": rates["flops_per_second"] / peak} if peak else {}
         memory = _peak_memory(self.device)
-        return found | ({"peak_memory_mib": memory / 2**20} if memory else {})
+        return rates | ({"peak_memory_mib": memory / 2**20} if memory else {})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which measures for itself."""
@@ -336,5 +336,5 @@ def _peak_memory(device: torch.device) -> int:
         return 0
     import resource
 
-    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return found if sys.platform == "darwin" else found * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

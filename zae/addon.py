@@ -164,8 +164,8 @@ class AddOnBase(Trainer):
 
     def _open_generators(self) -> Generators:
         """Return the generators of all add-ons, to which those are added that are asked for from now on."""
-        found: Generators = vars(self).setdefault("_add_on_generators", Generators())
-        return found
+        generators: Generators = vars(self).setdefault("_add_on_generators", Generators())
+        return generators
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
@@ -185,11 +185,11 @@ class AddOnBase(Trainer):
         Generators.check(generators)
         values: dict[str, Any] = {}
         for owner in declaring(type(self)):
-            own, rest = self.take(state, owner.__name__, strict=False)
-            own = owner.adapt_state(self, own)
-            if own is None:
-                own, rest = self.take(state, owner.__name__, strict)
-            values |= {} if own is None else check_declared(self, owner, own)
+            entry, rest = self.take(state, owner.__name__, strict=False)
+            entry = owner.adapt_state(self, entry)
+            if entry is None:
+                entry, rest = self.take(state, owner.__name__, strict)
+            values |= {} if entry is None else check_declared(self, owner, entry)
             state = rest
         super().load_state_dict(state, strict)
         for name, value in values.items():

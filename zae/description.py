@@ -67,9 +67,13 @@ def _plain(value: Any) -> Any:
 
 def _environment(device: torch.device) -> dict[str, Any]:
     """Return the versions of zae, Python and torch, the platform, and the device; one not used is not initialised."""
-    found: dict[str, Any] = {"zae": zae.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    environment: dict[str, Any] = {
+        "zae": zae.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     if device.type == "cuda":
-        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        environment |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     name = f"{device} ({made})" if (made := name_of_device(device)) else str(device)
     threads = {"cpus": os.cpu_count(), "threads": torch.get_num_threads()}
-    return {**found, "platform": f"{platform.system()} {platform.machine()}", "device": name, **threads}
+    return {**environment, "platform": f"{platform.system()} {platform.machine()}", "device": name, **threads}

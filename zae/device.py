@@ -130,8 +130,8 @@ def cpu_computes_in_bf16() -> bool:
         return False
     ask = getattr(torch.cpu, "get_capabilities", None)
     if ask is not None:
-        found = ask()
-        return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+        answer = ask()
+        return any(answer.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     return has_bf16_of_x86()
 
 
@@ -145,9 +145,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release_memory() -> None:
     """Free what only reference cycles hold, and what torch keeps of an accelerator's memory."""
     gc.collect()
-    found = accelerator()
-    if found is not None and count_devices(found.type, "empty_cache", begun=True):
-        getattr(torch, found.type).empty_cache()
+    device = accelerator()
+    if device is not None and count_devices(device.type, "empty_cache", begun=True):
+        getattr(torch, device.type).empty_cache()
 
 
 def name_of_device(device: torch.device) -> str:
@@ -173,8 +173,8 @@ def plain_tensors(batch: Any) -> list[Tensor] | None:
 
 def _best_device() -> torch.device:
     """Return the device for "auto"."""
-    found = accelerator()
-    for kind in ("cuda", "mps", *([] if found is None else [found.type])):
+    device = accelerator()
+    for kind in ("cuda", "mps", *([] if device is None else [device.type])):
         if count_devices(kind):
             return torch.device(kind, 0)
     return HOST

@@ -39,7 +39,7 @@ _BY_PART = ("gradients", "weights")
 """What a rank of a sharded model writes for each part of the tensors that it holds."""
 
 
-_MOST = 12  # Tensors that are listed; --json has all of them.
+MAX_TENSORS = 12  # Tensors that are listed; --json has all of them.
 
 
 class Difference(NamedTuple):
@@ -179,10 +179,10 @@ def first_tensors(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[d
 
 def _differing_batches(first: list[list[str]], second: list[list[str]]) -> list[str]:
     """Return the tensors of the batches of a window that differ, each as "batch.tensor"."""
-    found = []
+    batches = []
     for micro, (tensors, others) in enumerate(zip(first, second)):
-        found += [f"{micro}.{index}" for index, (a, b) in enumerate(zip(tensors, others)) if a != b]
-    return found
+        batches += [f"{micro}.{index}" for index, (a, b) in enumerate(zip(tensors, others)) if a != b]
+    return batches
 
 
 def _describe_tensors(found: list[dict[str, str]]) -> str:
@@ -206,8 +206,8 @@ def _describe_tensors(found: list[dict[str, str]]) -> str:
     ]
     text = f"  the first tensor that differs, {where}: {names[0]}"
     if len(names) > 1:
-        text += f"; {len(names)} differ there: {', '.join(names[:_MOST])}"
-    return f"{text}, and {len(names) - _MOST} more" if len(names) > _MOST else text
+        text += f"; {len(names)} differ there: {', '.join(names[:MAX_TENSORS])}"
+    return f"{text}, and {len(names) - MAX_TENSORS} more" if len(names) > MAX_TENSORS else text
 
 
 def describe(found: Difference, common: list[int]) -> str:
@@ -217,11 +217,11 @@ def describe(found: Difference, common: list[int]) -> str:
     if before and found.step - before[-1] > 1:
         same += f", {found.step - before[-1] - 1} steps between were not recorded"
     if found.what == "tensors":
-        what = _TENSORS.get(found.stage, "a gradient differs")
+        sentence = _TENSORS.get(found.stage, "a gradient differs")
     else:
-        what = _NAMES.get(found.what) or f"{printable(found.what)} differs"
+        sentence = _NAMES.get(found.what) or f"{printable(found.what)} differs"
     return (
-        f"the runs differ at step {found.step}, in the stage {found.stage!r}: {what} "
+        f"the runs differ at step {found.step}, in the stage {found.stage!r}: {sentence} "
         f"({same})\n  runA: {_short(found.first)}\n  runB: {_short(found.second)}"
     )
 

@@ -21,12 +21,12 @@ def names_in_stub(package: str, init_file: str) -> dict[str, str]:
     has no such names, and `import zae` and its modules still work.
     """
     folder = os.path.dirname(init_file)
-    found = {}
+    homes = {}
     for line in _read(os.path.join(folder, "__init__.pyi")).splitlines():
         match line.split():
             case ["from", module, "import", name, "as", _] if _is_there(module, package, folder):
-                found[name] = module
-    return found
+                homes[name] = module
+    return homes
 
 
 def _read(path: str) -> str:
@@ -70,9 +70,9 @@ def missing_name(module: str, name: str, names: Iterable[str], home: str = "") -
     near = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=0.8)
     if not near:
         return AttributeError(f"module {module!r} has no attribute {name!r}")
-    found = bare[near[0]]
+    meant = bare[near[0]]
     return ImportError(
-        f"cannot import name {name!r} from {module!r}; write: from {home or module} import {found}", name=module
+        f"cannot import name {name!r} from {module!r}; write: from {home or module} import {meant}", name=module
     )
 
 

@@ -92,8 +92,8 @@ def capture() -> dict[str, Any]:
         },
         "python": [version, list(words), gauss_next],
     }
-    for kind, found in streams.devices.items():
-        state[kind] = found[0] if kind == "mps" else [found[index] for index in _current_first(kind, len(found))]
+    for kind, states in streams.devices.items():
+        state[kind] = states[0] if kind == "mps" else [states[index] for index in _current_first(kind, len(states))]
     return state
 
 
@@ -228,12 +228,12 @@ def generators_of(loader: object) -> list[torch.Generator]:
     # With batch_size=None the sampler may be a BatchSampler around another one.
     inner = getattr(sampler, "sampler", None)
     owners = (loader, sampler, getattr(batch_sampler, "sampler", None), batch_sampler, inner)
-    found: dict[int, torch.Generator] = {}
+    generators: dict[int, torch.Generator] = {}
     for owner in owners:
         generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator):
-            found.setdefault(id(generator), generator)
-    return list(found.values())
+            generators.setdefault(id(generator), generator)
+    return list(generators.values())
 
 
 def capture_generators(loader: object) -> list[torch.Tensor]:
@@ -268,8 +268,8 @@ def of_devices() -> dict[str, list[torch.Tensor]]:
 
 def _kinds_in_use() -> list[str]:
     """List the kinds of accelerator that this process uses, without initializing one."""
-    found = accelerator()
-    kinds: dict[str, None] = dict.fromkeys(["cuda", "mps", *([] if found is None else [found.type])])
+    device = accelerator()
+    kinds: dict[str, None] = dict.fromkeys(["cuda", "mps", *([] if device is None else [device.type])])
     return [kind for kind in kinds if _devices(kind, begun=True)]
 
 

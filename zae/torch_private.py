@@ -72,9 +72,9 @@ def fingerprint_of(dataset: Any) -> str | None:
     """Return the fingerprint of a dataset, its own or that of a Hugging Face one; None if it has none."""
     for name in ("fingerprint", "_fingerprint"):
         with contextlib.suppress(Exception):  # It may be a property, which is computed from a file that is gone.
-            found = getattr(dataset, name, None)
-            if isinstance(found, str):
-                return found
+            fingerprint = getattr(dataset, name, None)
+            if isinstance(fingerprint, str):
+                return fingerprint
     return None
 
 
@@ -260,15 +260,15 @@ def has_loading_hooks(optimizer: Optimizer) -> bool:
 
 def overflow_flags(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:
     """Return the tensors in which a scaler notes that a gradient of an optimizer is not finite, one for each device."""
-    found = getattr(scaler, "_found_inf_per_device", None)
-    return [] if found is None else list(found(optimizer).values())
+    read_flags = getattr(scaler, "_found_inf_per_device", None)
+    return [] if read_flags is None else list(read_flags(optimizer).values())
 
 
 def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Return whether a scaler found a gradient of an optimizer that is not finite when it unscaled them."""
-    found = getattr(scaler, "_found_inf_per_device", None)
-    if found is not None:
-        return any(each.item() for each in found(optimizer).values())
+    read_flags = getattr(scaler, "_found_inf_per_device", None)
+    if read_flags is not None:
+        return any(each.item() for each in read_flags(optimizer).values())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad

@@ -436,7 +436,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
                 self.user_state.hold(self)
                 self.on_epoch_begin()
                 # on_epoch_begin may load a state, which may be of the end of the call.
-                if run.take_up_state() and not run.has_more_epochs():
+                if run.apply_pending_state() and not run.has_more_epochs():
                     break
                 with loader_of_epoch(run) as its_loader:
                     self.run_epoch(its_loader)
@@ -1131,9 +1131,9 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.engine.rendezvous("predict")
         with self.ready(), Predictions(path, self.is_main) as predictions:
             Evaluation(self, seed=seed).outputs(loader, predictions.add)
-            found = predictions.finish()
+            arrays = predictions.finish()
             self.gather(None)  # The file is there on each rank when this returns.
-        return found
+        return arrays
 
     @hook
     @explained_call("evaluate(loader)")
@@ -1300,8 +1300,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
                 f"continue_from({state!r:.80}); give what state_dict() returned, or add StateManagerAddon for the path "
                 "of a checkpoint"
             )
-        kept = copy.deepcopy(dict(state))  # The run may change what it holds before it is loaded.
-        self.current_run.continuation.request(partial(self.load_state_dict, kept), kept)
+        copied = copy.deepcopy(dict(state))  # The run may change what it holds before it is loaded.
+        self.current_run.continuation.request(partial(self.load_state_dict, copied), copied)
 
     @explained_call("save_model('weights.safetensors')")
     def save_model(self, path: str | Path | None = None) -> Path:
@@ -1558,9 +1558,9 @@ class Trainer(Processes, metaclass=TrainerMeta):
         evaluation = (
             self.current_run.activity.evaluation
         )  # A copy of a trainer that evaluates has the weights of the evaluation.
-        own = {name: value for name, value in without_first_calls(vars(self)).items() if name != "current_run"}
+        attributes = {name: value for name, value in without_first_calls(vars(self)).items() if name != "current_run"}
         engine = copy.deepcopy(self.engine)  # It has no process group, and has wrapped no model.
-        return {**own, "model": self._module, "engine": engine, "evaluation": evaluation}
+        return {**attributes, "model": self._module, "engine": engine, "evaluation": evaluation}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Set the attributes of a copy, whose schedulers see again that their optimizers step."""

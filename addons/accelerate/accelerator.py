@@ -105,14 +105,15 @@ def _launched_plugins() -> dict[str, Any]:
 
 def check_arguments(given: Any, slots: Collection[str]) -> dict[str, Any]:
     """Return a copy of the arguments of an Accelerator; refuse what zae does in another way."""
-    found = dict(given or {})
-    known = list(inspect.signature(load_library().Accelerator).parameters)
-    _check(found, slots)
-    if unknown := [name for name in found if name not in known]:
+    arguments = dict(given or {})
+    parameters = list(inspect.signature(load_library().Accelerator).parameters)
+    _check(arguments, slots)
+    if unknown := [name for name in arguments if name not in parameters]:
         raise ConfigError(
-            f"accelerator_args has {unknown[0]!r}, which Accelerator does not take{did_you_mean(unknown[0], known)}"
+            f"accelerator_args has {unknown[0]!r}, which Accelerator does not take"
+            f"{did_you_mean(unknown[0], parameters)}"
         )
-    return found
+    return arguments
 
 
 def check_given(accelerator: Any, slots: Collection[str], devices: int, launched: bool) -> None:
@@ -190,8 +191,8 @@ def _forget_others(state: Any, precision: str, device: torch.device, world: int)
     Transformers does so for each TrainingArguments. Else a second trainer could not have another precision, and one
     that has joined other ranks would be alone.
     """
-    known = state.PartialState._shared_state
-    if known and (known.get("num_processes") != world or torch.device(known["device"]).type != device.type):
+    shared = state.PartialState._shared_state
+    if shared and (shared.get("num_processes") != world or torch.device(shared["device"]).type != device.type):
         state.AcceleratorState._reset_state(reset_partial_state=True)
     elif state.AcceleratorState._shared_state.get("_mixed_precision", precision) != precision:
         state.AcceleratorState._reset_state()
@@ -249,12 +250,12 @@ class Prepared:
 
     def places(self) -> dict[str, list[int]]:
         """Return the numbers of the model, the optimizers and the schedulers in a folder of the Accelerator."""
-        own = {"model": [self._model], "optimizer": self._optimizers, "scheduler": self._schedulers}
-        found: dict[str, list[int]] = {}
-        for name, several in own.items():
+        parts = {"model": [self._model], "optimizer": self._optimizers, "scheduler": self._schedulers}
+        indices: dict[str, list[int]] = {}
+        for name, several in parts.items():
             ids = [id(each) for each in getattr(self.accelerator, f"_{name}s")]
-            found[name] = [ids.index(id(part)) for part in several]
-        return found
+            indices[name] = [ids.index(id(part)) for part in several]
+        return indices
 
     def custom_objects(self) -> list[Any]:
         """Return what the user has registered with ``register_for_checkpointing``."""

@@ -125,10 +125,10 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
             if type(handler).__name__ != "DistributedDataParallelKwargs":
                 continue
             defaults = vars(type(handler)())
-            given = {name: value for name, value in vars(handler).items() if value != defaults[name]}
-            self.find_unused_parameters = self.find_unused_parameters or given.pop("find_unused_parameters", False)
-            if given:
-                name, value = next(iter(given.items()))
+            changed = {name: value for name, value in vars(handler).items() if value != defaults[name]}
+            self.find_unused_parameters = self.find_unused_parameters or changed.pop("find_unused_parameters", False)
+            if changed:
+                name, value = next(iter(changed.items()))
                 raise ConfigError(
                     f"DistributedDataParallelKwargs has {name}={value!r}, which AccelerateAddon does not "
                     "use; leave it out"

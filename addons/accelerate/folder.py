@@ -124,17 +124,21 @@ class Folder:
                 f"{self.path} has no {path.name}; give a folder of Accelerator.save_state, of safetensors, "
                 "in which each process had the whole model, without DeepSpeed and FSDP"
             )
-        own = module.state_dict()
-        found = {}
+        present = module.state_dict()
+        weights_by_name = {}
         for name, each in _read_weights(path).items():
-            found[name if name in own else name.removeprefix("module.")] = each
+            weights_by_name[name if name in present else name.removeprefix("module.")] = each
         # safetensors has one of several names of a tensor: the others get what that one has.
-        name_at = {(each.data_ptr(), each.shape): name for name, each in own.items() if name in found and each.numel()}
-        for name, each in own.items():
+        name_at = {
+            (each.data_ptr(), each.shape): name
+            for name, each in present.items()
+            if name in weights_by_name and each.numel()
+        }
+        for name, each in present.items():
             other = name_at.get((each.data_ptr(), each.shape))
-            if name not in found and other is not None:
-                found[name] = found[other]
-        return found
+            if name not in weights_by_name and other is not None:
+                weights_by_name[name] = weights_by_name[other]
+        return weights_by_name
 
     def states(self, kind: str, names: Sequence[str]) -> dict[str, Any]:
         """Read the states of the optimizers, or of the schedulers, by their names in the trainer."""
@@ -143,10 +147,10 @@ class Folder:
         more = self._name(kind, max(several, default=-1) + 1, ".bin")
         missing = [path.name for path in paths if not path.exists()]
         if missing or more.exists():
-            what = f"no {missing[0]}" if missing else f"{more.name} too"
+            difference = f"no {missing[0]}" if missing else f"{more.name} too"
             raise CheckpointMismatch(
-                f"{self.path} has {what}, and the trainer has {len(several)} {kind}{'s' * (len(several) != 1)}; build "
-                f"the trainer as it was, or leave {kind!r} out of parts"
+                f"{self.path} has {difference}, and the trainer has {len(several)} {kind}{'s' * (len(several) != 1)}; "
+                f"build the trainer as it was, or leave {kind!r} out of parts"
             )
         return dict(zip(names, map(_load, paths), strict=True))
 

@@ -98,21 +98,21 @@ class ActivationOffloadAddon(AddOnBase):
             The outermost ones: what a module in another one saves is offloaded with it.
         """
         model = self.unwrap()
-        found = choose_outermost(model, self.offload_modules, "offload_modules", "offloaded")
-        if own := find_own_checkpointing(model):
+        modules = choose_outermost(model, self.offload_modules, "offload_modules", "offloaded")
+        if checkpointing := find_own_checkpointing(model):
             raise ConfigError(
-                f"{own} checkpoints its layers itself, within which nothing is to be offloaded; call its "
+                f"{checkpointing} checkpoints its layers itself, within which nothing is to be offloaded; call its "
                 "gradient_checkpointing_disable(), and add GradientCheckpointingAddon"
             )
         recomputed = self.changed_modules("recomputed")
-        for name in found:
+        for name in modules:
             around = [prefix for prefix in recomputed if name.startswith(f"{prefix}.")]
             if around:
                 raise ConfigError(
                     f"offload_modules: {name} is in {around[0]}, which is computed again: nothing of {name} is kept "
                     f"to be offloaded. Name {around[0]}, whose inputs are kept, or a module around it"
                 )
-        return found
+        return modules
 
     def wrap_model(self, model: nn.Module) -> Any:
         """Let the modules save on the host, around what computes them again and before an engine wraps them."""

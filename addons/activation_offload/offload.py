@@ -16,7 +16,7 @@ __all__ = ["HostStorage", "Offloaded", "offload"]
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class _Kept(NamedTuple):
+class _KeptOnDevice(NamedTuple):
     """A saved tensor that stays where it is, with the version that was saved: with hooks, torch does not check it."""
 
     tensor: Tensor
@@ -68,13 +68,13 @@ class HostStorage:
     def pack(self, tensor: Tensor, held: set[int]) -> Any:
         """Copy a tensor that autograd saves to the host, or keep it where it is."""
         if not self.is_moved(tensor, held):
-            return _Kept(tensor, tensor._version)
+            return _KeptOnDevice(tensor, tensor._version)
         host = torch.empty_like(tensor, device="cpu", pin_memory=self.pinned, requires_grad=False)
         return host.copy_(tensor, non_blocking=self.pinned)
 
     def unpack(self, packed: Any) -> Tensor:
         """Return a saved tensor on its device."""
-        return packed.get() if isinstance(packed, _Kept) else packed.to(self.device, non_blocking=self.pinned)
+        return packed.get() if isinstance(packed, _KeptOnDevice) else packed.to(self.device, non_blocking=self.pinned)
 
 
 class Offloaded:
@@ -98,10 +98,10 @@ class Offloaded:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
         tensors = (*self.module.parameters(), *self.module.buffers())
-        held = {other.untyped_storage().data_ptr() for other in tensors if type(other) in _PLAIN}
+        addresses = {other.untyped_storage().data_ptr() for other in tensors if type(other) in _PLAIN}
 
         def pack(tensor: Tensor) -> Any:
-            return self.storage.pack(tensor, held)
+            return self.storage.pack(tensor, addresses)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self.storage.unpack):
             return self.forward(*args, **kwargs)

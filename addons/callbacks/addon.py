@@ -142,8 +142,8 @@ class CallbackAddon(AddOnBase):
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, or the first one of a class, and return it; None where there is none."""
-        found = self._callbacks.pop(callback)
-        return found
+        removed = self._callbacks.pop(callback)
+        return removed
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, or the first one of a class; an instance that is not there is refused."""
@@ -303,10 +303,10 @@ class CallbackAddon(AddOnBase):
 
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
         """Call ``on_substep_end`` after each batch of a window but the last."""
-        found = super().micro_step(batch, count)
+        output = super().micro_step(batch, count)
         if self.current_run.activity.micro_index + 1 < count:
             self.call_event("on_substep_end")
-        return found
+        return output
 
     def optimizer_step(self) -> bool:
         """Call ``on_pre_optimizer_step`` and ``on_optimizer_step``."""
@@ -357,10 +357,10 @@ class CallbackAddon(AddOnBase):
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict, and call ``on_predict``."""
         self._begin_evaluation(args[0] if args else kwargs.get("loader"))
-        found = super().predict(*args, **kwargs)
-        metrics = getattr(found, "metrics", None)  # A PredictionOutput of Transformers has them.
+        outputs = super().predict(*args, **kwargs)
+        metrics = getattr(outputs, "metrics", None)  # A PredictionOutput of Transformers has them.
         self.call_event("on_predict", metrics=self._with_speed({}, "test") if metrics is None else dict(metrics))
-        return found
+        return outputs
 
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Call ``on_prediction_step`` after each batch of an evaluation."""

@@ -130,30 +130,30 @@ class Callbacks:
 
     def add(self, callback: Any) -> Any:
         """Add an instance, or one of a class; return it."""
-        made = callback() if isinstance(callback, type) else callback
-        if any(item is made for item in self.items):
+        instance = callback() if isinstance(callback, type) else callback
+        if any(item is instance for item in self.items):
             raise ConfigError(
-                f"the callback {_name(made)} is there already: it would be called twice at each event; add another "
+                f"the callback {_name(instance)} is there already: it would be called twice at each event; add another "
                 "instance, or leave it out"
             )
-        methods = _methods_of(made)
-        self.items.append(made)
+        methods = _methods_of(instance)
+        self.items.append(instance)
         for event, method in methods.items():
             self._methods[event] = [*self._methods.get(event, ()), method]
-        return made
+        return instance
 
     def pop(self, callback: Any) -> Any:
         """Remove a callback, or the first one of a class, and return it; None where there is none."""
         is_it = isinstance(callback, type)
-        found = [item for item in self.items if (isinstance(item, callback) if is_it else item is callback)]
-        if not found:
+        matches = [item for item in self.items if (isinstance(item, callback) if is_it else item is callback)]
+        if not matches:
             return None
-        self.items = [item for item in self.items if item is not found[0]]
+        self.items = [item for item in self.items if item is not matches[0]]
         self._methods = {
-            event: [method for method in methods if method.callback is not found[0]]
+            event: [method for method in methods if method.callback is not matches[0]]
             for event, methods in self._methods.items()
         }
-        return found[0]
+        return matches[0]
 
     def wants(self, event: str, is_foreign: bool = True) -> bool:
         """Return whether a callback has a method for an event."""
@@ -172,9 +172,9 @@ class Callbacks:
         asked = []
         for method in self._methods.get((event, True), ()):
             before = set(self.control.flags())
-            given = keywords if method.keywords is None else {key: keywords[key] for key in method.keywords}
+            arguments = keywords if method.keywords is None else {key: keywords[key] for key in method.keywords}
             with _noting(method, event):
-                returned = method.function(args, self.state, self.control, **given)
+                returned = method.function(args, self.state, self.control, **arguments)
             if returned is not None:
                 self.control = _control_of(returned)
             asked += [(flag, _name(method.callback)) for flag in self.control.flags() if flag not in before]
@@ -225,7 +225,7 @@ def _methods_of(callback: Any) -> dict[tuple[str, bool], _Method]:
             f"{_name(callback)} is a callback of Lightning, which are not called here; write an object with methods "
             "such as on_epoch_end(self, trainer), or add EarlyStoppingAddon, EMAAddon or StateManagerAddon"
         )
-    found = {}
+    methods = {}
     for name in dir(callback):
         if not name.startswith("on_") or not callable(function := getattr(callback, name)):
             continue
@@ -238,13 +238,13 @@ def _methods_of(callback: Any) -> dict[tuple[str, bool], _Method]:
                 f"(args, state, control, **kwargs), {', '.join(FOREIGN_EVENTS)}; begin the name of a helper with _"
             )
         is_foreign, keywords = _read_signature(callback, name, function, base is not None)
-        found[name, is_foreign] = _Method(callback, function, keywords)
-    if not found and base is None:
+        methods[name, is_foreign] = _Method(callback, function, keywords)
+    if not methods and base is None:
         raise ConfigError(
             f"callbacks has {callback!r:.80}, a {_name(callback)} without a method named as an event; write an object "
             "with methods such as on_epoch_end(self, trainer), or a transformers.TrainerCallback"
         )
-    return found
+    return methods
 
 
 def _read_signature(
@@ -267,15 +267,15 @@ def _read_signature(
             or sum(parameter.kind in _POSITIONAL for parameter in parameters) == 3
         )
     )
-    given = (*KEYWORDS, *FOREIGN_EVENTS[event]) if is_foreign else ()
-    taken = None if takes_all else frozenset(name for name in given if name in signature.parameters)
+    arguments = (*KEYWORDS, *FOREIGN_EVENTS[event]) if is_foreign else ()
+    taken = None if takes_all else frozenset(name for name in arguments if name in signature.parameters)
     positional = ("args", "state", "control") if is_foreign else ("trainer", *EVENTS[event])
     try:
-        signature.bind(*positional, **dict.fromkeys(given if taken is None else taken))
+        signature.bind(*positional, **dict.fromkeys(arguments if taken is None else taken))
     except TypeError as error:
         ways = [f"(self, {', '.join(('trainer', *EVENTS[event]))})"] if event in EVENTS else []
         ways += ["(self, args, state, control, **kwargs)"] if event in FOREIGN_EVENTS else []
-        keywords = f"; the keywords are {', '.join(given)}" if given else ""
+        keywords = f"; the keywords are {', '.join(arguments)}" if arguments else ""
         raise ConfigError(
             f"{_name(callback)}.{event}{signature} cannot be called ({error}); write def {event}"
             f"{f' or def {event}'.join(ways)}{keywords}"

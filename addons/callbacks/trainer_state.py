@@ -134,8 +134,8 @@ class TrainerControl:
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse a flag that does not exist, which would do nothing."""
         if name.startswith("should_") and name not in type(self).__annotations__:
-            known = [*type(self).__annotations__]
-            raise MissingError(f"control has no {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}")
+            names = [*type(self).__annotations__]
+            raise MissingError(f"control has no {name!r}{did_you_mean(name, names)}; it has {', '.join(names)}")
         super().__setattr__(name, value)
 
     def flags(self) -> list[str]:
@@ -299,8 +299,8 @@ def counts_of(loader: Any) -> tuple[int | None, int | None]:
 
 
 def _sum(counts: list[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    counts_known = [count for count in counts if count is not None]
+    return sum(counts_known) if len(counts_known) == len(counts) else None
 
 
 def speed(split: str, seconds: float, samples: float | None, steps: float | None) -> dict[str, Any]:

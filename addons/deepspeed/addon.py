@@ -170,12 +170,12 @@ class DeepSpeedAddon(DistributedAddon):
 
     def _option(self, name: str, given: Any, section: str, key: str, default: Any) -> Any:
         """Return an option, by default that of the configuration."""
-        found = self._config.get(section, {}).get(key, settings.AUTO)
+        value = self._config.get(section, {}).get(key, settings.AUTO)
         if given is None:
-            return default if found == settings.AUTO else found
-        if found not in (settings.AUTO, given):
+            return default if value == settings.AUTO else value
+        if value not in (settings.AUTO, given):
             raise ConfigError(
-                f"deepspeed_config has {section}.{key}={found!r}, and the trainer {name}={given!r}; write 'auto' "
+                f"deepspeed_config has {section}.{key}={value!r}, and the trainer {name}={given!r}; write 'auto' "
                 "there, or leave the option out"
             )
         return given

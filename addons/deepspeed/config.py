@@ -144,9 +144,11 @@ def fill(config: Mapping[str, Any], truths: Mapping[str, tuple[Any, str]], batch
 
 def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer of other parameters than those of the model that are trained."""
-    own = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
-    held = set(map(id, parameters_of(optimizer)))
-    if not own.keys() >= held or not held.issuperset(key for key, is_trained in own.items() if is_trained):
+    trained = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+    in_optimizer = set(map(id, parameters_of(optimizer)))
+    if not trained.keys() >= in_optimizer or not in_optimizer.issuperset(
+        key for key, is_trained in trained.items() if is_trained
+    ):
         raise ConfigError(
             "DeepSpeed trains the parameters of the model, all of them in the optimizer; put others into the model, "
             "freeze those that the optimizer does not have, or train with MultiGPUAddon"

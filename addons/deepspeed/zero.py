@@ -29,7 +29,7 @@ from zae.values.walk import map_tensors
 __all__ = ["Zero", "load_library"]
 
 _SHOWN = 5
-_LOOKS = 3  # The first steps in which weights are compared with those of the optimizer: each look costs a pass.
+CHECKED_STEPS = 3  # The first steps in which weights are compared with those of the optimizer: each look costs a pass.
 
 
 def load_library(device: torch.device) -> Any:
@@ -46,9 +46,9 @@ def load_library(device: torch.device) -> Any:
 
     accelerator = get_accelerator()
     assert accelerator is not None
-    if (found := accelerator.device_name().partition(":")[0]) != device.type:
+    if (kind := accelerator.device_name().partition(":")[0]) != device.type:
         raise ConfigError(
-            f"device is {device.type!r}, and DeepSpeed uses {found!r} (DS_ACCELERATOR={wanted}); set "
+            f"device is {device.type!r}, and DeepSpeed uses {kind!r} (DS_ACCELERATOR={wanted}); set "
             f"DS_ACCELERATOR={device.type} before deepspeed is imported"
         )
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -89,7 +89,7 @@ class Zero:
         self._used: set[int] = set()
         self._forwards = 0
         self._is_open = False
-        self._looks = _LOOKS
+        self._checks_left = CHECKED_STEPS
         self._stepped = optimizer if self.stage == 0 else _twin(optimizer)
         self._groups = [group for group in optimizer.param_groups if _is_trained(group)]
         with warnings.catch_warnings():
@@ -134,9 +134,9 @@ class Zero:
 
     def check_weights(self) -> None:
         """Refuse weights that were changed in place: the next step would set them to what the optimizer has."""
-        if self.stage in (0, 3) or self._looks == 0:
+        if self.stage in (0, 3) or self._checks_left == 0:
             return
-        self._looks -= 1
+        self._checks_left -= 1
         rank = dist.get_rank()
         zero = self._zero
         pairs = zip(zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups)
@@ -158,9 +158,9 @@ class Zero:
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Add the gradient of a loss of the whole model."""
         if isinstance(loss, Mapping) or kwargs.keys() - {"retain_graph"}:
-            what = "one loss for each optimizer" if isinstance(loss, Mapping) else ", ".join(kwargs)
+            arguments = "one loss for each optimizer" if isinstance(loss, Mapping) else ", ".join(kwargs)
             raise ConfigError(
-                f"DeepSpeed differentiates one loss by all parameters, and not with {what}; return one "
+                f"DeepSpeed differentiates one loss by all parameters, and not with {arguments}; return one "
                 "loss, or train with MultiGPUAddon"
             )
         if not self._forwards:
@@ -203,8 +203,8 @@ class Zero:
         """Step with the settings of the trainer's optimizer; return False where DeepSpeed left the step out."""
         self._is_open = False
         if self.stage:
-            for group, own in zip(self._groups, self._stepped.param_groups, strict=True):
-                own.update({key: value for key, value in group.items() if key != "params"})
+            for group, twin in zip(self._groups, self._stepped.param_groups, strict=True):
+                twin.update({key: value for key, value in group.items() if key != "params"})
         self.engine.step()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # Schedulers read it.
         return bool(self.engine.was_step_applied())
@@ -236,8 +236,8 @@ class Zero:
     def whole(self, parameter: Tensor) -> Tensor:
         """Return a weight in the precision of the optimizer, whole on each rank; all ranks call it."""
         if self._is_held(parameter) and (self.stage == 3 or self.is_bf16):
-            found: Tensor = self._library.utils.safe_get_full_fp32_param(parameter)
-            return found.reshape(self._shapes[id(parameter)])
+            weight: Tensor = self._library.utils.safe_get_full_fp32_param(parameter)
+            return weight.reshape(self._shapes[id(parameter)])
         if self.stage == 3:
             with self._library.zero.GatheredParameters([parameter]):
                 return parameter.detach().clone()
@@ -323,9 +323,9 @@ class Zero:
             return
         states = {}
         for flat, parameters in self._flats():
-            own = [loaded.get(parameter) for parameter in parameters]
-            if any(own):
-                states[flat] = _flat_state(flat, own, [self._shapes[id(parameter)] for parameter in parameters])
+            values = [loaded.get(parameter) for parameter in parameters]
+            if any(values):
+                states[flat] = _flat_state(flat, values, [self._shapes[id(parameter)] for parameter in parameters])
         self._stepped.state = defaultdict(dict, states)
         if self.stage != 3:
             self._zero._hp_optimizer_states_linked = False
@@ -355,15 +355,15 @@ def _copy(value: Any) -> Any:
 def _flat_state(flat: Tensor, states: list[Any], shapes: list[torch.Size]) -> dict[str, Any]:
     """Return the state of a flat part, whose slots are still zeros; refuse parameters that are at different steps."""
     first = states[0] or {}
-    made: dict[str, Any] = {}
+    flat_state: dict[str, Any] = {}
     is_alike = all(set(state or {}) == set(first) for state in states)
     if is_alike:
         for key, value in first.items():
             several = [state[key] for state in states]
             if key != "step" and all(isinstance(v, Tensor) and v.shape == s for v, s in zip(several, shapes)):
-                made[key] = torch.zeros_like(flat, requires_grad=False)
+                flat_state[key] = torch.zeros_like(flat, requires_grad=False)
             elif value is None or all(bool(torch.as_tensor(v == value).all()) for v in several):
-                made[key] = _copy(value)
+                flat_state[key] = _copy(value)
             else:
                 is_alike = False
     if not is_alike:
@@ -371,13 +371,13 @@ def _flat_state(flat: Tensor, states: list[Any], shapes: list[torch.Size]) -> di
             "the parameters of a group have different states in the optimizer, such as steps, and ZeRO keeps "
             "one for all of a group; load the weights alone: apply_weights(path)"
         )
-    return made
+    return flat_state
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the same groups of the same parameters that are trained, and without a state."""
-    held = {id(parameter): parameter for parameter in parameters_of(optimizer)}
-    twin = copy_optimizer(optimizer, dict(held), state=defaultdict(dict))
+    parameters = {id(parameter): parameter for parameter in parameters_of(optimizer)}
+    twin = copy_optimizer(optimizer, dict(parameters), state=defaultdict(dict))
     for group in twin.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
     twin.param_groups[:] = [group for group in twin.param_groups if group["params"]]

@@ -74,9 +74,9 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
         if name not in REQUIRED and name not in DEFAULTS and name not in REPORTED:
             known = [*REQUIRED, *DEFAULTS, *REPORTED]
             raise OptionError(f"{name!r} is not an argument of fairseq2's Trainer{did_you_mean(name, known)}")
-    for name, what in REQUIRED.items():
+    for name, meaning in REQUIRED.items():
         if given.get(name) is None:
-            raise OptionError(f"from_arguments needs {name}, {what}; write {name}=...")
+            raise OptionError(f"from_arguments needs {name}, {meaning}; write {name}=...")
     args = SimpleNamespace(**{**DEFAULTS, **given})
     check_unit("unit", args.unit)
     check_reader("data_reader", args.data_reader)
@@ -153,13 +153,13 @@ def _check_checkpoints(args: Arguments) -> None:
 
 def _folder_of(manager: Any) -> Path:
     """Return the folder of a checkpoint manager; refuse one with checkpoints of fairseq2."""
-    found = next((getattr(manager, name) for name in _PLACES if hasattr(manager, name)), manager)
-    if not isinstance(found, (str, os.PathLike)):
+    place = next((getattr(manager, name) for name in _PLACES if hasattr(manager, name)), manager)
+    if not isinstance(place, (str, os.PathLike)):
         raise ConfigError(
             f"checkpoint_manager is {kind_of(manager)}, which does not tell its folder; write "
             "checkpoint_manager=Path('runs/unit')"
         )
-    folder = Path(found)
+    folder = Path(place)
     for theirs in sorted(folder.glob("step_*")):
         raise ConfigError(
             f"checkpoint_manager: {folder} contains {theirs.name} of fairseq2, from which a run cannot resume here; "
@@ -170,12 +170,12 @@ def _folder_of(manager: Any) -> Path:
 
 def _check_precision(args: Arguments) -> None:
     """Refuse a type that neither the model has nor ``amp`` computes in."""
-    found = {parameter.dtype for parameter in args.unit.model.parameters() if parameter.is_floating_point()}
+    dtypes = {parameter.dtype for parameter in args.unit.model.parameters() if parameter.is_floating_point()}
     is_half = args.dtype in (torch.float16, torch.bfloat16)
-    if is_half and not args.amp and (found != {args.dtype} or args.dtype is torch.float16):
+    if is_half and not args.amp and (dtypes != {args.dtype} or args.dtype is torch.float16):
         raise ConfigError(
             f"dtype={args.dtype} without amp=True is the type of the model, and its parameters are "
-            f"{', '.join(sorted(map(str, found)))}; write amp=True with the model in float32, "
+            f"{', '.join(sorted(map(str, dtypes)))}; write amp=True with the model in float32, "
             "or dtype=torch.bfloat16 and model.bfloat16() before the optimizer is made"
         )
 

@@ -31,8 +31,8 @@ class GangSizes:
         data = {"shard": self.data} if self.data > 1 else {}
         if is_sharding and 1 < self.sharded < self.data:
             data = {"replicate": self.data // self.sharded, "shard": self.sharded}
-        found = {**data, "tensor": self.tensor} if self.tensor > 1 else data
-        return found if len(found) > 1 or self.tensor > 1 else None
+        dimensions = {**data, "tensor": self.tensor} if self.tensor > 1 else data
+        return dimensions if len(dimensions) > 1 or self.tensor > 1 else None
 
 
 def read_gangs(root: Any, dp: Any = None, tp: Any = None, gangs: Any = None) -> GangSizes:
@@ -90,9 +90,9 @@ def _pair(root: Any, dp: Any, tp: Any) -> tuple[Any, Any]:
 
 def _check_ranks(name: str, gang: Any, wanted: list[int], rank: int) -> None:
     """Refuse a gang of other ranks, or in another order, than zae numbers them: those of ``tp_gang`` are neighbours."""
-    found = [rank] if gang.size == 1 else dist.get_process_group_ranks(gang.as_process_group())
-    if found != wanted or wanted.index(rank) != gang.rank:
+    ranks = [rank] if gang.size == 1 else dist.get_process_group_ranks(gang.as_process_group())
+    if ranks != wanted or wanted.index(rank) != gang.rank:
         raise ConfigError(
-            f"{name} of rank {rank} has the ranks {found}, in which it is number {gang.rank}; here they are {wanted}, "
+            f"{name} of rank {rank} has the ranks {ranks}, in which it is number {gang.rank}; here they are {wanted}, "
             f"since neighbouring ranks divide tensors. {_PARALLEL[0].upper()}{_PARALLEL[1:]}"
         )

@@ -34,11 +34,11 @@ def reset(unit: Any) -> None:
 
 def compute_over_ranks(unit: Any, gather: Gather) -> dict[str, float]:
     """Return the numbers of the metrics of a unit that have counted what all ranks have."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     every = gather(to_host(states_of(unit)))
     for name, metric in metrics_of(unit).items():
-        found |= numbers_of(name, _combined(metric, [values[name] for values in every]).compute())
-    return found
+        numbers |= numbers_of(name, _combined(metric, [values[name] for values in every]).compute())
+    return numbers
 
 
 def check_names(states: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:

@@ -64,8 +64,8 @@ def any_of(*cadences: Every) -> Every:
 
 def every_of(steps: int | None, after: int, epochs: int | None, after_epochs: int) -> list[Every]:
     """Return the cadences of fairseq2's arguments, which begin at the step, or epoch, ``after``."""
-    found = [] if steps is None else [Every(steps=steps, after=max(0, after - 1))]
-    return found if epochs is None else [*found, Every(epochs=epochs, after=max(0, after_epochs - 1))]
+    cadences = [] if steps is None else [Every(steps=steps, after=max(0, after - 1))]
+    return cadences if epochs is None else [*cadences, Every(epochs=epochs, after=max(0, after_epochs - 1))]
 
 
 class RegimeAddon(AddOnBase):

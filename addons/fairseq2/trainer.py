@@ -80,15 +80,15 @@ def from_arguments(**arguments: Any) -> ConvertedArguments:
     gradient_check=True: ranks compare their weights whenever a state is saved
     """
     args = read_arguments(arguments)
-    made = ConvertedArguments(args, read_gangs(args.root_gang, args.dp_gang, args.tp_gang, args.gangs))
+    converted = ConvertedArguments(args, read_gangs(args.root_gang, args.dp_gang, args.tp_gang, args.gangs))
     for convert in (_convert_training, _convert_precision, _convert_validation, _convert_score):
-        convert(args, made)
+        convert(args, converted)
     for convert in (_convert_checkpoints, _convert_records, _convert_debugging):
-        convert(args, made)
+        convert(args, converted)
     for name, why in REPORTED.items():
         if arguments.get(name) not in (None, False):
-            made.report_unused(name, why)
-    return made
+            converted.report_unused(name, why)
+    return converted
 
 
 class ConvertedArguments(ConvertedArgumentsBase):
@@ -264,11 +264,11 @@ def _convert_validation(args: Arguments, to: ConvertedArguments) -> None:
 
 def _names_of(units: list[Any]) -> list[str]:
     """Return the display names of units, or their numbers; two of one name get numbers."""
-    found: list[str] = []
+    names: list[str] = []
     for index, unit in enumerate(units):
         name = str(getattr(unit, "display_name", None) or getattr(unit, "name", None) or index)
-        found.append(f"{name}-{index}" if name in found else name)
-    return found
+        names.append(f"{name}-{index}" if name in names else name)
+    return names
 
 
 def _convert_score(args: Arguments, to: ConvertedArguments) -> None:

@@ -109,12 +109,12 @@ class TrainUnitAddon(AddOnBase):
     @classmethod
     def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """Take the model out of a unit that is given in its place."""
-        given = super().expand_options(options)
-        if given.get("model") is not None and not isinstance(given["model"], nn.Module):
-            check_unit("unit", given["model"])
-            given["train_unit"] = given["model"]
-            given["model"] = given["train_unit"].model
-        return given
+        expanded = super().expand_options(options)
+        if expanded.get("model") is not None and not isinstance(expanded["model"], nn.Module):
+            check_unit("unit", expanded["model"])
+            expanded["train_unit"] = expanded["model"]
+            expanded["model"] = expanded["train_unit"].model
+        return expanded
 
     # ------------------------------------------------------------------------------------------------------- a step
 
@@ -208,18 +208,18 @@ class TrainUnitAddon(AddOnBase):
         run = self.current_run
         score = split_prefix(self.monitor)[1]
         metrics = Evaluation(self, run.stop_signals).metrics(run.valid_loader)
-        found = [value for name, value in metrics.items() if name.endswith(f"/{score}")]
-        if found and score not in metrics:
-            metrics = {score: sum(found) / len(found), **metrics}
+        scores = [value for name, value in metrics.items() if name.endswith(f"/{score}")]
+        if scores and score not in metrics:
+            metrics = {score: sum(scores) / len(scores), **metrics}
         return metrics
 
     def metric_on_epoch_end(self) -> Mapping[str, float]:
         """Add the metrics of the unit, computed over all ranks, where an epoch has its own."""
-        found = super().metric_on_epoch_end()
+        numbers = super().metric_on_epoch_end()
         unit = self._valid_unit if self.mode == "test" else self.train_unit
         if self.mode == "train" and self._is_published:
-            return found
-        return {**found, **compute_over_ranks(unit, partial(gather_dp, self.engine))}
+            return numbers
+        return {**numbers, **compute_over_ranks(unit, partial(gather_dp, self.engine))}
 
     @property
     def _is_published(self) -> bool:
@@ -234,9 +234,9 @@ class TrainUnitAddon(AddOnBase):
         dict of str to float
             Numbers by name, computed over all ranks.
         """
-        found = compute_over_ranks(self.train_unit, partial(gather_dp, self.engine))
+        numbers = compute_over_ranks(self.train_unit, partial(gather_dp, self.engine))
         reset(self.train_unit)
-        return found
+        return numbers
 
     @property
     def metric_bag_state(self) -> dict[str, Any]:
@@ -274,20 +274,20 @@ def check_unit(name: str, unit: Any) -> None:
 
 def _places_of(owner: Any, model: nn.Module, depth: int = _DEPTH) -> list[tuple[Any, str]]:
     """Return the attributes that hold a model, of an object and of objects in it."""
-    found = []
+    places = []
     for name, value in getattr(owner, "__dict__", {}).items():
         if value is model:
-            found.append((owner, name))
+            places.append((owner, name))
         elif depth > 1 and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
-            found += _places_of(value, model, depth - 1)
-    return found
+            places += _places_of(value, model, depth - 1)
+    return places
 
 
 def _by_name(units: Any) -> dict[str, Any]:
-    found = dict(units) if isinstance(units, Mapping) else {"": units}
-    for name, unit in found.items():
+    units_by_name = dict(units) if isinstance(units, Mapping) else {"": units}
+    for name, unit in units_by_name.items():
         check_unit(f"valid_units[{name!r}]" if name else "valid_units", unit)
-    return found
+    return units_by_name
 
 
 def _set_step(unit: Any, step: int) -> None:

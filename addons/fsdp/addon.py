@@ -170,8 +170,10 @@ class FSDPEngine(Engine):
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Send the parameters outside of the model; those of the model, and its buffers, were sent to be sharded."""
-        held = {id(parameter) for parameter in module.parameters()}
-        broadcast(parameter for parameter in parameters if id(parameter) not in held and not is_sharded(parameter))
+        parameter_ids = {id(parameter) for parameter in module.parameters()}
+        broadcast(
+            parameter for parameter in parameters if id(parameter) not in parameter_ids and not is_sharded(parameter)
+        )
 
     def model_state(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the shards of the weights, and not what a forward has gathered."""
@@ -356,8 +358,8 @@ class FSDPAddon(DistributedAddon):
 
     def changed_modules(self, how: str) -> Mapping[str, Any]:
         """Add the blocks, where they are compiled."""
-        found = super().changed_modules(how)
-        return {**found, **self.blocks()} if how == "compiled" and self.compile_blocks else found
+        changed = super().changed_modules(how)
+        return {**changed, **self.blocks()} if how == "compiled" and self.compile_blocks else changed
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the modules that are gathered one at a time, by name.

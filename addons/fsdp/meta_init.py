@@ -34,16 +34,16 @@ class MetaInit:
     @classmethod
     def in_place_of_model(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[MetaInit, tuple[Any, ...], Any]:
         """Return what makes the model, and the arguments of a trainer with `make_empty` as their model."""
-        made = cls(args[0] if args else kwargs.get("model"))
+        instance = cls(args[0] if args else kwargs.get("model"))
         if args:
-            return made, (made.make_empty, *args[1:]), kwargs
-        return made, (), {**kwargs, "model": made.make_empty}
+            return instance, (instance.make_empty, *args[1:]), kwargs
+        return instance, (), {**kwargs, "model": instance.make_empty}
 
     def make_empty(self) -> nn.Module:
         """Return a model without weights."""
         with torch.device("meta"):
-            made: nn.Module = self.factory()
-        return made
+            module: nn.Module = self.factory()
+        return module
 
     def make(self, seed: int | None) -> nn.Module:
         """Return the model that one process makes."""
@@ -51,15 +51,15 @@ class MetaInit:
 
     def fill(self, module: nn.Module, seed: int | None) -> None:
         """Put new parameters and buffers into a module that was made empty."""
-        for own, other in zip(module.modules(), self.make(seed).modules(), strict=True):
-            own._parameters.update(other._parameters)
-            own._buffers.update(other._buffers)
+        for submodule, other in zip(module.modules(), self.make(seed).modules(), strict=True):
+            submodule._parameters.update(other._parameters)
+            submodule._buffers.update(other._buffers)
 
     def send(self, module: nn.Module, seed: int | None, device: torch.device, is_main: bool) -> None:
         """Give a sharded module the weights that rank 0 makes, one tensor after another; all ranks call it."""
-        made = self.make(seed) if is_main else None
+        filled = self.make(seed) if is_main else None
         module.to_empty(device=device)
-        sources = {} if made is None else {**dict(made.named_parameters()), **dict(made.named_buffers())}
+        sources = {} if filled is None else {**dict(filled.named_parameters()), **dict(filled.named_buffers())}
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             _send(tensor, sources.get(name), device)
 

@@ -89,17 +89,17 @@ class GradientCheckpointingAddon(AddOnBase):
             The outermost ones: a module in another one is computed again with it.
         """
         model = self.unwrap()
-        if own := find_own_checkpointing(model):
+        if checkpointing := find_own_checkpointing(model):
             raise ConfigError(
-                f"{own} checkpoints itself already; call its gradient_checkpointing_disable(), or leave "
+                f"{checkpointing} checkpoints itself already; call its gradient_checkpointing_disable(), or leave "
                 "GradientCheckpointingAddon out"
             )
         return choose_outermost(model, self.checkpoint_modules, "checkpoint_modules", "checkpointed")
 
     def changed_modules(self, how: str) -> Mapping[str, Any]:
         """Add the modules that are computed again."""
-        found = super().changed_modules(how)
-        return {**found, **self.checkpointed()} if how == "recomputed" else found
+        changed = super().changed_modules(how)
+        return {**changed, **self.checkpointed()} if how == "recomputed" else changed
 
     def wrap_model(self, model: nn.Module) -> Any:
         """Let the modules compute their forward again in the backward, before an engine wraps them."""
@@ -121,8 +121,8 @@ class GradientCheckpointingAddon(AddOnBase):
 
         def blocks(plan: Any) -> str:
             kept = self.checkpoint_keep
-            what = "what a policy keeps" if callable(kept) else f"{len(kept)} operations"
-            return describe_blocks(self.checkpointed()) + (f", but for {what}" if kept else "")
+            policy = "what a policy keeps" if callable(kept) else f"{len(kept)} operations"
+            return describe_blocks(self.checkpointed()) + (f", but for {policy}" if kept else "")
 
         return [*super().describe(), Fact("computed again in the backward", blocks, where="backward")]
 

@@ -116,9 +116,9 @@ class _Call:
 
     def inputs(self) -> list[Tensor]:
         """Return what is kept for the backward, on each device whose random numbers are drawn again."""
-        given = list(self.tensors.values())
-        inside = {tensor.device for tensor in tensors_in((self.args, self.kwargs))} - {each.device for each in given}
-        return [*given, *(torch.empty(0, device=device) for device in inside)]
+        tensors = list(self.tensors.values())
+        inside = {tensor.device for tensor in tensors_in((self.args, self.kwargs))} - {each.device for each in tensors}
+        return [*tensors, *(torch.empty(0, device=device) for device in inside)]
 
     def __call__(self, *inputs: Tensor) -> Any:
         tensors = dict(zip(self.names, inputs)) if self.is_again else self.tensors
@@ -238,10 +238,10 @@ def norms_in(module: nn.Module) -> list[nn.Module]:
 
 def operation_of(name: str) -> Any:
     """Return an operation by its name, "aten.mm.default"; AttributeError where torch does not have it."""
-    found: Any = torch.ops
+    operation: Any = torch.ops
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        operation = getattr(operation, part)
+    return operation
 
 
 def recompute(blocks: Mapping[str, nn.Module], keep: Any = ()) -> Callable[[], None]:

@@ -199,11 +199,12 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
         """
         given = dict(options)
         positional = list(args)
-        known = list(options_of(cls))
-        second = positional[1] if len(positional) > 1 and known[1] == "device" else None
+        option_names = list(options_of(cls))
+        second = positional[1] if len(positional) > 1 and option_names[1] == "device" else None
         if isinstance(second, Mapping) or hasattr(second, "per_device_train_batch_size"):
             given["args"] = positional.pop(1)
-        arguments = None if "args" in known else given.pop("args", None)  # A class may have such an option itself.
+        # A class may have such an option itself.
+        arguments = None if "args" in option_names else given.pop("args", None)
         if arguments is None:
             return super().make_from(args, options)
         if len(positional) > 1:
@@ -220,29 +221,29 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
     @classmethod
     def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """Replace the options that stand for others: ``model_init``, ``tokenizer`` and ``group_by_length``."""
-        given = dict(super().expand_options(options))
-        if (model_init := given.get("model_init")) is not None:
-            if given.get("model") is not None:
+        expanded = dict(super().expand_options(options))
+        if (model_init := expanded.get("model_init")) is not None:
+            if expanded.get("model") is not None:
                 raise OptionError("model and model_init are both given; keep one of them")
-            given["model"] = given["model_init"] = ModelInit(model_init, options)
-        if (tokenizer := given.pop("tokenizer", None)) is not None:
+            expanded["model"] = expanded["model_init"] = ModelInit(model_init, options)
+        if (tokenizer := expanded.pop("tokenizer", None)) is not None:
             warnings.warn("tokenizer= is now processing_class=; use that name", DeprecationWarning, stacklevel=3)
-            given.setdefault("processing_class", tokenizer)
-        if given.pop("group_by_length", False):
-            given["train_sampling_strategy"] = "group_by_length"
-        if given.get("mode", "train") != "train":
-            return given
-        beside = [name for name in ("optimizer_cls_and_kwargs", *OPTIMIZER_ARGUMENTS) if name in given]
-        if given.get("optimizer") is not None and beside:
+            expanded.setdefault("processing_class", tokenizer)
+        if expanded.pop("group_by_length", False):
+            expanded["train_sampling_strategy"] = "group_by_length"
+        if expanded.get("mode", "train") != "train":
+            return expanded
+        beside = [name for name in ("optimizer_cls_and_kwargs", *OPTIMIZER_ARGUMENTS) if name in expanded]
+        if expanded.get("optimizer") is not None and beside:
             raise OptionError(
-                f"{beside[0]}={given[beside[0]]!r} is given beside optimizer, which has its own settings; leave one "
+                f"{beside[0]}={expanded[beside[0]]!r} is given beside optimizer, which has its own settings; leave one "
                 "of them out"
             )
-        if given.get("monitor") is not None and isinstance(given.get("eval_dataset"), Mapping):
-            given["monitor"] = _monitor_of(given["monitor"], given["eval_dataset"])
-        made = _recipe(given)
-        given.pop("optimizer_cls_and_kwargs", None)
-        return {**given, **made}
+        if expanded.get("monitor") is not None and isinstance(expanded.get("eval_dataset"), Mapping):
+            expanded["monitor"] = _monitor_of(expanded["monitor"], expanded["eval_dataset"])
+        recipe = _recipe(expanded)
+        expanded.pop("optimizer_cls_and_kwargs", None)
+        return {**expanded, **recipe}
 
     def wrap_loader(self, loader: Any, training: bool) -> Any:
         """Let the sampler count the epochs of this call of ``train()``, as that of Transformers does."""

@@ -209,21 +209,21 @@ def _as_type(name: str, value: Any, kinds: set[str]) -> Any:
     plain = kinds & {"bool", "int", "float"}
     if not plain or value is None or kinds & {"str", "dict", "list"}:
         return value
-    made: Any = value
+    converted: Any = value
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            made = json.loads(value.lower()) if value.lower() in ("true", "false") else float(value)
-    if isinstance(made, bool):
+            converted = json.loads(value.lower()) if value.lower() in ("true", "false") else float(value)
+    if isinstance(converted, bool):
         is_right = "bool" in plain
     else:
-        is_right = isinstance(made, (int, float)) and plain != {"bool"}
-        made = int(made) if is_right and plain == {"int"} and made == int(made) else made
-        is_right = is_right and ("float" in plain or isinstance(made, int))
+        is_right = isinstance(converted, (int, float)) and plain != {"bool"}
+        converted = int(converted) if is_right and plain == {"int"} and converted == int(converted) else converted
+        is_right = is_right and ("float" in plain or isinstance(converted, int))
     if not is_right:
         texts = {"bool": "True or False", "int": "a whole number", "float": "a number"}
         words = " or ".join(text for kind, text in texts.items() if kind in plain)
         raise ConfigError(f"{name}={value!r} is {kind_of(value)}; write {words}")
-    return made
+    return converted
 
 
 # ------------------------------------------------------------------- what `from_arguments` does not convert itself
@@ -378,8 +378,8 @@ def _convert_fsdp(args: Any, to: Any) -> None:
     to.add_on("FSDPAddon", **options)
     if config.get("activation_checkpointing"):
         to.add_on("GradientCheckpointingAddon", **({"checkpoint_modules": blocks} if blocks else {}))
-    known = (*_FSDP, *_FSDP_OF_OTHER_NAME)
-    left = {name: value for name, value in config.items() if name not in known and value}
+    keys = (*_FSDP, *_FSDP_OF_OTHER_NAME)
+    left = {name: value for name, value in config.items() if name not in keys and value}
     if left:
         to.report["fsdp_config"] = f"fsdp_config has {left}: FSDPAddon has no such options"
 
@@ -452,7 +452,7 @@ def convert_loggers(args: Any, to: Any) -> None:
 def _entries_for(name: str, args: Any) -> dict[str, Any]:
     """Return the entries of ``web_logger`` for a service."""
     project = os.environ.get(f"{name.upper()}_PROJECT") or getattr(args, "project", "huggingface")
-    made: dict[str, dict[str, Any]] = {
+    entries: dict[str, dict[str, Any]] = {
         "wandb": {"project": project, "name": args.run_name},
         "trackio": {"project": project, "name": args.run_name, "space_id": getattr(args, "trackio_space_id", None)},
         "mlflow": {
@@ -462,4 +462,4 @@ def _entries_for(name: str, args: Any) -> dict[str, Any]:
         },
         "neptune": {"name": args.run_name},
     }
-    return {key: value for key, value in made[name].items() if value is not None}
+    return {key: value for key, value in entries[name].items() if value is not None}

@@ -141,9 +141,9 @@ class EvaluationPart(AddOnPart):
         if not is_default(inner) or not is_default(super().test_step):
             return inner(batch)
         loss, logits, labels = self.prediction_step(self.model, batch, self.prediction_loss_only, self._ignore_keys)
-        found = self.outputs.read(loss, logits, labels, batch, self._main_input)
-        names = {"loss": loss, "predictions": found.predictions, "label_ids": labels}
-        names |= {"inputs": found.inputs, "losses": found.losses}
+        outputs = self.outputs.read(loss, logits, labels, batch, self._main_input)
+        names = {"loss": loss, "predictions": outputs.predictions, "label_ids": labels}
+        names |= {"inputs": outputs.inputs, "losses": outputs.losses}
         return {name: each for name, each in names.items() if each is not None}
 
     def prediction_step(
@@ -191,8 +191,8 @@ class EvaluationPart(AddOnPart):
         """Return the loss of a batch, and what the model returned, where ``compute_loss`` says it."""
         count = self.model_loss.count(inputs)
         more = {"return_outputs": True, "num_items_in_batch": None if count is None else count.clamp(min=1)}
-        found = call_by_name(self.compute_loss, model, without_change(inputs), **more)
-        loss, outputs = found if isinstance(found, tuple) else (found, None)
+        result = call_by_name(self.compute_loss, model, without_change(inputs), **more)
+        loss, outputs = result if isinstance(result, tuple) else (result, None)
         return loss.detach().mean(), outputs
 
     def _generate(self, model: Any, inputs: Any, labels: Any) -> tuple[Any, Any, Any]:
@@ -343,11 +343,11 @@ class EvaluationPart(AddOnPart):
         """Return the PredictionOutput of a loader."""
         from transformers.trainer_utils import PredictionOutput
 
-        held: list[BatchOutputs] = []
+        parts: list[BatchOutputs] = []
         losses: list[tuple[float, int]] = []
 
         def take(size: int | None, values: Mapping[str, Any]) -> None:
-            held.append(BatchOutputs(*map(values.get, ("predictions", "label_ids", "inputs", "losses"))))
+            parts.append(BatchOutputs(*map(values.get, ("predictions", "label_ids", "inputs", "losses"))))
             if "predictions" not in values and "loss" not in values:
                 raise StepError(
                     f"predict_step returned {', '.join(values) or 'nothing'}; for a dataset it returns 'predictions', "
@@ -359,13 +359,13 @@ class EvaluationPart(AddOnPart):
         started = time.time()
         with self.ready():
             Evaluation(self, seed=seed).outputs(loader, take)
-            metrics: dict[str, float] = self.outputs.compute(held)
+            metrics: dict[str, float] = self.outputs.compute(parts)
         samples = sum(size for _, size in losses)
-        if held and held[0].label_ids is not None:
+        if parts and parts[0].label_ids is not None:
             metrics = {"loss": sum(loss * size for loss, size in losses) / max(samples, 1), **metrics}
-        metrics = prefixed(metrics, prefix) | self._speed(prefix, started, samples, len(held), with_epoch=False)
-        predictions = concatenate(pair[0] for pair in held) if held else None
-        label_ids = concatenate(pair[1] for pair in held) if held else None
+        metrics = prefixed(metrics, prefix) | self._speed(prefix, started, samples, len(parts), with_epoch=False)
+        predictions = concatenate(pair[0] for pair in parts) if parts else None
+        label_ids = concatenate(pair[1] for pair in parts) if parts else None
         return PredictionOutput(predictions=predictions, label_ids=label_ids, metrics=metrics)
 
     @contextmanager

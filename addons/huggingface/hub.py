@@ -104,14 +104,14 @@ def save_folder(
 
 def _move_files(staging: Path, folder: Path) -> None:
     """Rename what was staged to its place, and remove weights of an earlier save."""
-    found = sorted((path for path in staging.rglob("*") if path.is_file()), key=lambda each: _is_weights(each.name))
-    for path in found:
+    files = sorted((path for path in staging.rglob("*") if path.is_file()), key=lambda each: _is_weights(each.name))
+    for path in files:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         target = folder / path.relative_to(staging)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, target)
-    names = {path.name for path in found}
+    names = {path.name for path in files}
     for path in folder.iterdir():
         if _is_weights(path.name) and path.name not in names:
             path.unlink()
@@ -240,10 +240,10 @@ def save_metrics(folder: Path, split: str, metrics: Mapping[str, Any], combined:
     _write_json(path, metrics)
     if combined:
         everything = folder / "all_results.json"
-        known: Any = {}
+        saved: Any = {}
         with contextlib.suppress(FileNotFoundError, ValueError):
-            known = json.loads(everything.read_text(encoding="utf-8"))
-        _write_json(everything, {**(known if isinstance(known, dict) else {}), **metrics})
+            saved = json.loads(everything.read_text(encoding="utf-8"))
+        _write_json(everything, {**(saved if isinstance(saved, dict) else {}), **metrics})
     return path
 
 
@@ -373,8 +373,8 @@ class Uploader:
         if push.checkpoint is not None:
             self._await(push.checkpoint)
         if not self._has_repo:
-            made = client.create_repo(self.repo_id, token=token, private=self.private, exist_ok=True)
-            self.repo_id = str(getattr(made, "repo_id", self.repo_id))
+            repository = client.create_repo(self.repo_id, token=token, private=self.private, exist_ok=True)
+            self.repo_id = str(getattr(repository, "repo_id", self.repo_id))
             self._has_repo = True
         with _snapshot(push) as folder:
             options = {"commit_message": push.message, "token": token, "revision": self.revision}
@@ -420,13 +420,13 @@ class Uploader:
 @contextlib.contextmanager
 def _snapshot(push: Push) -> Iterator[Path]:
     """Yield a folder with the files to upload, as they are now: later saves replace files, and remove checkpoints."""
-    with tempfile.TemporaryDirectory(prefix=".hub-", dir=push.folder) as made:
-        _link(push.folder, Path(made), (path for path in push.folder.iterdir() if path.is_file()))
+    with tempfile.TemporaryDirectory(prefix=".hub-", dir=push.folder) as snapshot:
+        _link(push.folder, Path(snapshot), (path for path in push.folder.iterdir() if path.is_file()))
         if push.checkpoint is not None:
-            target = Path(made) / push.checkpoint_name
+            target = Path(snapshot) / push.checkpoint_name
             target.mkdir()
             _link(push.checkpoint, target, push.checkpoint.iterdir())
-        yield Path(made)
+        yield Path(snapshot)
 
 
 def _link(folder: Path, target: Path, files: Iterable[Path]) -> None:

@@ -123,15 +123,15 @@ class EvaluationOutputs:
         """Return the metrics of an evaluation, whose log is that of all ranks."""
         if self.compute_metrics is None:
             return {}
-        held = [] if self._held is None else [self._held]
+        parts = [] if self._held is None else [self._held]
         self._held = None
-        found = held or (log[ENTRY] if ENTRY in list(log) else [])
-        if not found and len(log):
+        outputs = parts or (log[ENTRY] if ENTRY in list(log) else [])
+        if not outputs and len(log):
             raise StepError(
                 "compute_metrics was not called: test_step of your class returns no predictions. Leave test_step out, "
                 "or override prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None)"
             )
-        return self.compute(found)
+        return self.compute(outputs)
 
     def compute(self, outputs: Sequence[BatchOutputs]) -> dict[str, float]:
         """Return the metrics of batches in their order."""
@@ -151,12 +151,14 @@ class EvaluationOutputs:
 
         assert self.compute_metrics is not None
         prediction: EvalPrediction = EvalPrediction(*outputs)
-        found = self.compute_metrics(prediction, **options)
+        metrics_of_user = self.compute_metrics(prediction, **options)
         if options.get("compute_result") is False:
             return {}
-        if found is None:
+        if metrics_of_user is None:
             raise StepError("compute_metrics returned None; return a dict of numbers: return {'accuracy': accuracy}")
-        return check_metrics("compute_metrics", dict(_flat(found)) if isinstance(found, Mapping) else found)
+        return check_metrics(
+            "compute_metrics", dict(_flat(metrics_of_user)) if isinstance(metrics_of_user, Mapping) else metrics_of_user
+        )
 
 
 def _flat(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -273,12 +275,12 @@ def split_set(key: str, sets: Iterable[str]) -> tuple[str, str]:
 
 def without_prefix(metrics: Mapping[str, float], sets: Iterable[str]) -> dict[str, float]:
     """Return what ``evaluate`` has returned under the names of an evaluation in training, without its time."""
-    found = {}
+    renamed = {}
     for key, value in metrics.items():
         name, metric = split_set(key, sets)
         if metric not in _OF_TIME:
-            found[f"{name}/{metric}" if name else metric] = value
-    return found
+            renamed[f"{name}/{metric}" if name else metric] = value
+    return renamed
 
 
 def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -160,8 +160,8 @@ class OptimizerFactory:
         try:
             made: Optimizer = trainer.create_optimizer()
         except (ImportError, TypeError, ValueError) as error:
-            what = f"optim={_name(args.optim)!r}" if pair is None else f"optimizer_cls_and_kwargs={pair!r}"
-            raise ConfigError(f"{what} cannot be made: {error}") from error
+            option = f"optim={_name(args.optim)!r}" if pair is None else f"optimizer_cls_and_kwargs={pair!r}"
+            raise ConfigError(f"{option} cannot be made: {error}") from error
         return made
 
     def __repr__(self) -> str:
@@ -192,14 +192,14 @@ class ScheduleFactory:
             )
         total = total_steps or 0
         kwargs = args.lr_scheduler_kwargs
-        given = {"num_warmup_steps": _warmup_steps(args, total), "num_training_steps": total}
+        lengths = {"num_warmup_steps": _warmup_steps(args, total), "num_training_steps": total}
         try:
-            made = transformers.get_scheduler(name, optimizer, scheduler_specific_kwargs=kwargs, **given)
+            scheduler = transformers.get_scheduler(name, optimizer, scheduler_specific_kwargs=kwargs, **lengths)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={kwargs!r} cannot be made: {error}"
             ) from error
-        return Schedule(made, total, name not in _ENDLESS, self) if isinstance(made, LambdaLR) else made
+        return Schedule(scheduler, total, name not in _ENDLESS, self) if isinstance(scheduler, LambdaLR) else scheduler
 
     def __repr__(self) -> str:
         return _written("schedule", self.args, _SCHEDULE_ARGUMENTS)
@@ -236,11 +236,11 @@ def _check_optimizer(args: Any) -> None:
     from transformers.training_args import OptimizerNames
 
     name = _name(args.optim)
-    known = [kind.value for kind in OptimizerNames]
-    if name not in known:
-        near = [each for each in known if each.replace("_", "").startswith(name.lower().replace("_", ""))]
-        hint = f"; did you mean {' or '.join(map(repr, near[:_SHOWN]))}?" if near else did_you_mean(name, known)
-        raise ConfigError(f"unknown optim={name!r}{hint or '; it is one of ' + ', '.join(known)}")
+    known_names = [kind.value for kind in OptimizerNames]
+    if name not in known_names:
+        near = [each for each in known_names if each.replace("_", "").startswith(name.lower().replace("_", ""))]
+        hint = f"; did you mean {' or '.join(map(repr, near[:_SHOWN]))}?" if near else did_you_mean(name, known_names)
+        raise ConfigError(f"unknown optim={name!r}{hint or '; it is one of ' + ', '.join(known_names)}")
     if name.endswith("_layerwise") or "lomo" in name:
         whole = name.removesuffix("_layerwise")
         raise ConfigError(
@@ -254,9 +254,9 @@ def _check_schedule(args: Any) -> None:
     from transformers import SchedulerType
 
     name = _name(args.lr_scheduler_type)
-    known = [kind.value for kind in SchedulerType]
-    if name not in known:
-        near = did_you_mean(name, known) or "; it is one of " + ", ".join(known)
+    known_names = [kind.value for kind in SchedulerType]
+    if name not in known_names:
+        near = did_you_mean(name, known_names) or "; it is one of " + ", ".join(known_names)
         raise ConfigError(f"unknown lr_scheduler_type={name!r}{near}")
     if name == "greedy":
         raise ConfigError(
@@ -301,5 +301,5 @@ def _written(function: str, args: Any, names: tuple[str, ...]) -> str:
     """Return a factory as it is written in a script."""
     first, *rest = names
     more = {name: getattr(args, name) for name in rest}
-    given = [repr(_name(getattr(args, first))), *(f"{name}={value!r}" for name, value in more.items() if value)]
-    return f"zae.addons.huggingface.optimizers.{function}({', '.join(given)})"
+    arguments = [repr(_name(getattr(args, first))), *(f"{name}={value!r}" for name, value in more.items() if value)]
+    return f"zae.addons.huggingface.optimizers.{function}({', '.join(arguments)})"

@@ -183,8 +183,8 @@ class OverridesPart(AddOnPart):
         (type, dict)
             ``torch.optim.SGD, {"lr": 0.1}`` for instance.
         """
-        found: tuple[Any, Any] = library().Trainer.get_optimizer_cls_and_kwargs(args, model)
-        return found
+        pair: tuple[Any, Any] = library().Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return pair
 
     @replaces
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -236,11 +236,11 @@ class OverridesPart(AddOnPart):
     def _make_optimizer(self, model: nn.Module) -> Any:
         """Return the optimizer of a model by ``create_optimizer``: the factory of the optimizer."""
         with self._as_in_transformers(self._optimizer_factory, optimizer=None):
-            made = call_by_name(self._method("create_optimizer"), model=model)
-            return self.optimizer if made is None else made
+            optimizer = call_by_name(self._method("create_optimizer"), model=model)
+            return self.optimizer if optimizer is None else optimizer
 
     def _make_scheduler(self, optimizer: Any, total_steps: int | None) -> Any:
         """Return the schedule of an optimizer by ``create_scheduler``: the factory of the schedule."""
         with self._as_in_transformers(self._schedule_factory, optimizer=optimizer, scheduler=None):
-            made = self._method("create_scheduler")(num_training_steps=total_steps or 0)
-            return self.scheduler if made is None else made
+            scheduler = self._method("create_scheduler")(num_training_steps=total_steps or 0)
+            return self.scheduler if scheduler is None else scheduler

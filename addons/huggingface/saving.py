@@ -93,10 +93,10 @@ class SavingPart(AddOnPart):
     @classmethod
     def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """Put the checkpoints of StateManagerAddon into ``output_dir``."""
-        given = super().expand_options(options)
-        if "save_path" in options_of(cls) and given.get("output_dir") is not None and "save_path" not in given:
-            given["save_path"] = Path(given["output_dir"]) / "checkpoints"
-        return given
+        expanded = super().expand_options(options)
+        if "save_path" in options_of(cls) and expanded.get("output_dir") is not None and "save_path" not in expanded:
+            expanded["save_path"] = Path(expanded["output_dir"]) / "checkpoints"
+        return expanded
 
     # --------------------------------------------------------------------------------------------------- saving
 
@@ -158,8 +158,8 @@ class SavingPart(AddOnPart):
     def _folder(self, path: str | Path | None, call: str) -> Path:
         """Return a folder, by default ``output_dir``."""
         if path is None and self.output_dir is None:
-            given = "" if call == "save_metrics" else f"{call}('folder'), or "  # It takes none.
-            raise ConfigError(f"{call} needs a folder; write {given}the option output_dir='folder'")
+            example = "" if call == "save_metrics" else f"{call}('folder'), or "  # It takes none.
+            raise ConfigError(f"{call} needs a folder; write {example}the option output_dir='folder'")
         return Path(path or self.output_dir or "").expanduser()
 
     def model_exists(self, path: str | Path | None = None) -> bool:

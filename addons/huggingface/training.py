@@ -82,19 +82,19 @@ def check_named(batch: Any) -> None:
 
 def _loss_in(outputs: Any, inputs: Mapping[str, Any]) -> Any:
     """Return the loss that a model has computed itself, or refuse what is not one."""
-    found = None
+    loss = None
     if isinstance(outputs, Mapping):
-        found = outputs.get("loss")
+        loss = outputs.get("loss")
     elif isinstance(outputs, (tuple, list)) and outputs:
-        found = outputs[0]
-    if found is None:
+        loss = outputs[0]
+    if loss is None:
         keys = ", ".join(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise StepError(
             f"the model returned no loss for the inputs {', '.join(inputs)} (it returned {keys}); give the dataset a "
             "column 'labels' (or 'label'), name the labels of the model in label_names=[...], or override "
             "compute_loss(self, model, inputs, return_outputs=False)"
         )
-    return found
+    return loss
 
 
 def call_by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -74,11 +74,11 @@ def from_arguments(args: Any, total_steps: int | None = None) -> ConvertedArgume
     read, entries = arguments.read_arguments(args, stacklevel=3)
     if total_steps is None and read.max_steps > 0:
         total_steps = read.max_steps
-    made = ConvertedArguments(read, entries, total_steps)
+    converted = ConvertedArguments(read, entries, total_steps)
     for convert in _CONVERTERS:
-        convert(read, made)
-    made.add_report()
-    return made
+        convert(read, converted)
+    converted.add_report()
+    return converted
 
 
 class ConvertedArguments(ConvertedArgumentsBase):
@@ -160,10 +160,10 @@ class ConvertedArguments(ConvertedArgumentsBase):
 
     def options_for(self, cls: Any) -> dict[str, Any]:
         """Return the options that a class takes."""
-        known = {*options_of(cls)}
+        option_names = {*options_of(cls)}
         if "state" not in slots_of(cls):
-            known -= {"load_best_model_at_end"}  # The report says that there are no checkpoints.
-        return {name: value for name, value in {**self.huggingface, **self.options}.items() if name in known}
+            option_names -= {"load_best_model_at_end"}  # The report says that there are no checkpoints.
+        return {name: value for name, value in {**self.huggingface, **self.options}.items() if name in option_names}
 
     def prepare(self, model: Any) -> Any:
         """Change a model as the arguments say; of a function that returns one, return a function that does both."""

@@ -32,8 +32,10 @@ def random_state() -> str:
 
 def hash_each(tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the hash of each tensor, by its name; what is not a tensor is left out."""
-    found = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
-    return {name: f"{value % 2**64:016x}" for name, value in zip(found, fingerprints(found.values()))}
+    tensors_by_name = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
+    return {
+        name: f"{value % 2**64:016x}" for name, value in zip(tensors_by_name, fingerprints(tensors_by_name.values()))
+    }
 
 
 def weight_hashes(model: nn.Module) -> dict[str, str]:
@@ -49,12 +51,12 @@ def gradient_hashes(model: nn.Module) -> dict[str, str]:
 
 def state_hashes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
     """Return a hash for each tensor that an optimizer keeps for a parameter."""
-    found = dict[str, Any]()
+    hashes = dict[str, Any]()
     for name, parameter in named_parameters(model).items():
         for optimizer in optimizers.values():
             if parameter in optimizer.state:  # Looking a key up would add it.
-                found |= {f"{key}:{name}": each for key, each in optimizer.state[parameter].items()}
-    return hash_each(found)
+                hashes |= {f"{key}:{name}": each for key, each in optimizer.state[parameter].items()}
+    return hash_each(hashes)
 
 
 def settings_of(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:

@@ -333,7 +333,7 @@ def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
         return
     staging = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     count = 0
-    kept = 0
+    size = 0
     try:
         with path.open("rb") as source, staging.open("xb") as target:
             for line in source:
@@ -342,10 +342,10 @@ def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
                     break
                 count += is_record
                 if at is not None and (step is None or at <= step):
-                    kept += target.write(line)
+                    size += target.write(line)
             target.flush()
             os.fsync(target.fileno())
-        if kept != path.stat().st_size:
+        if size != path.stat().st_size:
             staging.chmod(path.stat().st_mode & 0o777)
             os.replace(staging, path)
     finally:
@@ -356,9 +356,9 @@ def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
 def _place_of(line: bytes) -> tuple[float | None, bool]:
     """Return the step of a complete line, else None, and whether it is a record, not a description or an image."""
     try:
-        found: Any = json.loads(line) if line.endswith(b"\n") else None
-        step = found["step"]
-        is_other = any(isinstance(found.get(key), dict) for key in _OTHERS)
+        row: Any = json.loads(line) if line.endswith(b"\n") else None
+        step = row["step"]
+        is_other = any(isinstance(row.get(key), dict) for key in _OTHERS)
         return (step if isinstance(step, (int, float)) else None), not is_other
     except (ValueError, TypeError, LookupError, RecursionError):
         return None, True

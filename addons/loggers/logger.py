@@ -385,8 +385,8 @@ class _Entries(dict[str, Any]):
 def check_installed(package: str, owner: type) -> None:
     """Raise AddOnRequirement if a package that an add-on needs is not installed."""
     if not is_installed(package):
-        what = f'"zae[{package}]"' if owner.__module__.startswith("zae.") else package
-        raise AddOnRequirement(f"{owner.__name__} needs {package}, which is not installed: pip install {what}")
+        requirement = f'"zae[{package}]"' if owner.__module__.startswith("zae.") else package
+        raise AddOnRequirement(f"{owner.__name__} needs {package}, which is not installed: pip install {requirement}")
 
 
 def is_installed(package: str) -> bool:

@@ -72,13 +72,13 @@ def figure_pixels(name: str, figure: Any) -> np.ndarray[Any, Any]:
 
 def histogram_of(name: str, values: Any, bins: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return the counts and the edges of a histogram of the finite values, as ``numpy.histogram`` does."""
-    held = values.detach().cpu().double().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    array = values.detach().cpu().double().numpy() if isinstance(values, Tensor) else np.asarray(values)
     try:
-        finite = held.astype(np.float64).ravel()
+        finite = array.astype(np.float64).ravel()
     except (TypeError, ValueError):
-        found = type(values).__name__
-        raise ConfigError(f"histogram {name!r} is a {found}; give a tensor or an array of numbers") from None
+        kind = type(values).__name__
+        raise ConfigError(f"histogram {name!r} is a {kind}; give a tensor or an array of numbers") from None
     finite = finite[np.isfinite(finite)]
     if not finite.size:
-        raise ConfigError(f"histogram {name!r} has no finite value, of {held.size}")
+        raise ConfigError(f"histogram {name!r} has no finite value, of {array.size}")
     return np.histogram(finite, bins)

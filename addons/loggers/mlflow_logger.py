@@ -82,16 +82,16 @@ class MLflowSink(ClientSink):
     def _experiment(self) -> str:
         """Return the id of the experiment, which is created if it is not there."""
         name = self.entries["experiment_name"]
-        found = self._mlflow.get_experiment_by_name(name)
-        experiment_id: str = self._mlflow.create_experiment(name) if found is None else found.experiment_id
+        experiment = self._mlflow.get_experiment_by_name(name)
+        experiment_id: str = self._mlflow.create_experiment(name) if experiment is None else experiment.experiment_id
         return experiment_id
 
     def _find(self, info: RunInfo) -> str | None:
         """Return the id of the run that is continued; None where it is a new one."""
         if not info.continued:
             return None
-        found = self._mlflow.search_runs([self._experiment()], f"tags.`{_TAG}` = '{info.id}'", max_results=1)
-        return found[0].info.run_id if found else None
+        runs = self._mlflow.search_runs([self._experiment()], f"tags.`{_TAG}` = '{info.id}'", max_results=1)
+        return runs[0].info.run_id if runs else None
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Log a metric for each number, and a tag for anything else."""

@@ -58,11 +58,13 @@ class TensorBoardLoggerAddon(LoggerAddon):
     @classmethod
     def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """Write the event files beside the checkpoints where no folder is given."""
-        given = super().expand_options(options)
-        is_required = "log_dir" in (known := options_of(cls)) and known["log_dir"][0].default is Parameter.empty
-        if is_required and "log_dir" not in given and isinstance(given.get("save_path"), (str, Path)):
-            given["log_dir"] = Path(given["save_path"]) / "runs"
-        return given
+        expanded = super().expand_options(options)
+        is_required = (
+            "log_dir" in (known_options := options_of(cls)) and known_options["log_dir"][0].default is Parameter.empty
+        )
+        if is_required and "log_dir" not in expanded and isinstance(expanded.get("save_path"), (str, Path)):
+            expanded["log_dir"] = Path(expanded["save_path"]) / "runs"
+        return expanded
 
     def sinks(self) -> list[Sink]:
         """Add the event files."""
@@ -130,6 +132,6 @@ class TensorBoardSink(Sink):
 
 def _wait_for_a_later_second(folder: Path) -> None:
     """Wait for the next second: event files are read in order of their names, which begin with the second."""
-    made = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*.*"))
-    newest = max((int(second) for second in made if second.isdecimal()), default=0)
+    seconds = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*.*"))
+    newest = max((int(second) for second in seconds if second.isdecimal()), default=0)
     time.sleep(min(1.0, max(0.0, newest + 1 - time.time())))

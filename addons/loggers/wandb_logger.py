@@ -81,8 +81,8 @@ class WandBSink(ClientSink):
             "finish_timeout_raises": True,
             _INTERVAL: _SECONDS,
         }
-        known = getattr(wandb.Settings, "model_fields", {})  # Older clients do not have all of them.
-        settings = {**{key: value for key, value in ours.items() if key in known}, **settings}
+        known_settings = getattr(wandb.Settings, "model_fields", {})  # Older clients do not have all of them.
+        settings = {**{key: value for key, value in ours.items() if key in known_settings}, **settings}
         config = entries.get("config") or {}
         entries["config"] = {**info.config, **config} if isinstance(config, Mapping) else config
         shown = self.public_entries(entries)
@@ -185,11 +185,11 @@ def _mode_and_host(entries: Mapping[str, Any]) -> tuple[str, str]:
     folders = (os.environ.get("WANDB_CONFIG_DIR") or _home() / ".config" / "wandb", Path("wandb"))
     with contextlib.suppress(OSError, configparser.Error):
         filed.read([Path(folder, "settings") for folder in folders])
-    kept = dict(filed["default"]) if "default" in filed else {}
-    mode = entries.get("mode") or find("mode") or os.environ.get("WANDB_MODE") or kept.get("mode") or "online"
+    stored = dict(filed["default"]) if "default" in filed else {}
+    mode = entries.get("mode") or find("mode") or os.environ.get("WANDB_MODE") or stored.get("mode") or "online"
     if _is_disabled():
         mode = "disabled"
-    host = find("base_url") or os.environ.get("WANDB_BASE_URL") or kept.get("base_url") or _HOST
+    host = find("base_url") or os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or _HOST
     return str(mode), str(host)
 
 
@@ -206,8 +206,12 @@ def _home() -> Path:
 def _has_key(entries: Mapping[str, Any], host: str) -> bool:
     """Return whether wandb finds a key without a prompt."""
     settings = entries.get("settings")
-    given = settings.get("api_key") if isinstance(settings, Mapping) else getattr(settings, "api_key", None)
-    if given or entries.get("api_key") or any(os.environ.get(f"WANDB_{k}") for k in ("API_KEY", "IDENTITY_TOKEN_FILE")):
+    api_key = settings.get("api_key") if isinstance(settings, Mapping) else getattr(settings, "api_key", None)
+    if (
+        api_key
+        or entries.get("api_key")
+        or any(os.environ.get(f"WANDB_{k}") for k in ("API_KEY", "IDENTITY_TOKEN_FILE"))
+    ):
         return True
     for path in (Path(os.environ.get("NETRC") or "no-netrc"), _home() / ".netrc", _home() / "_netrc"):
         try:

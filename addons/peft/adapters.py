@@ -84,10 +84,10 @@ def _make(peft: Any, model: Any, config: Any) -> Any:
     try:
         return peft.get_peft_model(model, config)
     except (ValueError, StopIteration) as error:  # The last one for a model without parameters.
-        there = ", ".join(linear[:_SHOWN]) + (", ..." if len(linear) > _SHOWN else "") or "none"
+        names_of_layers = ", ".join(linear[:_SHOWN]) + (", ..." if len(linear) > _SHOWN else "") or "none"
         raise ConfigError(
             f"peft_config does not fit {type(model).__name__}: {str(error).rstrip('.') or 'it has no parameters'}. "
-            f"Its linear layers: {there}; write target_modules=[...] with the ends of such names"
+            f"Its linear layers: {names_of_layers}; write target_modules=[...] with the ends of such names"
         ) from error
 
 
@@ -106,12 +106,14 @@ def check_trained(model: nn.Module, optimizers: Iterable[Any]) -> None:
             type(model).__name__,
         )
     for optimizer in optimizers:
-        held = [id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
-        if held and not trained.intersection(held):
+        parameter_ids = [
+            id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]
+        ]
+        if parameter_ids and not trained.intersection(parameter_ids):
             name = type(optimizer).__name__
             raise ConfigError(
-                f"the {name} holds {len(held)} parameters, all of them frozen: it was made before the adapter. Give a "
-                f"function: optimizer=lambda parameters: {name}(parameters, ...)"
+                f"the {name} holds {len(parameter_ids)} parameters, all of them frozen: it was made before the "
+                f"adapter. Give a function: optimizer=lambda parameters: {name}(parameters, ...)"
             )
 
 
@@ -147,8 +149,8 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 def hash_parameters(model: nn.Module, names: Collection[str], whole: Callable[[Tensor], Tensor]) -> dict[str, str]:
     """Return a hash of each frozen parameter among these keys."""
-    found = [(name, value) for name, value in _frozen(model) if isinstance(value, nn.Parameter) and name in names]
-    return {name: _digest(name, whole(value)) for name, value in found}
+    frozen = [(name, value) for name, value in _frozen(model) if isinstance(value, nn.Parameter) and name in names]
+    return {name: _digest(name, whole(value)) for name, value in frozen}
 
 
 def base_weights(model: nn.Module) -> dict[str, str]:
@@ -222,9 +224,9 @@ def check_base(model: nn.Module, saved: Any, present: Mapping[str, str], weights
     """Refuse a checkpoint of another base model, whose saved hashes differ where it does not contain the weights."""
     if not isinstance(saved, Mapping):
         raise CheckpointMismatch("the state of PEFTAddon does not contain the hashes of a base model")
-    known = {*weights, *plain_state(model)}
+    known_names = {*weights, *plain_state(model)}
     alone = [name for name in present if name not in saved and name not in weights]
-    if alone := alone or [name for name in saved if name not in known]:
+    if alone := alone or [name for name in saved if name not in known_names]:
         where = "the checkpoint has no hash of" if alone[0] in present else "this model does not have"
         raise CheckpointMismatch(
             f"the checkpoint was saved with another base model: {where} {len(alone)} frozen weights, first {alone[0]}. "
@@ -301,11 +303,11 @@ def _refuse_tied(model: Any) -> None:
 def save_folder(model: Any, folder: Path, **options: Any) -> None:
     """Call ``save_pretrained`` of a model for a folder in which each file is whole, the weights at last."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".zae-", dir=folder) as made:
-        model.save_pretrained(made, **options)
-        for path in sorted(Path(made).rglob("*"), reverse=True):
+    with tempfile.TemporaryDirectory(prefix=".zae-", dir=folder) as staging:
+        model.save_pretrained(staging, **options)
+        for path in sorted(Path(staging).rglob("*"), reverse=True):
             if path.is_file():
-                target = folder / path.relative_to(made)
+                target = folder / path.relative_to(staging)
                 target.parent.mkdir(exist_ok=True)
                 os.replace(path, target)
 

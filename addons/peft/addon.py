@@ -111,13 +111,13 @@ class PEFTAddon(AddOnBase):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Refuse a state of another base model, and load the rest."""
-        own, _ = self.take(state, "PEFTAddon", strict=False)
-        if isinstance(own, Mapping) and own.get("base"):
-            adapters.check_base(self.unwrap(), own["base"], self._hash_base(), state["model"])
+        entry, _ = self.take(state, "PEFTAddon", strict=False)
+        if isinstance(entry, Mapping) and entry.get("base"):
+            adapters.check_base(self.unwrap(), entry["base"], self._hash_base(), state["model"])
         adapters.check_adapter(self.unwrap(), state.get("model", {}))
         base = self._hash_base()
         super().load_state_dict(state, strict)
-        if own is None:
+        if entry is None:
             self._base = {**base, **adapters.hash_parameters(self.unwrap(), state["model"], self.engine.full_tensors)}
 
     def save_model(self, path: str | Path | None = None, **options: Any) -> Path:

@@ -18,7 +18,7 @@ from zae.addons.pipeline.chain import Chain
 from zae.addons.pipeline.runner import Place, Runner, StagedModel
 from zae.addons.pipeline.schedules import Schedule
 from zae.arguments import Count
-from zae.data.rows import Found
+from zae.data.rows import JoinedOutput
 from zae.display.text import format_size
 from zae.distributed.blocks import check_shapes, check_tables
 from zae.distributed.collectives import all_reduce, average, broadcast
@@ -97,8 +97,8 @@ class PipelineEngine(Engine):
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average over several pipelines: the ranks with the same stages add up their gradients."""
         if self.dp_world_size > 1:
-            own = [parameter for parameter in parameters if parameter.requires_grad and not parameter.is_meta]
-            average(own, self.dp_world_size, self._sum_over_pipelines)
+            trained = [parameter for parameter in parameters if parameter.requires_grad and not parameter.is_meta]
+            average(trained, self.dp_world_size, self._sum_over_pipelines)
 
     def _sum_over_pipelines(self, tensor: Tensor) -> Tensor:
         # The ranks with the same stages, one of each pipeline, add up theirs.
@@ -120,9 +120,9 @@ class PipelineEngine(Engine):
 
     def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load the weights of the stages of this rank; of the others there are none to miss."""
-        own = module.state_dict()
-        kept = {key: each for key, each in weights.items() if key not in own or not own[key].is_meta}
-        self.inner.load_model_state(module, kept, strict=False)
+        present = module.state_dict()
+        own_weights = {key: each for key, each in weights.items() if key not in present or not present[key].is_meta}
+        self.inner.load_model_state(module, own_weights, strict=False)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state, with the slots of other stages on the meta device: the ranks list what they have."""
@@ -131,11 +131,11 @@ class PipelineEngine(Engine):
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load the state of the parameters of this rank."""
-        held = parameters_of(optimizer)
+        parameters = parameters_of(optimizer)
         places = [place for group in state["param_groups"] for place in group["params"]]
-        away = {place for place, each in zip(places, held) if each.is_meta}
-        kept = {key: each for key, each in state["state"].items() if key not in away}
-        self.inner.load_optimizer_state(optimizer, {**state, "state": kept})
+        away = {place for place, each in zip(places, parameters) if each.is_meta}
+        own_states = {key: each for key, each in state["state"].items() if key not in away}
+        self.inner.load_optimizer_state(optimizer, {**state, "state": own_states})
 
 
 def check_stages(model: nn.Module, arrangement: Arrangement, trains: bool, pipelines: int) -> Chain:
@@ -262,8 +262,8 @@ class PipelineAddon(DistributedAddon):
                 "a pipeline differentiates one loss by all parameters, and the trainer has several "
                 "optimizers; give one with several groups, or train with MultiGPUAddon"
             )
-        own = [cls for cls in type(self).__mro__ if cls.__module__.partition(".")[0] != "zae"]
-        if names := [cls.__name__ for cls in own if "backward" in vars(cls)]:
+        user_classes = [cls for cls in type(self).__mro__ if cls.__module__.partition(".")[0] != "zae"]
+        if names := [cls.__name__ for cls in user_classes if "backward" in vars(cls)]:
             raise ConfigError(
                 f"{names[0]} overrides backward, which a schedule does not call; change gradients in clip(), before "
                 "super().clip(), or train with MultiGPUAddon"
@@ -279,8 +279,8 @@ class PipelineAddon(DistributedAddon):
                 f"mesh={self.mesh!r} leaves 1 rank for the stages; write mesh={{'pipeline': 2}}, or leave "
                 "PipelineAddon out"
             )
-        given = self.stages_per_rank, self.pipeline_microbatches
-        return Arrangement(self.split, self._schedule, *given, ranks)
+        arrangement = self.stages_per_rank, self.pipeline_microbatches
+        return Arrangement(self.split, self._schedule, *arrangement, ranks)
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that has no such stages."""
@@ -332,8 +332,8 @@ class PipelineAddon(DistributedAddon):
     def setup(self) -> None:
         """Refuse parameters that no stage computes with."""
         super().setup()
-        known = {id(parameter) for parameter in self.unwrap().parameters()}
-        if self._is_parallel and any(id(parameter) not in known for parameter in self.parameters):
+        known_ids = {id(parameter) for parameter in self.unwrap().parameters()}
+        if self._is_parallel and any(id(parameter) not in known_ids for parameter in self.parameters):
             raise ConfigError(
                 "the optimizer trains a parameter that is not of the model, and belongs to no stage; make it one of "
                 "the model, which its forward uses, or train with MultiGPUAddon"
@@ -378,7 +378,7 @@ class PipelineAddon(DistributedAddon):
         if self._runner is None:
             return super().micro_step(batch, count)
         weighs = count > 1 or self.engine.dp_world_size > 1
-        found = Found(f"what {type(self).__name__}.train_step returned")
+        output = JoinedOutput(f"what {type(self).__name__}.train_step returned")
 
         def finish(out: Any, part: Any, rows: int, total: int) -> Tensor:
             values, weight = read_output(out, part, self.sample_weight, type(self), self.mode, self.count_targets)
@@ -386,7 +386,7 @@ class PipelineAddon(DistributedAddon):
                 loss = values["loss"]
                 targets = values.get("num_targets")
                 parts.check_loss(loss)
-                found.add(values, rows, float(weight))
+                output.add(values, rows, float(weight))
                 if targets is None:
                     return cast(Tensor, self.scale_loss(loss * (rows / total), None, count))
                 return cast(Tensor, self.scale_loss(loss, targets, count) if weighs else loss * targets)
@@ -396,7 +396,7 @@ class PipelineAddon(DistributedAddon):
 
         at = self.progress_checker.batch + self.current_run.activity.micro_index
         self._runner.run(self.train_step, batch, finish, True, at)
-        values, weight = self._runner.share(found.joined(self.log_train.keeps))
+        values, weight = self._runner.share(output.joined(self.log_train.keeps))
         if not weighs and values.get("num_targets") is not None:
             for parameter in self.parameters:
                 if parameter.grad is not None:
@@ -416,14 +416,14 @@ class PipelineAddon(DistributedAddon):
     def _evaluated(self, step: Callable[[Any], Any], batch: Any) -> Any:
         if self._runner is None or self._runner.is_running:
             return step(batch)
-        found = Found(f"what {type(self).__name__}.{self.current_run.activity.evaluation.step} returned")
+        output = JoinedOutput(f"what {type(self).__name__}.{self.current_run.activity.evaluation.step} returned")
 
         def finish(out: Any, part: Any, rows: int, total: int) -> None:
             targets = out.get("num_targets") if isinstance(out, Mapping) else None
-            found.add(out, rows, float(self.sample_weight(part, targets)))
+            output.add(out, rows, float(self.sample_weight(part, targets)))
 
         self._runner.run(step, batch, finish, False, 0)
-        return self._runner.share(found.joined(True))[0]
+        return self._runner.share(output.joined(True))[0]
 
     # --------------------------------------------------------------------------------------------------- the state
 

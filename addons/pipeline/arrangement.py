@@ -102,9 +102,9 @@ class Arrangement:
         )
         lines = [f"{head}{waits}"]
         for stage, rank in enumerate(self.owners):
-            held = chain.parameters([stage])
-            elements = sum(tensor.numel() for tensor in held)
-            weight = size(sum(tensor.nbytes for tensor in held))
+            parameters = chain.parameters([stage])
+            elements = sum(tensor.numel() for tensor in parameters)
+            weight = size(sum(tensor.nbytes for tensor in parameters))
             where = f"stage {stage} (rank {rank} of the pipeline): {_roots(chain.names[stage])}"
             lines.append(f"{where}; {elements:,} parameters, {weight}")
         return lines
@@ -112,8 +112,8 @@ class Arrangement:
 
 def _roots(names: Iterable[str]) -> str:
     """Name the modules of a stage by the beginnings of the names of its tensors."""
-    found: Sequence[str] = list(dict.fromkeys(_root(name) for name in names))
-    return ", ".join(found[:_SHOWN]) + (f" to {found[-1]}" if len(found) > _SHOWN else "")
+    roots: Sequence[str] = list(dict.fromkeys(_root(name) for name in names))
+    return ", ".join(roots[:_SHOWN]) + (f" to {roots[-1]}" if len(roots) > _SHOWN else "")
 
 
 def _root(name: str) -> str:

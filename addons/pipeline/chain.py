@@ -104,15 +104,15 @@ def _modes() -> tuple[bool, ...]:
 def _record(model: nn.Module, opened: Collection[str], constants: Mapping[str, Any]) -> _Recorded:
     """Call the forward of the opened modules, and return which other modules it calls."""
     _check_forward(model, opened)
-    held = {id(each): name for name, each in _tensors_of(model, "").items()}
+    names = {id(each): name for name, each in _tensors_of(model, "").items()}
     calls: list[_Call] = []
     outputs: list[_Output] = []
     modes = _modes()
 
     def replace(value: Any, where: str) -> Any:
         """Return an argument with the names of tensors in place of them; refuse what stages would not have."""
-        if isinstance(value, Tensor) and id(value) in held:
-            return _Held(held[id(value)])
+        if isinstance(value, Tensor) and id(value) in names:
+            return _Held(names[id(value)])
         if isinstance(value, _Output) and value is not outputs[-1]:
             source = next(call.path for call, output in zip(calls, outputs) if output is value)
             raise ConfigError(
@@ -377,8 +377,8 @@ class Chain:
         if stage:
             return lambda arguments, received: module(*received)
         defaults = {name: each.default for name, each in inspect.signature(self._model.forward).parameters.items()}
-        given = [name for name, each in arguments.items() if each is not defaults.get(name)]
-        return lambda arguments, received: module(*(arguments[name] for name in given))
+        names = [name for name, each in arguments.items() if each is not defaults.get(name)]
+        return lambda arguments, received: module(*(arguments[name] for name in names))
 
     def _program(self, stages: Sequence[Sequence[_Call]], stage: int, returned: Any) -> Program:
         """Return what one stage computes: it calls its modules one after another."""
@@ -416,8 +416,8 @@ class Chain:
         names: dict[str, Tensor] = {}
         for call in calls:
             names |= _tensors_of(self._model.get_submodule(call.path), f"{call.path}.")
-            held = [leaf for leaf in _leaves((call.args, call.kwargs)) if isinstance(leaf, _Held)]
-            names |= {each.name: _attribute(self._model, each.name) for each in held}
+            leaves = [leaf for leaf in _leaves((call.args, call.kwargs)) if isinstance(leaf, _Held)]
+            names |= {each.name: _attribute(self._model, each.name) for each in leaves}
         return names
 
     def _names_of(self, module: nn.Module) -> dict[str, Tensor]:
@@ -436,8 +436,8 @@ class Chain:
     def _check(self) -> None:
         """Refuse a parameter in two stages, and a stage without any."""
         owner: dict[int, tuple[int, str]] = {}
-        for stage, held in enumerate(self.names):
-            for name, each in held.items():
+        for stage, names in enumerate(self.names):
+            for name, each in names.items():
                 first, other = owner.setdefault(id(each), (stage, name))
                 if first == stage or not isinstance(each, nn.Parameter):
                     continue
@@ -450,21 +450,21 @@ class Chain:
                     f"{other} (stage {first}) and {name} (stage {stage}) are one parameter, and a pipeline holds a "
                     "parameter in one stage; give each its own, or train with FSDPAddon"
                 )
-            if not any(isinstance(value, nn.Parameter) for value in held.values()):
+            if not any(isinstance(value, nn.Parameter) for value in names.values()):
                 raise ConfigError(f"stage {stage} of {len(self.names)} has no parameter; split the model elsewhere")
 
     def keep(self, stages: Collection[int]) -> None:
         """Let go of the tensors of all other stages, which this rank has dropped."""
-        for stage, held in enumerate(self.names):
+        for stage, names in enumerate(self.names):
             if stage not in stages:
-                self.names[stage] = {name: each.detach().to("meta") for name, each in held.items()}
+                self.names[stage] = {name: each.detach().to("meta") for name, each in names.items()}
 
     def tensors(self, stages: Iterable[int]) -> list[Tensor]:
         """Return the parameters and buffers of some stages, once each."""
-        held: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         for stage in stages:
-            held |= {id(name): name for name in self.names[stage].values()}
-        return list(held.values())
+            tensors |= {id(name): name for name in self.names[stage].values()}
+        return list(tensors.values())
 
     def parameters(self, stages: Iterable[int]) -> list[nn.Parameter]:
         """Return the parameters of some stages, once each."""

@@ -54,12 +54,12 @@ def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], devi
 
     What was received is in the memory of the host. A rank that does not keep it gets its own value.
     """
-    held = dict(_tensors(value))
-    absent = {path: _kind_of(each) for path, each in held.items() if each.is_meta}
+    parts = dict(_tensors(value))
+    absent = {path: _kind_of(each) for path, each in parts.items() if each.is_meta}
     # Each rank tells which tensors it lacks, and whether it needs them.
     ranks = gather((absent, keeps))
     rank = dist.get_rank()
-    made = dict[tuple[Any, ...], Tensor]()
+    whole = dict[tuple[Any, ...], Tensor]()
     kinds: dict[tuple[Any, ...], _Kind] = {}
     for absent_there, _ in ranks:
         kinds |= absent_there
@@ -73,10 +73,10 @@ def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], devi
         if rank in takers:
             received = torch.empty(kind.shape, dtype=kind.dtype, device=device)
             _send(received, holders[0], takers, rank)
-            made[path] = received.cpu()
+            whole[path] = received.cpu()
         elif rank == holders[0]:
-            _send(held[path].detach().to(device).contiguous(), holders[0], takers, rank)
-    return _replace(value, made) if made else value
+            _send(parts[path].detach().to(device).contiguous(), holders[0], takers, rank)
+    return _replace(value, whole) if whole else value
 
 
 def _send(tensor: Tensor, source: int, takers: Iterable[int], rank: int) -> None:
@@ -93,13 +93,13 @@ def fill_states(
 ) -> dict[int, dict[str, Any]]:
     """Return the states of all parameters of an optimizer by index: those of other ranks are on the meta device."""
     named: dict[Any, Any] = {key: each for key, each in states.items() if type(key) is not int}  # Of no parameter.
-    own = {index: _described(state) for index, state in states.items() if index not in named}
-    found: dict[int, dict[str, Any]] = {}
+    described = {index: _described(state) for index, state in states.items() if index not in named}
+    states_found: dict[int, dict[str, Any]] = {}
     # Each rank lists which parameters of its stages have a state, with the shape and the type of each tensor in it.
-    for rank in gather(own):
+    for rank in gather(described):
         for index, state in rank.items():
-            found.setdefault(index, {key: _empty(each) for key, each in state.items()})
-    whole = {index: dict(states[index]) if index in states else found[index] for index in sorted(found)}
+            states_found.setdefault(index, {key: _empty(each) for key, each in state.items()})
+    whole = {index: dict(states[index]) if index in states else states_found[index] for index in sorted(states_found)}
     return whole | named
 
 
@@ -132,8 +132,8 @@ def check_loss(loss: Any) -> None:
 
 def gradient_norm(gradients: Iterable[Tensor], parameters: Iterable[Tensor], group: Any, device: Any) -> Tensor:
     """Return the norm over the gradients of all stages, in the widest type of the parameters."""
-    found = [torch.linalg.vector_norm(gradient).double().square() for gradient in gradients]
-    square = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
+    squares = [torch.linalg.vector_norm(gradient).double().square() for gradient in gradients]
+    square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
     # Each rank of the pipeline has squared the gradients of its stages.
     all_reduce(square, group)
     dtypes = [parameter.dtype for parameter in parameters]

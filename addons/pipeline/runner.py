@@ -52,7 +52,7 @@ class Place(NamedTuple):
         return len(self.ranks) - 1 in self.stages
 
 
-class _Called(BaseException):
+class _ForwardCalled(BaseException):
     """Ends a step where it calls the model; not an Exception, which a step may catch."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -229,10 +229,10 @@ class Runner:
 
     def share(self, value: Any) -> Any:
         """Return the value of the rank with the last stage, on all ranks of the pipeline."""
-        held = [value]
+        box = [value]
         # What the loss is computed of is on one rank alone, which sends it to the others of its pipeline.
-        dist.broadcast_object_list(held, src=self.place.last, group=self.place.group)
-        return held[0]
+        dist.broadcast_object_list(box, src=self.place.last, group=self.place.group)
+        return box[0]
 
     # ------------------------------------------------------------------------------------------ the step of the user
 
@@ -240,14 +240,14 @@ class Runner:
         """Return what the step calls the model with."""
 
         def catch(*args: Any, **kwargs: Any) -> Any:
-            raise _Called(args, kwargs)
+            raise _ForwardCalled(args, kwargs)
 
         owner = getattr(step, "__self__", step)
         before = {key: each for key, each in vars(owner).items() if type(each) in (int, float)}
         try:
             with self.model.answering(catch), self._context(), self._explaining_parts():
                 step(part)
-        except _Called as called:
+        except _ForwardCalled as called:
             args, kwargs = called.call
         else:
             raise StepError(f"the step has not called self.model. {_ONCE}")
@@ -256,13 +256,13 @@ class Runner:
                 f"the step changes self.{counted[0]} before it calls self.model, and a pipeline runs this part for "
                 "each micro-batch, on each rank; do it in on_step_end, or use self.progress_checker.step"
             )
-        found = bind(self.model.module, args, kwargs)
-        if trains and any(tensor.requires_grad for tensor in tensors_in(found)):
+        arguments = bind(self.model.module, args, kwargs)
+        if trains and any(tensor.requires_grad for tensor in tensors_in(arguments)):
             raise ConfigError(
                 "the inputs of self.model require a gradient: the step computes them with parameters, which a pipeline "
                 "does not differentiate before its first stage; do that in the forward of the model"
             )
-        return found
+        return arguments
 
     def _answered(self, step: Callable[[Any], Any], part: Any, values: Any) -> Any:
         """Return what the step returns where the model has returned these values."""
@@ -457,10 +457,10 @@ def _shapes(values: Any) -> tuple[Any, ...]:
 
 def _check_constants(values: Mapping[str, Any], first: Mapping[str, Any]) -> None:
     """Refuse numbers that differ between the calls of the model: a stage computes with those of the first."""
-    own = constants_in(values)
+    constants = constants_in(values)
     others = constants_in(first)
-    if own != others:
-        name = next(each for each in {**own, **others} if own.get(each) != others.get(each))
+    if constants != others:
+        name = next(each for each in {**constants, **others} if constants.get(each) != others.get(each))
         raise ConfigError(
             f"self.model was called with {name}={values[name]!r:.40} for one micro-batch, and {first[name]!r:.40} for "
             "another: give it as a tensor with one row for each sample, or compute it in the forward of the model"
@@ -470,9 +470,9 @@ def _check_constants(values: Mapping[str, Any], first: Mapping[str, Any]) -> Non
 @contextmanager
 def _unchanged(buffers: Sequence[Tensor], is_trial: bool) -> Iterator[None]:
     """Restore buffers after a trial."""
-    kept = [buffer.detach().clone() for buffer in buffers] if is_trial else []
+    copies = [buffer.detach().clone() for buffer in buffers] if is_trial else []
     yield
     with torch.no_grad():
-        for each, before in zip(buffers, kept):
+        for each, before in zip(buffers, copies):
             if not torch.equal(each, before):  # A backward may need a buffer as it is.
                 each.copy_(before)

@@ -40,13 +40,13 @@ class Schedule:
     def __init__(self, given: Any) -> None:
         self._given = given
         if isinstance(given, str):
-            known = {name.lower(): name for name in SCHEDULES}
-            if given.lower() not in known:
+            names = {name.lower(): name for name in SCHEDULES}
+            if given.lower() not in names:
                 raise ConfigError(
                     f"pipeline_schedule={given!r} is not known; available: {', '.join(SCHEDULES)}"
                     f"{did_you_mean(given, SCHEDULES)}"
                 )
-            self.name = known[given.lower()]
+            self.name = names[given.lower()]
         elif callable(given):
             self.name = getattr(given, "__name__", type(given).__name__).removeprefix("Schedule")
         else:
@@ -81,8 +81,8 @@ class Schedule:
             if not isinstance(kind, type):
                 return self._check(kind([*stages], count, loss))
             first = next(iter(inspect.signature(kind).parameters))
-            held = stages[0] if first == "stage" else [*stages]
-            return kind(held, n_microbatches=count, loss_fn=loss, scale_grads=False)
+            stages_held = stages[0] if first == "stage" else [*stages]
+            return kind(stages_held, n_microbatches=count, loss_fn=loss, scale_grads=False)
         except ValueError as error:
             raise ConfigError(
                 f"pipeline_schedule={self.name} with pipeline_microbatches={count}: {' '.join(str(error).split())} "

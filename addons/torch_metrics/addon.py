@@ -103,15 +103,15 @@ class TorchMetricsAddon(AddOnBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        given = _by_name(torch_metrics)
-        self.torch_metrics_inputs = _inputs_of(torch_metrics_inputs, given)
+        by_name = _by_name(torch_metrics)
+        self.torch_metrics_inputs = _inputs_of(torch_metrics_inputs, by_name)
         splits = (torch_metrics_splits,) if isinstance(torch_metrics_splits, str) else tuple(torch_metrics_splits or ())
         unknown = [split for split in splits if split not in _SPLITS]
         if unknown or not splits:
             raise ConfigError(
                 f"torch_metrics_splits={torch_metrics_splits!r}; write ('valid',), ('train',) or ('train', 'valid')"
             )
-        self._torch_metrics = {split: {name: _prepared(each) for name, each in given.items()} for split in splits}
+        self._torch_metrics = {split: {name: _prepared(each) for name, each in by_name.items()} for split in splits}
         if owners_of(type(self), "metric_on_epoch_end") == [TorchMetricsAddon]:
             self.log_test.keeps = False  # Nothing else reads outputs at the end of an evaluation.
 
@@ -129,13 +129,13 @@ class TorchMetricsAddon(AddOnBase):
 
     @torch_metric_states.setter
     def torch_metric_states(self, states: Mapping[str, Any]) -> None:
-        own = self._torch_metrics.get("train", {})
-        if states and states.keys() != own.keys():
+        group = self._torch_metrics.get("train", {})
+        if states and states.keys() != group.keys():
             raise CheckpointMismatch(
                 f"the state has the metrics {', '.join(states)} of training, and here they are "
-                f"{', '.join(own) or 'none'}; build the trainer with the metrics that it was saved with"
+                f"{', '.join(group) or 'none'}; build the trainer with the metrics that it was saved with"
             )
-        for name, each in own.items():
+        for name, each in group.items():
             if states:
                 load_states(each, states[name], name)
             else:
@@ -145,11 +145,11 @@ class TorchMetricsAddon(AddOnBase):
         """Give rank 0 what all ranks have counted in the open epoch, and the others nothing."""
         key = "torch_metric_states"
         counted = [entry[key] for entry in entries if entry.get(key)]
-        own = self._torch_metrics.get("train", {})
-        if rank or len(counted) < 2 or any(other.keys() != own.keys() for other in counted):
+        group = self._torch_metrics.get("train", {})
+        if rank or len(counted) < 2 or any(other.keys() != group.keys() for other in counted):
             return {key: counted[0] if counted and not rank else {}}
         merged = {}
-        for name, each in own.items():
+        for name, each in group.items():
             merged[name] = merge_states(each, [saved[name] for saved in counted])
         return {key: merged}
 
@@ -202,16 +202,16 @@ class TorchMetricsAddon(AddOnBase):
         # By the history: an override may read what only the other mode has recorded.
         split = self._split
         super_metrics = super().metric_on_epoch_end
-        found = dict(self.history.further_metrics("train" if split == "train" else "test", super_metrics))
+        numbers = dict(self.history.further_metrics("train" if split == "train" else "test", super_metrics))
         group = self._torch_metrics.get(split, {})
         if not any(gather_dp(self.engine, any(map(was_updated, group.values())))):
-            return found
+            return numbers
         for name, metric in group.items():
             if self.engine.dp_world_size > 1:
                 combine_ranks(metric, partial(gather_dp, self.engine))
-            found |= numbers_of(name, metric.compute())
+            numbers |= numbers_of(name, metric.compute())
         self._reset(split)
-        return found
+        return numbers
 
     def describe(self) -> list[Fact]:
         """Tell which entries the steps have to return."""
@@ -242,13 +242,13 @@ def _by_name(given: Any) -> dict[str, Any]:
     """Return the metrics that were given by name."""
     if is_metric(given):
         return {type(given).__name__: given}
-    found: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     if isinstance(given, (Mapping, nn.ModuleDict)):
         for name, each in given.items():  # Of a MetricCollection, with its prefix.
             inner = {"": each} if is_metric(each) else _by_name(each)
-            found |= {"/".join(filter(None, (str(name), part))): metric for part, metric in inner.items()}
-    if found:
-        return found
+            metrics |= {"/".join(filter(None, (str(name), part))): metric for part, metric in inner.items()}
+    if metrics:
+        return metrics
     raise ConfigError(
         f"torch_metrics contains {given!r:.60}, which is not a metric of torchmetrics; write "
         "torch_metrics={'f1': torchmetrics.classification.MulticlassF1Score(num_classes=10)}"
@@ -265,15 +265,15 @@ def _inputs_of(given: Any, metrics: Mapping[str, Any]) -> dict[str, tuple[str, .
             f"torch_metrics_inputs has {unknown[0]!r}{did_you_mean(str(unknown[0]), metrics)}; the metrics are "
             f"{', '.join(metrics)}"
         )
-    found = {name: by_name.get(name, by_name.get(groups[name], default)) for name in metrics}
-    found = {name: (each,) if isinstance(each, str) else each for name, each in found.items()}
-    for name, each in found.items():
+    inputs = {name: by_name.get(name, by_name.get(groups[name], default)) for name in metrics}
+    inputs = {name: (each,) if isinstance(each, str) else each for name, each in inputs.items()}
+    for name, each in inputs.items():
         if not isinstance(each, (tuple, list)) or not each or not all(isinstance(entry, str) for entry in each):
             raise ConfigError(
                 f"torch_metrics_inputs of {name!r} is {each!r:.60}; give names of what the steps return, for instance "
                 "('output', 'targets')"
             )
-    return {name: tuple(each) for name, each in found.items()}
+    return {name: tuple(each) for name, each in inputs.items()}
 
 
 def _never() -> bool:
@@ -283,9 +283,9 @@ def _never() -> bool:
 def _prepared(metric: Any) -> Any:
     """Return a copy of a metric that is reset, and does not itself ask other ranks."""
     with torch.no_grad():
-        made = metric.clone()
-    for module in made.modules():
+        metric_copy = metric.clone()
+    for module in metric_copy.modules():
         if is_metric(module):
             module.distributed_available_fn = _never
-    made.reset()
-    return made
+    metric_copy.reset()
+    return metric_copy

@@ -50,9 +50,9 @@ def read_states(metric: Any) -> dict[str, Any]:
 
 def load_states(metric: Any, states: Mapping[str, Any], name: str) -> None:
     """Load what `read_states` returned, on the device of the metric; refuse that of another one."""
-    found = dict(_counting(metric))
-    fits = states.keys() == found.keys() and all(
-        states[n]["state"].keys() == m.metric_state.keys() for n, m in found.items()
+    counting = dict(_counting(metric))
+    fits = states.keys() == counting.keys() and all(
+        states[n]["state"].keys() == m.metric_state.keys() for n, m in counting.items()
     )
     if not fits:
         raise CheckpointMismatch(
@@ -60,7 +60,7 @@ def load_states(metric: Any, states: Mapping[str, Any], name: str) -> None:
             "metrics that it was saved with"
         )
     metric.reset()
-    for path, each in found.items():
+    for path, each in counting.items():
         for key, value in states[path]["state"].items():
             setattr(each, key, copy_of(list(value) if isinstance(value, (list, tuple)) else value, each.device))
         each._update_count = int(states[path]["updates"])

@@ -80,7 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "PCGradAddon": {"task": TwoTask},
     "LookAheadAddon": {"look_every": 3},
     "MixupAddon": {},
-    "ThawAddon": {"thaw_prefix": "0."},
+    "UnfreezeAddon": {"unfreeze_prefix": "0."},
     "DistillationAddon": {"teacher": nn.Linear(3, 2), "task": OutputTask},
     "LRFinderAddon": {},
 }
@@ -250,7 +250,7 @@ def test_the_finder_tries_rates_and_the_thawed_layers_wait() -> None:
     assert finder.run(9, loader())["step"] == 5
     rates = [row["lr"] for row in finder.log_history if "train/loss" in row]
     assert rates == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
-    thaw = build(examples.ThawAddon, thaw_prefix="0.", thaw_at=2)
+    thaw = build(examples.UnfreezeAddon, unfreeze_prefix="0.", unfreeze_at=2)
     first = hand.digest(*thaw.model[0].parameters())
     thaw.run(2, loader())
     assert hand.digest(*thaw.model[0].parameters()) == first

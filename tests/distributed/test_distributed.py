@@ -30,7 +30,7 @@ from zae.addons import MultiGPUAddon, StateManagerAddon
 from zae.checkpoint.reader import load_checkpoint
 from zae.distributed import spawn as launching
 from zae.distributed.rank_process import Report
-from zae.distributed.spawn import _meeting_point, spawn
+from zae.distributed.spawn import _rendezvous_point, spawn
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TESTS = ROOT / "tests"
@@ -166,8 +166,8 @@ def test_loopback_only_and_two_at_once_and_a_given_port(monkeypatch):
         assert {address.split(":")[0] for address in ports} == {"0100007F"}
     assert {address.split(":")[0] for address in parents} == {"0100007F"}
     assert dict(os.environ) == before
-    store, meeting = _meeting_point("env://", 5.0)
-    assert meeting == f"tcp://127.0.0.1:{port}"
+    store, rendezvous_address = _rendezvous_point("env://", 5.0)
+    assert rendezvous_address == f"tcp://127.0.0.1:{port}"
     assert f"0100007F:{port:04X}" in listening()
     del store
 
@@ -179,7 +179,13 @@ def test_a_port_in_use_is_said_before_anything_starts():
         port = taken.getsockname()[1]
         with pytest.raises(DistributedError, match=f"port {port} of localhost cannot be used .*leave init_method out"):
             spawn(add_up, {"number": 1}, CPUS, init_method=f"tcp://localhost:{port}")
-    for bad in ("tcp://", "udp://localhost:1", "env://", "tcp://localhost:99999", "file:///no-such-folder/meeting"):
+    for bad in (
+        "tcp://",
+        "udp://localhost:1",
+        "env://",
+        "tcp://localhost:99999",
+        "file:///no-such-folder/rendezvous_address",
+    ):
         with pytest.raises(ConfigError, match=r"left out|leave init_method out"):
             spawn(add_up, {"number": 1}, CPUS, init_method=bad)
 
@@ -241,7 +247,7 @@ def test_a_killed_rank_is_named(who):
 
 def test_a_stopped_rank_is_named_after_the_timeout(monkeypatch):
     """A rank that does not go on ends with `timeout`, by its name, also after its work; so does an early end."""
-    monkeypatch.setattr(launching, "GRACE", 1.0)  # Seconds that nobody is going to use.
+    monkeypatch.setattr(launching, "GRACE_TIMEOUT_S", 1.0)  # Seconds that nobody is going to use.
     stopped = r"rank 1 \(process \d+\) and rank 2 \(process \d+\) of 3 did not answer within timeout=8 s"
     with forks(), pytest.raises(DistributedError, match=stopped):
         spawn(misbehave, {"how": "stop", "who": 1, "world": 3}, [torch.device("cpu")] * 3, timeout=8)

@@ -89,7 +89,7 @@ CASES += [(PipelineAddon, "raise", 1, "step"), (PipelineAddon, "kill", 0, "end")
 @pytest.mark.parametrize(("engine", "how", "who", "where"), CASES)
 def test_a_rank_fails_and_the_run_goes_on(engine, how, who, where, whole, monkeypatch, capfd):
     """Nothing aborts or is half there; a resume ends bitwise."""
-    monkeypatch.setattr(launching, "GRACE", 1.0)  # Seconds that nobody is going to use.
+    monkeypatch.setattr(launching, "GRACE_TIMEOUT_S", 1.0)  # Seconds that nobody is going to use.
     kind, text = ENDS[how]
     begun = time.monotonic()
     with pytest.raises(kind, match=text.format(who=who)):
@@ -174,7 +174,7 @@ class Depth(Task):
 )
 def test_ranks_that_call_different_blocks(level, kind, text, monkeypatch):
     """gloo ends a rank, which the error explains; torch checks each exchange where it is asked to."""
-    monkeypatch.setattr(launching, "GRACE", 1.0)
+    monkeypatch.setattr(launching, "GRACE_TIMEOUT_S", 1.0)
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
     dist.set_debug_level_from_env()  # As torch does when it is imported, which a fork does not do.
     rows = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]]).repeat(4, 1)

@@ -39,6 +39,6 @@ def run(arguments: argparse.Namespace) -> Answer:
         path = newest[0]
     weights = load_weights(path)
     save_weights(out, weights)
-    found = {"checkpoint": str(path), "file": str(out), "tensors": len(weights)}
+    answer = {"checkpoint": str(path), "file": str(out), "tensors": len(weights)}
     text = f"{printable(str(path), kept='')}: {len(weights)} tensors in {printable(str(out), kept='')}"
-    return Answer(found, text)
+    return Answer(answer, text)

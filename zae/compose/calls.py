@@ -77,25 +77,25 @@ def _explain(names: list[str], cls: Any, args: list[Any], kwargs: Mapping[str, A
     """Return what is wrong with the arguments, and the line to write."""
     meant = {name: name if name in names else _meant(name, names) for name in kwargs}
     unknown = [name for name in kwargs if name not in names]
-    given = {meant[name]: value for name, value in kwargs.items()}
+    arguments = {meant[name]: value for name, value in kwargs.items()}
     swapped = bool(args) and _is_loader(args[0])
     if swapped:  # A number that follows is that of the epochs.
         counts = [index for index, value in enumerate(args) if isinstance(value, int)]
-        args.insert(0, args.pop(counts[0]) if counts else given.get("n_epoch", inspect.Parameter.empty))
-    call = f"write {_line(names, args, given)}"
+        args.insert(0, args.pop(counts[0]) if counts else arguments.get("n_epoch", inspect.Parameter.empty))
+    call = f"write {_line(names, args, arguments)}"
     if unknown:
         hints = [_hint_for(cls, name) for name in unknown if not meant[name]]
         plural = "s" if len(unknown) > 1 else ""
         return f"unknown argument{plural} {join(map(repr, unknown))} for run(){''.join(hints)}; {call}"
-    if swapped or _is_loader(given.get("n_epoch")):
-        found = type(args[1] if swapped else given["n_epoch"]).__name__
+    if swapped or _is_loader(arguments.get("n_epoch")):
+        found = type(args[1] if swapped else arguments["n_epoch"]).__name__
         return f"the first argument of run() is n_epoch, the number of epochs, and not a loader ({found}); {call}"
     twice = [name for name, _ in zip(names, args, strict=False) if name in kwargs]
     if twice:
         return f"run() got {join(map(repr, twice))} twice, by position and by name; {call}"
     if len(args) > 3:
         return f"run() takes 3 positional arguments (n_epoch, loader, valid_loader) and got {len(args)}; {call}"
-    absent = [name for name in names[len(args) : 2] if name not in given]
+    absent = [name for name in names[len(args) : 2] if name not in arguments]
     return f"run() needs {join(map(repr, absent))}; {call}"
 
 

@@ -340,11 +340,11 @@ def check_complete(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return
     root, ordered = recipe_of(cls)
     name = "MyTask" if root.__name__ == "Trainer" else root.__name__
-    made = f"{name}.add_on({', '.join(a.__name__ for a in ordered)})" if ordered else name
+    composition = f"{name}.add_on({', '.join(a.__name__ for a in ordered)})" if ordered else name
     lines = [f"class {name}(Trainer):"]
     for method in missing:
         lines += _BODIES.get(method, [f"    def {method}(self): ..."])
-    lines += ["", f"trainer = {made}(model, optimizer=optimizer, ...)"]
+    lines += ["", f"trainer = {composition}(model, optimizer=optimizer, ...)"]
     text = f"{cls.__name__} cannot be instantiated: it has no {' and no '.join(missing)}. Write:\n\n" + "\n".join(lines)
     raise TaskError(text + meant_class(cls, kwargs))
 
@@ -390,9 +390,9 @@ def initial_values(trainer: Any) -> dict[str, Any]:
 
 def explain_setter(cls: Any, error: AttributeError) -> None:
     """Add what to write to Python's error for an ``__init__`` that sets a property of the trainer."""
-    found = re.fullmatch(r"property '(\w+)' of '.*' object has no setter", str(error))
-    if found and isinstance(getattr(cls, found[1], None), property):
-        error.add_note(f"zae: {_taken(cls, found[1])}")
+    match = re.fullmatch(r"property '(\w+)' of '.*' object has no setter", str(error))
+    if match and isinstance(getattr(cls, match[1], None), property):
+        error.add_note(f"zae: {_taken(cls, match[1])}")
 
 
 def _taken(cls: type, name: str) -> TaskError:

@@ -29,8 +29,8 @@ def compose(base: TrainerMeta, add_ons: Sequence[Any]) -> TrainerMeta:
         raise AddOnError(f"{base.__name__} is an add-on, not a trainer; write Task.add_on({base.__name__}, ...)")
     named = [_resolve(base, add_on) for add_on in add_ons]
     root, present = recipe_of(base)
-    held = add_ons_of(root)  # Those that the user's own class derives from.
-    new = [a for a in named if not any(a in h.__mro__ for h in held)]
+    add_ons_of_root = add_ons_of(root)  # Those that the user's own class derives from.
+    new = [a for a in named if not any(a in h.__mro__ for h in add_ons_of_root)]
     wanted = _outermost_kinds([*present, *new])
     if not wanted:
         return root
@@ -38,12 +38,12 @@ def compose(base: TrainerMeta, add_ons: Sequence[Any]) -> TrainerMeta:
     if "_compositions" not in root.__dict__:
         # Weak, so that a class made in a function is freed with its last user.
         root._compositions = WeakValueDictionary()
-    found = root._compositions.get(ordered)
-    if found is None:
-        check_set(_outermost_kinds([*ordered, *held]), root)
-        found = _build(root, ordered)
-        root._compositions[ordered] = found
-    return found
+    composition = root._compositions.get(ordered)
+    if composition is None:
+        check_set(_outermost_kinds([*ordered, *add_ons_of_root]), root)
+        composition = _build(root, ordered)
+        root._compositions[ordered] = composition
+    return composition
 
 
 def mix(add_on: Any, base: Any) -> TrainerMeta:
@@ -65,10 +65,10 @@ def _resolve(base: TrainerMeta, add_on: Any) -> TrainerMeta:
     if not isinstance(add_on, type):
         raise AddOnError(f"add_on() takes classes, and got an instance, {add_on!r:.80}; write add_on(SomeAddon)")
     if not is_add_on(add_on) or is_base(add_on):
-        what = "the base of all add-ons" if is_add_on(add_on) else "not an add-on"
+        kind = "the base of all add-ons" if is_add_on(add_on) else "not an add-on"
         name = "MyAddon" if is_trainer(add_on) or add_on.__module__ == "builtins" else add_on.__name__
         raise AddOnError(
-            f"{add_on.__name__} is {what}; write class {name}(AddOnBase): ..., and {base.__name__}.add_on({name})"
+            f"{add_on.__name__} is {kind}; write class {name}(AddOnBase): ..., and {base.__name__}.add_on({name})"
         )
     return cast(TrainerMeta, add_on)
 
@@ -76,19 +76,19 @@ def _resolve(base: TrainerMeta, add_on: Any) -> TrainerMeta:
 def load_installed(name: str) -> Any:
     """Load the add-on that is installed under a name."""
     points = list(metadata.entry_points(group="zae.addons"))
-    found = {point.value: point for point in points if point.name == name}
-    if not found:
-        found = {point.value: point for point in points if point.name == f"{name}Addon"}
-    if not found:
-        known = sorted({point.name for point in points})
-        longer = [candidate for candidate in known if candidate.lower().startswith(name.lower())]
-        hint = did_you_mean(name, longer or known, cutoff=0.0 if longer else 0.6)
-        hint = hint or f"; installed are {', '.join(known)}"
+    points_by_value = {point.value: point for point in points if point.name == name}
+    if not points_by_value:
+        points_by_value = {point.value: point for point in points if point.name == f"{name}Addon"}
+    if not points_by_value:
+        known_names = sorted({point.name for point in points})
+        longer = [candidate for candidate in known_names if candidate.lower().startswith(name.lower())]
+        hint = did_you_mean(name, longer or known_names, cutoff=0.0 if longer else 0.6)
+        hint = hint or f"; installed are {', '.join(known_names)}"
         raise AddOnError(f"no add-on is called {name!r}{hint}")
-    if len(found) > 1:
-        owners = " and ".join(f"{p.value} of {p.dist.name if p.dist else '?'}" for p in found.values())
+    if len(points_by_value) > 1:
+        owners = " and ".join(f"{p.value} of {p.dist.name if p.dist else '?'}" for p in points_by_value.values())
         raise AddOnConflict(f"{name!r} is installed more than once: {owners}; import the class and pass it to add_on()")
-    point = next(iter(found.values()))
+    point = next(iter(points_by_value.values()))
     try:
         return point.load()
     except ImportError as error:
@@ -110,9 +110,9 @@ def _build(root: TrainerMeta, ordered: tuple[TrainerMeta, ...]) -> TrainerMeta:
     bases: tuple[TrainerMeta, ...] = (root,)
     if inside:
         # The user's class derives from an add-on that belongs outside of these: they come between it and its task.
-        held = add_ons_of(root)
+        add_ons_of_root = add_ons_of(root)
         plain = next(c for c in root.__mro__ if isinstance(c, TrainerMeta) and not c._is_addon and not add_ons_of(c))
-        bases = (root, compose(plain, [*held, *inside]))
+        bases = (root, compose(plain, [*add_ons_of_root, *inside]))
     for add_on in reversed([a for a in ordered if a not in inside]):
         if _overridden_apply(add_on) is None:
             bases = (add_on, *bases)
@@ -121,11 +121,11 @@ def _build(root: TrainerMeta, ordered: tuple[TrainerMeta, ...]) -> TrainerMeta:
         inner = bases[0]
         if len(bases) > 1 or add_on.requires:
             inner = _derive(bases, root, ordered, _partial=True)
-        made = add_on.apply(inner)
-        if made is inner or not (isinstance(made, TrainerMeta) and inner in made.__mro__):
-            raise AddOnError(f"{add_on.__name__}.apply(base_cls) returned {made!r}; return a subclass of base_cls")
+        outer = add_on.apply(inner)
+        if outer is inner or not (isinstance(outer, TrainerMeta) and inner in outer.__mro__):
+            raise AddOnError(f"{add_on.__name__}.apply(base_cls) returned {outer!r}; return a subclass of base_cls")
         # Not on the returned class itself, which may be in use elsewhere.
-        bases = (_derive((made,), root, ordered, _partial=True, _applied=(add_on,)),)
+        bases = (_derive((outer,), root, ordered, _partial=True, _applied=(add_on,)),)
     return _derive(bases, root, ordered, _partial=False, _recipe=(root, ordered))
 
 

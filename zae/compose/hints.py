@@ -318,8 +318,8 @@ def argument_of_run(name: str) -> str:
 
 def _of_part(owner: Any, name: str) -> str:
     """Return where a part of a trainer has a public name; empty where none has, and for a class, which has no parts."""
-    held = {part: type(vars(owner).get(part)) for part in ("engine", "precision_part", "step_window")}
-    return next((f"{part}.{name}" for part, kind in held.items() if name[0] != "_" and hasattr(kind, name)), "")
+    owners = {part: type(vars(owner).get(part)) for part in ("engine", "precision_part", "step_window")}
+    return next((f"{part}.{name}" for part, kind in owners.items() if name[0] != "_" and hasattr(kind, name)), "")
 
 
 def missing_attribute(owner: Any, name: str, is_class: bool = False) -> AttributeError:
@@ -327,5 +327,5 @@ def missing_attribute(owner: Any, name: str, is_class: bool = False) -> Attribut
     kind = owner if is_class else type(owner)
     if here := _of_part(owner, name) or HINTS.get(name):
         return MissingError(f"{kind.__name__} has no attribute {name!r}; here it is {here}")
-    what = f"type object {kind.__name__!r}" if is_class else f"{kind.__name__!r} object"
-    return AttributeError(f"{what} has no attribute {name!r}", name=name, obj=owner)
+    description = f"type object {kind.__name__!r}" if is_class else f"{kind.__name__!r} object"
+    return AttributeError(f"{description} has no attribute {name!r}", name=name, obj=owner)

@@ -202,11 +202,11 @@ def add_ons_of(cls: Any) -> list[Any]:
     """List the add-ons of a class, outermost first."""
     mixed = [c for c in cls.__mro__ if is_add_on(c)]
     # Without the bases of others: an add-on that derives from another one counts as one.
-    found = [a for a in mixed if not is_base(a) and not any(b is not a and a in b.__mro__ for b in mixed)]
+    add_ons = [a for a in mixed if not is_base(a) and not any(b is not a and a in b.__mro__ for b in mixed)]
     for klass in cls.__mro__:
         # Add-ons that have built their class by `apply`, and so are not among its bases.
-        found += [a for a in klass.__dict__.get("_applied", ()) if a not in found]
-    return found
+        add_ons += [a for a in klass.__dict__.get("_applied", ()) if a not in add_ons]
+    return add_ons
 
 
 def is_overridden(trainer: Any, name: str) -> bool:
@@ -221,9 +221,9 @@ def is_default(method: Any) -> bool:
 
 def owners_of(cls: Any, name: str) -> list[Any]:
     """List the classes that override a hook, or write a step, outermost first."""
-    found = [klass for klass in cls.__mro__ if name in klass.__dict__]
-    introduced = next((klass for klass in reversed(found) if is_marked(klass.__dict__[name], "__hook__")), None)
-    return [klass for klass in found if klass is not introduced and klass.__name__ != "Trainer"]
+    owners = [klass for klass in cls.__mro__ if name in klass.__dict__]
+    introduced = next((klass for klass in reversed(owners) if is_marked(klass.__dict__[name], "__hook__")), None)
+    return [klass for klass in owners if klass is not introduced and klass.__name__ != "Trainer"]
 
 
 def recipe_of(cls: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -241,12 +241,12 @@ def slots_of(cls: Any) -> dict[str, Any]:
 
 def traits_of(add_on: Any) -> set[str]:
     """Return what an add-on and its bases declare to do, and the slot that it fills."""
-    found: set[str] = set()
+    traits: set[str] = set()
     for kind in add_on.__mro__:
-        found.update(kind.__dict__.get("traits", ()))
+        traits.update(kind.__dict__.get("traits", ()))
     if add_on.slot:
-        found.add(add_on.slot)
-    return found
+        traits.add(add_on.slot)
+    return traits
 
 
 def with_trait(cls: Any, *traits: str) -> Any:
@@ -261,11 +261,11 @@ def is_engine_slot(slot: str | None) -> bool:
 
 def hooks_of(cls: Any) -> dict[str, Any]:
     """Map each hook of a class to the class that introduced it, in the order of their definition."""
-    found: dict[str, Any] = {}
+    hooks: dict[str, Any] = {}
     for klass in reversed(cls.__mro__):
         for name in _own_hooks(klass):
-            found.setdefault(name, klass)
-    return found
+            hooks.setdefault(name, klass)
+    return hooks
 
 
 _hooks_by_class: WeakKeyDictionary[type, tuple[int, list[str]]] = WeakKeyDictionary()

@@ -80,9 +80,9 @@ class TrainerMeta(ABCMeta):
                 f"write Task.add_on({cls.__name__})(...), or class MyTrainer({cls.__name__}, Task), with your own Task"
             )
         check_complete(cls, args, kwargs)
-        made = cls.make_from(args, kwargs)
-        if made is not None:
-            return made
+        converted = cls.make_from(args, kwargs)
+        if converted is not None:
+            return converted
         args, kwargs = expand_call(cls, args, kwargs)
         check_call(cls, args, kwargs)
         try:

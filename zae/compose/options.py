@@ -33,14 +33,14 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-class _Given:
+class _SetByClass:
     """The default of an option that an outer ``__init__`` passes itself."""
 
     def __repr__(self) -> str:
-        return "<given by the class>"
+        return "<set by the class>"
 
 
-_GIVEN = _Given()
+_SET_BY_CLASS = _SetByClass()
 
 
 def options_of(cls: Any) -> _Options:
@@ -50,11 +50,11 @@ def options_of(cls: Any) -> _Options:
     inits = [klass.__dict__.get("__init__") for klass in cls.__mro__]
     known, options = cls.__dict__.get("__options__", (None, {}))
     if known != inits:
-        found: _Options = {}
+        options_by_name: _Options = {}
         for klass in reversed(_classes_to_initialize(cls)):
             if isinstance(klass.__dict__.get("__init__"), FunctionType):
-                found = _outside_of(found, klass)
-        options = MappingProxyType(found)
+                options_by_name = _outside_of(options_by_name, klass)
+        options = MappingProxyType(options_by_name)
         cls.__options__ = (inits, options)
     return options
 
@@ -67,33 +67,33 @@ def _classes_to_initialize(cls: Any) -> list[Any]:
 
 def _outside_of(inner: _Options, klass: type) -> _Options:
     """Return the options of a class whose ``__init__`` passes the rest on to one that takes ``inner``."""
-    own = _parameters(klass)
-    positional = [p for p in own if p.kind in _POSITIONAL]
-    keyword = [p for p in own if p.kind is p.KEYWORD_ONLY]
-    takes_args = next((p for p in own if p.kind is p.VAR_POSITIONAL), None)
-    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in own)
+    parameters = _parameters(klass)
+    positional = [p for p in parameters if p.kind in _POSITIONAL]
+    keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    takes_args = next((p for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
     declared = {p.name for p in (*positional, *keyword)}
 
     # Positional ones: its own, and those of the inner class that come after them, where *args reaches these.
-    found: dict[str, tuple[inspect.Parameter, type]] = {p.name: (p, klass) for p in positional}
+    outside: dict[str, tuple[inspect.Parameter, type]] = {p.name: (p, klass) for p in positional}
     reached = [name for name, (p, _) in inner.items() if p.kind in _POSITIONAL]
     passes_on = takes_args is not None and [p.name for p in positional] == reached[: len(positional)]
     if passes_on:
         for name in reached[len(positional) :]:
             if name in declared:
                 break
-            found[name] = inner[name]
+            outside[name] = inner[name]
     if takes_args is not None and (not passes_on or "*" in inner):
-        found["*"] = (takes_args, klass)
-    found |= {p.name: (p, klass) for p in keyword}
+        outside["*"] = (takes_args, klass)
+    outside |= {p.name: (p, klass) for p in keyword}
     if takes_kwargs:
         # An __init__ that neither declares a required argument nor passes positional ones on may give it itself.
         gives = not is_add_on(klass) and not passes_on
         for name, (p, owner) in inner.items():
-            if name not in found and name != "*":
-                default = _GIVEN if gives and p.default is p.empty and p.kind in _POSITIONAL else p.default
-                found[name] = (p.replace(kind=p.KEYWORD_ONLY, default=default), owner)
-    return found
+            if name not in outside and name != "*":
+                default = _SET_BY_CLASS if gives and p.default is p.empty and p.kind in _POSITIONAL else p.default
+                outside[name] = (p.replace(kind=p.KEYWORD_ONLY, default=default), owner)
+    return outside
 
 
 def _parameters(cls: type) -> list[inspect.Parameter]:
@@ -111,11 +111,11 @@ def option_values(trainer: Any) -> dict[str, Any]:
     places: dict[str, str] = {}
     for klass in type(trainer).__mro__:
         places |= klass.__dict__.get("_option_places", {})
-    found = {}
+    values = {}
     for name in options_of(type(trainer)):
         with suppress(AttributeError):
-            found[name] = attrgetter(places.get(name, name))(trainer)
-    return found
+            values[name] = attrgetter(places.get(name, name))(trainer)
+    return values
 
 
 def option_value(trainer: Any, name: str, default: Any = None) -> Any:
@@ -220,11 +220,11 @@ def _hint_for(cls: Any, name: str, options: Collection[str]) -> str:
         owner = owners[near.split("'")[1]].__name__
         return f"{near[:-1]}, an option of {owner}? Add it with .add_on({owner})"
     there = f"; it has {', '.join(options)}"
-    own = next((klass for klass in _initialized(cls) if not klass.__module__.startswith("zae.")), None)
-    if own is None:
+    user_class = next((klass for klass in _initialized(cls) if not klass.__module__.startswith("zae.")), None)
+    if user_class is None:
         return there
     return (
-        f"{there}; if {own.__name__}.__init__ takes it out of its **kwargs, write "
+        f"{there}; if {user_class.__name__}.__init__ takes it out of its **kwargs, write "
         f"def __init__(self, *args, {name}=..., **kwargs) there"
     )
 
@@ -303,8 +303,10 @@ def check_received(trainer: Any, kwargs: Mapping[str, Any]) -> None:
     """Refuse an ``__init__`` of the user that takes ``**kwargs`` and has not passed them on: options would be lost."""
     cls = type(trainer)
     options = options_of(cls)
-    own = [c for c in _classes_to_initialize(cls) if not c.__module__.startswith("zae.") and "__init__" in c.__dict__]
-    if not own:
+    user_classes = [
+        c for c in _classes_to_initialize(cls) if not c.__module__.startswith("zae.") and "__init__" in c.__dict__
+    ]
+    if not user_classes:
         return
     values = option_values(trainer)
     for name, value in kwargs.items():
@@ -312,8 +314,8 @@ def check_received(trainer: Any, kwargs: Mapping[str, Any]) -> None:
         default = parameter.default
         # Only of plain values it is known that the trainer would have what was given, as it was given.
         is_plain = type(value) is type(values.get(name)) is type(default) and isinstance(value, (bool, int, float, str))
-        if owner not in own and is_plain and values[name] == default != value:
-            names = " or ".join(c.__name__ for c in own)
+        if owner not in user_classes and is_plain and values[name] == default != value:
+            names = " or ".join(c.__name__ for c in user_classes)
             raise TaskError(
                 f"{name}={value!r} was given to {cls.__name__} and lost: {names}.__init__ does not pass it on; write "
                 "super().__init__(*args, **kwargs) there"
@@ -341,12 +343,12 @@ def _known_add_ons(cls: Any) -> list[Any]:
         # The message is about another mistake; and the metadata of an editable install may be older than its files.
         with suppress(ImportError, AttributeError):
             installed.append(point.load())
-    found: dict[Any, None] = {}
+    add_ons: dict[Any, None] = {}
     waiting: list[Any] = [c for c in type.__subclasses__(root) if is_base(c)]
     while waiting:
-        subclasses: list[Any] = [c for c in type.__subclasses__(waiting.pop()) if is_add_on(c) and c not in found]
-        found |= dict.fromkeys(subclasses)
+        subclasses: list[Any] = [c for c in type.__subclasses__(waiting.pop()) if is_add_on(c) and c not in add_ons]
+        add_ons |= dict.fromkeys(subclasses)
         waiting += subclasses
     # A base of several add-ons is not what one adds: of WebLoggerAddon and WandBLoggerAddon the second is named.
     leaves = [c for c in installed if not any(other is not c and issubclass(other, c) for other in installed)]
-    return [*(c for c in found if c not in leaves), *leaves]
+    return [*(c for c in add_ons if c not in leaves), *leaves]

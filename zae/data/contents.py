@@ -50,19 +50,19 @@ _known: dict[int, tuple[weakref.ref[Any], Contents]] = {}
 def contents_of(loader: Any) -> Contents:
     """Return what the dataset and the samplers of a loader hold."""
     dataset = getattr(loader, "dataset", None)
-    found = Contents({}, {})
+    contents = Contents({}, {})
     if dataset is not None:
         whole = _of_dataset(dataset)
-        found.samples.update(whole.samples)
-        found.settings.update(whole.settings)
+        contents.samples.update(whole.samples)
+        contents.settings.update(whole.settings)
     elif isinstance(loader, Sequence):
-        found.samples[" itself"] = content_digest(loader)
+        contents.samples[" itself"] = content_digest(loader)
     batches = getattr(loader, "batch_sampler", None)
     for place, sampler in ((".sampler", getattr(batches, "sampler", None)), (".batch_sampler", batches)):
         for name, value in getattr(unwrap_sampler(sampler), "__dict__", {}).items():
             if value is not dataset and isinstance(value, _LISTS) and not name.startswith("_"):
-                found.samples[f"{place}.{name}"] = content_digest(value)  # Entries and their weights: none is drawn.
-    return found
+                contents.samples[f"{place}.{name}"] = content_digest(value)  # Entries and their weights: none is drawn.
+    return contents
 
 
 def _of_dataset(dataset: Any) -> Contents:
@@ -70,29 +70,29 @@ def _of_dataset(dataset: Any) -> Contents:
     known = _known.get(id(dataset))
     if known is not None and known[0]() is dataset:
         return known[1]
-    found = _read(datasets_in(dataset, ".dataset"))
+    contents = _read(datasets_in(dataset, ".dataset"))
     key = id(dataset)
     with contextlib.suppress(TypeError):  # A list has no weak references.
-        _known[key] = (weakref.ref(dataset, lambda _: _known.pop(key, None)), found)
-    return found
+        _known[key] = (weakref.ref(dataset, lambda _: _known.pop(key, None)), contents)
+    return contents
 
 
 def _read(datasets: Mapping[str, Any]) -> Contents:
     """Return what datasets hold, and the objects of the user in them."""
-    found = Contents({}, {})
+    contents = Contents({}, {})
     sizes: dict[str, int | None] = {}
     walk = Walk(datasets.values())
     for place, dataset in datasets.items():
         size = sizes[place] = None if isinstance(dataset, IterableDataset) else length_of(dataset)
         if size is not None:
-            found.samples[f"len({place})"] = size
+            contents.samples[f"len({place})"] = size
         mark = fingerprint_of(dataset)
         if mark is not None:  # Some datasets get a new one in each process: it is named, and not refused.
-            found.settings[f"{place}.fingerprint"] = mark
+            contents.settings[f"{place}.fingerprint"] = mark
         if isinstance(dataset, _LISTS):
-            found.samples[place] = content_digest(dataset)
+            contents.samples[place] = content_digest(dataset)
         elif hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):  # Of the library datasets.
-            found.samples[place] = _rows_of_table(dataset, size or 0)
+            contents.samples[place] = _rows_of_table(dataset, size or 0)
         else:
             walk.add(place, dataset)
     # What a trainer has, which a dataset may hold, is in its own part of the record.
@@ -106,14 +106,14 @@ def _read(datasets: Mapping[str, Any]) -> Contents:
         if is_within or isinstance(value, STREAMS) or isinstance(walk.owners[owner].object, nn.Module):
             continue
         if key == "tensors" and isinstance(value, (list, tuple)):
-            found.samples.update((f"{where}[{index}]", content_digest(each)) for index, each in enumerate(value))
+            contents.samples.update((f"{where}[{index}]", content_digest(each)) for index, each in enumerate(value))
         elif key == "indices" or _is_per_sample(value, sizes.get(owner)):
-            found.samples[where] = _digest(value)
+            contents.samples[where] = _digest(value)
         elif id(value) in walk.paths:  # Its attributes are settings of their own.
-            found.settings[where] = type(value).__qualname__
+            contents.settings[where] = type(value).__qualname__
         elif not _is_of_process(value):
-            found.settings[where] = plain_value(value)
-    return found
+            contents.settings[where] = plain_value(value)
+    return contents
 
 
 def _is_per_sample(value: Any, size: int | None) -> bool:

@@ -90,12 +90,12 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
 
     A part that already has this state does not load it: some samplers begin their next epoch at a state that they load.
     """
-    found = dict(_owners(loader))
+    owners = dict(_owners(loader))
     has_loaded = False
     for place, state in states.items():
-        if place not in found:
+        if place not in owners:
             place = place.replace("collate_fn.collate.", "collate_fn.", 1)  # Of several ranks, in older versions.
-        if place not in found:
+        if place not in owners:
             if _is_part(place):
                 raise CheckpointMismatch(
                     f"the checkpoint contains a state of the loader's {place}, but this one cannot load a state; build "
@@ -103,7 +103,7 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
                 )
             _warn_of_absent(place)
             continue
-        owner = found[place]
+        owner = owners[place]
         try:
             if isinstance(owner, STREAMS):
                 _write(owner, state)
@@ -119,10 +119,10 @@ def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = F
 
 def as_begun(present: Mapping[str, Any], begin: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states to repeat an epoch: the parts at its beginning, with the present random streams."""
-    made = {}
+    entries = {}
     for place, state in present.items():
-        made[place] = begin.get(place, state) if _is_part(place) else state
-    return made
+        entries[place] = begin.get(place, state) if _is_part(place) else state
+    return entries
 
 
 def is_exhausted(loader: Any) -> bool | None:
@@ -143,13 +143,13 @@ def is_exhausted(loader: Any) -> bool | None:
 @contextlib.contextmanager
 def preserve_streams(loader: Any) -> Iterator[None]:
     """Restore the random streams in the parts of a loader when the block ends, as training may share them."""
-    kept = [(owner, _read(owner)) for owner in streams_of(loader)]
+    states = [(owner, _read(owner)) for owner in streams_of(loader)]
     try:
         yield
     finally:
-        for owner, state in kept:
+        for owner, state in states:
             _write(owner, state)
-        known = {id(owner) for owner, _ in kept}
+        known = {id(owner) for owner, _ in states}
         for owner in streams_of(loader):
             if id(owner) not in known:  # It was created in the block.
                 _seed_again(owner)

@@ -187,12 +187,12 @@ def copy_with(loader: _Loader, **changes: Any) -> _Loader:
 
     A DataLoader refuses to change these because of its workers and iterator, which the copy does not have.
     """
-    made = copy.copy(loader)
+    copied = copy.copy(loader)
     if not hasattr(loader, "_iterator"):  # With persistent workers a copy would use the iterator of the loader.
         changes.setdefault("persistent_workers", False)
     for name, value in {"_iterator": None, **changes}.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(copied, name, value)
+    return copied
 
 
 def with_entries(loader: _Loader, wrap: Callable[[Any, int], Any]) -> _Loader:
@@ -232,22 +232,22 @@ def parts_of_dataset(dataset: Any) -> dict[str, Any]:
 
 def datasets_in(dataset: Any, place: str = "dataset", depth: int = _DEPTH) -> dict[str, Any]:
     """Return a dataset, and those that it takes samples from, by their places."""
-    found = {place: dataset}
+    datasets = {place: dataset}
     if depth:
         for name, each in parts_of_dataset(dataset).items():
-            found |= datasets_in(each, place + name, depth - 1)
-    return found
+            datasets |= datasets_in(each, place + name, depth - 1)
+    return datasets
 
 
 def datasets_with_epoch(dataset: Any, place: str = "", depth: int = _DEPTH) -> dict[str, Any]:
     """Return a dataset that has ``set_epoch``; else the datasets with ``set_epoch`` that it takes samples from."""
     if callable(getattr(dataset, "set_epoch", None)):
         return {place: dataset}
-    found: dict[str, Any] = {}
+    datasets: dict[str, Any] = {}
     if depth:
         for name, each in parts_of_dataset(dataset).items():
-            found |= datasets_with_epoch(each, place + name, depth - 1)
-    return found
+            datasets |= datasets_with_epoch(each, place + name, depth - 1)
+    return datasets
 
 
 def parts_with_epoch(loader: Any) -> dict[str, Any]:

@@ -111,8 +111,8 @@ class PartValues:
         parts = _own_parts(loader, known)
         trainer = self._trainer() if self._trainer is not None else None
         # Data may hold the trainer and what is in it, whose state the trainer has.
-        own = [] if trainer is None else [trainer, *trainer.unwrap().modules(), *trainer.optimizers.values()]
-        apart = [*own, *known.values(), *parts.values(), *_streams_in(parts)]
+        known_objects = [] if trainer is None else [trainer, *trainer.unwrap().modules(), *trainer.optimizers.values()]
+        apart = [*known_objects, *known.values(), *parts.values(), *_streams_in(parts)]
         walk = self._changes.walk(apart, is_begin)
         for place, part in parts.items():
             # What a class of a library keeps to itself, it computes.

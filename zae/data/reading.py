@@ -132,18 +132,18 @@ class SampledPosition:
         """Load the first batches and drop them, and refuse to go on where the last of them is another one."""
         loader = self.loader
         name = f"loader {type(loader).__name__}"
-        what = type(loader).__name__
+        kind = type(loader).__name__
         remedy = _OF_STREAMS
         if _takes_samples(loader):  # It reads on from where it is, whatever its dataset does.
-            what = f"a {what}, which overrides __iter__"
+            kind = f"a {kind}, which overrides __iter__"
             remedy = _OF_LOADERS
         elif isinstance(loader, DataLoader):
             name = f"dataset {type(loader.dataset).__name__}"
-            what = "an IterableDataset"
+            kind = "an IterableDataset"
         if not isinstance(loader, Sequence):
             level = logging.WARNING if isinstance(loader, DataLoader) else logging.INFO
             text = "resuming in the middle of an epoch of %s: the first %d batches are loaded and dropped"
-            _log.log(level, text, what, count)
+            _log.log(level, text, kind, count)
         iterator = iterate(loader)
         last, has_drawn = _drop(iterator, count)
         saved = self._last_digest

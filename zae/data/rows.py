@@ -15,7 +15,7 @@ from zae.errors import ConfigError, StepError
 from zae.metrics.reductions import combine_parts, is_typed
 from zae.values.walk import children_of, fields_of, is_dataclass, map_tensors, with_items
 
-__all__ = ["Found", "fill_up", "first_rows", "take_apart"]
+__all__ = ["JoinedOutput", "fill_up", "first_rows", "take_apart"]
 
 _TEXT = (str, bytes)
 
@@ -177,7 +177,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (numbers.Real, np.number, np.bool_)) or (isinstance(value, np.ndarray) and not value.ndim)
 
 
-class Found:
+class JoinedOutput:
     """What the steps of the micro-batches of a batch have returned.
 
     Parameters

@@ -293,16 +293,16 @@ def _sampler_of(loader: Any) -> Any:
 
 def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool, rank: int) -> Any:
     """Return a copy of a DataLoader with another batch sampler."""
-    made = copy_with(loader, batch_sampler=batches)
+    copied = copy_with(loader, batch_sampler=batches)
     if hasattr(loader, "load_state_dict"):
-        made.is_rank_shard = True
+        copied.is_rank_shard = True
     # The length of a custom sampler, or of a dataset with set_epoch, may change.
     fixed = _is_of_torch(batches.sampler) and not hasattr(loader.dataset, "set_epoch")
     if each_is_batch or (training and (batches.leaves_out or loader.collate_fn is not default_collate or not fixed)):
-        made.collate_fn = UnlessEmpty(loader.collate_fn, each_is_batch, training)
+        copied.collate_fn = UnlessEmpty(loader.collate_fn, each_is_batch, training)
     if rank and loader.generator is not None and loader.num_workers:
-        made.worker_init_fn = _WorkerSeed(loader.worker_init_fn, rank)
-    return made
+        copied.worker_init_fn = _WorkerSeed(loader.worker_init_fn, rank)
+    return copied
 
 
 class UnlessEmpty:

@@ -133,12 +133,12 @@ class SeededDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         if get_worker_info() is not None:  # Streams of a worker serve nothing else.
             return self._sample(index)
-        kept = [(generator, read_stream(generator)) for generator in self._generators()]
+        states = [(generator, read_stream(generator)) for generator in self._generators()]
         try:
             with isolated():
                 return self._sample(index)
         finally:
-            for stream, state in kept:
+            for stream, state in states:
                 write_stream(stream, state)
 
     def _sample(self, index: Any) -> Any:
@@ -160,9 +160,9 @@ class SeededDataset(Dataset[Any]):
         """Return the generators that the dataset holds, once they were looked for in this process."""
         if self._streams is None:
             closed = (torch.Tensor, np.ndarray, type, ModuleType)
-            found = [each for _, each in search(self.dataset, "dataset", STREAMS, closed=closed)]
-            known = set(map(id, found))
-            self._streams = found + [stream for stream in self.streams_of_loader if id(stream) not in known]
+            generators = [each for _, each in search(self.dataset, "dataset", STREAMS, closed=closed)]
+            known_ids = set(map(id, generators))
+            self._streams = generators + [stream for stream in self.streams_of_loader if id(stream) not in known_ids]
         return self._streams
 
     def __getstate__(self) -> dict[str, Any]:
@@ -363,9 +363,9 @@ def dead_workers(error: Exception) -> str:
     """Describe the dead workers of the loader that raised; its error may name a broken connection only."""
     # Read without __getattr__, which may raise any error in an object whose creation was interrupted.
     owners: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    found = [getattr_static(owner, "_workers", None) for owner in owners]
+    worker_lists = [getattr_static(owner, "_workers", None) for owner in owners]
     dead = []
-    for index, worker in enumerate(next((each for each in found if _are_processes(each)), [])):
+    for index, worker in enumerate(next((each for each in worker_lists if _are_processes(each)), [])):
         worker.join(1.0 if index == 0 else 0.1)  # It may still be ending.
         if worker.exitcode:
             how = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"

@@ -78,12 +78,12 @@ class AboveBar(ObjectWrapper):
 
     def _write_beside(self, text: Any) -> int:
         """Write whole lines of a forked process over the bar of the other process, which draws it again."""
-        held = self.held + text
-        if held.endswith("\n"):
-            self.below.write(("\r\x1b[K" if self.below.isatty() else "") + held)
+        pending = self.held + text
+        if pending.endswith("\n"):
+            self.below.write(("\r\x1b[K" if self.below.isatty() else "") + pending)
             self.below.flush()
-            held = ""
-        self.wrapper_setattr("held", held)
+            pending = ""
+        self.wrapper_setattr("held", pending)
         return len(text)
 
     def end(self) -> None:
@@ -102,5 +102,5 @@ class AboveBar(ObjectWrapper):
 def _handlers() -> list[Any]:
     """List the handlers of all loggers that write to a stream, and not to a file of their own."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
-    return [handler for handler in found if "stream" in vars(handler)]  # Others ask `sys` for it.
+    handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    return [handler for handler in handlers if "stream" in vars(handler)]  # Others ask `sys` for it.

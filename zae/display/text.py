@@ -85,8 +85,8 @@ def wrapped(line: str, columns: int | None, indent: int) -> list[str]:
     given = len(line) - len(line.lstrip())
     width = max(columns - 1, indent + 24)
     rest = " " * indent
-    found = textwrap.wrap(line.strip(), width - given, subsequent_indent=rest[given:], break_on_hyphens=False)
-    return [f"{line[:given]}{row}" for row in found]
+    rows = textwrap.wrap(line.strip(), width - given, subsequent_indent=rest[given:], break_on_hyphens=False)
+    return [f"{line[:given]}{row}" for row in rows]
 
 
 def duration(seconds: float) -> str:

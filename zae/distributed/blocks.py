@@ -130,21 +130,21 @@ def parse_blocks(given: Any, option: str = "fsdp_blocks") -> Any:
         raise ConfigError(f"{option} is a {type(given).__name__} itself; give its class, or its name in the model")
     if callable(given) and not isinstance(given, type):
         return given
-    found = list(given) if isinstance(given, (list, tuple, set)) else [] if given is None else [given]
-    if not all(isinstance(each, (str, type)) for each in found):
+    blocks = list(given) if isinstance(given, (list, tuple, set)) else [] if given is None else [given]
+    if not all(isinstance(each, (str, type)) for each in blocks):
         raise ConfigError(f"{option}={given!r}; give classes, names, or a function of both")
-    return found
+    return blocks
 
 
 def parse_methods(model: nn.Module, given: Any) -> list[str]:
     """Return the option that names methods of the model as a list."""
-    found = list(given) if isinstance(given, (list, tuple, set)) else [given]
-    for name in found:
+    methods = list(given) if isinstance(given, (list, tuple, set)) else [given]
+    for name in methods:
         if not (isinstance(name, str) and callable(getattr(model, name, None))):
             raise ConfigError(
                 f"fsdp_methods: {class_name(model)} has no method {name!r}; name those that it has: ['encode']"
             )
-    return found
+    return methods
 
 
 def choose_blocks(model: nn.Module, wanted: Any, option: str = "fsdp_blocks") -> dict[str, nn.Module]:
@@ -154,31 +154,31 @@ def choose_blocks(model: nn.Module, wanted: Any, option: str = "fsdp_blocks") ->
         return _check_blocks({name: each for name, each in named.items() if wanted(name, each)}, option)
     if not wanted:
         return repeated_modules(model)
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for one in wanted:
         chosen = {name: each for name, each in named.items() if _is_wanted(one, name, each)}
         if not chosen:
-            known = sorted({type(module).__name__ for module in named.values()})
+            known_classes = sorted({type(module).__name__ for module in named.values()})
             raise ConfigError(
                 f"{option}: no module of {class_name(model)} is {one!r}; its classes are "
-                f"{', '.join(known[:_SHOWN])}, its modules {', '.join(list(named)[:_SHOWN])}"
+                f"{', '.join(known_classes[:_SHOWN])}, its modules {', '.join(list(named)[:_SHOWN])}"
             )
-        found.update(chosen)
-    return _check_blocks(found, option)
+        blocks.update(chosen)
+    return _check_blocks(blocks, option)
 
 
 def choose_outermost(model: nn.Module, wanted: Any, option: str, what: str) -> dict[str, nn.Module]:
     """Return the modules that an option names, without those in others; refuse where there are none to choose."""
-    found = choose_blocks(model, wanted, option)
-    if not found and callable(wanted):
+    blocks = choose_blocks(model, wanted, option)
+    if not blocks and callable(wanted):
         raise ConfigError(f"{option}: the function chooses no module of {class_name(model)}, so none is {what}")
-    if not found:
+    if not blocks:
         raise ConfigError(
             f"no module of {class_name(model)} is repeated, so none is {what}; name them, for instance "
             f"{option}=['encoder', 'decoder']"
         )
-    parents = tuple(f"{name}." for name in found)
-    return {name: each for name, each in found.items() if not name.startswith(parents)}
+    parents = tuple(f"{name}." for name in blocks)
+    return {name: each for name, each in blocks.items() if not name.startswith(parents)}
 
 
 def describe_blocks(blocks: Mapping[str, nn.Module]) -> str:
@@ -192,16 +192,16 @@ def describe_blocks(blocks: Mapping[str, nn.Module]) -> str:
 
 def repeated_modules(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     """Return the outermost modules that a container repeats, by name; single layers do not count."""
-    found: dict[str, nn.Module] = {}
+    repeated: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         alike_children = [sibling for sibling in module.children() if type(sibling) is type(child)]
         is_repeated = isinstance(module, _CONTAINERS) and len(alike_children) > 1 and has_forward(child)
         if is_repeated and any(True for _ in child.children()) and any(True for _ in child.parameters()):
-            found[path] = child
+            repeated[path] = child
         else:
-            found.update(repeated_modules(child, f"{path}."))
-    return found
+            repeated.update(repeated_modules(child, f"{path}."))
+    return repeated
 
 
 def split_by_block(names: Iterable[str], blocks: Iterable[str]) -> list[list[str]]:
@@ -219,10 +219,10 @@ def divided_dimensions(style: Any, module: nn.Module) -> dict[str, int]:
 
     is_table = isinstance(module, nn.Embedding)
     if isinstance(style, ColwiseParallel):
-        found = {"weight": int(is_table), "bias": 0}
+        dimensions = {"weight": int(is_table), "bias": 0}
     else:
-        found = {"weight": int(not is_table)} if isinstance(style, RowwiseParallel) else {}
-    return {key: dimension for key, dimension in found.items() if getattr(module, key, None) is not None}
+        dimensions = {"weight": int(not is_table)} if isinstance(style, RowwiseParallel) else {}
+    return {key: dimension for key, dimension in dimensions.items() if getattr(module, key, None) is not None}
 
 
 def check_even(name: str, module: nn.Module, style: Any, ranks: int) -> None:

@@ -95,8 +95,8 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
         values = [None] * count
         dist.all_gather_object(values, value, group=group)
         return values
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [int(size) for size in _gather(torch.tensor([len(own)]), count, group)]
+    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [int(size) for size in _gather(torch.tensor([len(payload)]), count, group)]
     if min(sizes) < 1 or max(sizes) > _MOST_BYTES:
         raise DistributedError(
             f"rank {dist.get_rank()} of {dist.get_world_size()} got what another exchange has sent: an object of "
@@ -105,18 +105,18 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
             "last batch of an epoch may leave a rank without samples"
         )
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(own)] = own
-    found = _gather(padded, count, group)
-    return [pickle.loads(each[:size].numpy().tobytes()) for each, size in zip(found, sizes)]
+    padded[: len(payload)] = payload
+    parts = _gather(padded, count, group)
+    return [pickle.loads(each[:size].numpy().tobytes()) for each, size in zip(parts, sizes)]
 
 
 def _gather(tensor: Tensor, count: int, group: Any) -> list[Tensor]:
     """Return a tensor of each rank, all of one shape."""
-    found = [torch.empty_like(tensor) for _ in range(count)]
-    work: Any = dist.all_gather(found, tensor, group=group, async_op=True)
+    parts = [torch.empty_like(tensor) for _ in range(count)]
+    work: Any = dist.all_gather(parts, tensor, group=group, async_op=True)
     work.wait()
-    hold(work, tensor, *found)
-    return found
+    hold(work, tensor, *parts)
+    return parts
 
 
 def group_alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

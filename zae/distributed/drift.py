@@ -18,8 +18,8 @@ from zae.torch_private import default_store
 __all__ = ["CollectiveCalls", "DriftCheck", "add_failed_rank_note", "in_time"]
 
 # Seconds in which the others may answer.
-_LEAST = 2.0
-_MOST = 20.0
+MIN_WAIT_S = 2.0
+MAX_WAIT_S = 20.0
 _PAUSE = 0.02
 _LONGEST_PAUSE = 0.5
 _OWN_TIMEOUT = 5.0  # Seconds in which the timeout of torch's own may come.
@@ -69,7 +69,7 @@ class CollectiveCalls:
         who = f"rank {rank} of {world} called {call}"
         remedy = f"Call {call} on every rank, not under `if self.is_main`; only rank 0 writes files"
         try:
-            answer = ask_store(lambda: cls._exchange(store, call, rank, world, timeout, looks), timeout + _LEAST)
+            answer = ask_store(lambda: cls._exchange(store, call, rank, world, timeout, looks), timeout + MIN_WAIT_S)
         except RuntimeError as error:
             raise DistributedError(f"{who}, and {describe_store()}; {_AGAIN}") from error
         if answer.failure:
@@ -143,18 +143,18 @@ def _describe(differing: Sequence[str], count: int, ranks: Sequence[Mapping[str,
     for rank, each in enumerate(ranks):
         if name in each:
             groups.setdefault(each[name], []).append(rank)
-    held = [f"{'ranks' if group[1:] else 'rank'} {', '.join(map(str, group))}" for group in groups.values()]
+    groups_in_words = [f"{'ranks' if group[1:] else 'rank'} {', '.join(map(str, group))}" for group in groups.values()]
     begun = f"They were the same after step {agreed}, and are not after step {step}"
     if agreed < 0:
         begun = f"They were not compared before step {step}"
     paths = [f"run/ledger-{group[0]}.jsonl" for group in groups.values()][:2]
     more = f" (and {len(differing) - 1} more of {count} tensors)" if differing[1:] else ""
     return (
-        f"the weights of the ranks have drifted apart: {name}{more} is one thing on {', another on '.join(held)}. "
-        f"{begun}. Something changes gradients or weights on one rank in another way than on the others, after they "
-        "were averaged: an add-on or a hook that depends on its batch, or draws from a random stream of its "
-        "rank, where self.generator(name, per_rank=False) draws the same on all. To find the step and the stage, train "
-        "again with LedgerAddon, ledger_path='run/ledger-{rank}.jsonl' and "
+        f"the weights of the ranks have drifted apart: {name}{more} is one thing on "
+        f"{', another on '.join(groups_in_words)}. {begun}. Something changes gradients or weights on one rank in "
+        "another way than on the others, after they were averaged: an add-on or a hook that depends on its batch, or "
+        "draws from a random stream of its rank, where self.generator(name, per_rank=False) draws the same on all. To "
+        "find the step and the stage, train again with LedgerAddon, ledger_path='run/ledger-{rank}.jsonl' and "
         f"ledger_every=1, then: python -m zae diff {' '.join(paths)}"
     )
 
@@ -177,7 +177,7 @@ def _find_failed_rank(error: Exception, timeout: float) -> str:
     world = dist.get_world_size()
     is_lost = has_lost_peer(error)
     is_late = has_timed_out(error)
-    seconds = min(max(_LEAST, timeout / 20), _MOST) if is_late else _LEAST
+    seconds = min(max(MIN_WAIT_S, timeout / 20), MAX_WAIT_S) if is_late else MIN_WAIT_S
     names = [f"zae/failed/{CollectiveCalls.count}/{each}" for each in range(world)]
 
     def collect() -> dict[int, str]:
@@ -193,7 +193,7 @@ def _find_failed_rank(error: Exception, timeout: float) -> str:
         return answers
 
     try:
-        answers = ask_store(collect, seconds + _LEAST)
+        answers = ask_store(collect, seconds + MIN_WAIT_S)
     except RuntimeError:
         return f"{describe_store()}; {_AGAIN}" if is_lost else ""
     return summarize_ranks(answers, world, rank, f" within timeout={timeout:g} s" if is_late else "") if is_lost else ""
@@ -204,18 +204,18 @@ def ask_store(function: Callable[[], _T], seconds: float) -> _T:
 
     Some calls wait without a limit for a process that serves the store and is stopped.
     """
-    found: list[Any] = []
+    answers: list[Any] = []
 
     def call() -> None:
         try:
-            found.append((function(), None))
+            answers.append((function(), None))
         except RuntimeError as error:
-            found.append((None, error))
+            answers.append((None, error))
 
     thread = threading.Thread(target=call, name="zae-store", daemon=True)
     thread.start()
     thread.join(seconds)
-    result, error = found[0] if found else (None, RuntimeError(f"the store did not answer within {seconds:g} s"))
+    result, error = answers[0] if answers else (None, RuntimeError(f"the store did not answer within {seconds:g} s"))
     if error is not None:
         raise error
     return cast(_T, result)

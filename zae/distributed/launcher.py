@@ -32,11 +32,11 @@ def launched_world() -> tuple[int, int] | None:
     if (rank, world) in ((None, None), (None, "1"), ("0", None)):
         return None
     if rank is None or world is None or not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        found = ", ".join(
+        variables = ", ".join(
             f"{name}={value}" for name, value in (("RANK", rank), ("WORLD_SIZE", world)) if value is not None
         )
         raise DistributedError(
-            f"the environment has {found}; a launcher sets both, and ranks count from 0 to WORLD_SIZE - 1: "
+            f"the environment has {variables}; a launcher sets both, and ranks count from 0 to WORLD_SIZE - 1: "
             "torchrun --nproc_per_node 2 script.py. To train in one process, unset RANK and WORLD_SIZE"
         )
     return int(rank), int(world)
@@ -161,10 +161,10 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
         )
     step = environment.get("SLURM_STEP_ID", "0")
     port = 20000 + (int(job) + 997 * int(step if step.isdecimal() else 0)) % 40000
-    found = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": environment.get("SLURM_LOCALID", "0")}
+    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": environment.get("SLURM_LOCALID", "0")}
     here = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if environment.get("SLURM_STEP_NUM_NODES", "1") == "1":
-        found["LOCAL_WORLD_SIZE"] = world
+        variables["LOCAL_WORLD_SIZE"] = world
     elif here is not None and "," not in environment["SLURM_STEP_TASKS_PER_NODE"]:
-        found["LOCAL_WORLD_SIZE"] = here.group()
-    return {**found, "MASTER_ADDR": "".join(group or "" for group in first.groups()), "MASTER_PORT": str(port)}
+        variables["LOCAL_WORLD_SIZE"] = here.group()
+    return {**variables, "MASTER_ADDR": "".join(group or "" for group in first.groups()), "MASTER_PORT": str(port)}

@@ -86,10 +86,10 @@ class Mesh:
 
     def place(self, rank: int) -> dict[str, int]:
         """Return the index of a rank along each dimension."""
-        found = {}
+        coordinates = {}
         for name in reversed(self.sizes):
-            rank, found[name] = divmod(rank, self.sizes[name])
-        return found
+            rank, coordinates[name] = divmod(rank, self.sizes[name])
+        return coordinates
 
     def dp_rank(self, rank: int) -> int:
         """Return the number of a rank's share of the data."""
@@ -111,12 +111,12 @@ class Mesh:
         from torch.distributed.device_mesh import DeviceMesh
 
         ranks = torch.arange(self.world).reshape(tuple(self.sizes.values()))
-        own = dist.get_rank()
+        rank = dist.get_rank()
         groups: list[Any] = []
         for axis in range(ranks.dim()):
             lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
             made: list[Any] = [dist.group.WORLD] if len(lines) == 1 else [_group(line, timeout) for line in lines]
-            groups.append(next(group for line, group in zip(lines, made) if own in line))
+            groups.append(next(group for line, group in zip(lines, made) if rank in line))
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=(*self.sizes,))
         return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(*self.sizes,))
@@ -127,7 +127,7 @@ _groups: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 def _group(ranks: list[int], timeout: float) -> Any:
     """Return a process group of these ranks; trainers of one process share it, since each has a thread that polls."""
-    known = _groups.setdefault(dist.group.WORLD, {})
-    if (*ranks, timeout) not in known:
-        known[(*ranks, timeout)] = in_time(lambda: dist.new_group(ranks, timeout=timedelta(seconds=timeout)), timeout)
-    return known[(*ranks, timeout)]
+    groups = _groups.setdefault(dist.group.WORLD, {})
+    if (*ranks, timeout) not in groups:
+        groups[(*ranks, timeout)] = in_time(lambda: dist.new_group(ranks, timeout=timedelta(seconds=timeout)), timeout)
+    return groups[(*ranks, timeout)]

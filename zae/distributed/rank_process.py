@@ -127,7 +127,7 @@ class Task:
 
     rank: int
     devices: tuple[str, ...]
-    meeting: str
+    rendezvous_address: str
     backend: str
     timeout: float
     folder: str
@@ -299,19 +299,19 @@ def _work(task: Task) -> Any:
         ) from error
     # What lay on the caller's device, the first one, belongs on this rank's.
     elsewhere = {task.devices[0]: task.devices[task.rank]} if device.type != "cpu" else {}
-    given = transfer.unpack(Path(task.folder, "begin"), elsewhere)
+    arguments = transfer.unpack(Path(task.folder, "begin"), elsewhere)
     torch.manual_seed(task.seed)
     random_state.restore(task.random)
     random_state.draw_as_rank(task.rank)
-    return given.pop("function")(**given)
+    return arguments.pop("function")(**arguments)
 
 
 def _store(task: Task, waiting: timedelta) -> Any:
     """Return the store of the process group."""
-    if task.meeting.startswith("file://"):
-        path, _, prefix = task.meeting.removeprefix("file://").rpartition("#")
+    if task.rendezvous_address.startswith("file://"):
+        path, _, prefix = task.rendezvous_address.removeprefix("file://").rpartition("#")
         return dist.PrefixStore(prefix, dist.FileStore(path, task.world))
-    host, _, port = task.meeting.removeprefix("tcp://").rpartition(":")
+    host, _, port = task.rendezvous_address.removeprefix("tcp://").rpartition(":")
     return dist.TCPStore(host, int(port), is_master=False, timeout=waiting, wait_for_workers=False)
 
 

@@ -190,8 +190,8 @@ class RanksEngine(SingleProcess):
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         # Rank 0 sends what is whole on each rank. A part of a tensor was sent as the tensor was divided.
-        held = [*module.parameters(), *parameters, *module.buffers()]
-        distinct = {id(tensor): tensor for tensor in held if tensor.numel() and not is_sharded(tensor)}
+        tensors = [*module.parameters(), *parameters, *module.buffers()]
+        distinct = {id(tensor): tensor for tensor in tensors if tensor.numel() and not is_sharded(tensor)}
         broadcast(distinct.values())
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:

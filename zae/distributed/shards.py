@@ -63,14 +63,14 @@ def check_used(named: Mapping[str, Tensor], step: int, gather: Callable[[Any], l
     """
     if step >= _COMPARED and step & (step - 1):
         return
-    found = gather([name for name, each in named.items() if each.grad is not None])
-    for rank, names in enumerate(found):
-        if names != found[0]:
+    used_names = gather([name for name, each in named.items() if each.grad is not None])
+    for rank, names in enumerate(used_names):
+        if names != used_names[0]:
             raise DistributedError(
                 "ranks have gradients of different parameters: share 0 of the data has "
-                f"{_names_beyond(found[0], names)}, and share {rank} has {_names_beyond(names, found[0])}. Sharded "
-                "gradients are averaged block by block, so that those of one parameter would come into another one. "
-                "Call all parts of the model on every rank, and multiply what is not wanted by 0; or train with "
+                f"{_names_beyond(used_names[0], names)}, and share {rank} has {_names_beyond(names, used_names[0])}. "
+                "Sharded gradients are averaged block by block, so that those of one parameter would come into another "
+                "one. Call all parts of the model on every rank, and multiply what is not wanted by 0; or train with "
                 "MultiGPUAddon and find_unused_parameters=True"
             )
 
@@ -83,8 +83,8 @@ def _names_beyond(names: Sequence[str], others: Sequence[str]) -> str:
 
 def full_tensor(tensor: Any) -> Tensor:
     """Return a tensor with all of its shards, on every rank; any other tensor itself."""
-    made: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
-    return made
+    whole: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
+    return whole
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -156,8 +156,8 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Any]:
     """Return objects whose ``grad`` is this rank's part: kernels for parts on a mesh take seconds to be chosen."""
-    held: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [SimpleNamespace(grad=local_part(tensor)) for tensor in held]
+    gradients: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [SimpleNamespace(grad=local_part(tensor)) for tensor in gradients]
 
 
 def _dimensions_of(gradient: Any) -> tuple[tuple[Any, ...], Tensor]:
@@ -196,13 +196,13 @@ def shard_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any
     """Return a whole state of an optimizer in the layout of its parameters."""
     if "param_groups" not in state:
         return dict(state)
-    held = parameters_of(optimizer)
-    if not any(map(is_sharded, held)):
+    parameters = parameters_of(optimizer)
+    if not any(map(is_sharded, parameters)):
         return dict(state)
     places = [place for group in state["param_groups"] for place in group["params"]]
-    parameter_at = dict(zip(places, held))
-    made = {key: _all_like(each, parameter_at.get(key)) for key, each in state["state"].items()}
-    return {**state, "state": made}
+    parameter_at = dict(zip(places, parameters))
+    states = {key: _all_like(each, parameter_at.get(key)) for key, each in state["state"].items()}
+    return {**state, "state": states}
 
 
 def check_held(model: nn.Module, held: Mapping[str, Tensor]) -> None:
@@ -234,8 +234,8 @@ def forward_keeps_weights(model: nn.Module, parts: Mapping[str, Tensor], inner: 
             part = parts.get(name := names.get((id(module), key), ""))
             if each is None or part is None or is_sharded(each):
                 continue
-            own = local_part(redistribute_like(each.detach(), part))
-            if not has_same_bits(own, local_part(part).detach().to(own.dtype)):
+            shard = local_part(redistribute_like(each.detach(), part))
+            if not has_same_bits(shard, local_part(part).detach().to(shard.dtype)):
                 raise ConfigError(
                     f"the forward of {type(module).__name__.removeprefix('FSDP')} changes its parameter {name}, which "
                     "is gathered for it and dropped afterwards: the change would be lost. Compute with a changed copy "
@@ -290,7 +290,7 @@ class DrawsWatch(TorchFunctionMode):
                 "in parts, without an error; leave the penalty out, or train with MultiGPUAddon"
             )
         before = self._stream()
-        made = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if self._stream() != before:
             taken = [*tensors_in((args, kwargs))]
             if any(map(_is_in_parts, taken)) or not self._is_same(taken):
@@ -299,7 +299,7 @@ class DrawsWatch(TorchFunctionMode):
                     "numbers for an activation of which each rank has another part: they would not be those of one "
                     "process. Move it behind the layer that ends the division (RowwiseParallel), or set its p to 0"
                 )
-        return made
+        return result
 
     def _stream(self) -> Any:
         """Return the state of the random streams in a comparable form."""

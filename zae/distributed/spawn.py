@@ -32,10 +32,10 @@ from zae.errors import ConfigError, DistributedError, exit_status
 
 __all__ = ["join", "launched_world", "local_rank", "planned_world", "spawn"]
 
-GRACE = 5.0
+GRACE_TIMEOUT_S = 5.0
 """Seconds in which the other ranks may end by themselves after one has failed."""
 
-UNWIND = 9.0
+UNWIND_TIMEOUT_S = 9.0
 """Seconds from a rank's error to its end, in which it may save."""
 
 
@@ -62,9 +62,9 @@ def spawn(
         )
     with tempfile.TemporaryDirectory(prefix="zae-ranks-") as folder:
         transfer.pack({**args, "function": function}, Path(folder, "begin"))
-        store, meeting = _meeting_point(init_method, timeout)
+        store, rendezvous_address = _rendezvous_point(init_method, timeout)
         tasks = [
-            Task(rank, tuple(map(str, devices)), meeting, backend, timeout, folder, os.getpid())
+            Task(rank, tuple(map(str, devices)), rendezvous_address, backend, timeout, folder, os.getpid())
             for rank in range(len(devices))
         ]
         with _Ranks(tasks, show) as ranks:
@@ -74,7 +74,7 @@ def spawn(
         return transfer.unpack(Path(folder, "end"), "cpu")
 
 
-def _meeting_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
+def _rendezvous_point(init_method: str | None, timeout: float) -> tuple[Any, str]:
     """Start a store for the process group, on one address; return it, and its address for a rank."""
     address = parse_address("tcp://127.0.0.1:0" if init_method is None else init_method)
     if address.scheme == "env":
@@ -233,7 +233,7 @@ class _Ranks:
         if report.kind == "done":
             self._done[rank] = time.monotonic()
         if report.kind in ("failing", "failed"):
-            self._hurry(UNWIND if report.kind == "failing" else GRACE)
+            self._hurry(UNWIND_TIMEOUT_S if report.kind == "failing" else GRACE_TIMEOUT_S)
         return True
 
     def _note_deaths(self) -> None:
@@ -246,7 +246,7 @@ class _Ranks:
                     pass
             if rank not in self._reports or self._reports[rank].kind == "began":
                 self._died[rank] = time.monotonic()
-                self._hurry(GRACE)
+                self._hurry(GRACE_TIMEOUT_S)
 
     def _hurry(self, seconds: float) -> None:
         latest = time.monotonic() + seconds
@@ -302,15 +302,15 @@ class _Ranks:
         """Raise the first failure; failures that followed from it are in its notes."""
         world = len(self._processes)
         failed = {rank: r for rank, r in self._reports.items() if r.kind in ("failed", "failing")}
-        own = {rank: r for rank, r in failed.items() if not r.lost_peer}
+        causes = {rank: r for rank, r in failed.items() if not r.lost_peer}
         dead = {rank: (when, self._processes[rank].exitcode) for rank, when in self._died.items()}
-        first = min(own, key=lambda rank: own[rank].when, default=None)
+        first = min(causes, key=lambda rank: causes[rank].when, default=None)
         for rank, (when, code) in dead.items():
             # A rank that is killed makes the others fail, an aborted one may have followed from their failure.
-            if first is None or (when < own[first].when + 1.0 and code != -signal.SIGABRT):
+            if first is None or (when < causes[first].when + 1.0 and code != -signal.SIGABRT):
                 raise DistributedError(self._describe_death(rank, code) + self._list_failures(failed))
         if first is not None:
-            raise own[first].rebuild(first, world)
+            raise causes[first].rebuild(first, world)
         missing = sorted(self._ended_here - failed.keys())
         if missing and failed:
             raise DistributedError(self._describe_silence(missing) + self._list_failures(failed))

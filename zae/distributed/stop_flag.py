@@ -33,14 +33,14 @@ class StopFlag:
         What this rank asks to stop for.
     requests : set of str
         What this rank asks for beside the end.
-    is_meeting : bool
+    is_at_rendezvous : bool
         Whether the ranks have waited for each other since the last step, so that they may do so again.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self.requests: set[str] = set()
-        self.is_meeting = False
+        self.is_at_rendezvous = False
         self._work: Any = None  # The exchange that is under way.
         self._total: Tensor | None = None  # How many ranks ask for something, once it is over.
 
@@ -53,8 +53,8 @@ class StopFlag:
         It is what a rank asked before the last call of this method, so that no step waits for the others; with
         ``waits``, or in a meeting, what one asks now.
         """
-        waits = waits or self.is_meeting
-        self.is_meeting = False
+        waits = waits or self.is_at_rendezvous
+        self.is_at_rendezvous = False
         if not waits:
             had_asked = self._receive()
             self._send()

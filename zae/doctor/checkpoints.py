@@ -40,12 +40,12 @@ def examine(path: str | os.PathLike[str]) -> dict[str, Any]:
     paths = [folder] if (folder / "manifest.json").exists() else list_checkpoints(folder)
     crashes = crashes_in(folder) if paths != [folder] else []
     checkpoints = [_examine_one(checkpoint) for checkpoint in paths]
-    found = _report(str(folder), folder, checkpoints)
-    found["weights"] = [weight_file.name for weight_file in weight_files(folder)]
-    found["crashes"] = [_examine_one(crash) for crash in crashes]
-    found["left_behind"] = _left_behind(folder) if paths != [folder] else []
-    found["holder"] = _holder(folder)
-    return found
+    report = _report(str(folder), folder, checkpoints)
+    report["weights"] = [weight_file.name for weight_file in weight_files(folder)]
+    report["crashes"] = [_examine_one(crash) for crash in crashes]
+    report["left_behind"] = _left_behind(folder) if paths != [folder] else []
+    report["holder"] = _holder(folder)
+    return report
 
 
 def examine_url(url: str) -> dict[str, Any]:
@@ -59,10 +59,10 @@ def examine_url(url: str) -> dict[str, Any]:
         def examined(kind: str) -> list[dict[str, Any]]:
             return [_examine_stored(store, path) for path in store.list_saved(folder, kind)]
 
-        found = _report(url, folder, examined("step"))
-        found["crashes"], found["left_behind"] = examined("crash"), store.unfinished()
-        found["weights"] = [file.name for file in store.list_weights()]
-    return {**found, "holder": None}
+        report = _report(url, folder, examined("step"))
+        report["crashes"], report["left_behind"] = examined("crash"), store.unfinished()
+        report["weights"] = [file.name for file in store.list_weights()]
+    return {**report, "holder": None}
 
 
 def _report(path: str, folder: Path, checkpoints: list[dict[str, Any]]) -> dict[str, Any]:
@@ -101,17 +101,17 @@ def _examine_one(path: Path) -> dict[str, Any]:
     """Read the manifest of one checkpoint, and verify it."""
     from zae.checkpoint.reader import verify
 
-    found: dict[str, Any] = {"name": path.name, "whole": False, "bytes": _size(path)}
+    entry: dict[str, Any] = {"name": path.name, "whole": False, "bytes": _size(path)}
     try:
         manifest = verify(path)
     except CheckpointError as error:
-        return {**found, "wrong": _plain(error)}
-    kept = ("step", "epoch", "composition", "world_size", "format", "zae", "run_id", "model_format")
+        return {**entry, "wrong": _plain(error)}
+    keys = ("step", "epoch", "composition", "world_size", "format", "zae", "run_id", "model_format")
     info = {"score": manifest["info"].get("score"), "monitor": manifest["info"].get("monitor")}
     if isinstance(parent := manifest["info"].get("parent"), dict):
         info["parent"] = parent
-    facts: dict[str, Any] = {key: manifest[key] for key in kept}  # type: ignore[literal-required]
-    return {**found, "whole": True, **facts, **info}
+    facts: dict[str, Any] = {key: manifest[key] for key in keys}  # type: ignore[literal-required]
+    return {**entry, "whole": True, **facts, **info}
 
 
 def _advice(folder: Path, checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[str]:

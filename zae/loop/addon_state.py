@@ -93,12 +93,12 @@ def as_saved(value: Any) -> Any:
 
 def declaring(cls: type) -> dict[Any, dict[str, str]]:
     """Map each add-on that declares attributes to these, by their keys in its entry, outermost add-on first."""
-    found = {}
+    declared = {}
     for base in cls.__mro__:
         names = (*base.__dict__.get("state_attributes", ()), *base.__dict__.get("rank_state_attributes", ()))
         if names and is_add_on(base):
-            found[base] = {key_of(name): name for name in names}
-    return found
+            declared[base] = {key_of(name): name for name in names}
+    return declared
 
 
 def key_of(name: str) -> str:
@@ -127,10 +127,10 @@ def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
 def check_declared(trainer: Trainer, owner: Any, entry: Any) -> dict[str, Any]:
     """Return the values of a saved entry by attribute, on this device; refuse one that does not fit."""
     names = declaring(type(trainer))[owner]
-    found = {key for key in entry if key != _ON_HOST} if isinstance(entry, Mapping) else set()
-    if not isinstance(entry, Mapping) or found != set(names):
+    keys = {key for key in entry if key != _ON_HOST} if isinstance(entry, Mapping) else set()
+    if not isinstance(entry, Mapping) or keys != set(names):
         kind = "nothing" if isinstance(entry, Mapping) else f"a {type(entry).__name__}"
-        contains = ", ".join(sorted(map(str, found))) or kind
+        contains = ", ".join(sorted(map(str, keys))) or kind
         raise CheckpointMismatch(
             f"the state of {owner.__name__} contains {contains}; expected {', '.join(sorted(names))}. Load it with the "
             "version of the add-on that saved it"

@@ -97,8 +97,8 @@ class Processes:
                 f"model has parameters on the meta device, which have no values ({empty}, for instance); make it "
                 "outside of torch.device('meta'), or call model.to_empty(device='cpu') and load weights first"
             )
-        there = [(name, weight) for name, weight in module.named_parameters() if not nn.parameter.is_lazy(weight)]
-        frozen = next((name for name, weight in there if weight.is_inference()), None)
+        weights = [(name, weight) for name, weight in module.named_parameters() if not nn.parameter.is_lazy(weight)]
+        frozen = next((name for name, weight in weights if weight.is_inference()), None)
         if frozen is not None and cast(Any, self).mode == "train":
             raise ConfigError(
                 f"model was made in torch.inference_mode(), and no gradient can be computed for it ({frozen}, for "
@@ -153,9 +153,9 @@ class Processes:
         from zae.loop.addon_state import gather_tensors
 
         state = self.engine.model_state(self.unwrap())
-        kept = self.weights_to_save(state)
-        if kept is not state:
-            state = {name: state[name] for name in state if name in kept}
+        names = self.weights_to_save(state)
+        if names is not state:
+            state = {name: state[name] for name in state if name in names}
         return cast("dict[str, Tensor]", gather_tensors(cast("Trainer", self), state))
 
     @hook
@@ -171,9 +171,9 @@ class Processes:
         """
         from zae.checkpoint.encoding import name_of_key
 
-        held = {f"model/{key}": each for key, each in self.unwrap().state_dict().items()}
+        tensors = {f"model/{key}": each for key, each in self.unwrap().state_dict().items()}
         for name, optimizer in self.optimizers.items():
             slots = f"state/optimizer.{name_of_key(name)}.state"
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            held |= {f"{slots}.{index}.": each for index, each in enumerate(parameters)}
-        return {key: each for key, each in held.items() if is_sharded(each)}
+            tensors |= {f"{slots}.{index}.": each for index, each in enumerate(parameters)}
+        return {key: each for key, each in tensors.items() if is_sharded(each)}

@@ -67,7 +67,7 @@ class Continuation:
             return True
         return self._counters is not None and self._counters is not self._present_counters
 
-    def take_up(self) -> None:
+    def apply(self) -> None:
         """Load the state that was asked for, and count the call as one that is to be made again from there."""
         if self._load is not None:
             load = self._load

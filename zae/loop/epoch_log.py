@@ -30,7 +30,7 @@ _HINTS = {
 }
 
 
-class _Late:
+class _PendingDeviceValues:
     """Numbers that wait on an accelerator: reading one at once would make the host wait for the device."""
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ class _Series:
         self.is_mean = kind == "mean"
         self.sums = Partial.empty(kind)
         self.waits = False  # Whether any value waits on its device.
-        self.late = _Late()
-        self.late_weights = _Late()
+        self.pending = _PendingDeviceValues()
+        self.pending_weights = _PendingDeviceValues()
         self.owed: list[int] = []  # The indices of the weights that wait as well.
 
     def add(self, value: float, weight: float | Tensor) -> None:
@@ -82,18 +82,18 @@ class _Series:
     def wait(self, value: Tensor, weight: float | Tensor) -> None:
         """Keep a value on its device, and its weight too where that is there."""
         self.waits = True
-        self.late.add(value)
+        self.pending.add(value)
         if isinstance(weight, Tensor):
             self.owed.append(len(self.weights))
-            self.late_weights.add(weight)
+            self.pending_weights.add(weight)
             weight = math.nan
         self.weights.append(weight)
 
     def read(self) -> None:
         """Copy the waiting values to the host, and add up what is new, always in the same order."""
         if self.waits:
-            self.values.extend(self.late.read())
-            for index, weight in zip(self.owed, self.late_weights.read(), strict=True):
+            self.values.extend(self.pending.read())
+            for index, weight in zip(self.owed, self.pending_weights.read(), strict=True):
                 self.weights[index] = weight
             self.waits = False
             self.owed = []
@@ -524,7 +524,7 @@ def in_turn(parts: list[list[Any]]) -> list[Any]:
     """List the first of each part, then the second of each, and so on; parts may end early."""
     if len(parts) == 1:
         return parts[0]
-    found = []
+    entries = []
     for index in range(max(map(len, parts), default=0)):
-        found += [part[index] for part in parts if index < len(part)]
-    return found
+        entries += [part[index] for part in parts if index < len(part)]
+    return entries

@@ -129,21 +129,21 @@ def _frames_of(error: BaseException) -> Iterator[FrameType]:
 def _describe_module(module: nn.Module, model: nn.Module, given: Mapping[str, Any]) -> str:
     """Describe a module by its name in the model and its parameters, and what it was called with."""
     name = next((name for name, each in model.named_modules() if each is module), "")
-    what = f"{name} ({type(module).__name__})" if name else type(module).__name__
+    title = f"{name} ({type(module).__name__})" if name else type(module).__name__
     shapes = [f"{key} {list(each.shape)}" for key, each in module.named_parameters(recurse=False)]
     shapes += ["..."] if len(shapes) > _SHOWN else []
-    own = f", with the parameters {', '.join(shapes[:_SHOWN])}" if shapes else ""
+    parameters = f", with the parameters {', '.join(shapes[:_SHOWN])}" if shapes else ""
     inputs = [_describe(argument) for argument in given.get("args", ())]
     inputs += [f"{key}={_describe(each)}" for key, each in given.get("kwargs", {}).items()]
-    return f"the error is of {what}{own}; its input was {', '.join(inputs) or 'nothing'}"
+    return f"the error is of {title}{parameters}; its input was {', '.join(inputs) or 'nothing'}"
 
 
 def _describe_function(frame: FrameType) -> str:
     """Describe a function of `torch.nn.functional` by the tensors that it was called with."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    given = {name: frame.f_locals.get(name) for name in names}
-    tensors = [f"{name} {_describe(value)}" for name, value in given.items() if isinstance(value, Tensor)]
+    arguments = {name: frame.f_locals.get(name) for name in names}
+    tensors = [f"{name} {_describe(value)}" for name, value in arguments.items() if isinstance(value, Tensor)]
     return f"the error is of {code.co_name}, called with {', '.join(tensors)}" if tensors else ""
 
 

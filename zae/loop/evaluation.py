@@ -62,8 +62,8 @@ class DistributedStopFlag:
         for index, batch in enumerate(batches):
             if index == ask_at and index < self._least:
                 own_seconds = (time.monotonic() - began) / index
-                own = torch.tensor([len(self._own), own_seconds], dtype=torch.float64)
-                signals, seconds = self._trainer.reduce(own).tolist()  # Sums: all ranks go on by the same numbers.
+                counts = torch.tensor([len(self._own), own_seconds], dtype=torch.float64)
+                signals, seconds = self._trainer.reduce(counts).tolist()  # Sums: all ranks go on by the same numbers.
                 if signals:
                     self.signals.append(0)  # Which signal came to another rank does not matter: it ends the validation.
                 batches_until = _SECONDS * self._trainer.world_size / max(seconds, 1e-9)
@@ -229,30 +229,30 @@ class Evaluation:
         trainer = self.trainer
         activity = trainer.current_run.activity
         # What this rank has computed and not passed on yet: one entry for each batch, None for a batch that was None.
-        held: list[tuple[int | None, Any] | None] = []
+        outputs: list[tuple[int | None, Any] | None] = []
         batches_at_once = 1 if trainer.world_size == 1 else _TOGETHER
 
         def hold(values: Any, weight: Any) -> None:
-            held[-1] = (leading_dimension(activity.batch), to_host(values))
+            outputs[-1] = (leading_dimension(activity.batch), to_host(values))
 
         def pass_on(is_last: bool) -> bool:
             """Gather what all ranks hold, and take it; return whether every rank has passed on its last batch."""
             activity.is_loading = False  # An error in here is not one of the loader.
-            parts = gather_dp(trainer.engine, (is_last, held))
+            parts = gather_dp(trainer.engine, (is_last, outputs))
             for entry in in_turn([part for _, part in parts]):
                 if entry is not None:
                     size, values = entry
                     take(size, values)
-            held.clear()
+            outputs.clear()
             activity.is_loading = not is_last
             return all(ends for ends, _ in parts)
 
         def hold_each(batches: Iterator[Any]) -> Iterator[Any]:
             for batch in batches:
-                held.append(None)
+                outputs.append(None)
                 yield batch
                 # Before the next batch is asked for, in which ranks without one may take part in a forward.
-                if len(held) == batches_at_once:
+                if len(outputs) == batches_at_once:
                     pass_on(False)
 
         is_default = getattr(trainer.predict_step, "__qualname__", "") == "Trainer.predict_step"
@@ -288,13 +288,13 @@ class Evaluation:
         to_device = trainer.to_device
         forward_context = trainer.forward_context
         sample_weight = trainer.sample_weight
-        given = 0
+        samples = 0
         count = 0
         with activity.reading(loader):
             for batch in batches:
                 if signals:
                     return None
-                given += 1
+                samples += 1
                 if batch is None:
                     continue
                 activity.batch = batch
@@ -307,7 +307,7 @@ class Evaluation:
                 take(values, weight)
                 activity.batch = None
                 count += 1
-            check_ended(wrapped, given)
+            check_ended(wrapped, samples)
         return count
 
     @contextmanager

@@ -194,12 +194,12 @@ class FirstStep:
 
     def _gradients(self) -> dict[int, tuple[int, int]]:
         """Return which parameters of the optimizers have a gradient, and how often it was changed in place."""
-        found = {}
+        gradients = {}
         for optimizer in self._trainer.optimizers.values():
             for parameter in parameters_of(optimizer):
                 if parameter.grad is not None:
-                    found[id(parameter)] = (id(parameter.grad), version_of(parameter.grad))
-        return found
+                    gradients[id(parameter)] = (id(parameter.grad), version_of(parameter.grad))
+        return gradients
 
     def _scheduler_steps(self) -> list[int]:
         """Return the steps that the schedulers have taken, unless the class steps them itself."""
@@ -306,22 +306,22 @@ class FirstEpoch:
 
 def _weights_of(trainer: Trainer) -> dict[str, list[_WeightSample]]:
     """Return the first numbers of what each optimizer trains on this rank, to compare them later."""
-    found = {}
+    weights = {}
     for name, optimizer in trainer.optimizers.items():
-        found[name] = [_WeightSample.of(parameter) for parameter in _trained_by(optimizer)]
-    return found
+        weights[name] = [_WeightSample.of(parameter) for parameter in _trained_by(optimizer)]
+    return weights
 
 
 def _trained_by(optimizer: Any) -> list[Tensor]:
     """Return the parameters that an optimizer trains and of which this rank has plain numbers."""
-    found = []
+    parameters = []
     for parameter in parameters_of(optimizer):
         if not parameter.requires_grad or is_lazy(parameter) or parameter.is_meta:
             continue
         local = local_part(parameter.data)
         if type(local) is Tensor and local.numel():
-            found.append(parameter)
-    return found
+            parameters.append(parameter)
+    return parameters
 
 
 def _warn_of_unmoved(trainer: Trainer, before: Mapping[str, list[_WeightSample]]) -> None:

@@ -65,8 +65,8 @@ class Metrics(dict[str, Any]):
     """
 
     def __missing__(self, key: str) -> Any:
-        found = _find(self, key)
-        if found is None:
+        near = _find(self, key)
+        if near is None:
             known = "none: no epoch (or no validation) has returned the monitored metric"
             if self:
                 known = f"{', '.join(self)}; use one of these"
@@ -74,7 +74,7 @@ class Metrics(dict[str, Any]):
             hint = did_you_mean(key, [*bare_names, *self])
             available = f"{hint} Available" if hint else "; available"
             raise MonitorError(f"unknown metric {key!r}{available}: {known}")
-        return self[found]
+        return self[near]
 
     def __contains__(self, key: object) -> bool:
         return dict.__contains__(self, key) or (isinstance(key, str) and _find(self, key) is not None)
@@ -259,8 +259,8 @@ class History:
         ``further`` is `Trainer.metric_on_epoch_end`: all ranks use what it returns on rank 0, to decide by the same.
         """
         name = f"log_{split}"
-        own: EpochLog = getattr(self, name)
-        setattr(self, name, own.over_ranks(partial(gather_dp, engine), engine.dp_world_size))
+        log: EpochLog = getattr(self, name)
+        setattr(self, name, log.over_ranks(partial(gather_dp, engine), engine.dp_world_size))
         try:
             means = getattr(self, name).means()
             own_metrics = self.further_metrics(split, further)
@@ -268,7 +268,7 @@ class History:
         finally:
             # The log of all ranks was for these metrics; this rank goes on recording in its own.
             if split == "train":
-                self.log_train = own
+                self.log_train = log
 
     def further_metrics(self, split: str, further: Callable[[], Mapping[str, Any]]) -> dict[str, float]:
         """Compute further metrics on this rank; none if they read what the log of the other mode does not have yet."""
@@ -374,7 +374,7 @@ class History:
         split, rows = "valid", self.valid
         if self.watches_training or not self.valid:
             split, rows = "train", self.train
-        found = {}
+        scores = {}
         for row in rows:
             metrics = {}
             for key, value in row.items():
@@ -385,8 +385,8 @@ class History:
                 score = metrics.get(bare)
             if score is not None:
                 place = {"epoch": row["epoch"], "step": row["step"]}
-                found[row["step"]] = _best_row(split, metrics, score, place)
-        return found
+                scores[row["step"]] = _best_row(split, metrics, score, place)
+        return scores
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -440,24 +440,24 @@ class History:
 
     def with_records(self, records: Mapping[str, Any]) -> History:
         """Return a new history with the settings of this history and the records of a state."""
-        made = copy.copy(self)
-        made.log_train = self.log_train.empty_copy()
-        made.log_train.load_state_dict(records["log_train"])
-        made.train_metrics = Metrics(records["train_metrics"])
-        made.test_metrics = Metrics(records["test_metrics"])
-        made.best = Metrics(records["best"])
-        made.train = [Metrics(row) for row in records["train_history"]]
-        made.valid = [Metrics(row) for row in records["valid_history"]]
-        made.log = [dict(row) for row in records["log_history"]]
+        copied = copy.copy(self)
+        copied.log_train = self.log_train.empty_copy()
+        copied.log_train.load_state_dict(records["log_train"])
+        copied.train_metrics = Metrics(records["train_metrics"])
+        copied.test_metrics = Metrics(records["test_metrics"])
+        copied.best = Metrics(records["best"])
+        copied.train = [Metrics(row) for row in records["train_history"]]
+        copied.valid = [Metrics(row) for row in records["valid_history"]]
+        copied.log = [dict(row) for row in records["log_history"]]
         if not self.has_criterion_of(records):
-            made.recompute_best()
+            copied.recompute_best()
             _log.warning(
                 "the state was saved with monitor=%s, and here it is %s: the best epoch so far is determined again by "
                 "it",
                 printable(str(records["monitor"])),
                 self.criterion,
             )
-        return made
+        return copied
 
 
 def _row(split: str, metrics: Mapping[str, float], place: Mapping[str, int]) -> Metrics:
@@ -470,6 +470,6 @@ def _row(split: str, metrics: Mapping[str, float], place: Mapping[str, int]) -> 
 
 def _best_row(split: str, metrics: Mapping[str, float], score: float | None, place: Mapping[str, int]) -> Metrics:
     """Return the row of the best: its metrics, score and place; a metric called like these gets its split before it."""
-    own = {"score": score, "split": split, **place}
-    hidden = {f"{split}_{key}": value for key, value in metrics.items() if own.get(key, value) is not value}
-    return Metrics({**hidden, **metrics, **own})
+    row = {"score": score, "split": split, **place}
+    hidden = {f"{split}_{key}": value for key, value in metrics.items() if row.get(key, value) is not value}
+    return Metrics({**hidden, **metrics, **row})

@@ -170,8 +170,8 @@ class Extent:
                 "is known only within run() in mode 'train'; call run(n_epoch, loader) first (resume=... loads a "
                 "state within it), or give a factory that takes only the optimizer: scheduler=lambda optimizer: ..."
             )
-        found: int | None = calls.planned_steps
-        return found
+        planned: int | None = calls.planned_steps
+        return planned
 
     def spans(self, steps_in_epoch: int | None) -> tuple[Span, Span]:
         """Return how far this call is, in epochs and in optimizer steps."""

@@ -155,8 +155,8 @@ class NonFiniteGuard:
     def _look(self, value: Tensor | Mapping[str, Tensor], progress: ProgressChecker) -> bool:
         """Look at one loss, at several, or at a norm; on an accelerator later, where the policy allows it."""
         if isinstance(value, Mapping):
-            found = [self._look(part, progress) for part in value.values()]  # A list: each is looked at.
-            return any(found)
+            are_bad = [self._look(part, progress) for part in value.values()]  # A list: each is looked at.
+            return any(are_bad)
         if value.is_cpu or self.policy == "skip":
             return not math.isfinite(value.item())
         self._waiting.append(value.detach().clone().reshape(()))  # It may be the static output of a CUDA graph.

@@ -39,8 +39,8 @@ def naming_other_optimizers(trainer: Trainer) -> Iterator[None]:
             stepped.pop(id(inner), None)
     for stateful_object in trainer.user_state.stateful_objects(trainer) if stepped else ():
         stepped.pop(id(stateful_object), None)
-    own = set(map(id, trainer.optimization.parameters))
-    others = [other for other in stepped.values() if any(id(weight) in own for weight in parameters_of(other))]
+    trained = set(map(id, trainer.optimization.parameters))
+    others = [other for other in stepped.values() if any(id(weight) in trained for weight in parameters_of(other))]
     if others and trainer.is_main:
         _log.warning(
             "weights move that no optimizer of the trainer steps, but %s of the class %s, in a hook for "

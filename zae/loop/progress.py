@@ -273,15 +273,15 @@ class ProgressChecker:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ProgressChecker:
         """Return the progress in a whole state."""
-        made = cls()
-        made.load_state_dict(state["progress"])
+        progress = cls()
+        progress.load_state_dict(state["progress"])
         pending = state.get("validation", "")
         if pending not in ("", "step", "epoch"):
             raise CheckpointMismatch(
                 f"the state has validation={pending!r:.80}, which is not '', 'step' or 'epoch'; load another checkpoint"
             )
-        made.pending_validation = pending
-        return made
+        progress.pending_validation = pending
+        return progress
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters and the beginnings of the calls of ``run`` as plain values."""

@@ -132,10 +132,10 @@ class RankStates:
                 )
             state = {**self._merge(state, rank), **self._merge_entries(trainer, state, rank)}
         elif is_known and len(self.ranks) == world:
-            own = self.ranks[rank]
+            rank_state = self.ranks[rank]
             allowed = {key: value for key, value in state["position"].items() if key == "may_reshard"}
-            records = {**state["records"], "log_train": own["log_train"]}
-            return {**state, "position": {**own["position"], **allowed}, "records": records}
+            records = {**state["records"], "log_train": rank_state["log_train"]}
+            return {**state, "position": {**rank_state["position"], **allowed}, "records": records}
         return {**state, "position": derive_streams(state["position"], rank)}
 
     def _merge(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -167,8 +167,8 @@ class RankStates:
         merged = [name for name in _merging(type(trainer)) if isinstance(state.get(name), Mapping)]
         ranks = []
         for rank in range(world):
-            own = self.state_for(trainer, state, rank, world, is_known=True)
-            ranks.append({**self.own_part(own), "add_ons": {name: own[name] for name in merged}})
+            rank_state = self.state_for(trainer, state, rank, world, is_known=True)
+            ranks.append({**self.own_part(rank_state), "add_ons": {name: rank_state[name] for name in merged}})
         return RankStates(world, ranks, 0)
 
     def _entries(self) -> list[Mapping[str, Any]]:
@@ -237,8 +237,8 @@ def engine_of(cls: type, state: Mapping[str, Any] = MappingProxyType({})) -> str
 
 def _entries_of_ranks(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the entry of the parallel add-on in a state, by its key; empty where one process has saved it."""
-    found = {key: each for key, each in state.items() if isinstance(each, Mapping)}
-    return {key: each for key, each in found.items() if isinstance(each.get("ranks"), list)}
+    entries = {key: each for key, each in state.items() if isinstance(each, Mapping)}
+    return {key: each for key, each in entries.items() if isinstance(each.get("ranks"), list)}
 
 
 def _of_one_process(trainer: Trainer, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -255,9 +255,9 @@ def load_from_file(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> 
     name = engine_of(type(trainer), state)
     if not name:
         state = _of_one_process(trainer, state)
-    own = RankStates.with_entries_of(state, name, trainer.engine.dp_world_size, trainer.engine.dp_rank)
+    states = RankStates.with_entries_of(state, name, trainer.engine.dp_world_size, trainer.engine.dp_rank)
     with state_mode(trainer, FROM_FILE):
-        trainer.load_state_dict(own, strict)
+        trainer.load_state_dict(states, strict)
 
 
 def load_entries(trainer: Trainer, entries: Mapping[str, Any] | None) -> None:
@@ -290,24 +290,24 @@ def _merging(cls: type) -> dict[str, Any]:
 
 def _varying_entries(cls: type) -> dict[str, tuple[str, ...] | None]:
     """Map the entries that may differ from rank to rank to their keys that may; None for all of an entry."""
-    found: dict[str, tuple[str, ...] | None] = {GENERATORS: None, USER_STATE: None}
+    varying: dict[str, tuple[str, ...] | None] = {GENERATORS: None, USER_STATE: None}
     for base in cls.__mro__:
         if not is_add_on(base):
             continue
         if names := tuple(base.__dict__.get("rank_state_attributes", ())):
-            found[base.__name__] = tuple(map(key_of, names))
+            varying[base.__name__] = tuple(map(key_of, names))
         elif not is_of_zae(base) and "state_dict" in base.__dict__ and base not in declaring(cls):
-            found[base.__name__] = None
-    return found
+            varying[base.__name__] = None
+    return varying
 
 
 def _complete(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the entries of a rank: of an add-on with rank_state_attributes a rank has saved only these."""
-    found = {}
-    for name, own in entries.items():
+    complete = {}
+    for name, entry in entries.items():
         whole = state.get(name)
         # What the user's objects hold is whole: rank 0 may have a value that this rank has not.
-        if isinstance(whole, Mapping) and isinstance(own, Mapping) and name != USER_STATE:
-            own = {**whole, **own}
-        found[name] = own
-    return found
+        if isinstance(whole, Mapping) and isinstance(entry, Mapping) and name != USER_STATE:
+            entry = {**whole, **entry}
+        complete[name] = entry
+    return complete

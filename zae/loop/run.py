@@ -339,11 +339,11 @@ class Run:
 
     # ---------------------------------------------------------------------------------- a state within the call
 
-    def take_up_state(self) -> bool:
+    def apply_pending_state(self) -> bool:
         """Continue from a state that was loaded within the call, as a script does that is started again in it."""
         if not self.continuation.is_due:
             return False
-        self.continuation.take_up()
+        self.continuation.apply()
         self.requests.clear()
         self.extent.reset_epoch()
         self.trainer.nonfinite.forget()
@@ -355,7 +355,7 @@ class Run:
 
     def has_more_epochs(self) -> bool:
         """Return whether an epoch is to begin, or to continue."""
-        self.take_up_state()
+        self.apply_pending_state()
         trainer = self.trainer
         progress = self._progress
         if progress.epoch >= self.extent.last_epoch or progress.pending_validation:

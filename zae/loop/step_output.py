@@ -227,10 +227,10 @@ def explain_failure(error: Exception, out: Any, batch: Any, owner: type, optimiz
 def _check_output(out: Mapping[str, Any], where: str, keys: list[str]) -> None:
     """Refuse a mapping whose loss cannot be differentiated, or whose number of targets is not one."""
     if "loss" not in out:
-        found = ", ".join(map(repr, out)) or "none"
+        keys_in_words = ", ".join(map(repr, out)) or "none"
         near = difflib.get_close_matches("loss", list(map(str, out)), n=1)
         remedy = f"rename {near[0]!r} to 'loss'" if near else "return {'loss': loss, ...}"
-        raise StepError(f"{where} returned a dict without 'loss'; its keys are {found}; {remedy}")
+        raise StepError(f"{where} returned a dict without 'loss'; its keys are {keys_in_words}; {remedy}")
     loss = out["loss"]
     if isinstance(loss, Mapping):
         if not keys or set(map(str, loss)) != set(keys):
@@ -298,8 +298,8 @@ def not_number(key: str, value: Any) -> NotNumber:
         is_number = isinstance(value, numbers.Number)
         is_list = isinstance(value, (list, tuple)) and len(value) > 0
         are_numbers = is_list and all(isinstance(entry, numbers.Number) for entry in value)
-        what = f"a {type(value).__name__}" + (f" of {len(value)} entries" if is_list else "")
-        return NotNumber(what, "one number, for instance its mean", is_number or are_numbers)
+        description = f"a {type(value).__name__}" + (f" of {len(value)} entries" if is_list else "")
+        return NotNumber(description, "one number, for instance its mean", is_number or are_numbers)
     kind = str(value.dtype).removeprefix("torch.")
     of_shape = f"{'a tensor' if isinstance(value, Tensor) else 'an array'} of shape {tuple(value.shape)}"
     is_float = kind.startswith(("float", "bfloat"))
@@ -355,9 +355,9 @@ def say_not_numbers(run: Run, log: EpochLog, step: str) -> None:
     trainer = run.trainer
     if log.keeps or is_overridden(trainer, "metric_on_epoch_end"):  # Something may read them.
         return
-    for key, found in log.not_numbers.items():
-        if found.may_be_metric and trainer.history.is_first_remark(key):
-            run.say(f"{type(trainer).__name__}.{step} returned {found.text(key)}", logging.WARNING)
+    for key, entry in log.not_numbers.items():
+        if entry.may_be_metric and trainer.history.is_first_remark(key):
+            run.say(f"{type(trainer).__name__}.{step} returned {entry.text(key)}", logging.WARNING)
 
 
 def say_uncounted(run: Run, batch: Any, values: Mapping[str, Any]) -> None:

@@ -114,8 +114,8 @@ class CoreState:
         weights, training_weights = modes.both_weights(in_use, trainer.model_state)
         optimizers = {}
         for name, optimizer in in_use.items():
-            found = trainer.engine.optimizer_state(optimizer)
-            optimizers[name] = addon_state.gather_tensors(trainer, found)
+            state = trainer.engine.optimizer_state(optimizer)
+            optimizers[name] = addon_state.gather_tensors(trainer, state)
         return dict(weights), training_weights, optimizers
 
     def load(self, state: Mapping[str, Any], strict: bool) -> None:
@@ -196,17 +196,17 @@ class CoreState:
         module = self.trainer.unwrap()
         needed = self._needed()
         fitted = fit_weights(module, weights, strict, needed)
-        own = module.state_dict()
+        present = module.state_dict()
         self.trainer.load_model_state(fitted, strict and needed is None)
         modes.treat_as_evaluation(self.optimization.optimizers)
-        missing = [key for key in own if key not in fitted and (needed is None or key in needed)]
-        return missing, [key for key in fitted if key not in own]
+        missing = [key for key in present if key not in fitted and (needed is None or key in needed)]
+        return missing, [key for key in fitted if key not in present]
 
     def _needed(self) -> set[str] | None:
         """Return the keys of the model that saved weights must have; None means all keys."""
         names = own_names(self.trainer.unwrap())
-        kept = self.trainer.weights_to_save(names)
-        return None if kept is names else {names[each] for each in kept}
+        needed = self.trainer.weights_to_save(names)
+        return None if needed is names else {names[each] for each in needed}
 
     def _fitting_weights(self, state: Mapping[str, Any], strict: bool) -> tuple[dict[str, Tensor], bool]:
         """Return the weights that training continues from, under the model's keys, and whether they must be all."""
@@ -364,7 +364,7 @@ def _load_broadcasts(module: nn.Module, entry: Mapping[str, Any]) -> None:
 def _load_flags(
     module: nn.Module, entry: Mapping[str, Any], in_training: list[nn.Module] | None, is_main: bool
 ) -> list[nn.Module] | None:
-    """Freeze and thaw parameters, and set the mode of each module; return the modules to put into training mode later.
+    """Freeze and unfreeze parameters, set the mode of each module; return the modules to put into training mode later.
 
     That is None where the modules are in training mode now, as for ``in_training``.
     """
@@ -394,6 +394,6 @@ def _load_flags(
 
 def _named_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Return the modules by their plain names, without the wrappers of torch; the model itself is ''."""
-    own = {f"{path}." if path else "": each for path, each in module.named_modules()}
-    plain = plain_names(module, own)
-    return {plain[path].rstrip("."): each for path, each in own.items()}
+    modules = {f"{path}." if path else "": each for path, each in module.named_modules()}
+    plain = plain_names(module, modules)
+    return {plain[path].rstrip("."): each for path, each in modules.items()}

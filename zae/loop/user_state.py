@@ -99,12 +99,12 @@ class UserState:
 
     def open_epoch(self, trainer: Trainer) -> None:
         """Put back what was kept; else note what the hooks have changed."""
-        held = self._held
+        snapshot = self._held
         self._held = None
-        if held is None:
+        if snapshot is None:
             self._changes.note(_walk(trainer, self._changes))
             return
-        self._put_back(trainer, held)
+        self._put_back(trainer, snapshot)
         for tensor, version, value in self._tensors.values():
             if version_of(tensor) != version:
                 with torch.no_grad():
@@ -186,26 +186,26 @@ class UserState:
 def check_user_state(state: Any) -> dict[str, Any]:
     """Return the entry of a state; refuse one that no `UserState` has written."""
     try:
-        found = dict(state or {})
-        for entry in found.get("values", ()):
+        entries = dict(state or {})
+        for entry in entries.get("values", ()):
             is_entry = all(type(entry[key]) is str for key in ("owner", "key")) and "value" in entry
             is_entry &= all(type(entry[key]) is bool for key in ("in place", "of class"))
             if not is_entry or type(entry["was"]) not in (str, type(None)):
                 raise TypeError(f"an entry is {entry!r:.80}")
-        for owner, key in found.get("removed", ()):
+        for owner, key in entries.get("removed", ()):
             if (type(owner), type(key)) != (str, str):
                 raise TypeError(f"a name is {owner!r:.40}, {key!r:.40}")
-        for each in (found.get("states", {}), found.get("gradients", {})):
+        for each in (entries.get("states", {}), entries.get("gradients", {})):
             if not all(type(key) is str for key in each):
                 raise TypeError(f"a name is {next(iter(each))!r:.40}")
-        if not all(isinstance(each, Tensor) for each in found.get("gradients", {}).values()):
+        if not all(isinstance(each, Tensor) for each in entries.get("gradients", {}).values()):
             raise TypeError("a gradient is no tensor")
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise CheckpointMismatch(
             f"the entry 'user_state' of the state is not one that zae has saved ({error}); load another checkpoint, or "
             "the weights alone: apply_weights(path)"
         ) from None
-    return found
+    return entries
 
 
 def _walk(trainer: Trainer, changes: Changes, is_begin: bool = False) -> Walk:
@@ -229,25 +229,25 @@ def _walk(trainer: Trainer, changes: Changes, is_begin: bool = False) -> Walk:
 
 def _tensors_of(trainer: Trainer) -> dict[str, Tensor]:
     """Return the tensors that the state of the model has."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for path, module in trainer.unwrap().named_modules():
         unsaved = unsaved_buffers(module)
         for name, each in [*module._parameters.items(), *module._buffers.items()]:
             if each is not None and name not in unsaved and id(each) not in seen:
                 seen.add(id(each))
-                found[f"{path}.{name}" if path else name] = each
-    return found
+                tensors[f"{path}.{name}" if path else name] = each
+    return tensors
 
 
 def _classes_in(walk: Walk) -> dict[str, str]:
     """Return the class of each module of the model; of a lazy one that which its first forward gives it."""
-    found = {}
+    classes = {}
     for path, owner in walk.owners.items():
         if isinstance(owner.object, nn.Module) and f"{path}.".startswith("model."):
             kind = type(owner.object)
-            found[path] = (getattr(kind, "cls_to_become", None) or kind).__qualname__
-    return found
+            classes[path] = (getattr(kind, "cls_to_become", None) or kind).__qualname__
+    return classes
 
 
 def _warn_of_replaced(saved: Mapping[str, str], present: Mapping[str, str]) -> None:

@@ -39,8 +39,8 @@ def validate(run: Run, moment: str) -> None:
                 "another name"
             )
         if is_overridden(trainer, "validate"):  # Its numbers may be of this rank alone.
-            own = check_metrics(f"{type(trainer).__name__}.validate", metrics)
-            metrics = trainer.gather(own)[0]
+            numbers = check_metrics(f"{type(trainer).__name__}.validate", metrics)
+            metrics = trainer.gather(numbers)[0]
         record_validation(run, metrics)
         update_best(run, "valid", metrics)
         if moment == "step":  # That of an epoch is in the line of the epoch.

@@ -119,10 +119,10 @@ def combine_loaders(kind: str, values: Sequence[float]) -> float:
 
 def combine_parts(parts: Iterable[Any], weights: Sequence[float]) -> Any:
     """Return the typed metric of a batch from those of its parts, which have these weights."""
-    found = list(parts)
-    kind, own = KIND_OF[type(found[0])], list(weights)
-    if kind == "mean" and found[0].weight is not None:
-        own = [float(partial.weight) for partial in found]
-    whole = Partial.empty(kind).extend([float(partial.value) for partial in found], own)
-    more = (whole.weight,) if kind == "mean" and found[0].weight is not None else ()
-    return type(found[0])(whole.value, *more)
+    metrics = list(parts)
+    kind, part_weights = KIND_OF[type(metrics[0])], list(weights)
+    if kind == "mean" and metrics[0].weight is not None:
+        part_weights = [float(partial.weight) for partial in metrics]
+    whole = Partial.empty(kind).extend([float(partial.value) for partial in metrics], part_weights)
+    more = (whole.weight,) if kind == "mean" and metrics[0].weight is not None else ()
+    return type(metrics[0])(whole.value, *more)

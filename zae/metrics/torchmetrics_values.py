@@ -28,10 +28,10 @@ def metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def numbers_of(name: str, value: Any) -> dict[str, float]:
     """Return what a metric computed as numbers by name: ``name``, or ``name/<class>`` of a vector or a dict."""
     if isinstance(value, Mapping):
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for inner, each in value.items():
-            found |= numbers_of(f"{name}/{inner}", each)
-        return found
+            numbers |= numbers_of(f"{name}/{inner}", each)
+        return numbers
     if isinstance(value, Tensor) and value.ndim == 1 and value.numel() != 1:
         return {f"{name}/{index}": float(each) for index, each in enumerate(value)}
     is_real = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()

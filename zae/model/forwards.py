@@ -19,10 +19,10 @@ def replace_forwards(
         block.forward = make(block)
 
     def undo() -> None:
-        for block, own in before:
+        for block, forward in before:
             vars(block).pop("forward", None)
-            if own is not None:
-                block.forward = own
+            if forward is not None:
+                block.forward = forward
 
     return undo
 

@@ -65,14 +65,14 @@ def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
         if each._modules and (inner := _inner_name(each)):  # A wrapper has a module inside.
             prefixes.append((f"{path}.{inner}." if path else f"{inner}.", f"{path}." if path else ""))
     prefixes.sort(key=lambda pair: -len(pair[0]))  # A wrapper within another one first.
-    made = {}
+    names_in_use = {}
     for name in names:
         plain = name
         for prefix, shorter in prefixes:
             if plain.startswith(prefix):
                 plain = shorter + plain[len(prefix) :]
-        made[name] = plain
-    return made
+        names_in_use[name] = plain
+    return names_in_use
 
 
 def own_names(module: nn.Module) -> dict[str, str]:
@@ -112,12 +112,12 @@ def fit_name(name: str, known: Mapping[str, Any]) -> str:
 def fit_state(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights under the keys that a module loads, whatever wrappers the saved module had."""
     known = own_names(module)
-    own = module.state_dict()
-    made: dict[str, Tensor] = {}
+    present = module.state_dict()
+    fitted: dict[str, Tensor] = {}
     for name, value in weights.items():
-        key = name if name in own else known.get(fit_name(name, known), name)
-        made[name if key in made else key] = value  # Two of one name are refused later.
-    return made
+        key = name if name in present else known.get(fit_name(name, known), name)
+        fitted[name if key in fitted else key] = value  # Two of one name are refused later.
+    return fitted
 
 
 # ------------------------------------------------------------------------------------------------------- loading
@@ -130,18 +130,18 @@ def fit_weights(
 
     ``needed`` are the keys that must be there, if not all.
     """
-    own = module.state_dict()
-    made = _tensors_in(own)
+    present = module.state_dict()
+    fitted = _tensors_in(present)
     weights = fit_state(module, weights)
-    extra = [key for key in extra_names(own) if key not in weights]
+    extra = [key for key in extra_names(present) if key not in weights]
     if extra:
         _log.warning("%s stays as it is: files of weights contain tensors alone", ", ".join(extra[:_SHOWN]))
-    missing = [key for key in own if key not in (*weights, *extra) and (needed is None or key in needed)]
-    unexpected = [key for key in weights if key not in own]
+    missing = [key for key in present if key not in (*weights, *extra) and (needed is None or key in needed)]
+    unexpected = [key for key in weights if key not in present]
     shapes = [
-        f"{key} is {_shape_of(value)} and must be {tuple(made[key].shape)}"
+        f"{key} is {_shape_of(value)} and must be {tuple(fitted[key].shape)}"
         for key, value in weights.items()
-        if key in made and _shape_of(value) != tuple(made[key].shape)
+        if key in fitted and _shape_of(value) != tuple(fitted[key].shape)
         if not _accepts(module, key.rpartition(".")[0], weights)
     ]
     # With strict=False too, or torch would raise in the middle of loading.
@@ -166,9 +166,9 @@ def extra_names(state: Mapping[str, Any]) -> list[str]:
 
 def load_fitted(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> Any:
     """Load weights that fit; if a module has its own loading code and it fails, restore the weights from before."""
-    own = module.state_dict() if any(map(has_own_loading, module.modules())) else {}
-    before = {key: copy.deepcopy(value) for key, value in own.items() if not nn.parameter.is_lazy(value)}
-    extra = {key: own[key] for key in extra_names(own) if key not in weights}
+    present = module.state_dict() if any(map(has_own_loading, module.modules())) else {}
+    before = {key: copy.deepcopy(value) for key, value in present.items() if not nn.parameter.is_lazy(value)}
+    extra = {key: present[key] for key in extra_names(present) if key not in weights}
     try:
         with _writable(module):
             return module.load_state_dict({**weights, **extra}, strict=strict)
@@ -199,11 +199,11 @@ def _writable(module: nn.Module) -> Iterator[None]:
 
 def check_types(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Refuse weights of another dtype than the model's: they would be rounded silently."""
-    own = _tensors_in(module.state_dict())
+    present = _tensors_in(module.state_dict())
     wrong = [
-        f"{key} was {value.dtype} and is {own[key].dtype}"
+        f"{key} was {value.dtype} and is {present[key].dtype}"
         for key, value in weights.items()
-        if key in own and own[key].dtype != value.dtype
+        if key in present and present[key].dtype != value.dtype
     ]
     if wrong:
         raise CheckpointMismatch(
@@ -220,12 +220,12 @@ def _shape_of(value: Any) -> Any:
 def _accepts(module: nn.Module, path: str, weights: Mapping[str, Tensor]) -> bool:
     """Return whether a module loads weights of other shapes with its own code, as observers do; a copy tries it."""
     prefix = f"{path}." if path else ""
-    own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+    below = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
     try:
         owner = module.get_submodule(path)
         if not has_own_shapes(owner):
             return False
-        copy.deepcopy(owner).load_state_dict(own, strict=False)
+        copy.deepcopy(owner).load_state_dict(below, strict=False)
     except (AttributeError, RuntimeError):
         return False
     return True

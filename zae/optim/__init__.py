@@ -160,10 +160,10 @@ def optimizer_for(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """List the parameters that an optimizer holds."""
-    found: list[Tensor] = []
+    parameters: list[Tensor] = []
     for group in optimizer.param_groups:
-        found += group["params"]
-    return found
+        parameters += group["params"]
+    return parameters
 
 
 def has_lazy(parameters: Iterable[Tensor]) -> bool:
@@ -173,16 +173,16 @@ def has_lazy(parameters: Iterable[Tensor]) -> bool:
 
 def parameters_outside(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
     """List the parameters of an optimizer that the model, and its ``state_dict``, do not have."""
-    own = {id(p) for p in model.parameters()}
-    return [p for p in parameters_of(optimizer) if id(p) not in own]
+    inside = {id(p) for p in model.parameters()}
+    return [p for p in parameters_of(optimizer) if id(p) not in inside]
 
 
 def untrained_names(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
     """Name the parameters of a model that require a gradient and are in no optimizer."""
-    held: set[int] = set()
+    trained: set[int] = set()
     for optimizer in optimizers.values():
-        held.update(map(id, parameters_of(optimizer)))
-    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+        trained.update(map(id, parameters_of(optimizer)))
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
 
 
 def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) -> list[list[Tensor]]:
@@ -195,11 +195,11 @@ def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) ->
     seen = {id(p) for p in ordered}
     lists = []
     for optimizer in optimizers.values():
-        held = parameters_of(optimizer)
-        mine = {id(p) for p in held}
+        parameters = parameters_of(optimizer)
+        mine = {id(p) for p in parameters}
         # One optimizer clips all of the model, also what it does not hold.
         of_model = ordered if len(optimizers) == 1 else [p for p in ordered if id(p) in mine]
-        outside = [p for p in held if id(p) not in seen]
+        outside = [p for p in parameters if id(p) not in seen]
         lists.append(of_model + outside)
     return lists
 
@@ -339,8 +339,8 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 def check_closures(optimizers: Mapping[str, Optimizer], cls: type) -> None:
     """Refuse an optimizer whose ``step`` needs a closure, unless the user's class overrides the step."""
-    own = [c for c in cls.__mro__ if not c.__module__.startswith("zae.")]
-    if any(name in vars(c) for c in own for name in ("step_one", "optimizer_step")):
+    user_classes = [c for c in cls.__mro__ if not c.__module__.startswith("zae.")]
+    if any(name in vars(c) for c in user_classes for name in ("step_one", "optimizer_step")):
         return
     for name, optimizer in optimizers.items():
         if needs_closure(optimizer):

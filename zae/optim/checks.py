@@ -46,7 +46,7 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
         return
     _check_kinds("optimizer", optimizer, (Optimizer,))
     _check_kinds("scheduler", scheduler, (LRScheduler, ReduceLROnPlateau))
-    known = [entry for entry in as_dict(optimizer).values() if isinstance(entry, Optimizer)]
+    present = [entry for entry in as_dict(optimizer).values() if isinstance(entry, Optimizer)]
     for name, each in as_dict(optimizer).items():
         if isinstance(each, Optimizer):
             _check_parameters(label("optimizer", optimizer, name), each, model)
@@ -61,7 +61,7 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
     for name, each in as_dict(scheduler).items():
         if not isinstance(each, (LRScheduler, ReduceLROnPlateau)):
             optimizer_for(as_dict(optimizer), name)
-        elif known and not any(each.optimizer is optimizer for optimizer in known):
+        elif present and not any(each.optimizer is optimizer for optimizer in present):
             raise ConfigError(
                 f"{label('scheduler', scheduler, name)} ({type(each).__name__}) was made for another optimizer than "
                 f"the one given; make it from the same object: {type(each).__name__}(optimizer, ...)"
@@ -70,15 +70,15 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
 
 def check_scheduler_owners(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> None:
     """Refuse a scheduler whose optimizer does not train: it would change no learning rate."""
-    held: set[int] = set()
+    stepped: set[int] = set()
     for optimizer in optimizers.values():
-        held.update(map(id, parameters_of(optimizer)))
+        stepped.update(map(id, parameters_of(optimizer)))
     for name, scheduler in schedulers.items():
         other = getattr(scheduler, "optimizer", None)
         kind = type(scheduler).__name__
-        if not held or not isinstance(other, Optimizer) or any(other is given for given in optimizers.values()):
+        if not stepped or not isinstance(other, Optimizer) or any(other is given for given in optimizers.values()):
             continue
-        if held.isdisjoint(map(id, parameters_of(other))):
+        if stepped.isdisjoint(map(id, parameters_of(other))):
             raise ConfigError(
                 f"scheduler {name} ({kind}) was made for another optimizer than those that train, whose learning rate "
                 f"it would not change; give a function that makes it: scheduler=lambda optimizer: {kind}(optimizer, "
@@ -103,13 +103,13 @@ def check_disjoint(optimizers: Mapping[str, Optimizer], model: nn.Module) -> Non
 
 def _check_parameters(where: str, optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer that has no parameter of the model."""
-    own = {id(p) for p in model.parameters()}
-    held = parameters_of(optimizer)
-    if own and not any(id(p) in own for p in held):
+    inside = {id(p) for p in model.parameters()}
+    parameters = parameters_of(optimizer)
+    if inside and not any(id(p) in inside for p in parameters):
         name = type(optimizer).__name__
         raise ConfigError(
-            f"{where} ({name}) has {len(held)} parameters, none of which is among the {len(own)} of the model; make "
-            f"it from the same model: {name}(model.parameters(), ...)"
+            f"{where} ({name}) has {len(parameters)} parameters, none of which is among the {len(inside)} of the "
+            f"model; make it from the same model: {name}(model.parameters(), ...)"
         )
 
 
@@ -211,9 +211,9 @@ def check_schedules(
     schedulers: Mapping[str, Any], default: bool, is_set: bool, epochs: Span, steps: Span, has_metric: bool
 ) -> list[str]:
     """Refuse an invalid schedule before the first batch, and return texts of warnings."""
-    found: list[str] = []
+    warnings_: list[str] = []
     if 0 in (epochs.left, steps.left):
-        return found  # A finished script that is started again steps nothing.
+        return warnings_  # A finished script that is started again steps nothing.
     for name, scheduler in schedulers.items():
         where = f"scheduler {name} ({type(scheduler).__name__})"
         on_batch = is_per_step(scheduler, default)
@@ -232,8 +232,8 @@ def check_schedules(
         if isinstance(scheduler, OneCycleLR) and not on_batch:
             _check_cycle(where, scheduler, is_set, epochs, steps)
         _check_end(where, scheduler, on_batch, epochs, steps)
-        found += _check_unit(where, scheduler, on_batch, is_set, epochs, steps)
-    return found
+        warnings_ += _check_unit(where, scheduler, on_batch, is_set, epochs, steps)
+    return warnings_
 
 
 def _check_cycle(where: str, scheduler: OneCycleLR, is_set: bool, epochs: Span, steps: Span) -> None:

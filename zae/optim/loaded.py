@@ -24,10 +24,10 @@ def check_loaded(what: str, part: Any, state: Any) -> None:
     It may have more than was saved: a newer version of torch adds settings.
     """
     kind = type(part).__name__
-    found = part.state_dict()
-    expected = with_enums(state, found)
-    compares = compares_bits(expected) and compares_bits(found)
-    if problem := difference(expected, found, what, compares=compares, may_have_more=True):
+    loaded = part.state_dict()
+    expected = with_enums(state, loaded)
+    compares = compares_bits(expected) and compares_bits(loaded)
+    if problem := difference(expected, loaded, what, compares=compares, may_have_more=True):
         raise CheckpointMismatch(
             f"{what} {kind} does not load its own state: {problem}. A run cannot be resumed from it; let "
             f"{kind}.load_state_dict restore what its state_dict returns"

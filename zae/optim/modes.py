@@ -49,10 +49,10 @@ def begin_training(optimizers: Mapping[str, Any]) -> None:
 def treat_as_evaluation(optimizers: Mapping[str, Any]) -> None:
     """Treat the weights that were just loaded into the model as the evaluation weights."""
     for optimizer in _with_modes(optimizers):
-        kept = _copies(optimizer)
+        copies = _copies(optimizer)
         with torch.no_grad():
             optimizer.eval()
-            _put_back(kept)
+            _put_back(copies)
 
 
 def treat_as_training(optimizers: Mapping[str, Any]) -> None:
@@ -78,20 +78,20 @@ def evaluation_weights(optimizers: Mapping[str, Any]) -> AbstractContextManager[
 
 @contextmanager
 def _evaluation_weights(optimizers: list[Any]) -> Iterator[None]:
-    kept = [(optimizer, _copies(optimizer), _flags(optimizer)) for optimizer in optimizers]
+    present = [(optimizer, _copies(optimizer), _flags(optimizer)) for optimizer in optimizers]
     changed = optimizers
     try:
         with torch.no_grad():
             for optimizer in optimizers:
                 optimizer.eval()
         # One that was in this mode already stays in it.
-        changed = [optimizer for optimizer, weights, flags in kept if _has_changed(optimizer, weights, flags)]
+        changed = [optimizer for optimizer, weights, flags in present if _has_changed(optimizer, weights, flags)]
         yield
     finally:
         with torch.no_grad():
             for optimizer in changed:
                 optimizer.train()
-            for _, weights, _ in kept:
+            for _, weights, _ in present:
                 _put_back(weights)
 
 

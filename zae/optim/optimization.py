@@ -97,8 +97,8 @@ class Optimization:
     @property
     def has_factory(self) -> bool:
         """Whether an optimizer or a scheduler is still to be made."""
-        given = [*optim.as_dict(self.optimizer).values(), *optim.as_dict(self.scheduler).values()]
-        return any(map(optim.is_factory, given))
+        arguments = [*optim.as_dict(self.optimizer).values(), *optim.as_dict(self.scheduler).values()]
+        return any(map(optim.is_factory, arguments))
 
     def build(
         self,
@@ -303,9 +303,9 @@ class Optimization:
                 copied = memo | {id(parameter): parameter for parameter in optim.parameters_of(optimizer)}
                 tensors = [each for _, each in leaves_of(vars(optimizer), "") if isinstance(each, Tensor)]
                 # Without parameters, which may be lazy.
-                own = [tensor for tensor in tensors if id(tensor) not in copied]
-                if not compares_bits(own):  # Mostly nothing: the state is made in the first step.
-                    copied |= {id(tensor): tensor for tensor in own}
+                state_tensors = [tensor for tensor in tensors if id(tensor) not in copied]
+                if not compares_bits(state_tensors):  # Mostly nothing: the state is made in the first step.
+                    copied |= {id(tensor): tensor for tensor in state_tensors}
                 with suppress(Exception):
                     twin.optimizers[name] = copy_optimizer(optimizer, copied)
                     memo = copied
@@ -393,28 +393,29 @@ class Optimization:
 
     def _check_names(self, state: Mapping[str, Any]) -> None:
         """Refuse a state with other names of optimizers or schedulers."""
-        for what, own in (("optimizer", self.optimizers), ("scheduler", self.schedulers)):
-            if set(state[what]) != set(own):
+        for kind, present in (("optimizer", self.optimizers), ("scheduler", self.schedulers)):
+            if set(state[kind]) != set(present):
                 raise CheckpointMismatch(
-                    f"the state was saved with the {what}s {sorted(state[what])}, and this trainer has {sorted(own)}; "
-                    "build the trainer as it was, load only the weights: apply_weights(path), or begin a new run from "
-                    "parts of it: start_from=PATH, start_with=('model',), options of StateManagerAddon"
+                    f"the state was saved with the {kind}s {sorted(state[kind])}, and this trainer has "
+                    f"{sorted(present)}; build the trainer as it was, load only the weights: apply_weights(path), or "
+                    "begin a new run from parts of it: start_from=PATH, start_with=('model',), options of "
+                    "StateManagerAddon"
                 )
 
     def _added_groups(self, name: str, state: Mapping[str, Any], named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """Return the groups that training has added, as a script does that thaws layer by layer."""
+        """Return the groups that training has added, as a script does that unfreezes layer by layer."""
         optimizer = self.optimizers[name]
         if wraps_others(optimizer):
             return []
         count = len(optimizer.param_groups)
-        held = {id(parameter) for parameter in optim.parameters_of(optimizer)}
+        present = {id(parameter) for parameter in optim.parameters_of(optimizer)}
         added = []
         names_by_group = state["order"].get(name, ())
         for names, group in zip(names_by_group[count:], _groups_in(state["optimizer"][name])[count:]):
             parameters = [named.get(fit_name(key, named)) for key in names]
-            if any(parameter is None or id(parameter) in held for parameter in parameters):
+            if any(parameter is None or id(parameter) in present for parameter in parameters):
                 return []  # It is refused, by its parameters.
-            held.update(map(id, parameters))
+            present.update(map(id, parameters))
             settings = {key: each for key, each in group.items() if key not in ("params", "param_names")}
             if "param_names" in group:
                 settings["params"] = list(zip(group["param_names"], parameters))
@@ -441,8 +442,8 @@ class Optimization:
             check_rates("optimizer", there, here)
         present = parameter_order(optimizer, names)
         for group in added:
-            held = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
-            present.append([names[id(parameter)] for parameter in held])
+            parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
+            present.append([names[id(parameter)] for parameter in parameters])
         known = dict.fromkeys([*names.values(), *itertools.chain(*present)])
         saved = []
         for keys in state["order"].get(name, ()):
@@ -507,16 +508,16 @@ def _highest(scheduler: Any) -> float:
 
 def _made_apart(factory: Any, module: nn.Module | None) -> Any:
     """Return the optimizer of a factory for copies of a model's parameters: its steps leave the model as it is."""
-    own = [] if module is None else list(module.parameters())
+    parameters = [] if module is None else list(module.parameters())
     twins = []
-    for parameter in own:
+    for parameter in parameters:
         if optim.has_lazy([parameter]):
             twins.append(parameter)
         else:
             twins.append(nn.Parameter(parameter.detach(), parameter.requires_grad))
     with random_state.isolated():
         if module is not None and optim.takes_model(factory):
-            copied = {id(parameter): twin for parameter, twin in zip(own, twins)}
+            copied = {id(parameter): twin for parameter, twin in zip(parameters, twins)}
             return optim.make(factory, deep_copy(module, copied))
         return factory(twins)
 

@@ -51,28 +51,28 @@ class Preview:
 
     def plan(self) -> RunPreview:
         """Fill the page; another line of it is a method called here, a field of RunPreview, and one of its rows."""
-        found = self.found
+        facts = self.found
         trainer = self.trainer
         run = self.run
-        found.batch_size = batch_size_of(run.loader) if trainer.mode == "train" else None
+        facts.batch_size = batch_size_of(run.loader) if trainer.mode == "train" else None
         self.facts = trainer.describe()
         self.set_ranks()
         if trainer.mode == "test":
             self.describe_evaluation()
-            return found
+            return facts
         trainer.optimization.check_given()
         self.count_steps()
         self.simulate_schedules()
-        found.logs_at = found.due(trainer.log_every)
-        found.validates_at = [] if run.valid_loader is None else found.due(run.limits.valid_every)
+        facts.logs_at = facts.due(trainer.log_every)
+        facts.validates_at = [] if run.valid_loader is None else facts.due(run.limits.valid_every)
         for name, what in (("should_validate", "valid_every"), ("should_checkpoint", "save_every")):
             if is_overridden(trainer, name):
-                found.notes.append(f"{name} is overridden: it decides, and what follows from {what} may differ")
+                facts.notes.append(f"{name} is overridden: it decides, and what follows from {what} may differ")
         self.note_facts()
         reason = why_not(run.loader) if trainer.loader_position.is_fast else "fast_data=False"
         if reason is not None and hasattr(run.loader, "dataset"):
-            found.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
-        return found
+            facts.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
+        return facts
 
     # ---------------------------------------------------------------------------------------- what add-ons tell
 
@@ -88,11 +88,11 @@ class Preview:
 
     def set_ranks(self) -> None:
         """Set how many processes the run will have, how they divide the work, and how many batches make a step."""
-        found = self.found
+        facts = self.found
         for fact in self.told("ranks"):
-            setattr(found, fact.name, fact.value)
-        batches = self.trainer.step_window.batches_of(found.batch_size, found.dp_world_size)
-        found.batches_per_step = batches or 1
+            setattr(facts, fact.name, fact.value)
+        batches = self.trainer.step_window.batches_of(facts.batch_size, facts.dp_world_size)
+        facts.batches_per_step = batches or 1
 
     def note_facts(self) -> None:
         """Note what else is told."""
@@ -105,38 +105,38 @@ class Preview:
 
     def describe_evaluation(self) -> None:
         """Describe a run in mode "test"."""
-        found = self.found
-        found.batches_per_epoch = length_of(self.run.loader)
-        found.steps_per_epoch = 0
-        found.last_step = self.trainer.progress_checker.step
-        found.first_step = found.last_step + 1
-        found.notes.append("the mode is 'test': the loader is evaluated, and nothing is trained")
+        facts = self.found
+        facts.batches_per_epoch = length_of(self.run.loader)
+        facts.steps_per_epoch = 0
+        facts.last_step = self.trainer.progress_checker.step
+        facts.first_step = facts.last_step + 1
+        facts.notes.append("the mode is 'test': the loader is evaluated, and nothing is trained")
 
     def count_steps(self) -> None:
         """Count steps and epochs as `Run` and the loop do."""
-        found = self.found
+        facts = self.found
         run = self.run
         progress = self.trainer.progress_checker
         last_epoch, last_step = run.extent.end_of_call()
         wrapped = self._wrapped_loader()
         in_loader = self.trainer.steps_per_epoch(wrapped)
         in_epoch = run.extent.steps_per_epoch(wrapped)
-        found.batches_per_epoch = length_of(wrapped)
-        found.steps_per_epoch = in_epoch
-        found.first_step = progress.step + 1
+        facts.batches_per_epoch = length_of(wrapped)
+        facts.steps_per_epoch = in_epoch
+        facts.first_step = progress.step + 1
         if run.limits.max_time is not None:
-            found.notes.append(
+            facts.notes.append(
                 f"may end earlier: after the step in which max_time={run.limits.max_time:g} s have passed"
             )
             if last_epoch == last_step == NO_LIMIT:
-                found.last_step = None
+                facts.last_step = None
                 return
         if in_epoch is None:
-            found.last_step = None if last_step == NO_LIMIT else max(last_step, progress.step)
-            found.notes.append(f"the loader has no length ({describe(run.loader)}): where an epoch ends is not known")
+            facts.last_step = None if last_step == NO_LIMIT else max(last_step, progress.step)
+            facts.notes.append(f"the loader has no length ({describe(run.loader)}): where an epoch ends is not known")
             return
         if run.limits.steps_per_epoch is not None and (in_loader is None or in_epoch < in_loader):
-            found.batches_per_epoch = None if in_loader is None else found.batches_per_epoch
+            facts.batches_per_epoch = None if in_loader is None else facts.batches_per_epoch
         epoch = progress.epoch
         step = progress.step
         done = progress.epoch_step  # Steps of the present epoch that are done.
@@ -151,51 +151,51 @@ class Preview:
             epoch += 1
             step += in_epoch - done
             done = 0
-            found.epoch_ends.append((epoch, step))
-        found.last_step = step
+            facts.epoch_ends.append((epoch, step))
+        facts.last_step = step
         own = own_batch_sampler(facts_of(run.loader))
-        if own and len(found.epoch_ends) > 1:
-            found.notes.append(
-                f"each epoch is counted with the {found.batches_per_epoch} batches that {own} has now; it may make "
+        if own and len(facts.epoch_ends) > 1:
+            facts.notes.append(
+                f"each epoch is counted with the {facts.batches_per_epoch} batches that {own} has now; it may make "
                 "another number of them later"
             )
 
     def _wrapped_loader(self) -> Any:
         """Return the loader of this rank, or that of the first one where the ranks are still to be started."""
-        found = self.found
-        if self.run.is_ready or found.dp_world_size == 1:
+        facts = self.found
+        if self.run.is_ready or facts.dp_world_size == 1:
             return self.trainer.wrap_loader(self.run.loader, True)
-        shared = sharding.shard(self.run.loader, True, sharding.Ranks(0, found.dp_world_size, list, bool))
+        shared = sharding.shard(self.run.loader, True, sharding.Ranks(0, facts.dp_world_size, list, bool))
         shares = sharding.shares_of(shared)
-        found.leaves_out = shares is not None and shares.leaves_out
+        facts.leaves_out = shares is not None and shares.leaves_out
         return shared
 
     # -------------------------------------------------------------------------------------------- learning rates
 
     def simulate_schedules(self) -> None:
         """Step copies of the schedulers as the run will."""
-        found = self.found
+        facts = self.found
         run = self.run
         optimization = self.trainer.optimization
-        total_steps = run.limits.total_steps(found.steps_per_epoch)
+        total_steps = run.limits.total_steps(facts.steps_per_epoch)
         optimizers, schedulers = optimization.simulate(self.trainer.unwrap(), total_steps)
         on_batch, is_set = optimization.scheduler_step_on_batch, optimization.is_step_explicit
         has_metric = run.valid_loader is not None or self.trainer.history.watches_training
-        found.notes += check_schedules(
-            schedulers, on_batch, is_set, *run.extent.spans(found.steps_per_epoch), has_metric
+        facts.notes += check_schedules(
+            schedulers, on_batch, is_set, *run.extent.spans(facts.steps_per_epoch), has_metric
         )
         stepped = [candidate for candidate in schedulers.values() if not is_plateau(candidate)]
         if len(stepped) < len(schedulers):
-            found.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")
-        ends = {step for _, step in found.epoch_ends}
-        last = 0 if found.steps is None else found.first_step + min(found.steps, _LONGEST) - 1
+            facts.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")
+        ends = {step for _, step in facts.epoch_ends}
+        last = 0 if facts.steps is None else facts.first_step + min(facts.steps, _LONGEST) - 1
         with random_state.isolated(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The copies of the schedulers see no optimizer step.
-            for step in range(found.first_step, last + 1):
+            for step in range(facts.first_step, last + 1):
                 for name, rate in optim.learning_rates(optimizers).items():
-                    found.learning_rates.setdefault(name, []).append(rate)
+                    facts.learning_rates.setdefault(name, []).append(rate)
                 for scheduler in stepped:
                     if step in ends or is_per_step(scheduler, on_batch):
                         scheduler.step()
-        if found.steps is not None and found.steps > _LONGEST:
-            found.notes.append(f"the learning rates are those of the first {_LONGEST} steps")
+        if facts.steps is not None and facts.steps > _LONGEST:
+            facts.notes.append(f"the learning rates are those of the first {_LONGEST} steps")

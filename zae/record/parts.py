@@ -104,7 +104,7 @@ def of_model(model: nn.Module) -> Record:
         for name, value in vars(module).items():
             if name[0] != "_" and name != "training" and isinstance(value, (bool, int, float, str)):
                 values.setdefault(f"{type(module).__qualname__}.{name}", {})[repr(value)] = value
-    return {f"{name} of the model": _some(list(found.values())) for name, found in values.items()}
+    return {f"{name} of the model": _some(list(values_by_name.values())) for name, values_by_name in values.items()}
 
 
 def _some(values: list[Any]) -> Any:
@@ -184,16 +184,16 @@ def of_optimizers(optimizers: Mapping[str, Optimizer]) -> Record:
     """Return the classes of the optimizers and the settings of their groups; with a schedule, the initial rates."""
     record: Record = {}
     for name, optimizer in optimizers.items():
-        what = f"optimizer {name}"
-        record[what] = type(optimizer).__name__
+        owner = f"optimizer {name}"
+        record[owner] = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
             where = f" of group {index}" if len(optimizer.param_groups) > 1 else ""
-            record[f"{what}: parameters{where}"] = len(group["params"])
+            record[f"{owner}: parameters{where}"] = len(group["params"])
             for key, value in group.items():
                 if key == "lr":
-                    record[f"{what}: lr{where}"] = plain_value(group.get("initial_lr", value))
+                    record[f"{owner}: lr{where}"] = plain_value(group.get("initial_lr", value))
                 elif key not in ("params", "param_names", "initial_lr"):
-                    record[f"{what}: {key}{where}"] = plain_value(value)
+                    record[f"{owner}: {key}{where}"] = plain_value(value)
     return record
 
 

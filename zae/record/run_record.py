@@ -151,12 +151,12 @@ class RunRecord:
         """Return sentences on what differs between the script and the state that was loaded, once."""
         if self._loaded is None:
             return []
-        found = _differences(self._loaded, self._script)
+        differences = _differences(self._loaded, self._script)
         self._loaded = None
-        code = [name for name in found if name.startswith("code of ")]
-        overridden = {name: each for name, each in found.items() if name.startswith(_OF_CHECKPOINT)}
+        code = [name for name in differences if name.startswith("code of ")]
+        overridden = {name: each for name, each in differences.items() if name.startswith(_OF_CHECKPOINT)}
         functions = {name: overridden.pop(name) for name in [*overridden] if name.endswith(": lr_lambdas")}
-        rest = {name: each for name, each in found.items() if name not in (*code, *overridden)} | functions
+        rest = {name: each for name, each in differences.items() if name not in (*code, *overridden)} | functions
         texts = []
         if overridden:
             texts.append(
@@ -243,11 +243,11 @@ def _classes_in(records: Mapping[str, Any]) -> parts.Record:
     """Return the classes in the records of a state; those of an older version had other names."""
     if "run" in records:
         return {key: value for key, value in records["run"]["script"].items() if _is_class(key)}
-    found = {}
-    for what, by_name in records.get("settings", {}).items():
+    classes = {}
+    for part, by_name in records.get("settings", {}).items():
         for name, description in by_name.items():
-            found[f"{what} {name}"] = str(description["class"])
-    return found
+            classes[f"{part} {name}"] = str(description["class"])
+    return classes
 
 
 def _class_of(classes: Mapping[str, Any], key: str) -> str:

@@ -81,11 +81,13 @@ def _examine_all(path: Path, records: Records | None, others: Sequence[Path]) ->
     folders = [
         candidate for candidate in folders if candidate.is_dir() and (candidate == path or candidate not in others)
     ]
-    found = [
+    candidates = [
         candidate for candidate in folders if (candidate / "manifest.json").exists() or list_checkpoints(candidate)
     ]
-    inner = {folder for folder in found if folder.parent in found}  # A checkpoint is not a folder of checkpoints.
-    outer = dict.fromkeys(each.absolute() for each in found if each not in inner)
+    inner = {
+        folder for folder in candidates if folder.parent in candidates
+    }  # A checkpoint is not a folder of checkpoints.
+    outer = dict.fromkeys(each.absolute() for each in candidates if each not in inner)
     return [examine(each) for each in outer]
 
 

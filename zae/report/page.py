@@ -22,7 +22,7 @@ from zae.report.sections import SECTIONS, overview, subtitle, text_of
 
 __all__ = ["render", "write"]
 
-_MOST = 100  # Metrics with a curve: a person does not look at a thousand.
+MAX_CURVES = 100  # Metrics with a curve: a person does not look at a thousand.
 _TITLES = {"lr": "learning rate", "grad_norm": "gradient norm", THROUGHPUT: "throughput (steps/s)"}
 
 
@@ -49,7 +49,11 @@ def render(runs: Sequence[Run]) -> str:
     metrics = metrics_of(runs)
     css, script = (_asset(name) for name in ("report.css", "report.js"))
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    left_out = f"<p class='note'>{len(metrics) - _MOST} more metrics are not drawn.</p>" if len(metrics) > _MOST else ""
+    left_out = (
+        f"<p class='note'>{len(metrics) - MAX_CURVES} more metrics are not drawn.</p>"
+        if len(metrics) > MAX_CURVES
+        else ""
+    )
     parts = {
         "title": text_of(title),
         "subtitle": subtitle(runs),
@@ -58,7 +62,7 @@ def render(runs: Sequence[Run]) -> str:
         "overview": overview(runs),
         "left_out": left_out,
         "sections": "\n".join(filter(None, (section(runs) for section in SECTIONS))),
-        "data": _embed(_payload(runs, metrics[:_MOST])),
+        "data": _embed(_payload(runs, metrics[:MAX_CURVES])),
         "css": css,
         "script": script,
         "css_hash": _hash(css),

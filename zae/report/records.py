@@ -117,8 +117,8 @@ class Records:
 
     def description_of(self, name: str) -> dict[str, Any]:
         """Return a part of the latest description: "config" or "environment"."""
-        found = self.about.get(name)
-        return dict(found) if isinstance(found, Mapping) else {}
+        description = self.about.get(name)
+        return dict(description) if isinstance(description, Mapping) else {}
 
 
 @dataclass
@@ -197,9 +197,9 @@ def find_log(folder: Path) -> Path | None:
     ConfigError
         There are several, and nothing says which one is meant.
     """
-    found = [path for path in sorted(folder.glob("*.jsonl")) if _is_log(path)]
+    logs = [path for path in sorted(folder.glob("*.jsonl")) if _is_log(path)]
     # name.1.jsonl is the file of an earlier run, which a new one moved aside.
-    latest = [path for path in found if path.with_name(f"{path.stem.rpartition('.')[0]}.jsonl") not in found]
+    latest = [path for path in logs if path.with_name(f"{path.stem.rpartition('.')[0]}.jsonl") not in logs]
     if len(latest) > 1:
         names = ", ".join(path.name for path in latest)
         raise ConfigError(f"{folder} contains several logs: {names}; give one of these files")

@@ -15,7 +15,7 @@ from zae.values.walk import flatten
 
 __all__ = ["SECTIONS", "make_section", "make_table", "overview", "subtitle", "text_of"]
 
-_MOST = 500  # Rows of the table of metrics.
+MAX_ROWS = 500  # Rows of the table of metrics.
 
 
 def subtitle(runs: Sequence[Run]) -> str:
@@ -26,8 +26,8 @@ def subtitle(runs: Sequence[Run]) -> str:
     count = config.get("parameters")
     model = f"{config.get('model', '')}" + (f", {count:,} parameters" if isinstance(count, int) else "")
     begun = "" if math.isnan(records.began) else f"started {_when(records.began)}"
-    found = (model, records.description_of("environment").get("device"), begun)
-    return " · ".join(text_of(each) for each in found if each)
+    words = (model, records.description_of("environment").get("device"), begun)
+    return " · ".join(text_of(each) for each in words if each)
 
 
 def overview(runs: Sequence[Run]) -> str:
@@ -92,7 +92,7 @@ def _metric_table(runs: Sequence[Run]) -> str:
                     rows.append([text_of(key), *name, *_extremes(series)])
     named = ["metric", *(["run"] if len(runs) > 1 else [])]
     headers = [*named, "last", "lowest", "highest", "points", "not finite"]
-    table = make_table(headers, rows[:_MOST], "The last, lowest and highest value of each series")
+    table = make_table(headers, rows[:MAX_ROWS], "The last, lowest and highest value of each series")
     return make_section("metrics", "Metrics", table) if rows else ""
 
 
@@ -110,13 +110,15 @@ def _section_for(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
     """Return the section of a part of the description, where runs are compared: what differs comes first."""
 
     def section(runs: Sequence[Run]) -> str:
-        found = [flatten(run.records.description_of(part), ".") for run in runs]
-        names = [name for name in dict.fromkeys(name for each in found for name in each) if name != "composition"]
+        facts_of_runs = [flatten(run.records.description_of(part), ".") for run in runs]
+        names = [
+            name for name in dict.fromkeys(name for each in facts_of_runs for name in each) if name != "composition"
+        ]
         if not names:
             return ""
         rows = {}
         for name in names:
-            rows[name] = [_value(each[name]) if name in each else "-" for each in found]
+            rows[name] = [_value(each[name]) if name in each else "-" for each in facts_of_runs]
         if len(runs) == 1:
             pairs = "".join(f"<div><dt>{text_of(name)}</dt><dd>{cell}</dd></div>" for name, (cell,) in rows.items())
             return make_section(identifier, identifier.title(), f"<dl class='pairs'>{pairs}</dl>")

@@ -85,8 +85,8 @@ def own_length(scheduler: object) -> int | None:
     if isinstance(scheduler, SequentialLR):
         milestones, last = milestones_of(scheduler), own_length(parts_of(scheduler)[-1])
         return None if last is None or not milestones else milestones[-1] + last
-    found = [getattr(scheduler, name, None) for name in ("total_steps", "total_iters", "T_max")]
-    return next((int(value) for value in found if isinstance(value, (int, float)) and 1 <= value < math.inf), None)
+    lengths = [getattr(scheduler, name, None) for name in ("total_steps", "total_iters", "T_max")]
+    return next((int(value) for value in lengths if isinstance(value, (int, float)) and 1 <= value < math.inf), None)
 
 
 def steps_taken(scheduler: object) -> int:
@@ -157,9 +157,9 @@ def is_per_step(scheduler: object, default: bool) -> bool:
 
 def parts_of(scheduler: object) -> list[Any]:
     """Return the schedulers that a scheduler consists of."""
-    held = [value if isinstance(value, (list, tuple)) else [value] for value in vars(scheduler).values()]
+    lists = [value if isinstance(value, (list, tuple)) else [value] for value in vars(scheduler).values()]
     kinds = (LRScheduler, ReduceLROnPlateau)
-    return [each for several in held for each in several if isinstance(each, kinds) and each is not scheduler]
+    return [each for several in lists for each in several if isinstance(each, kinds) and each is not scheduler]
 
 
 def milestones_of(scheduler: object) -> list[int] | None:

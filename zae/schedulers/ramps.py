@@ -237,10 +237,10 @@ def _chainable(schedulers: tuple[object, ...]) -> tuple[StepSchedule, ...]:
     """Return the parts of a chain, all of them schedules of one optimizer."""
     parts = [scheduler for scheduler in schedulers if isinstance(scheduler, StepSchedule) and scheduler.total_iters]
     if not parts or len(parts) < len(schedulers):
-        found = ", ".join(type(scheduler).__name__ for scheduler in schedulers) or "nothing"
+        kinds = ", ".join(type(scheduler).__name__ for scheduler in schedulers) or "nothing"
         raise ConfigError(
             f"SchedulerChain holds WarmUpScheduler, CosineAnnealingScheduler and SchedulerChain, one by one, and got "
-            f"{found}; write SchedulerChain(WarmUpScheduler(optimizer, 10), CosineAnnealingScheduler(optimizer, 90)), "
+            f"{kinds}; write SchedulerChain(WarmUpScheduler(optimizer, 10), CosineAnnealingScheduler(optimizer, 90)), "
             "or torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones)"
         )
     if any(part.optimizer is not parts[0].optimizer for part in parts):

@@ -117,11 +117,11 @@ class Factory:
         return WarmUpSchedule(optimizer, self.shape, warmup, total, decay, float(self.final))
 
     def __repr__(self) -> str:
-        given = {"warmup": self.warmup}
-        given |= {"decay": self.decay} if self.shape == "wsd" else {}
-        given |= {"final": self.final} if self.final else {}
-        given |= {"total_steps": self.total_steps} if self.total_steps is not None else {}
-        return f"zae.schedulers.{self.shape}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        arguments = {"warmup": self.warmup}
+        arguments |= {"decay": self.decay} if self.shape == "wsd" else {}
+        arguments |= {"final": self.final} if self.final else {}
+        arguments |= {"total_steps": self.total_steps} if self.total_steps is not None else {}
+        return f"zae.schedulers.{self.shape}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
 def cosine(*, warmup: int | float = 0.05, final: float = 0.0, total_steps: int | None = None) -> Factory:

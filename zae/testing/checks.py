@@ -283,18 +283,18 @@ def check_state(kit: Kit) -> Iterator[str]:
 
 def _changes_of_given(kit: Kit, state: dict[str, Any], entries: dict[str, Any]) -> Iterator[str]:
     """Find what is taken out of a state that is loaded, and what training changes in it afterwards."""
-    given = {**copy.deepcopy(state), **{key: as_saved(value) for key, value in entries.items()}}
-    before = copy.deepcopy(given)
+    state_given = {**copy.deepcopy(state), **{key: as_saved(value) for key, value in entries.items()}}
+    before = copy.deepcopy(state_given)
     with in_new_folder():
-        kit.resume(given)
-    if given.keys() != before.keys():
-        lost = ", ".join(repr(key) for key in before.keys() - given.keys())
+        kit.resume(state_given)
+    if state_given.keys() != before.keys():
+        lost = ", ".join(repr(key) for key in before.keys() - state_given.keys())
         yield (
             f"takes {lost} out of the state that load_state_dict was given, which belongs to the caller; write "
             f"own, rest = self.take(state, {kit.name!r}, strict), and super().load_state_dict(rest, strict)"
         )
-    for key in entries.keys() & given.keys():
-        found = watch.difference(before[key], given[key], f"state[{key!r}]")
+    for key in entries.keys() & state_given.keys():
+        found = watch.difference(before[key], state_given[key], f"state[{key!r}]")
         if found is not None:
             yield (
                 f"changes the state that it was loaded from: {found} is not what it was when the resumed run ends; "

@@ -147,8 +147,8 @@ class Kit:
 
     def derive(self, base: Any, **members: Any) -> Any:
         """Derive a class with the name of the task."""
-        made: Any = type(self.task.__name__, (base,), {"__module__": __name__, **members})
-        return made
+        derived: Any = type(self.task.__name__, (base,), {"__module__": __name__, **members})
+        return derived
 
     def build_model(self) -> nn.Module:
         """Make the model, the same each time."""
@@ -220,13 +220,13 @@ class Kit:
     @cached_property
     def own_codes(self) -> dict[Any, str]:
         """The names of the methods of the add-on, by their code."""
-        found = {}
+        codes = {}
         for klass in self.own_classes:
             for name, value in klass.__dict__.items():
                 code = getattr(function_of(value), "__code__", None)
                 if code is not None:
-                    found[code] = name
-        return found
+                    codes[code] = name
+        return codes
 
     @property
     def own_hooks(self) -> dict[Any, str]:

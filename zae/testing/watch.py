@@ -40,8 +40,8 @@ def streams() -> dict[str, Any]:
 
 
 def _read_autocast() -> tuple[Any, ...]:
-    found = accelerator()
-    kinds = ["cpu", *([] if found is None else [found.type])]
+    device = accelerator()
+    kinds = ["cpu", *([] if device is None else [device.type])]
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
@@ -71,26 +71,26 @@ class Settings:
 
     def restore(self) -> dict[str, str]:
         """Restore what has changed, and describe it by the name of the setting."""
-        found = {}
+        states = {}
         for name, (read, write) in _SETTINGS.items():
             before = self._values[name]
             now = read()
             if now != before:
-                found[name] = f"{before!r:.60} became {now!r:.60}"
+                states[name] = f"{before!r:.60} became {now!r:.60}"
                 write(before)
-        return found
+        return states
 
 
 def hooks_of(model: nn.Module, optimizers: list[Any]) -> dict[str, int]:
     """Count the hooks on a model and its optimizers."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for owner in [*model.modules(), *optimizers]:
-        for name, held in vars(owner).items():
-            if name.endswith("_hooks") and isinstance(held, Mapping):
-                found[name] = found.get(name, 0) + len(held)
+        for name, value in vars(owner).items():
+            if name.endswith("_hooks") and isinstance(value, Mapping):
+                counts[name] = counts.get(name, 0) + len(value)
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        found[f"parameter{name}"] = sum(len(getattr(p, name, None) or ()) for p in model.parameters())
-    return found
+        counts[f"parameter{name}"] = sum(len(getattr(p, name, None) or ()) for p in model.parameters())
+    return counts
 
 
 def difference(a: Any, b: Any, where: str = "", depth: int = 8) -> str | None:

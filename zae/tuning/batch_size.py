@@ -98,14 +98,14 @@ def find_batch_size(trainer: Trainer, loader: DataLoader[Any], *, effective_batc
     given = trainer.step_window.samples or loader.batch_size * trainer.step_window.batches
     effective = check_argument("effective_batch_size", effective_batch_size or given, Count)
     tried: dict[int, bool] = {}
-    with trial_loader(loader, "find_batch_size") as own:
-        sizes = [size for size in range(1, effective + 1) if effective % size == 0 and size <= len(own.dataset)]
+    with trial_loader(loader, "find_batch_size") as trial_data:
+        sizes = [size for size in range(1, effective + 1) if effective % size == 0 and size <= len(trial_data.dataset)]
         # The last size that fits is at low, the first one that does not at high.
         low = -1
         high = len(sizes)
         while high - low > 1:
             at = high - 1 if high == len(sizes) else (low + high) // 2
-            fits = _fits(trainer, own, sizes[at], effective // sizes[at])
+            fits = _fits(trainer, trial_data, sizes[at], effective // sizes[at])
             tried[sizes[at]] = fits
             low, high = (at, high) if fits else (low, at)
     if low < 0:

@@ -84,8 +84,10 @@ class RangeTest:
         return f"lr {number(self.learning_rates[0], 3)}", f"lr {number(self.learning_rates[-1], 3)}"
 
     def _conclusion(self) -> str:
-        found = self.suggestion
-        text = "no suggestion: the loss does not fall" if found is None else f"suggestion: lr={number(found, 3)}"
+        suggestion = self.suggestion
+        text = (
+            "no suggestion: the loss does not fall" if suggestion is None else f"suggestion: lr={number(suggestion, 3)}"
+        )
         return f"{text}; {self.stopped}"
 
 
@@ -175,8 +177,8 @@ def find_lr(
 
     twin.before_step = set_rate
     twin.after_step = look
-    with trial_loader(loader, "find_lr") as own:
-        twin.run(None, own, max_steps=steps)
+    with trial_loader(loader, "find_lr") as trial_data:
+        twin.run(None, trial_data, max_steps=steps)
     result.stopped = result.stopped or f"the highest rate, {number(max_lr, 3)}, was tried"
     return result
 

@@ -72,7 +72,7 @@ class ModelSummary:
         """Return the rows of the table, for each layer: its name, class, output shape, parameters, and remarks."""
         called = {part for layer in self.layers if layer.calls for part in _parents(layer.name)}
         tried = self.activation_bytes is not None
-        found = []
+        table = []
         for layer in self.layers:
             shape = ", ".join(str(list(shape)) for shape in layer.outputs) or "-"
             remarks = [f"shared with {layer.shared_with}"] if layer.shared_with else []
@@ -83,8 +83,8 @@ class ModelSummary:
                 remarks.append(f"{layer.trainable:,} trainable" if layer.trainable else "frozen")
             name = "  " * layer.depth + (layer.name.rpartition(".")[2] or self.name)
             kind = layer.kind if layer.name else ""
-            found.append((name, kind, shape, f"{layer.parameters:,}" if layer.parameters else "-", "; ".join(remarks)))
-        return found
+            table.append((name, kind, shape, f"{layer.parameters:,}" if layer.parameters else "-", "; ".join(remarks)))
+        return table
 
     def totals(self) -> list[tuple[str, str]]:
         """Return the lines below the table: a title and a text each."""
@@ -162,12 +162,12 @@ def summary(model: nn.Module | Trainer, batch: Any = None) -> ModelSummary:
         batch = copy.deepcopy(batch)
         with calls, torch.enable_grad():
             forward(batch)
-        found = _describe(twin)
+        described = _describe(twin)
     # Parameters that the batch has made are counted.
-    found.activation_bytes = calls.kept_bytes(twin)
-    for layer in found.layers:
+    described.activation_bytes = calls.kept_bytes(twin)
+    for layer in described.layers:
         layer.calls, layer.outputs = calls.of(layer.name)
-    return found
+    return described
 
 
 def _copy(module: nn.Module, trainer: Trainer | None) -> tuple[nn.Module, Any]:
@@ -176,15 +176,15 @@ def _copy(module: nn.Module, trainer: Trainer | None) -> tuple[nn.Module, Any]:
         if trainer is not None:
             twin = copy_trainer(trainer)
             return twin.unwrap(), lambda batch: _train_step(twin, batch)
-        own = deep_copy(module)
+        copied = deep_copy(module)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise ConfigError(
             f"the model cannot be copied for a batch ({error}); write summary(model), without one"
         ) from error
-    place = next((parameter.device for parameter in own.parameters()), torch.device("cpu"))
-    return own, lambda batch: _forward(own, to_device(batch, place))
+    place = next((parameter.device for parameter in copied.parameters()), torch.device("cpu"))
+    return copied, lambda batch: _forward(copied, to_device(batch, place))
 
 
 def _train_step(twin: Any, batch: Any) -> None:
@@ -231,8 +231,8 @@ class _Calls:
 
     def kept_bytes(self, module: nn.Module) -> int:
         """Return the bytes that autograd keeps beside parameters and buffers."""
-        own = {each.untyped_storage().data_ptr() for each in (*module.parameters(), *module.buffers())}
-        return sum(storage.nbytes() for at, storage in self.storages.items() if at not in own)
+        addresses = {each.untyped_storage().data_ptr() for each in (*module.parameters(), *module.buffers())}
+        return sum(storage.nbytes() for at, storage in self.storages.items() if at not in addresses)
 
     def of(self, name: str) -> tuple[int, list[tuple[int, ...]]]:
         """Return the calls of a module, and the shapes of its last output."""
@@ -247,23 +247,23 @@ def _parents(name: str) -> list[str]:
 
 def _describe(module: nn.Module) -> ModelSummary:
     """Describe the modules; a parameter is counted where it is first."""
-    found = ModelSummary(type(module).__name__, [])
+    described = ModelSummary(type(module).__name__, [])
     places: dict[int, str] = {}
     for name, each in module.named_modules():
         layer = Layer(name, type(each).__name__, name.count(".") + bool(name))
-        found.layers.append(layer)
+        described.layers.append(layer)
         for own, parameter in each.named_parameters(recurse=False):
             if has_lazy([parameter]):
                 layer.is_lazy = True
-                found.is_lazy = True
+                described.is_lazy = True
             elif id(parameter) in places:
                 layer.shared_with = places[id(parameter)]
             else:
                 places[id(parameter)] = f"{name}.{own}".lstrip(".")
                 layer.parameters += parameter.numel()
                 layer.trainable += parameter.numel() * parameter.requires_grad
-                found.parameter_bytes += parameter.numel() * parameter.element_size()
-    found.parameters = sum(layer.parameters for layer in found.layers)
-    found.trainable = sum(layer.trainable for layer in found.layers)
-    found.buffer_bytes = sum(b.numel() * b.element_size() for b in module.buffers() if not has_lazy([b]))
-    return found
+                described.parameter_bytes += parameter.numel() * parameter.element_size()
+    described.parameters = sum(layer.parameters for layer in described.layers)
+    described.trainable = sum(layer.trainable for layer in described.layers)
+    described.buffer_bytes = sum(b.numel() * b.element_size() for b in module.buffers() if not has_lazy([b]))
+    return described

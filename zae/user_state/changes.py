@@ -252,12 +252,12 @@ def _load_state(walk: Walk, name: Name, state: Any) -> set[Name]:
     inside = [each for each in walk.places if f"{each[0]}.".startswith((f"{path}.", f"{path}["))]
 
     def marks() -> dict[Name, object]:
-        found = {}
+        marks = {}
         for each in inside:
             place = walk.places[each]
             if place.cls is None and place.key != STATE and place.key in place.store:
-                found[each] = mark_of(place.value, walk.paths)
-        return found
+                marks[each] = mark_of(place.value, walk.paths)
+        return marks
 
     before = marks()
     walk.places[name].write(state)

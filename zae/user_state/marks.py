@@ -28,7 +28,7 @@ LARGE = 1 << 20
 
 _DEPTH = 4  # Objects of libraries in one another.
 _FEW = 64  # Entries of a container in such an object; of a larger one their number counts.
-_MANY = 4096  # Entries of a container that are written at once.
+_CHUNK = 4096  # Entries of a container that are written at once.
 
 
 def mark_of(value: Any, paths: Mapping[int, str] = MappingProxyType({}), depth: int = _DEPTH) -> object:
@@ -60,15 +60,15 @@ def _mark_of_entries(container: Any, paths: Mapping[int, str], depth: int) -> ob
     elif not isinstance(container, (list, tuple)):
         container = [*container]
     marks: list[object] = []
-    for start in range(0, len(container), _MANY):
-        entries = tuple(container[start : start + _MANY])
+    for start in range(0, len(container), _CHUNK):
+        entries = tuple(container[start : start + _CHUNK])
         try:
             # What consists of the plain types of Python alone; in version 2 of the format, which has no references.
             data = marshal.dumps(entries, 2)
             marks.append(data if len(container) <= _FEW else hash(data))
         except ValueError:
             mark = tuple([mark_of(entry, paths, depth) for entry in entries])
-            marks.append(mark if len(container) <= _MANY else hash(mark))
+            marks.append(mark if len(container) <= _CHUNK else hash(mark))
     return len(container), marks
 
 

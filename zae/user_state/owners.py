@@ -272,13 +272,13 @@ def _names_aside(cls: type) -> frozenset[str]:
 
 def _class_values(cls: type) -> list[tuple[type, str]]:
     """Return the attributes of a user's classes that are values, each with the class that has it."""
-    found: dict[str, type] = {}
+    classes: dict[str, type] = {}
     for base in (cls.__mro__[index] for index in reversed(_places_of_user(cls))):
         if not vars(base).get("_is_addon"):
             for name, value in vars(base).items():
                 if isinstance(value, (*_VALUES, Tensor, np.ndarray, *STREAMS)) and not name.startswith(("__", "_abc_")):
-                    found[name] = base
-    return [(each, name) for name, each in found.items()]
+                    classes[name] = base
+    return [(each, name) for name, each in classes.items()]
 
 
 def can_have(owner: Owner, name: str) -> bool:
@@ -291,8 +291,12 @@ def can_have(owner: Owner, name: str) -> bool:
     cls = type(owner.object)
     if name.startswith("__") or not name.isidentifier() or name in _names_aside(cls):
         return False
-    held = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-    return held is None or isinstance(held, (types.MemberDescriptorType, *_VALUES)) or kind_of(held) is not None
+    attribute = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    return (
+        attribute is None
+        or isinstance(attribute, (types.MemberDescriptorType, *_VALUES))
+        or kind_of(attribute) is not None
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- attributes
@@ -300,12 +304,12 @@ def can_have(owner: Owner, name: str) -> bool:
 
 def _slots_of(cls: type) -> dict[str, types.MemberDescriptorType]:
     """Return the attributes that the classes of an object keep in slots."""
-    found = {}
+    slots_by_name = {}
     for base in reversed(cls.__mro__):
         if "__slots__" in vars(base) and not is_of_library(base):
             slots = {name: slot for name, slot in vars(base).items() if isinstance(slot, types.MemberDescriptorType)}
-            found.update(slots)
-    return found
+            slots_by_name.update(slots)
+    return slots_by_name
 
 
 def attributes_of(value: Any) -> MutableMapping[str, Any]:

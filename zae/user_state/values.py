@@ -98,10 +98,10 @@ class Packer:
     @functools.cached_property
     def weights_in_memory(self) -> dict[tuple[str, int], list[tuple[str, Tensor]]]:
         """The model's tensors with their names, by where they lie."""
-        found: dict[tuple[str, int], list[tuple[str, Tensor]]] = {}
+        weights: dict[tuple[str, int], list[tuple[str, Tensor]]] = {}
         for name, each in self.weights.items():
-            found.setdefault(_memory_of(each), []).append((name, each))
-        return found
+            weights.setdefault(_memory_of(each), []).append((name, each))
+        return weights
 
     def count(self, size: int) -> None:
         """Add to the bytes of the value that is written."""
@@ -259,12 +259,12 @@ def _make_tensor(maker: Maker, tensor: Any, shape: Any, is_on_host: bool = False
         if tensor not in maker.weights:
             raise Absent(f"the tensor {tensor!r} of the model")
         return maker.weights[tensor] if shape is True else _make_view(maker.weights[tensor], *shape)
-    made = tensor.to("cpu" if is_on_host else maker.device, copy=True)
-    if list(made.shape) != shape:
-        made = made.expand(shape)
+    copied = tensor.to("cpu" if is_on_host else maker.device, copy=True)
+    if list(copied.shape) != shape:
+        copied = copied.expand(shape)
     if form == "parameter":
-        return nn.Parameter(made)
-    return made.requires_grad_() if form == "leaf" else made
+        return nn.Parameter(copied)
+    return copied.requires_grad_() if form == "leaf" else copied
 
 
 def _make_view(weight: Tensor, shape: Any, strides: Any, offset: Any) -> Tensor:
@@ -403,10 +403,10 @@ def _name_of(value: Any) -> str:
 def _class_named(name: str) -> Any:
     """Return a class of a module that is loaded; nothing is imported, and no attribute is computed."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    place: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    return found if isinstance(found, type) else None
+        place = vars(place).get(part) if hasattr(place, "__dict__") else None
+    return place if isinstance(place, type) else None
 
 
 def _make_named_tuple(maker: Maker, name: str, items: Any) -> Any:
@@ -418,10 +418,10 @@ def _make_named_tuple(maker: Maker, name: str, items: Any) -> Any:
 
 def _make_member(maker: Maker, name: str, member: str) -> Any:
     cls = _class_named(name)
-    found = getattr(cls, "__members__", {}).get(member) if isinstance(cls, enum.EnumMeta) else None
-    if found is None:
+    member_found = getattr(cls, "__members__", {}).get(member) if isinstance(cls, enum.EnumMeta) else None
+    if member_found is None:
         raise Absent(f"{member!r} of the class {name!r}")
-    return found
+    return member_found
 
 
 # -------------------------------------------------------------------------------------- objects, and what is met again

@@ -75,11 +75,11 @@ def _plain(value: Any, depth: int, seen: set[int]) -> Any:
 
 def _sorted(values: Iterable[Any]) -> list[Any]:
     """Return values in their order, or where they have none in that of their texts."""
-    found = list(values)
+    entries = list(values)
     try:
-        return sorted(found)
+        return sorted(entries)
     except TypeError:
-        return sorted(found, key=repr)
+        return sorted(entries, key=repr)
 
 
 def _describe_object(value: Any, depth: int, seen: set[int]) -> Any:
@@ -90,8 +90,8 @@ def _describe_object(value: Any, depth: int, seen: set[int]) -> Any:
     if is_closed or id(value) in seen or len(seen) > MAX_OBJECTS:
         return kind
     seen.add(id(value))
-    found = {key: _plain(each, depth, seen) for key, each in attributes.items() if not isinstance(each, STREAMS)}
-    return {"class": kind, **found} if found else kind
+    described = {key: _plain(each, depth, seen) for key, each in attributes.items() if not isinstance(each, STREAMS)}
+    return {"class": kind, **described} if described else kind
 
 
 def _describe_callable(value: Any, depth: int, seen: set[int]) -> Any:
@@ -99,14 +99,14 @@ def _describe_callable(value: Any, depth: int, seen: set[int]) -> Any:
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, partial):
-        held = [*value.args, *value.keywords.items()] if depth else []
-        return [_plain(value.func, depth, seen), *(_plain(each, depth - 1, seen) for each in held)]
+        cell_values = [*value.args, *value.keywords.items()] if depth else []
+        return [_plain(value.func, depth, seen), *(_plain(each, depth - 1, seen) for each in cell_values)]
     function = getattr(value, "__func__", value)
     if not isinstance(function, FunctionType):
         return getattr(function, "__qualname__", type(function).__qualname__)
     text = f"{function.__qualname__} ({code_digest(function.__code__)})"
-    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    numbers = [each for each in (*held, *(function.__defaults__ or ())) if isinstance(each, (*_SCALARS, tuple))]
+    cell_values = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    numbers = [each for each in (*cell_values, *(function.__defaults__ or ())) if isinstance(each, (*_SCALARS, tuple))]
     return [text, *(_plain(number, depth - 1, seen) for number in numbers)] if numbers and depth else text
 
 

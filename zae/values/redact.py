@@ -43,8 +43,8 @@ def redact(value: Any, secrets: Iterable[str] = ()) -> Any:
     ``AKIA...``, ``eyJ...``), and the values of environment variables with such a name (``WANDB_API_KEY``,
     ``NEPTUNE_API_TOKEN``, ``HF_TOKEN``). Numbers stay as they are.
     """
-    known = {text for text in (*secrets, *_of_environment()) if len(text) >= _SHORT}
-    return _redact(value, sorted(known, key=len, reverse=True))
+    secret_texts = {text for text in (*secrets, *_of_environment()) if len(text) >= _SHORT}
+    return _redact(value, sorted(secret_texts, key=len, reverse=True))
 
 
 def secrets_in(value: Any) -> list[str]:

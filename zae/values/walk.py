@@ -44,8 +44,8 @@ __all__ = [
 ]
 
 _MISSING = object()
-_LOOKS = 1000  # Objects that `search` examines in all.
-_MANY = 64  # Entries of a container that it examines; a larger one is left out.
+MAX_OBJECTS = 1000  # Objects that `search` examines in all.
+MAX_ENTRIES = 64  # Entries of a container that it examines; a larger one is left out.
 
 
 def is_dataclass(value: object) -> bool:
@@ -55,8 +55,8 @@ def is_dataclass(value: object) -> bool:
 
 def fields_of(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass instance that have a value, in order."""
-    found = {field.name: getattr(value, field.name, _MISSING) for field in dataclasses.fields(value)}
-    return {name: item for name, item in found.items() if item is not _MISSING}
+    fields = {field.name: getattr(value, field.name, _MISSING) for field in dataclasses.fields(value)}
+    return {name: item for name, item in fields.items() if item is not _MISSING}
 
 
 def children_of(value: Any) -> Iterable[Any]:
@@ -115,12 +115,12 @@ def leaves_of(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 def flatten(values: Mapping[Any, Any], separator: str, prefix: str = "", depth: int = 8) -> dict[str, Any]:
     """Return the entries of nested mappings by joined names; a mapping that lies deeper stays as it is."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         is_open = isinstance(value, Mapping) and depth > 0
-        found |= flatten(value, separator, f"{name}{separator}", depth - 1) if is_open else {name: value}
-    return found
+        flat |= flatten(value, separator, f"{name}{separator}", depth - 1) if is_open else {name: value}
+    return flat
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -135,8 +135,8 @@ def is_sharded(tensor: Any) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; any other tensor itself."""
-    made: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return made
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return local
 
 
 def dense_part(tensor: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def search(
     """Yield the objects of some kinds in the attributes and containers of an object, breadth first."""
     seen = set() if seen is None else seen
     left = deque([(place, value)])
-    for _ in range(_LOOKS):
+    for _ in range(MAX_OBJECTS):
         if not left:
             return
         where, each = left.popleft()
@@ -195,7 +195,7 @@ def search(
             yield where, each
             continue
         inner: Any = each if isinstance(each, (list, tuple, dict)) else getattr(each, "__dict__", {})
-        if len(inner) > _MANY:
+        if len(inner) > MAX_ENTRIES:
             continue
         inner = inner if isinstance(inner, dict) else dict(enumerate(inner))
         for key, part in sorted(inner.items(), key=lambda item: str(item[0])):
@@ -216,19 +216,19 @@ def names_read_by(function: Any, depth: int = 2) -> dict[str, Any]:
     if not isinstance(function, FunctionType):  # It is not written in Python.
         return {}
     known = function.__globals__
-    found = {name: known[name] for name in _names_in(function.__code__) if name in known}
+    values = {name: known[name] for name in _names_in(function.__code__) if name in known}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         with suppress(ValueError):  # The cell is still empty.
-            found[name] = cell.cell_contents
+            values[name] = cell.cell_contents
     names = _names_in(function.__code__)
-    for place, holder in list(found.items()):
+    for place, holder in list(values.items()):
         is_open = isinstance(holder, (ModuleType, type)) and not is_of_library(holder)
         if is_open and place != "__class__":  # That is the class that super() needs.
-            found |= {f"{place}.{name}": vars(holder)[name] for name in names if name in vars(holder)}
-    for value in list(found.values()) if depth else ():
+            values |= {f"{place}.{name}": vars(holder)[name] for name in names if name in vars(holder)}
+    for value in list(values.values()) if depth else ():
         if isinstance(value, FunctionType) and value.__module__ == function.__module__:
-            found = {**names_read_by(value, depth - 1), **found}
-    return found
+            values = {**names_read_by(value, depth - 1), **values}
+    return values
 
 
 def is_of_library(holder: ModuleType | type) -> bool:
