@@ -49,11 +49,8 @@ def render(runs: Sequence[Run]) -> str:
     metrics = metrics_of(runs)
     css, script = (_asset(name) for name in ("report.css", "report.js"))
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    left_out = (
-        f"<p class='note'>{len(metrics) - MAX_CURVES} more metrics are not drawn.</p>"
-        if len(metrics) > MAX_CURVES
-        else ""
-    )
+    excess = len(metrics) - MAX_CURVES
+    left_out = f"<p class='note'>{excess} more metrics are not drawn.</p>" if excess > 0 else ""
     parts = {
         "title": text_of(title),
         "subtitle": subtitle(runs),
