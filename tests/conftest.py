@@ -52,13 +52,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 FOLDERS_OF_ONE_WORKER = ("tests/engines/",)
 """Their files share ranks that stay: each new rank takes a second for what torch imports and caches in it."""
 
-LONGEST = ("emulated_cuda", "scripts", "kinds", "table", "sharded", "engines", "package", "crash", "resume",
-           "notebook", "distributed", "examples", "random_streams", "search", "composition", "fsdp",
-           "huggingface", "compile", "continue_from", "readme", "fault_signals", "testing", "rank_failures",
-           "state_manager", "loader_state", "hf_saving", "module_state", "wandb_logger", "addon_examples",
-           "state", "stop_signals", "failed_runs", "worker_signals", "group_signals", "together", "ledger",
-           "tensor", "mpu")  # fmt: skip
-"""The files that take more than five seconds of a processor, the longest first."""
+LONGEST = ("table", "emulated_cuda", "kinds", "composition", "distributed", "resume", "docs", "examples", "compile",
+           "testing", "crash", "stopped_ranks", "notebook", "between_runs", "owners_and_kinds", "user_state", "package",
+           "huggingface", "continue_from", "mpu_resume", "failing_stores", "mpu", "loader_state", "search",
+           "hyperparameter_search", "state_manager", "failed_runs", "stop_signals", "wandb_logger", "hf_saving",
+           "shared_rows", "mpu_data", "random_streams", "fault_signals", "remote")  # fmt: skip
+"""The files that take the most seconds, of a processor or of waiting, the longest first."""
 
 
 def pytest_xdist_make_scheduler(config, log):

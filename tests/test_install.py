@@ -56,10 +56,7 @@ def clone(folder: Path, is_linked: bool) -> Path:
     return folder
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(True, id="linked"), pytest.param(False, id="text file", marks=pytest.mark.exhaustive)],
-)
+@pytest.fixture(scope="module", params=[True, False], ids=["linked", "text file for the link"])
 def built(request, tmp_path_factory):
     """The three archives of a clone in a folder that is called as the package is, and whether it has the link."""
     parent = tmp_path_factory.mktemp("install")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,20 @@ from kit import leftovers, removal
 from zae.lazy import names_in_stub
 
 EVERY_RUN = ("addons.ema", "addons.loggers", "search")
-"""A file of addons/, a folder of it, and a tool, which are removed together: each copy is imported anew."""
+"""A file of addons/, a folder of it, and a tool."""
 
 
 def cases() -> list[object]:
-    """Each feature and tool alone, which is exhaustive, and three together."""
-    alone = [pytest.param((name,), marks=pytest.mark.exhaustive, id=name) for name in removal.removable()]
-    return [pytest.param(EVERY_RUN, id="together"), *alone]
+    """Each feature and tool; most of them are exhaustive."""
+    marks = {name: () if name in EVERY_RUN else (pytest.mark.exhaustive,) for name in removal.removable()}
+    return [pytest.param(name, marks=mark, id=name) for name, mark in marks.items()]
 
 
-@pytest.mark.parametrize("names", cases())
-def test_the_rest_works_without(names: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", cases())
+def test_the_rest_works_without(name: str, tmp_path: Path) -> None:
     """Every module that is left imports; `zae.addons` lists what is left; a run, an add-on and weights are right."""
     removal.copy_package(tmp_path)
-    removal.remove(tmp_path, [*names, *itertools.chain(*map(removal.built_on, names))])
+    removal.remove(tmp_path, [name, *removal.built_on(name)])
     answer = removal.run_core_sample(tmp_path)
     left = [
         each for each, module in names_in_stub("zae.addons", zae.addons.__file__).items() if is_left(tmp_path, module)

@@ -207,7 +207,7 @@ def test_classes_pickle(pair: Any) -> None:
     assert pickle.loads(pickle.dumps(composed(*pair))) is composed(*pair)
 
 
-@pytest.mark.sample(covering=1)
+@pytest.mark.sample(count=13)
 @pytest.mark.parametrize("entries", [(entry,) for entry in TABLE] + ACTING_PAIRS, ids=together)
 def test_trainers_are_copied(entries: Any, tmp_path: Any) -> None:
     """A trainer that was pickled or copied continues where it was."""
@@ -291,6 +291,7 @@ def resume(entries: Any, state: Any, folder: Path, epochs: int, **options: Any) 
     return fresh
 
 
+@pytest.mark.sample(count=16)
 @pytest.mark.parametrize("apart", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("entry", TABLE, ids=IDS)
 def test_state_round_trips_at_every_step(entry: Any, apart: int, tmp_path: Any) -> None:
@@ -308,7 +309,7 @@ def test_state_round_trips_at_every_step(entry: Any, apart: int, tmp_path: Any) 
         assert own_states((entry,), fresh) == own_states((entry,), whole), f"a stop after step {step}"
 
 
-@pytest.mark.sample(covering=1)
+@pytest.mark.sample(count=12)
 @pytest.mark.parametrize("pair", PAIRS, ids=together)
 def test_state_of_pairs_round_trips(pair: Any, tmp_path: Any, straight: Any) -> None:
     """In the middle of an epoch."""

@@ -1,10 +1,9 @@
-"""Searches that tests run: a straight line to fit, in milliseconds a trial. Other processes import this file."""
+"""Searches that tests run: a straight line to fit, in milliseconds a trial."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,3 @@ def search_saved(folder: Path, resume: str | bool) -> optuna.Study:
         seed=3,
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )
-
-
-if __name__ == "__main__":
-    search_saved(Path(sys.argv[1]), sys.argv[2] == "auto" and "auto")

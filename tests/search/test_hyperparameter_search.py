@@ -108,7 +108,7 @@ def rate_and_epochs(trial: Any) -> dict[str, Any]:
     return {**rate(trial), "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 4)}
 
 
-@pytest.mark.sample(count=2)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(
     ("space", "direction", "options"),
     [
@@ -162,6 +162,7 @@ def test_the_scores_are_those_of_transformers(tmp_path, monkeypatch, space, dire
     assert names["ours"] == names["theirs"]
 
 
+@pytest.mark.exhaustive
 def test_a_trial_that_is_behind_is_pruned_as_by_transformers(tmp_path, monkeypatch):
     """By optuna's default, MedianPruner, from the sixth trial on: at the same evaluation, with the same score."""
     monkeypatch.chdir(tmp_path)

@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -16,6 +15,7 @@ import optuna
 import pytest
 import torch
 
+from kit.faults import forked
 from kit.rank_tasks import forks
 from kit.searches import Line, batches, make_trainer, outcome, search_saved, train_line
 from zae import ConfigError, NonFiniteError
@@ -23,8 +23,6 @@ from zae.addons import EarlyStoppingAddon, EMAAddon, JSONLLoggerAddon, MultiGPUA
 from zae.errors import AddOnRequirement
 from zae.search import PruningAddon, load_study, search
 from zae.values.walk import tensors_in
-
-TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -79,11 +77,10 @@ def test_the_same_seed_gives_the_same_trials_and_weights(tmp_path, sampler):
     assert len({trial.user_attrs["weights"] for trial in first.trials}) == 4
 
 
-def start(folder: Path, resume: str, kill_at: str) -> int:
-    """Run the search of `kit.searches` in a process of its own, and return its exit status."""
-    environment = {**os.environ, "KILL_AT": kill_at, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "kit.searches", str(folder), resume]
-    return subprocess.run(command, env=environment, capture_output=True).returncode
+def search_until(kill_at: str, folder: Path, resume: str | bool) -> None:
+    """Run the search of `kit.searches`, which is killed at a place."""
+    os.environ["KILL_AT"] = kill_at
+    search_saved(folder, resume)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +96,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("resume", ["auto", "anew"])
 def test_a_search_that_was_killed_ends_as_one_that_was_not(tmp_path, whole, resume, place):
     """SIGKILL in a step, between two draws, after a report that prunes, or before the score is recorded."""
-    assert start(tmp_path, resume, place) == -9
+    assert forked(search_until, place, tmp_path, resume == "auto" and "auto").status == -9
     states = [trial.state.name for trial in load_study(tmp_path).trials]
     assert states.count("RUNNING") == 1
     assert states[-1] == "RUNNING"

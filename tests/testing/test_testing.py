@@ -37,7 +37,7 @@ def test_check_addon_names_a_seeded_fault(add_on: Any, check: str, told: str, re
     assert add_on.__name__ in str(caught.value)
 
 
-@pytest.mark.sample(count=2)
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize(
     "add_on",
     [DropsClippingAddon, LogsEverywhereAddon],
@@ -176,7 +176,7 @@ def test_check_addon_passes_our_own_when_they_are_idle(name: str, options: Any) 
     check_addon(getattr(zae.addons, name), **options)
 
 
-@pytest.mark.sample(count=4)
+@pytest.mark.sample(count=2)
 @pytest.mark.parametrize("name", [name for name in OWN if name in zae.addons.__all__])
 def test_check_addon_passes_our_own(name: str) -> None:
     check_addon(getattr(zae.addons, name), **OWN[name])

@@ -101,6 +101,7 @@ class Digits(zae.Trainer):
     test_step = train_step
 
 
+@pytest.mark.sample(count=1)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)])
 def test_the_suggestion_trains_digits_to_95_percent(optimizer: Any) -> None:
     from sklearn.datasets import load_digits

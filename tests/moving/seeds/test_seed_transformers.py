@@ -175,6 +175,7 @@ TRAIN = """
 AS_DICT = ("TrainingArguments(", "dict(use_cpu=True,")
 
 
+@pytest.mark.sample(count=3)
 @pytest.mark.filterwarnings("ignore:.*older Transformers:FutureWarning", "ignore:.*no effect:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(
