@@ -128,8 +128,8 @@ def copy_output(
     """Return the output of a step with copies of its numbers that are other ones when they are read.
 
     The optimizer steps a parameter, and the next batch fills a buffer or an array: what is one, or shares the memory of
-    one, is copied. In a window that is read after its last batch, so are all numbers on an accelerator, whose CUDA graphs
-    write to the same memory, and the dict, which a step may return each time.
+    one, is copied. In a window that is read after its last batch, so are all numbers on an accelerator, whose CUDA
+    graphs write to the same memory, and the dict, which a step may return each time.
     """
     values, weight = output
     copies = {}
