@@ -141,7 +141,10 @@ class _Exact:
             if key in places:
                 values = _on_device(values, parameter.device, group, moved)
             exact[parameter] = copy.copy(values)
-        # Not by `__setstate__`, in which a class may convert what it takes for an older format.
+        copies = defaultdict(dict, {key: copy.copy(values) for key, values in exact.items()})
+        # A class looks at the state here, and fails on one that it cannot use. What it converts, since it takes it for
+        # one of an older format, is set as it was saved.
+        optimizer.__setstate__({"state": copies, "param_groups": optimizer.param_groups})
         vars(optimizer)["state"] = defaultdict(dict, exact)
 
 
