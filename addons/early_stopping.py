@@ -103,7 +103,7 @@ class EarlyStoppingAddon(AddOnBase):
         else:
             self._waited += 1
             if self._waited >= self.patience:
-                best = "NaN" if self._best is None else f"{self._best:g}"
+                best = "NaN" if self._best is None else f"{self._best:.4g}"
                 self._end(f"{self.monitor} has not improved on {best} for {self._waited} validations")
         return better
 

@@ -53,7 +53,7 @@ def draw_curves(metrics, path):
     for axis, name, scale in zip(
         figure.subplots(1, 2), ("loss", "accuracy"), ("log", "linear")
     ):
-        for split, color in (("train", "#8c9bab"), ("valid", "#d1495b")):
+        for split, color in (("train", "#0072b2"), ("valid", "#d55e00")):
             rows = metrics[f"{split}_metrics_history"]
             axis.plot(
                 [r["epoch"] for r in rows],

@@ -18,10 +18,11 @@ from typing import Any
 from _generators import DOCS, ROOT, title_of
 from kit.gallery import CPU_SECONDS, Example, Outcome, Plot, check, run
 from kit.gallery_list import GALLERY
+from zae.display.html import COLORS
 
 FOLDER = DOCS / "gallery"
 # Each is as far from white as from the black of a dark page: one picture for both.
-TEXT, GRID, COLORS = "#757b83", "#8a919a", ("#3b7ddd", "#d26911", "#2f9160", "#a55bc9")
+TEXT, GRID = "#757b83", "#8a919a"
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 720, 262, 52, 50, 218, 62
 POINTS = 150  # Of a curve, at most: a longer one is drawn by the means of its parts.
 

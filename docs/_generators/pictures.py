@@ -22,8 +22,8 @@ from kit.browser import Browser
 
 KILLED_AFTER = (6, 15)  # Epochs.
 COLORS = {
-    "light": {"text": "#1f2328", "quiet": "#59636e", "grid": "#d8dee4", "train": "#2563eb", "valid": "#c2410c"},
-    "dark": {"text": "#e6edf3", "quiet": "#9aa4b1", "grid": "#30363d", "train": "#6ea8fe", "valid": "#ffad5c"},
+    "light": {"text": "#1f2328", "quiet": "#59636e", "grid": "#d8dee4", "train": "#0072b2", "valid": "#d55e00"},
+    "dark": {"text": "#e6edf3", "quiet": "#9aa4b1", "grid": "#30363d", "train": "#56b4e9", "valid": "#e69f00"},
 }
 WIDTH, HEIGHT, TOP, BOTTOM, PANEL = 840, 320, 62, 276, 350  # Of a picture, its plots' edges, and the width of a plot.
 
@@ -155,4 +155,4 @@ def record() -> None:
         for theme in COLORS:
             picture = draw({**data, "kills": KILLED_AFTER}, theme)
             path_of(theme).write_text(picture, encoding="utf-8")
-            photograph(page, theme, DOCS / f"report-{theme}.png")
+            photograph(page, theme, DOCS / "features" / f"report-{theme}.png")

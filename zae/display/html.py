@@ -11,6 +11,7 @@ from typing import Any
 from zae.display.text import cell, columns_of, number
 
 __all__ = [
+    "COLORS",
     "block",
     "chart",
     "curves",
@@ -21,8 +22,9 @@ __all__ = [
     "rows_html",
 ]
 
-_COLORS = ("#3b82f6", "#dd6b10", "#0d9b68", "#a855f7", "#d6336c", "#7a8699")
-"""Each has a contrast of at least 3 to white and to #111."""
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#3a93c4", "#7a8699")
+"""The colours of curves, training and validation first: those of Okabe and Ito, which readers with a colour vision
+deficiency tell apart, where they have a contrast of at least 3 to white and to #111."""
 _LINE = "1px solid rgba(128,128,128,.35)"
 _QUIET = "opacity:.75"
 _ROWS = 60  # Rows of a table at most: the first ones and the last ones.
@@ -100,7 +102,7 @@ def chart(name: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str
     steps = []
     values = []
     for index, (label, points) in enumerate(series.items()):
-        colors[label] = _COLORS[_SPLITS.index(label) if label in _SPLITS else index]
+        colors[label] = COLORS[_SPLITS.index(label) if label in _SPLITS else index]
         for step, value in points:
             steps.append(step)
             values.append(value)

@@ -3,7 +3,7 @@
   const $ = (id) => document.getElementById(id);
   const data = JSON.parse($("data").textContent);
   const several = data.runs.length > 1;
-  const HEIGHT = 240, TOP = 14, BOTTOM = 30, RIGHT = 22;
+  const HEIGHT = 254, TOP = 14, BOTTOM = 44, RIGHT = 22;
   const state = { x: "steps", log: false, smooth: 0, range: null, hidden: new Set() };
 
   // ------------------------------------------------------------------------------------------------- the series
@@ -187,6 +187,8 @@
         el("line", { class: "axis", x1: x, x2: x, y1: floor, y2: floor + 4 }, null, this.svg);
         el("text", { x, y: floor + 19, "text-anchor": "middle" }, text, this.svg);
       }
+      const name = state.x === "steps" ? "optimizer step" : "time since the start";
+      el("text", { class: "name", x: this.left + this.width / 2, y: floor + 36, "text-anchor": "middle" }, name, this.svg);
     }
 
     curve(each, plot, low, high) {
