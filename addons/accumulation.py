@@ -78,8 +78,8 @@ class GradientAccumulationAddon(AddOnBase):
     which may compute those of one window twice (SAM, a closure).
 
     With ``global_batch_size`` the number of batches follows from the number of ranks, so that a run that loses or gets
-    ranks makes the same steps: those of one process whose batches have that many samples. Each sample of a step has the
-    same weight, also in a short last one, unless ``train_step`` returns ``num_targets``.
+    ranks makes the same steps. Each sample of a step has the same weight, unless ``train_step`` returns
+    ``num_targets``.
 
     Parameters
     ----------

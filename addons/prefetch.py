@@ -20,18 +20,15 @@ _log = logging.getLogger("zae")
 class PrefetchAddon(AddOnBase):
     """Copy batches from pinned memory on a second stream, while the device computes.
 
-    The host is ahead of an accelerator: it has the next batch while the device still computes the previous step. On the
-    stream of the computation, the copy of that batch waits for the step. On a second stream both run at the same time,
-    and only the next step waits for its batch. No batch is drawn earlier than without this add-on, so that random
-    numbers, checkpoints and results are the same.
+    The copy of the next batch runs while the device still computes the previous step. No batch is drawn earlier than
+    without this add-on, so that random numbers, checkpoints and results are the same.
 
     The gain is large only where a copy takes long compared with a step: with large batches, from a DataLoader with
     workers and ``pin_memory=True``. There is none where the host waits for each step, as with ``on_nonfinite="skip"``
     or float16. The add-on does nothing, and says so in ``plan()``, on the CPU, where a class overrides ``to_device``,
     and for a batch with an object that moves itself.
 
-    **The gain has not been measured on a real device**, only the order of the copies on a simulated one. That is why
-    it is an add-on, and not the default. ``.ci/gpu copies`` measures it.
+    **The gain has not been measured on a real device**, only the order of the copies on a simulated one.
 
     Examples
     --------

@@ -194,9 +194,8 @@ class TensorParallelAddon(DistributedAddon):
     on each rank. The batch size of the loader is that of the step.
 
     With `FSDPAddon`, ``Task.add_on(FSDPAddon, TensorParallelAddon)`` and ``mesh={"shard": 4, "tensor": 2}``, groups of
-    two ranks divide layers and get the same batches, and the parts are sharded over the four groups. Checkpoints,
-    ``state_dict`` and ``save_model`` contain whole tensors under the names of the plain model: they load into one
-    process, and into any other engine. All ranks call these methods, and ``evaluate``.
+    two ranks divide layers and get the same batches, and the parts are sharded over the four groups. All ranks call
+    ``state_dict``, ``save_model`` and ``evaluate``.
 
     In the first step of each run, random numbers that are drawn for an activation of which each rank has another part
     are refused: a dropout there would not be that of one process. Put it behind the layer that ends the division. At

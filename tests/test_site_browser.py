@@ -59,6 +59,7 @@ USUAL_TERMS = {
     "howto/docker": ("docker",),
     "howto/streams": ("streaming", "IterableDataset", "validation every n steps"),
     "howto/fine_tune": ("fine-tune",),
+    "moving/programs": ("nanoGPT",),
 }
 """What people type into the search of a trainer's site, and other forms of it, by the page that answers it."""
 

@@ -42,9 +42,8 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
     and what it returns in float32, in training and in evaluation. Of its ``kwargs_handlers``, those for
     DistributedDataParallel and autocast are used.
 
-    ``train_step`` calls ``self.model`` and returns the loss. Backward, clipping, accumulation and the steps of the
-    scheduler are those of the trainer. ``self.accelerator.print``, ``is_main_process``, ``gather_for_metrics``, ``log``
-    and its trackers, ``sync_gradients`` and ``unwrap_model(self.model)`` work as in a loop of your own.
+    ``self.accelerator.print``, ``is_main_process``, ``gather_for_metrics``, ``log`` and its trackers,
+    ``sync_gradients`` and ``unwrap_model(self.model)`` work as in a loop of your own.
 
     Parameters
     ----------

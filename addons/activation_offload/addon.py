@@ -33,8 +33,7 @@ class ActivationOffloadAddon(AddOnBase):
     the compiler decides what is kept, and nothing is offloaded. The same holds for modules within a call of
     ``torch.utils.checkpoint`` of your own: offload a module around the call instead.
 
-    **The gain has not been measured on a real device**: there, its effect depends on how long a copy takes compared
-    with the computation. Its copies are tested on an emulated device.
+    **The gain has not been measured on a real device**; the copies are tested on an emulated one.
 
     Parameters
     ----------

@@ -32,11 +32,8 @@ class CallbackAddon(AddOnBase):
     """Call callbacks at the events of a run: plain objects, and those of Transformers and Forgather as they are.
 
     A plain callback is any object with methods named as zae's events, which get the trainer and what the hook of that
-    name gets: ``on_run_begin(trainer)``, ``on_run_end(trainer)``, ``on_epoch_begin(trainer)``,
-    ``on_epoch_end(trainer)``, ``on_step_begin(trainer, batch)``, ``on_step_end(trainer, outputs)``,
-    ``on_validation_begin(trainer)``, ``on_validation_end(trainer, metrics)``, ``on_log(trainer, metrics, step)``,
-    ``on_save(trainer, path)``, ``on_load(trainer, path)`` and ``on_exception(trainer, error)``. It asks by
-    ``trainer.stop(reason)`` and ``trainer.request(action)``.
+    name gets: ``on_step_end(trainer, outputs)``, ``on_validation_end(trainer, metrics)``, ``on_log(trainer, metrics,
+    step)`` and the others. It asks by ``trainer.stop(reason)`` and ``trainer.request(action)``.
 
     A method ``(args, state, control, **kwargs)`` is called as Transformers does, at its events and in its order, with
     `TrainerState`, `TrainerControl` and the keywords model, processing_class, optimizer, lr_scheduler,

@@ -93,9 +93,8 @@ class DeepSpeedAddon(DistributedAddon):
 
     Stage 0 divides nothing. Batches, steps and records are those of `MultiGPUAddon`. Ranks are started by ``run``, or
     by torchrun; one process trains without DeepSpeed. DeepSpeed steps a copy of the optimizer in float32, clips to
-    ``gradient_clip``, and is given the learning rates of ``scheduler``. What ``run`` leaves in the caller, checkpoints,
-    ``state_dict`` and ``save_model`` contain whole float32 tensors under the names of the plain model: they load into
-    one process, another stage, another number of ranks, and into any other engine. All ranks call these methods, and
+    ``gradient_clip``, and is given the learning rates of ``scheduler``. Checkpoints contain whole float32 tensors under
+    the names of the plain model, and load into any other engine. All ranks call ``state_dict``, ``save_model`` and
     ``evaluate``.
 
     Parameters

@@ -194,9 +194,7 @@ class FSDPAddon(DistributedAddon):
     weights: a rank gets every W-th sample. Ranks are started by ``run``, or by torchrun.
 
     ``mesh={"replicate": 2, "shard": 4}`` divides the state among groups of four ranks, and averages gradients over all
-    eight (hybrid sharding). The optimizer may be an instance or a factory. Checkpoints, ``state_dict`` and
-    ``save_model`` contain whole tensors under the names of the plain model: they load into one process, and into any
-    other engine. All ranks call these methods, and ``evaluate``, since each gathers shards.
+    eight (hybrid sharding). All ranks call ``state_dict``, ``save_model`` and ``evaluate``, since each gathers shards.
 
     Parameters
     ----------

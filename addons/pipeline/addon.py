@@ -150,23 +150,18 @@ class PipelineAddon(DistributedAddon):
     """Divide the model into stages, which several devices compute in turn on parts of each batch.
 
     Each rank holds the parameters, gradients and optimizer states of its stages, and sends activations to the rank with
-    the next one. A batch is divided into micro-batches, so that the stages compute at the same time, in the order of a
-    schedule of ``torch.distributed.pipelining``. The batch size of the loader is that of the step; with
-    ``mesh={"replicate": 2, "pipeline": 2}`` two pipelines of two ranks train on different samples, as `MultiGPUAddon`
-    does.
+    the next one. A batch is divided into micro-batches, so that the stages compute at the same time. The batch size of
+    the loader is that of the step; with ``mesh={"replicate": 2, "pipeline": 2}`` two pipelines of two ranks train on
+    different samples, as `MultiGPUAddon` does.
 
     ``train_step`` stays as it is. It calls ``self.model(...)`` once. On each rank it runs up to this call, for the
     inputs of the model; on the rank with the last stage it runs again for each micro-batch, where the call returns what
     the model has computed. So what comes before the call must not change anything outside. Losses and metrics of the
-    micro-batches are averaged by samples, or by ``num_targets``, and are equal on all ranks; other values that
-    ``train_step`` returns are kept with ``keep_train_outputs=True`` alone. ``test_step`` and ``predict_step`` are
-    called in the same way. Checkpoints, ``state_dict`` and ``save_model`` contain whole tensors under the names of the
-    plain model: they load into one process, another number of stages, and any other engine. All ranks call these
-    methods, and ``evaluate``.
+    micro-batches are averaged by samples, or by ``num_targets``; other values that ``train_step`` returns are kept with
+    ``keep_train_outputs=True`` alone.
 
-    Weights are those of one process up to the order of summation, where each sample is computed for itself. Dropout
-    draws from a stream of its stage and micro-batch: its masks are those of no other number of stages or micro-batches,
-    and the same with each schedule.
+    Dropout draws from a stream of its stage and micro-batch: its masks are those of no other number of stages or
+    micro-batches, and the same with each schedule.
 
     Parameters
     ----------

@@ -46,9 +46,8 @@ class StateManagerAddon(AddOnBase):
     ``resume`` names it, or if it is the newest and exact: where a validation has failed, or workers of the loader, in
     one process. Of several ranks the one that fails first saves it, without the others' random streams.
 
-    ``trainer.checkpoints`` knows which checkpoints there are, and ``trainer.checkpointer`` stores them: the option
-    ``checkpointer`` sets another class for another kind of storage (see `zae.addons.state_manager.Checkpointer`). The
-    hooks ``on_save`` and ``on_load`` are called after a checkpoint was saved or loaded.
+    ``trainer.checkpoints`` knows which checkpoints there are, and ``trainer.checkpointer`` stores them (see
+    `zae.addons.state_manager.Checkpointer`).
 
     Parameters
     ----------
