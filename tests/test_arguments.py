@@ -191,18 +191,20 @@ def options_with_limits() -> Iterator[Any]:
             if owner in seen or not isinstance(init, FunctionType) or not owner.__module__.startswith("zae."):
                 continue
             seen.add(owner)
-            for name in {*declared_arguments(init)} - {"model_init"}:  # That becomes the model before any __init__.
+            # model_init becomes the model before any __init__.
+            for name in (name for name in declared_arguments(init) if name != "model_init"):
                 kind = eval(init.__annotations__[name], inspect.unwrap(init).__globals__)
                 yield pytest.param(entry, name, kind, id=f"{owner.__name__}-{name}")
 
 
-@pytest.mark.parametrize(("entry", "name", "kind"), options_with_limits())
+@pytest.mark.parametrize(("entry", "name", "kind"), [*options_with_limits()])
 def test_each_declared_limit(entry, name, kind, tmp_path):
-    """What is outside is refused by name; the limit itself is not, whatever else the add-on may say of it."""
+    """What is outside is refused by name, and nothing is written; the limit itself is not refused by it."""
     within, outside = edges(kind)
     for value in outside:
         with pytest.raises(ConfigError, match=rf"^{name}={re.escape(repr(value)[:80])}; it must be "):
             make(Task.add_on(entry.add_on), **{**entry.neutral(tmp_path), name: value})
+    assert list(tmp_path.iterdir()) == []
     for value in within:
         message = ""
         try:

@@ -249,7 +249,6 @@ def test_many_trainers_of_a_process_are_compiled() -> None:
         ({"compile_options": "max-autotune"}, "compile_options='max-autotune'; it must be a dict, for instance"),
         ({"compile_options": {"max_autotun": True}}, "compile_options: Unexpected optimization option max_autotun"),
         ({"compile_options": {"max_autotune": "yes"}}, "compile_options: Unexpected type of attr max_autotune"),
-        ({"compile_dynamic": "no"}, "compile_dynamic='no'; it must be True or False, or None"),
     ],
 )
 def test_options_that_cannot_be_meant(options: Any, text: str) -> None:

@@ -141,15 +141,11 @@ def test_ranks_count_together(world: int, tmp_path: Path) -> None:
     assert names == [f"rank{rank}-step00000002.{end}" for rank in (0, 1) for end in ("pt.trace.json", "txt")]
 
 
-def test_tokens_by_a_function_and_options_that_cannot_be_meant() -> None:
+def test_tokens_by_a_function() -> None:
     trainer = build(ThroughputAddon, throughput_tokens=lambda batch: batch[0].numel())
     trainer.run(1, hand.loader())
     found = rates(trainer.log_history[-1])
     assert found["tokens_per_second"] == pytest.approx(4 * found["samples_per_second"])
-    with pytest.raises(ConfigError, match="throughput_tokens=7; it must be a function of a batch"):
-        build(ThroughputAddon, throughput_tokens=7)
-    with pytest.raises(ConfigError, match="peak_flops=0"):
-        build(ThroughputAddon, peak_flops=0)
     assert all(peak > 1e13 for peak in PEAK_FLOPS.values())
 
 

@@ -312,9 +312,6 @@ def test_a_trainer_with_open_sinks_travels():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"logger_required": 1}, "logger_required=1; it must be True or False"),
-        ({"logger_timeout": 0}, "logger_timeout=0"),
-        ({"logger_timeout": "5"}, "logger_timeout='5'"),
         ({"logger_fallback": ""}, "logger_fallback=''; give a folder"),
         ({"logger_fallback": None}, "logger_fallback=None; give a folder"),
     ],
