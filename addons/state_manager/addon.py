@@ -13,13 +13,14 @@ from typing import Any, Literal
 from zae.addon import AddOnBase, Fact
 from zae.addons.state_manager.checkpointer import Checkpointer, Content, FolderCheckpointer, make_checkpointer
 from zae.addons.state_manager.crash import EXACT, CrashSaver
-from zae.addons.state_manager.keep import Checkpoints, Retention, WeightFiles
+from zae.addons.state_manager.keep import Checkpoints, Retention
 from zae.addons.state_manager.load_check import LoadCheck
 from zae.addons.state_manager.resume import Resumption, find, newest_whole, read
 from zae.addons.state_manager.saver import check_moment, format_for
 from zae.addons.state_manager.shared_disk import check_shared_disk
 from zae.addons.state_manager.start_from import Start
 from zae.addons.state_manager.stop_signals import StopSignals
+from zae.addons.state_manager.weight_files import WeightFiles
 from zae.arguments import Count, CountOrZero
 from zae.checkpoint.group import Group
 from zae.compose.introspect import add_ons_of
