@@ -251,8 +251,8 @@ class _Window(Sequence[Any]):
         self._batches = batches
         self._count = count
         self._holds = holds
-        self._held: list[Any] = []
-        self._given = 0
+        self._window: list[Any] = []
+        self._yielded = 0
 
     def __len__(self) -> int:
         return self._count
@@ -261,20 +261,20 @@ class _Window(Sequence[Any]):
         raise TypeError("the batches of a window are yielded once, in order: iterate over it")
 
     def __iter__(self) -> Iterator[Any]:
-        if self._given and not self._holds:  # The batches that follow belong to the next window.
+        if self._yielded and not self._holds:  # The batches that follow belong to the next window.
             raise TypeError(
                 "the batches of a window are yielded once; to compute its gradients several times, override "
                 "gradients(batch) and call super().gradients(batch) there each time"
             )
-        yield from self._held
-        for batch in itertools.islice(self._batches, self._count - self._given):
-            self._given += 1
+        yield from self._window
+        for batch in itertools.islice(self._batches, self._count - self._yielded):
+            self._yielded += 1
             if self._holds:
-                self._held.append(batch)
+                self._window.append(batch)
             yield batch
-        if self._given < self._count:
+        if self._yielded < self._count:
             raise LoaderError(
-                f"the loader ended after {self._given} of the {self._count} batches of a window that its length "
+                f"the loader ended after {self._yielded} of the {self._count} batches of a window that its length "
                 "promised; fix its __len__, or remove it (batches that are None count as well)"
             )
 

@@ -40,7 +40,7 @@ class Replica(DistributedDataParallel):
 
     _used = False
     _is_idle = False  # Whether calls go to the model itself.
-    _made = False
+    _is_made = False
     _step = -1
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -52,12 +52,12 @@ class Replica(DistributedDataParallel):
         super().__init__(module, **options)
         if hasattr(module, "dim"):
             del self.dim  # Used for several devices in one process; a model may have an attribute of this name.
-        self._held = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
+        self._trained_by_id = {id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad}
         # torch arranges the buckets of gradients after the first step, in the order in which its gradients came. The
         # order of a sum over three or more ranks depends on it: the first step after a resume would differ in its
         # last bits.
         arrange_buckets(self.reducer)
-        self._made = True
+        self._is_made = True
 
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
         parameters, expect_sparse = super()._build_params_for_reducer()
@@ -92,7 +92,7 @@ class Replica(DistributedDataParallel):
         if type(value) is bool and name in vars(self):  # The wrapper sets one in each step.
             vars(self)[name] = value
             return
-        is_own = not self._made or name == "module" or name in vars(self) or hasattr(type(self), name)
+        is_own = not self._is_made or name == "module" or name in vars(self) or hasattr(type(self), name)
         if is_own or (name.startswith("_") and not hasattr(self.module, name)):
             super().__setattr__(name, cast(Any, value))
         else:
@@ -160,7 +160,7 @@ class DDPEngine(Engine):
         self.module: Any = None  # The model inside of the wrapper.
         self.replica: Replica | None = None  # The wrapper, if there is something to train.
         self._sparse: set[int] = set()  # The ids of the parameters with sparse gradients.
-        self._known: list[int] = []  # The ids of the trained parameters that the wrapper was made for.
+        self._wrapped_ids: list[int] = []  # The ids of the trained parameters that the wrapper was made for.
         self._outside: list[Tensor] = []  # Those of them that it does not hold.
         self._owners: list[dict[str, Tensor | None]] = []  # The dicts of buffers: a forward may replace one.
         self._marks_used = False  # Whether the wrapper takes parameters for used that the next step may leave out.
@@ -195,8 +195,8 @@ class DDPEngine(Engine):
         """Send the weights and buffers of rank 0, with parameters outside of the model."""
         self.inner.begin(module, parameters)
         self._owners = [submodule._buffers for submodule in module.modules()]
-        self._known = _trained(parameters)
-        tensors = {} if self.replica is None else self.replica._held
+        self._wrapped_ids = _trained(parameters)
+        tensors = {} if self.replica is None else self.replica._trained_by_id
         self._outside = [
             parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in tensors
         ]
@@ -205,7 +205,7 @@ class DDPEngine(Engine):
 
     def begin_step(self, module: nn.Module, parameters: Sequence[Tensor]) -> nn.Module:
         """Return what this step calls; make the wrapper anew where a parameter was frozen, unfrozen or added."""
-        if self._known != _trained(parameters):
+        if self._wrapped_ids != _trained(parameters):
             self._make_replica()
             self.begin(module, parameters)
         elif self._marks_used:
@@ -254,7 +254,7 @@ class DDPEngine(Engine):
         try:
             check_reducer(replica)
         except RuntimeError as error:
-            tensors = replica._held
+            tensors = replica._trained_by_id
             named = named_parameters(self.module).items()
             names = [name for name, each in named if each.grad is None and id(each) in tensors]
             if names and not self.find_unused_parameters:

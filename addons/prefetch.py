@@ -44,19 +44,19 @@ class PrefetchAddon(AddOnBase):
     """
 
     layer = "loop"
-    process_attributes = {"_side": None, "_said": False}
+    process_attributes = {"_side": None, "_has_warned": False}
     _why_not: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._side: torch.Stream | None = None
         self._why_not = ""  # Of the loader that was last wrapped for training.
-        self._said = False
+        self._has_warned = False
 
     def setup(self) -> None:
         """Create the stream, where the device has streams."""
         super().setup()
-        self._said = False
+        self._has_warned = False
         self._side = None if self._stands_aside() else torch.Stream(device=self.device)
 
     def teardown(self) -> None:
@@ -69,8 +69,8 @@ class PrefetchAddon(AddOnBase):
         loader = super().wrap_loader(loader, training)
         if training:
             self._why_not = self._stands_aside() or _why_not(loader)
-            if self._why_not and can_copy_async(self.device) and not self._said:
-                self._said = True
+            if self._why_not and can_copy_async(self.device) and not self._has_warned:
+                self._has_warned = True
                 _log.warning("PrefetchAddon does nothing: %s", self._why_not)
         return loader
 

@@ -75,7 +75,7 @@ class SpikeGuardAddon(AddOnBase):
 
     layer = "control"
     state_attributes = ("spikes", "_losses", "_norms", "_in_a_row")
-    _found: dict[str, Any] | None
+    _spike: dict[str, Any] | None
 
     replicated_options = {
         "spike_threshold": "should_step",
@@ -107,7 +107,7 @@ class SpikeGuardAddon(AddOnBase):
         self._losses: list[float] = []
         self._norms: list[float] = []
         self._in_a_row = 0
-        self._found = None  # The spike of the present step.
+        self._spike = None  # The spike of the present step.
 
     # -------------------------------------------------------------------------------------------------- the decision
 
@@ -131,7 +131,7 @@ class SpikeGuardAddon(AddOnBase):
         over = [name for name, limit in self.spike_threshold.items() if scores[name] > limit]
         if over:
             of = max(over, key=lambda name: scores[name] / self.spike_threshold[name])
-            self._found = {"loss": loss, "grad_norm": norm, "score": scores[of], "of": of}
+            self._spike = {"loss": loss, "grad_norm": norm, "score": scores[of], "of": of}
             if not math.isfinite(loss) and self.nonfinite.keeps_buffers:
                 self.nonfinite.restore_buffers(self.unwrap())
             return False
@@ -162,8 +162,8 @@ class SpikeGuardAddon(AddOnBase):
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """Note the spike, and stop where there are many."""
         super().on_step_end(outputs)
-        found = self._found
-        self._found = None
+        found = self._spike
+        self._spike = None
         if found is None:
             return
         progress = self.progress_checker

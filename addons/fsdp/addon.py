@@ -82,7 +82,7 @@ class FSDPEngine(Engine):
 
     Attributes
     ----------
-    held : dict of str to Tensor
+    parameters_by_name : dict of str to Tensor
         The parameters that were sharded, by name.
     """
 
@@ -107,7 +107,7 @@ class FSDPEngine(Engine):
         self._fill = fill
         self._options = options
         self._sharded: Any = None  # The FSDPModule; later runs find it as it is.
-        self.held: dict[str, Tensor] = {}
+        self.parameters_by_name: dict[str, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which has sharded no model."""
@@ -121,7 +121,7 @@ class FSDPEngine(Engine):
         is_of_earlier_run = isinstance(model, FSDPModule)
         if is_of_earlier_run:
             self._sharded = model
-            self.held = self.held or dict(model.named_parameters())
+            self.parameters_by_name = self.parameters_by_name or dict(model.named_parameters())
             return model
         blocks = self._blocks(without_wrappers(model))
         check_shapes(model)
@@ -144,7 +144,7 @@ class FSDPEngine(Engine):
         if not has_weights and self._fill is not None:
             self._fill(model)
         self._sharded = model
-        self.held = dict(model.named_parameters())
+        self.parameters_by_name = dict(model.named_parameters())
         return model
 
     def sync_context(self, last: bool) -> AbstractContextManager[None]:
@@ -393,21 +393,21 @@ class FSDPAddon(DistributedAddon):
         if fsdp is None or self.compile_blocks or not is_first:
             return inner
         fsdp.free_gathered_blocks()
-        return shards.forward_keeps_weights(self.unwrap(), fsdp.held, inner)
+        return shards.forward_keeps_weights(self.unwrap(), fsdp.parameters_by_name, inner)
 
     def replicas(self) -> dict[str, Tensor]:
         """Refuse parameters that were replaced, and return those that ranks compare."""
         fsdp = self._fsdp
         if fsdp is not None:
             fsdp.free_gathered_blocks()
-            shards.check_held(self.unwrap(), fsdp.held)
+            shards.check_held(self.unwrap(), fsdp.parameters_by_name)
         return super().replicas()
 
     def normalize(self, num_targets: list[Any]) -> None:
         """Refuse gradients of other parameters on one rank than on another."""
         fsdp = self._fsdp
         if fsdp is not None:
-            shards.check_used(fsdp.held, self.progress_checker.step, partial(gather_dp, fsdp))
+            shards.check_used(fsdp.parameters_by_name, self.progress_checker.step, partial(gather_dp, fsdp))
         super().normalize(num_targets)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:

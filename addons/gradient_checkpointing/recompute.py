@@ -187,13 +187,13 @@ class _Again(AbstractContextManager[None]):
     def __init__(self, call: _Call, inner: AbstractContextManager[Any]) -> None:
         self.call = call
         self.inner = inner
-        self._held: tuple[list[_Buffer], Any] = ([], None)
+        self._values_before: tuple[list[_Buffer], Any] = ([], None)
 
     def __enter__(self) -> None:
         call = self.call
         copies = [buffer.with_value(buffer.value.clone()) for buffer in (*_buffers_of(call.owner.norms), *call.buffers)]
         held = [copy.with_value(getattr(copy.holder, copy.name)) for copy in copies]
-        self._held = (held, None if call.streams is None else _host_streams())
+        self._values_before = (held, None if call.streams is None else _host_streams())
         call.is_again = True
         self.inner.__enter__()
         for holder, name, value in copies:
@@ -202,13 +202,13 @@ class _Again(AbstractContextManager[None]):
             _set_host_streams(call.streams)
 
     def __exit__(self, *error: Any) -> bool | None:
-        buffers, streams = self._held
+        buffers, streams = self._values_before
         self.call.is_again = False
         for holder, name, value in buffers:
             setattr(holder, name, value)
         if streams is not None:
             _set_host_streams(streams)
-        self._held = [], None
+        self._values_before = [], None
         return self.inner.__exit__(*error)
 
 

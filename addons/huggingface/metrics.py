@@ -67,11 +67,11 @@ class EvaluationOutputs:
         self.preprocess_logits = preprocess_logits
         self.by_batch = by_batch
         self.includes = tuple(includes)
-        self._held: BatchOutputs | None = None
+        self._pending_outputs: BatchOutputs | None = None
 
     def begin(self) -> None:
         """Forget a batch that an evaluation left behind when it failed."""
-        self._held = None
+        self._pending_outputs = None
 
     def collect(
         self, loss: Tensor | None, logits: Any, labels: Any, inputs: Mapping[str, Any], main_input: str, alone: bool
@@ -99,9 +99,9 @@ class EvaluationOutputs:
         outputs = self.read(loss, logits, labels, inputs, main_input)
         if not self.by_batch or not alone:
             return {**values, ENTRY: outputs}
-        if self._held is not None:
-            self._compute(self._held, compute_result=False)
-        self._held = outputs
+        if self._pending_outputs is not None:
+            self._compute(self._pending_outputs, compute_result=False)
+        self._pending_outputs = outputs
         return values
 
     def read(
@@ -123,8 +123,8 @@ class EvaluationOutputs:
         """Return the metrics of an evaluation, whose log is that of all ranks."""
         if self.compute_metrics is None:
             return {}
-        parts = [] if self._held is None else [self._held]
-        self._held = None
+        parts = [] if self._pending_outputs is None else [self._pending_outputs]
+        self._pending_outputs = None
         outputs = parts or (log[ENTRY] if ENTRY in list(log) else [])
         if not outputs and len(log):
             raise StepError(

@@ -64,7 +64,7 @@ class PEFTAddon(AddOnBase):
     traits = ("needs_all_weights",)
     state_attributes = ("_base",)
     checks_model = True
-    _seen: dict[str, Any]
+    _compared: dict[str, Any]
 
     def __init__(self, *args: Any, peft_config: Any = None, **kwargs: Any) -> None:
         if peft_config is not None:
@@ -73,7 +73,7 @@ class PEFTAddon(AddOnBase):
         if self.mode == "train":
             adapters.check_trained(self.unwrap(), as_dict(self.optimizer).values())
         self._base: dict[str, str] = {}
-        self._seen = {}  # Frozen weights that were compared, and how to see that they have not changed.
+        self._compared = {}  # Frozen weights that were compared, and how to see that they have not changed.
 
     def setup(self) -> None:
         """Hash the base model before anything changes or shards it."""
@@ -88,7 +88,7 @@ class PEFTAddon(AddOnBase):
 
     def weights_to_save(self, names: Collection[str]) -> Collection[str]:
         """Leave out the frozen weights."""
-        changed = adapters.changed_weights(self.unwrap(), self._hash_base(), self._seen)
+        changed = adapters.changed_weights(self.unwrap(), self._hash_base(), self._compared)
         left_out = adapters.frozen_names(self.unwrap()) - changed
         names = super().weights_to_save(names)
         return [name for name in names if name not in left_out] if left_out else names

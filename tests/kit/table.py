@@ -178,7 +178,7 @@ TABLE = [
     ),
     Entry(
         SpikeGuardAddon, fixed(spike_threshold=1e9), fixed(spike_warmup=3, spike_window=8, spike_threshold=1e6),
-        stateful=True, transient=("_found",),
+        stateful=True, transient=("_spike",),
     ),
     Entry(
         CallbackAddon, fixed(callbacks=[Watcher]), fixed(callbacks=[Watcher]), stateful=True,
@@ -218,13 +218,13 @@ TABLE = [
     Entry(DeepSpeedAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
     Entry(PipelineAddon, fixed(), fixed(timeout=5.0), transient=("_micro", "_placed")),
     # Of a model that is trained as a whole it leaves nothing out; with adapters it is in tests/addons/test_peft.py.
-    Entry(PEFTAddon, fixed(), fixed(), stateful=True, transient=("_seen",)),
+    Entry(PEFTAddon, fixed(), fixed(), stateful=True, transient=("_compared",)),
     Entry(
         TorchMetricsAddon, lambda folder: measured(("valid",)), lambda folder: measured(("train", "valid")),
         stateful=True, transient=("_torch_metrics",), packages=("torchmetrics",),
     ),
     # On the CPU it changes nothing; that it does not either on a device is in its docstring and in its own tests.
-    Entry(PrefetchAddon, fixed(), fixed(), transient=("_side", "_why_not", "_said")),
+    Entry(PrefetchAddon, fixed(), fixed(), transient=("_side", "_why_not", "_has_warned")),
     Entry(
         ProfilerAddon,
         lambda folder: {"profile_dir": folder / "neutral", "profile_schedule": (99, 1, 1, 1)},

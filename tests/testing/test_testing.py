@@ -158,7 +158,7 @@ OWN = {
     "LedgerAddon": {"ledger_path": "ledger.jsonl", "ledger_every": Every(steps=100)},
     "SpikeGuardAddon": {
         "spike_threshold": 1e9,
-        "transient": ["_found"],
+        "transient": ["_spike"],
     },
     "StateManagerAddon": {"save_path": "save", "transient": ["checkpoints", "checkpointer", "_crash"]},
     "TensorParallelAddon": {},

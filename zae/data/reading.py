@@ -246,13 +246,13 @@ class StatefulPosition(SampledPosition):
     def __init__(self, loader: Any, streams: LoaderStreams, is_fast: bool) -> None:
         super().__init__(loader, streams, is_fast)
         self._loaded: Any = None  # A state that was loaded, and from which nothing has continued yet.
-        self._kept: Any = None  # The last state of a loader whose workers are gone.
+        self._last_state: Any = None  # The last state of a loader whose workers are gone.
         self._is_skipped = False  # Whether this epoch does not read the loader from its own state.
 
     def batches(self, used: int, present: State | None) -> Iterator[Any]:
         state = self._loaded
         self._loaded = None
-        self._kept = None
+        self._last_state = None
         self._is_skipped = bool(used) and (state is None or _begins_anew(self.loader) or _lacks_place(state))
         if state is None or present is None or self._is_skipped:
             return super().batches(used, present)
@@ -295,12 +295,12 @@ class StatefulPosition(SampledPosition):
 
     def end_workers(self) -> None:
         if not self._is_skipped:
-            self._kept = self.loader.state_dict()  # Without its workers, it would return its initial state.
+            self._last_state = self.loader.state_dict()  # Without its workers, it would return its initial state.
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if not self._is_skipped:
-            state["loader"] = self.loader.state_dict() if self._kept is None else self._kept
+            state["loader"] = self.loader.state_dict() if self._last_state is None else self._last_state
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ class Notebook(Display):
         self._output = output
         self._next = 0.0
         self._error: BaseException | None = None
-        self._said: list[str] = []
+        self._sentences: list[str] = []
 
     def open(self, run: Source) -> None:
         self._clock.begin_epoch(run.position().step)
@@ -86,7 +86,7 @@ class Notebook(Display):
             self.update(run)
 
     def say(self, run: Source, text: str, level: int = logging.INFO) -> None:
-        self._said.append(text)
+        self._sentences.append(text)
         self._draw(run, "")
 
     def fail(self, run: Source, error: BaseException) -> None:
@@ -112,9 +112,9 @@ class Notebook(Display):
         rows = metrics.rows()  # With a row for the open epoch.
         style = "margin:4px 0" + (";border-left:4px solid #e5484d;padding-left:8px" if is_failed else "")
         table = metrics_html(rows, metrics.marks(rows)) if rows else ""
-        said = "".join(f"<div>{escape(sentence)}</div>" for sentence in self._said)
+        said = "".join(f"<div>{escape(sentence)}</div>" for sentence in self._sentences)
         page = block(said, f"<div style='{style}'>{bar}{escape(status)}</div>", table)
-        plain = "\n".join([*self._said, status, text if rows else ""])
+        plain = "\n".join([*self._sentences, status, text if rows else ""])
         data = {"text/plain": printable(plain.rstrip()), "text/html": page}
         self._output(data, text)
         self._is_drawn = True

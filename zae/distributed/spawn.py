@@ -163,7 +163,7 @@ class _Ranks:
         self._ended_here: set[int] = set()
         self._stopped: set[int] = set()  # Those of them that a signal had stopped.
         self._deadline: float | None = None
-        self._done: dict[int, float] = {}  # When a rank has reported that its work is done.
+        self._done_at: dict[int, float] = {}  # When a rank has reported that its work is done.
 
     def __enter__(self) -> _Ranks:
         context = multiprocessing.get_context("spawn")
@@ -207,7 +207,7 @@ class _Ranks:
         patience = self._tasks[0].timeout
         while alive := {rank: process for rank, process in enumerate(self._processes) if process.is_alive()}:
             sentinels = [process.sentinel for process in alive.values()]
-            limits = [when + patience for rank, when in self._done.items() if rank in alive]
+            limits = [when + patience for rank, when in self._done_at.items() if rank in alive]
             limits += [] if self._deadline is None else [self._deadline]
             left = min(limits) - time.monotonic() if limits else None
             if left is not None and left <= 0:
@@ -231,7 +231,7 @@ class _Ranks:
         rank = self._connections[connection]
         self._reports[rank] = report
         if report.kind == "done":
-            self._done[rank] = time.monotonic()
+            self._done_at[rank] = time.monotonic()
         if report.kind in ("failing", "failed"):
             self._hurry(UNWIND_TIMEOUT_S if report.kind == "failing" else GRACE_TIMEOUT_S)
         return True
@@ -318,7 +318,7 @@ class _Ranks:
             rank = min(failed, key=lambda each: failed[each].when)
             raise failed[rank].rebuild(rank, world)
         if missing:
-            rank = next((candidate for candidate in missing if candidate in self._done), missing[0])
+            rank = next((candidate for candidate in missing if candidate in self._done_at), missing[0])
             raise DistributedError(
                 f"rank {rank} of {world} (process {self._processes[rank].pid}) had done its work and did not end "
                 f"within timeout={self._tasks[0].timeout:g} s, and was ended; look for a thread that it waits for: "

@@ -135,11 +135,11 @@ class EpochLog(Mapping[str, list[Any]]):
         self._name = name
         self.keeps = keeps
         self._series: dict[str, _Series] = {}
-        self._kept: dict[str, list[Any]] = {}
+        self._outputs: dict[str, list[Any]] = {}
         self._dropped: dict[str, bool] = {}  # Entries that are not kept, and whether their values are tensors.
         self.not_numbers: dict[str, NotNumber] = {}
         # For the means since the last record: how many values it has seen, and the sums of those of an earlier epoch.
-        self._seen: dict[str, int] = {}
+        self._counts_recorded: dict[str, int] = {}
         self._carried: dict[str, Partial] = {}
 
     def record(self, step_dict: Mapping[str, Any], weight: Any = 1) -> None:
@@ -161,7 +161,7 @@ class EpochLog(Mapping[str, list[Any]]):
         """Record a value that is not a number on the host of an entry that exists already."""
         if is_typed(value):
             self._record_typed(key, value, weight)
-        elif isinstance(value, Tensor) and (key in self._kept or key in self._dropped) and self._holds_tensors(key):
+        elif isinstance(value, Tensor) and (key in self._outputs or key in self._dropped) and self._holds_tensors(key):
             self._keep(key, value)  # Squeezed, a batch of one sample has no dimension any more.
         elif isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             self._add(key, value, weight)
@@ -206,14 +206,14 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def _holds_tensors(self, key: str) -> bool:
         """Return whether the last value of an entry that is not a number is, or was, a tensor."""
-        return self._dropped[key] if key in self._dropped else isinstance(self._kept[key][-1], Tensor)
+        return self._dropped[key] if key in self._dropped else isinstance(self._outputs[key][-1], Tensor)
 
     def _keep(self, key: str, value: Any) -> None:
         """Keep a value, or only note that there was one."""
         if key not in self.not_numbers:
             self.not_numbers[key] = not_number(key, value)
         if self.keeps and key not in self._dropped:
-            self._kept.setdefault(key, []).append(to_host(value))
+            self._outputs.setdefault(key, []).append(to_host(value))
         else:
             self._dropped[key] = isinstance(value, Tensor)
 
@@ -221,8 +221,8 @@ class EpochLog(Mapping[str, list[Any]]):
         if key in self._series:
             self._series[key].read()
             return self._series[key].values.tolist()
-        if key in self._kept:
-            return self._kept[key]
+        if key in self._outputs:
+            return self._outputs[key]
         if key in self._dropped:
             raise self._not_kept(key)
         if len(self):
@@ -236,7 +236,14 @@ class EpochLog(Mapping[str, list[Any]]):
     def __setitem__(self, key: str, values: Iterable[Any]) -> None:
         """Replace the values of an entry; of numbers, each has the weight 1 in the mean."""
         values = list(values)
-        for part in (self._series, self._kept, self._dropped, self._seen, self._carried, self.not_numbers):
+        for part in (
+            self._series,
+            self._outputs,
+            self._dropped,
+            self._counts_recorded,
+            self._carried,
+            self.not_numbers,
+        ):
             part.pop(key, None)
         for value in values:
             self.record({key: value})
@@ -256,10 +263,10 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def __iter__(self) -> Iterator[str]:
         yield from self._series
-        yield from self._kept
+        yield from self._outputs
 
     def __len__(self) -> int:
-        return len(self._series) + len(self._kept)
+        return len(self._series) + len(self._outputs)
 
     def __repr__(self) -> str:
         return f"{self._name}({', '.join(self)})"
@@ -267,15 +274,15 @@ class EpochLog(Mapping[str, list[Any]]):
     def clear(self) -> None:
         """Remove all entries."""
         self._series.clear()
-        self._kept.clear()
+        self._outputs.clear()
         self._dropped.clear()
-        self._seen.clear()
+        self._counts_recorded.clear()
         self._carried.clear()
 
     def free(self) -> None:
         """Free what is not a number; the numbers stay until the next epoch, or evaluation, begins."""
-        self._dropped |= {key: self._holds_tensors(key) for key in self._kept}
-        self._kept.clear()
+        self._dropped |= {key: self._holds_tensors(key) for key in self._outputs}
+        self._outputs.clear()
 
     def empty_copy(self) -> EpochLog:
         """Return an empty log of the same name, which keeps the same."""
@@ -290,7 +297,7 @@ class EpochLog(Mapping[str, list[Any]]):
     def take_sums(self) -> dict[str, Partial]:
         """Return the sums since the last call, and reset them."""
         sums = self._since()
-        self._seen = {key: len(series.values) for key, series in self._series.items()}
+        self._counts_recorded = {key: len(series.values) for key, series in self._series.items()}
         self._carried = {}
         return sums
 
@@ -302,7 +309,7 @@ class EpochLog(Mapping[str, list[Any]]):
             before = sums.get(key)
             if before is None or before.kind != series.kind:
                 before = Partial.empty(series.kind)
-            first_new = self._seen.get(key, 0)
+            first_new = self._counts_recorded.get(key, 0)
             sums[key] = before.extend(series.values[first_new:], series.weights[first_new:])
         return {key: partial for key, partial in sums.items() if partial.has_value}
 
@@ -340,7 +347,7 @@ class EpochLog(Mapping[str, list[Any]]):
         state: dict[str, Any] = {
             "series": series,
             "kept": self._kept_to_save(),
-            "seen": dict(self._seen),
+            "seen": dict(self._counts_recorded),
             "carried": {key: partial.as_saved() for key, partial in self._carried.items()},
         }
         if self._dropped:
@@ -353,7 +360,7 @@ class EpochLog(Mapping[str, list[Any]]):
         """Return the kept values that a checkpoint can hold, and warn of values that it cannot."""
         kept = {}
         lost = []
-        for key, values in self._kept.items():
+        for key, values in self._outputs.items():
             if all(map(_can_be_saved, values)):
                 kept[key] = list(values)
             else:
@@ -379,11 +386,11 @@ class EpochLog(Mapping[str, list[Any]]):
             self._dropped[key] = bool(was_tensor)
         for key, values in state["kept"].items():
             if values:
-                self._kept[key] = list(values)
+                self._outputs[key] = list(values)
         if not self.keeps:
             self.free()
         for key, count in state["seen"].items():
-            self._seen[key] = int(count)
+            self._counts_recorded[key] = int(count)
         for key, saved in state["carried"].items():
             self._carried[key] = _as_partial(*saved)
 
@@ -504,8 +511,8 @@ def merge_logs(parts: list[EpochLog]) -> EpochLog:
         pairs = [[] if series is None else list(zip(series.values, series.weights)) for series in found]
         for value, weight in in_turn(pairs):
             merged._add(key, value, weight, kind)
-    for key in _keys_of([part._kept for part in parts]):
-        merged._kept[key] = in_turn([part._kept.get(key, []) for part in parts])
+    for key in _keys_of([part._outputs for part in parts]):
+        merged._outputs[key] = in_turn([part._outputs.get(key, []) for part in parts])
     for part in parts:
         merged._dropped.update(part._dropped)
         merged.not_numbers |= part.not_numbers

@@ -47,7 +47,7 @@ class DistributedStopFlag:
 
     def __init__(self, trainer: Trainer, signals: Sequence[int], batches: int) -> None:
         self._trainer = trainer
-        self._own = signals
+        self._own_signals = signals
         self.signals: list[int] = []
         counts = []
         for numbers, count in trainer.gather((list(signals), batches)):
@@ -62,7 +62,7 @@ class DistributedStopFlag:
         for index, batch in enumerate(batches):
             if index == ask_at and index < self._least:
                 own_seconds = (time.monotonic() - began) / index
-                counts = torch.tensor([len(self._own), own_seconds], dtype=torch.float64)
+                counts = torch.tensor([len(self._own_signals), own_seconds], dtype=torch.float64)
                 signals, seconds = self._trainer.reduce(counts).tolist()  # Sums: all ranks go on by the same numbers.
                 if signals:
                     self.signals.append(0)  # Which signal came to another rank does not matter: it ends the validation.

@@ -212,29 +212,29 @@ class _BufferCopies:
 
     def __init__(self) -> None:
         # Where each buffer is, of a module and by its name, the buffer, and the copy.
-        self._kept: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        self._copies: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         self._versions: dict[int, int] = {}  # Of those that are not copied.
 
     def take(self, model: nn.Module) -> None:
         """Copy all buffers that a forward may change."""
-        self._kept = []
+        self._copies = []
         self._versions = {}
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:
                     continue
                 if _is_copied(buffer):
-                    self._kept.append((module._buffers, name, buffer, buffer.detach().clone()))
+                    self._copies.append((module._buffers, name, buffer, buffer.detach().clone()))
                 else:
                     self._versions[id(buffer)] = version_of(buffer)
 
     def put_back(self, model: nn.Module) -> list[str]:
         """Put the buffers and their values back; name others that this step has changed, and that are not finite."""
         with torch.no_grad():
-            for owner, name, buffer, copied in self._kept:
+            for owner, name, buffer, copied in self._copies:
                 is_resized = (buffer.shape, buffer.dtype) != (copied.shape, copied.dtype)
                 owner[name] = copied if is_resized else buffer.copy_(copied)
-        kept = {id(buffer) for *_, buffer, _ in self._kept}
+        kept = {id(buffer) for *_, buffer, _ in self._copies}
         changed = {}
         for name, buffer in model.named_buffers():
             if id(buffer) in kept or nn.parameter.is_lazy(buffer):

@@ -54,9 +54,11 @@ class UserState:
         self._pending: Mapping[str, Any] | None = None  # A state that was loaded, and from which no call continues yet.
         self._continues = False  # Whether a state was put back in whose call of run the run goes on.
         self._set_by_loads: set[Name] = set()  # What optimizers have set that load a state of their own.
-        self._held: Mapping[str, Any] | None = None
+        self._snapshot: Mapping[str, Any] | None = None
         self._tensors: dict[str, tuple[Tensor, int, Tensor]] = {}  # Of the model, with their versions and copies.
-        self._before: Mapping[str, Any] | None = None  # What was kept before a validation, or before on_run_end.
+        self._snapshot_before: Mapping[str, Any] | None = (
+            None  # What was kept before a validation, or before on_run_end.
+        )
         self._modules: dict[str, str] | None = None  # The class of each module of the model, as the first run began.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -71,7 +73,7 @@ class UserState:
 
     def begin(self, trainer: Trainer, continues: bool) -> None:
         """Mark the values as a call of ``run`` begins, and put back those of a state that it continues from."""
-        self._before = None
+        self._snapshot_before = None
         walk = _walk(trainer, self._changes, is_begin=True)
         packer = Packer(_tensors_of(trainer), walk.paths, trainer.device, copies=True, most=LARGE)
         self._changes.begin(walk, packer)
@@ -91,7 +93,7 @@ class UserState:
         self._continues = False
         if not continues or not trainer.progress_checker.epoch_batch:
             return
-        self._held = self._read(trainer, copies=True)
+        self._snapshot = self._read(trainer, copies=True)
         if _begins_epochs(type(trainer)):
             # What was loaded of the model as well: a hook may begin a buffer anew.
             for name, each in _tensors_of(trainer).items():
@@ -99,8 +101,8 @@ class UserState:
 
     def open_epoch(self, trainer: Trainer) -> None:
         """Put back what was kept; else note what the hooks have changed."""
-        snapshot = self._held
-        self._held = None
+        snapshot = self._snapshot
+        self._snapshot = None
         if snapshot is None:
             self._changes.note(_walk(trainer, self._changes))
             return
@@ -113,12 +115,12 @@ class UserState:
 
     def keep(self, trainer: Trainer) -> None:
         """Keep the values for what is saved until `release`; after a validation that a signal has ended, its own."""
-        if self._before is None and "state" in slots_of(type(trainer)):
-            self._before = self._read(trainer, copies=True)
+        if self._snapshot_before is None and "state" in slots_of(type(trainer)):
+            self._snapshot_before = self._read(trainer, copies=True)
 
     def release(self) -> None:
         """Forget them."""
-        self._before = None
+        self._snapshot_before = None
 
     def stateful_objects(self, trainer: Trainer) -> list[Any]:
         """Return the objects of the user that save a state of their own, other optimizers for instance."""
@@ -130,13 +132,13 @@ class UserState:
         """Return the values that have changed, and the gradients that are there between two steps."""
         if self._pending is not None:
             return dict(self._pending)
-        return dict(self._before) if self._before is not None else self._read(trainer)
+        return dict(self._snapshot_before) if self._snapshot_before is not None else self._read(trainer)
 
     def load_state_dict(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
         """Take a state: it is put back when a call of ``run`` continues from it, and now where none is under way."""
         self._changes.note(_walk(trainer, self._changes))  # What has changed since is not taken for the script's.
         self._pending = dict(state)
-        self._before = None
+        self._snapshot_before = None
         if not trainer.current_run.is_call:
             self._put_back(trainer, state, self._set_by_loads)
 

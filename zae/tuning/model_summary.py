@@ -207,7 +207,7 @@ class _Calls:
 
     def __init__(self, module: nn.Module) -> None:
         self.names = {each: name for name, each in module.named_modules()}
-        self.found: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
+        self.outputs: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
         self.storages: dict[int, Any] = {}
         self._stack = ExitStack()
 
@@ -215,8 +215,8 @@ class _Calls:
         for module, name in self.names.items():
 
             def record(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
-                count, _ = self.found.get(name, (0, []))
-                self.found[name] = count + 1, [tuple(tensor.shape) for tensor in tensors_in(output)]
+                count, _ = self.outputs.get(name, (0, []))
+                self.outputs[name] = count + 1, [tuple(tensor.shape) for tensor in tensors_in(output)]
 
             self._stack.callback(module.register_forward_hook(record).remove)
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept))
@@ -236,7 +236,7 @@ class _Calls:
 
     def of(self, name: str) -> tuple[int, list[tuple[int, ...]]]:
         """Return the calls of a module, and the shapes of its last output."""
-        return self.found.get(name, (0, []))
+        return self.outputs.get(name, (0, []))
 
 
 def _parents(name: str) -> list[str]:
