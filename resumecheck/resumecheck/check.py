@@ -201,9 +201,14 @@ class _Check:
         """Run the script to its end, with a snapshot at each change of a file."""
         _say(f"the reference: {shlex.join(self.result.command)}")
         self.reference = self.runner.start(self.workspace.base, snapshots=True)
+        if self.runner.forks and (self.reference.status != 0 or self.reference.is_stuck):
+            _say("a fork of the script does not go on: once more, with a start of its own for each run")
+            self.runner.close(can_wait=False)
+            self.reference = self.runner.start(self.workspace.base, snapshots=True)
         self._check_reference()
         if not self.reference.rows and self.reference.saw_backward:
             _say("no step of torch.optim is seen: once more, with a row for each backward")
+            self.runner.close()
             self.runner.by = "backward"
             self.reference = self.runner.start(self.workspace.base, snapshots=True)
             self._check_reference()
@@ -281,20 +286,17 @@ class _Check:
         self._judge_unchanged_weights()
 
     def _try_instant(self, instant: Instant, confirmed: set[str]) -> Judgement:
-        """Start the script in an instant; a failure of a fork is confirmed by a start of its own, once for a cause."""
+        """Start the script in an instant; a failure of a late fork is confirmed by an early one, once for a cause."""
         more = self._resume_words(instant.tree)
         limit = None if instant.runs_to_end or self.options.to_the_end else self._limit(instant)
-        fork = self._is_forked()
-        run = self.runner.start(instant.tree, limit=limit, more=more, fork=fork)
+        is_late = self.result.ranks == 1
+        run = self.runner.start(instant.tree, limit=limit, more=more, is_late=is_late)
         judgement = self._judge(instant, run)
-        if fork and judgement.verdict == FAILED and judgement.cause not in confirmed:
+        if is_late and judgement.verdict == FAILED and judgement.cause not in confirmed:
             run = self.runner.start(instant.tree, limit=limit, more=more)
             judgement = self._judge(instant, run)
         confirmed.add(judgement.cause)
         return judgement
-
-    def _is_forked(self) -> bool:
-        return self.result.ranks == 1 and self.runner.by == "optimizer"
 
     def _limit(self, instant: Instant) -> int:
         """Return how many steps are compared: to the next epoch or the horizon; few, if failures show at once."""
@@ -395,7 +397,7 @@ class _Check:
         _say("something differs: the reference again, to see whether it is repeatable")
         is_to_end = any(each.files for each in parted)
         limit = None if is_to_end else min(max(steps, default=self.result.steps) + 1, self.result.steps)
-        again = self.runner.start(self.workspace.base, limit=limit, fork=self._is_forked())
+        again = self.runner.start(self.workspace.base, limit=limit)
         if is_to_end:
             self._judge_files_that_differ_anyway()
         for rank, rows in self.reference.rows.items():

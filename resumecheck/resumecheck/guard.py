@@ -162,7 +162,7 @@ def read_refusal(path: str) -> dict[str, str] | None:
         with open(path, encoding="utf-8") as file:
             refusal: dict[str, str] = json.load(file)
             return refusal
-    except (FileNotFoundError, json.JSONDecodeError):  # It is being written.
+    except FileNotFoundError:
         return None
 
 
@@ -207,8 +207,10 @@ class Guard:
         """Write down what is refused, and end this process at once."""
         self.is_refusing = True
         try:
-            file = os.open(self.refusal, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            whole = f"{self.refusal}.{os.getpid()}"
+            file = os.open(whole, os.O_WRONLY | os.O_CREAT)
             os.write(file, json.dumps({"operation": operation, "path": path}).encode())
+            os.link(whole, self.refusal)
         except FileExistsError:  # Another process was first.
             pass
         finally:

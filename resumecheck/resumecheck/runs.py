@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from . import guard, watch
 from .errors import Refused, Stopped
@@ -28,6 +29,7 @@ __all__ = ["Run", "Runner", "end_processes", "write_watcher"]
 _POLL_S = 0.05
 _FORK_TIMEOUT_S = 120.0
 _SIGTERM_TIMEOUT_S = 60.0
+_IDLE_TIMEOUT_S = 60.0
 _REMOTE = ("s3://", "gs://", "gcs://", "az://", "abfs://", "abfss://", "hf://", "hdfs://", "oci://", "r2://")
 
 Row = dict[str, Any]
@@ -84,7 +86,10 @@ class Runner:
         self.patience_s = float("inf")
         """How long a run may take."""
         self.starts = self.forks = 0
-        self.waiting: dict[tuple[str, ...], Forks | None] = {}
+        self.waiting: dict[tuple[tuple[str, ...], bool], Waiting | None] = {}
+        """What can be forked, by the words that are added and whether it is late."""
+        self.templates: list[subprocess.Popen[bytes]] = []
+        self.numbers = itertools.count()
 
     def _find(self, command: Sequence[str]) -> list[str]:
         """Return the words of the command as they are started in the copy."""
@@ -114,9 +119,13 @@ class Runner:
         limit: int | None = None,
         snapshots: bool = False,
         sigterm: bool = False,
-        fork: bool = False,
+        is_late: bool = False,
     ) -> Run:
-        """Start the script in the folder of an instant, until its end or a number of steps."""
+        """Start the script in the folder of an instant, until its end or a number of steps.
+
+        It is forked from a process of the script that waits, where there is one: as it first looks at the folder or,
+        if it is late, at what differs between the instants.
+        """
         if time.monotonic() > self.deadline:
             raise Stopped("the time was over")
         self.workspace.restore(tree)
@@ -127,8 +136,7 @@ class Runner:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(plan["socket"])
             server.listen(64)
-            forked = self._fork(plan, tuple(more)) if fork else None
-            process: AnyProcess = forked or self._open(plan, more)
+            process: AnyProcess = self._fork(plan, tuple(more), is_late) or self._open(plan, more)
             try:
                 self._serve(server, process, run, plan, sigterm)
             finally:
@@ -175,44 +183,54 @@ class Runner:
                 start_new_session=True,
             )
 
-    def _fork(self, plan: dict[str, Any], more: tuple[str, ...]) -> ForkedProcess | None:
-        """Go on from a process of the same command that waits at its first look at the folder; None without one."""
-        if more not in self.waiting:
-            self.waiting[more] = self._start_to_fork(plan, more)
-        waiting = self.waiting[more]
-        if waiting is None:
-            return None
-        waiting.line.sendall(json.dumps(plan).encode() + b"\n")
-        pid = _read_line(waiting.line)
-        if not pid:
+    def _fork(self, plan: dict[str, Any], more: tuple[str, ...], is_late: bool) -> ForkedProcess | None:
+        """Go on from a process of the same command that waits; None without one."""
+        waiting = self._waiting(plan, more, is_late)
+        pid = waiting.fork(plan) if waiting is not None else 0
+        if waiting is None or not pid:
             return None
         self.forks += 1
-        return ForkedProcess(int(pid), waiting.line)
+        return ForkedProcess(pid, waiting.line)
 
-    def _start_to_fork(self, plan: dict[str, Any], more: Sequence[str]) -> Forks | None:
-        name = str(self.home / f"orders-{len(self.waiting)}")
-        plan = {**plan, "orders": name, "parent": os.getpid(), "same": self.same, "limit": None, "snapshots": False}
+    def _waiting(self, plan: dict[str, Any], more: tuple[str, ...], is_late: bool) -> Waiting | None:
+        """Return a process that waits, which is started the first time; one that is late is forked where it can be."""
+        if (more, is_late) not in self.waiting:
+            is_script = Path(self.command[0]).name.startswith("python") and self.command[1:2][0].endswith(".py")
+            early = self._waiting(plan, more, False) if is_late and is_script else None
+            can_wait = early is not None or is_late != is_script
+            self.waiting[more, is_late] = self._let_wait(plan, more, is_late, early) if can_wait else None
+        return self.waiting[more, is_late]
+
+    def _let_wait(
+        self, plan: dict[str, Any], more: Sequence[str], is_late: bool, early: Waiting | None
+    ) -> Waiting | None:
+        name = str(self.home / f"orders-{next(self.numbers)}")
+        plan = {**plan, "orders": name, "same": self.same if is_late else [], "limit": None, "snapshots": False}
+        plan["parent"] = os.getpid() if early is None else early.pid
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(name)
             server.listen(1)
             server.settimeout(_POLL_S)
-            process = self._open(plan, more)
+            process = self._open(plan, more) if early is None else None
+            if process is not None:
+                self.templates.append(process)
+            pid = process.pid if process is not None else early.fork(plan)
             until = min(time.monotonic() + _FORK_TIMEOUT_S, self.deadline)
-            while process.poll() is None and time.monotonic() < until:
+            while _is_running(pid) and time.monotonic() < until:
                 with contextlib.suppress(socket.timeout):
                     line = server.accept()[0]
                     _read_line(line)
-                    return Forks(process, line)
-        _end(process)
+                    return Waiting(pid, line)
+        if process is not None:
+            _end(process)
         return None
 
-    def close(self) -> None:
-        """End the processes that wait."""
-        for each in self.waiting.values():
-            if each is not None:
-                each.line.close()
-                _end(each.process)
-        self.waiting.clear()
+    def close(self, can_wait: bool = True) -> None:
+        """End the processes that wait; there are no more of them, if they cannot be forked."""
+        for each in self.templates:
+            _end(each)
+        self.templates.clear()
+        self.waiting = {} if can_wait else dict.fromkeys(self.waiting)
 
     # --- what the processes tell
 
@@ -226,7 +244,7 @@ class Runner:
             while process.poll() is None:
                 if time.monotonic() > self.deadline:
                     raise Stopped("the time was over")
-                if time.monotonic() > end:
+                if time.monotonic() > end or self._is_idle(process):
                     run.is_stuck = True
                     return
                 if os.path.exists(self.refusal):
@@ -248,6 +266,15 @@ class Runner:
                         self._take(message, process, run, plan)
                     with contextlib.suppress(OSError):
                         line.sendall(b".")
+
+    def _is_idle(self, process: AnyProcess) -> bool:
+        """Return whether a fork has not computed for a long time: it may wait for a thread that it does not have."""
+        if not isinstance(process, ForkedProcess):
+            return False
+        now, ticks = time.monotonic(), _cpu_ticks(process.pid)
+        if ticks != process.ticks:
+            process.ticks, process.idle_since = ticks, now
+        return now - process.idle_since > _IDLE_TIMEOUT_S
 
     def _take(self, message: dict[str, Any], process: AnyProcess, run: Run, plan: Mapping[str, Any]) -> None:
         """Keep a message, and where it tells a change or a step after one, the folder as it is now."""
@@ -291,11 +318,16 @@ class Runner:
         return False
 
 
-class Forks:
+class Waiting(NamedTuple):
     """A process that waits to be forked."""
 
-    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
-        self.process, self.line = process, line
+    pid: int
+    line: socket.socket
+
+    def fork(self, plan: Mapping[str, Any]) -> int:
+        """Return the number of a new process, or 0."""
+        self.line.sendall(json.dumps(plan).encode() + b"\n")
+        return int(_read_line(self.line) or 0)
 
 
 class ForkedProcess:
@@ -304,6 +336,7 @@ class ForkedProcess:
     def __init__(self, pid: int, line: socket.socket) -> None:
         self.pid, self.line = pid, line
         self.returncode: int | None = None
+        self.ticks, self.idle_since = -1, 0.0
 
     def poll(self) -> int | None:
         """Return the exit status, or None while it runs."""
@@ -386,6 +419,20 @@ def _stopped(pid: int) -> Iterator[None]:
 
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return _state(pid) not in "ZX"
+    except OSError:
+        return False
+
+
+def _cpu_ticks(pid: int) -> int:
+    """Return what a process and its ended children have computed."""
+    with contextlib.suppress(OSError):
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return -1
 
 
 def _signal(pids: Sequence[int], number: int) -> None:

@@ -38,7 +38,7 @@ class Recorder:
     by : str
         "optimizer", or "backward": a row for each backward, of a loop whose optimizer is not of ``torch.optim``.
     before_step : callable, optional
-        Is called before each step of an optimizer.
+        Is called before each step of an optimizer, or each backward.
     """
 
     def __init__(
@@ -211,6 +211,8 @@ class Recorder:
 
     def backward(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Note the loss; without an optimizer of torch.optim, the weights before its update are a row."""
+        if self.by == "backward":
+            self.call_before_step()
         self.losses.append(tensor.detach().reshape(-1)[0])
         result = original(tensor, *args, **kwargs)
         if self.by == "backward":

@@ -196,15 +196,14 @@ class Watch:
 
 
 class Fork:
-    """Wait at the first look at what differs between the instants, and go on from there in a fork for each of them.
+    """Wait at the first look at a file that is not the same in all runs, and go on from there in a fork for each.
 
-    What comes before, the imports above all, is the same for each, so that it is paid once. It waits before the first
-    step at the latest: each fork has the rows of all of its steps.
+    What comes before, the imports above all, is paid once. It waits before the first step at the latest: each fork has
+    the rows of all of its steps. A fork may wait itself, as soon as it looks at what differs between the instants.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.is_over, self.is_waiting = plan, False, False
-        self.same = frozenset(plan["same"])
         self.begin_threads: Callable[[], Any] = lambda: None
         self.work = os.path.join(plan["work"], "")
         original = os.stat
@@ -235,7 +234,7 @@ class Fork:
         if not (full + os.sep).startswith(self.work) or full.endswith((".py", ".pyc", ".so")) or "__pycache__" in full:
             return
         name = full[len(self.work) :]
-        if (not is_folder and (not name or name in self.same)) or os.getppid() != self.plan["parent"]:
+        if (not is_folder and (not name or name in self.plan["same"])) or os.getppid() != self.plan["parent"]:
             return
         frame: Any = sys._getframe(1)
         while frame is not None:
@@ -244,6 +243,7 @@ class Fork:
                 return
             frame = frame.f_back
         self.wait()
+        self.look(path, is_folder)  # A fork may be one that waits for what differs.
 
     def set_num_threads(self, original: Any, count: int) -> None:
         """Note that there is a pool of threads, which a fork does not have, and waits for at its end."""
@@ -252,11 +252,10 @@ class Fork:
 
     def before_step(self) -> None:
         """Stop here, if nothing was looked at before the first step; a step of another process cannot be forked."""
-        if self.is_over:
-            return
-        if os.getppid() != self.plan["parent"]:
-            os._exit(1)
-        self.wait()
+        while not self.is_over:
+            if os.getppid() != self.plan["parent"]:
+                os._exit(1)
+            self.wait()
 
     def wait(self) -> None:
         """Fork for each order of the parent; a child returns to the script, and this process waits for its end."""
@@ -281,6 +280,7 @@ class Fork:
                 line.close()
                 self.plan.clear()
                 self.plan.update(plan, pid=os.getpid())
+                self.is_over = not plan["orders"]
                 os.chdir(here)
                 output = os.open(plan["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
                 os.dup2(output, 1)
@@ -289,8 +289,9 @@ class Fork:
                 os.environ[PLAN] = text
                 return
             line.sendall(f"{pid}\n".encode())
-            _, status = os.waitpid(pid, 0)
-            line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+            if not plan["orders"]:
+                _, status = os.waitpid(pid, 0)
+                line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
         os._exit(0)
 
 

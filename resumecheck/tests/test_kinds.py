@@ -388,6 +388,11 @@ print(f"{(data @ data.t()).sum()}")
     + LOOP
     + "train()"
 )
+A_THREAD = """
+import threading
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
 REPLAYS = """
 import os
 import random
@@ -504,7 +509,8 @@ KINDS = {
         {"lost work"},
         "FAILED at 2 of 2 instants",
     ),
-    "threads before it looks": (MANY_THREADS, set(), set(), "2 starts and 6 forks in"),
+    "threads before it looks": (MANY_THREADS, set(), set(), "1 starts and 7 forks in"),
+    "a thread before it looks": (A_THREAD + LOOP + "train()", set(), set(), " and 0 forks in"),
     "a replay buffer": (REPLAYS, {"samples"}, set(), "the batch is that of no step"),
     "saves by the clock": (LOOP + SAVES_BY_THE_CLOCK, set(), set(), "the same"),
     "a file for each model": (FILES_OF_TWO_MODELS, set(), {"two saves"}, "of weight, ..., are those after step 16"),
