@@ -69,6 +69,19 @@ def test_the_time_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stopped before the first run of the script ended" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("_in_a_folder_with_a_script")
+def test_the_time_ends_between_instants(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said how many were tried."""
+    text = Path("train.py").read_text()
+    waits = 'if os.path.exists("last.pt"):\n    __import__("time").sleep(600)\n'
+    Path("train.py").write_text(text.replace("def train", waits + "\ndef train"))
+    began = time.monotonic()
+    assert main(["--minutes", "0.75", "train.py"]) == 2
+    assert time.monotonic() - began < 75
+    assert "stopped (the time was over): 0 of 5 instants were tried" in capsys.readouterr().out
+
+
 def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Status 2, at once."""
     monkeypatch.chdir(tmp_path)
