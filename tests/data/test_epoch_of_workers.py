@@ -176,6 +176,19 @@ def test_an_epoch_that_workers_see_is_trained_and_resumes(name: str, tmp_path: P
     assert torch.equal(trainer.unwrap().weight, straight.unwrap().weight)
 
 
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_a_resume_is_in_the_epoch_that_its_trainer_counts(kind: Any, stop: int, tmp_path: Path) -> None:
+    """Within an epoch, and as the next one begins."""
+    seen: list[float] = []
+    for epochs, limit in ((3, stop), (2, None), (3, None)):
+        trainer = make(StateManagerAddon, save_path=tmp_path, save_every=Every(steps=1), resume="auto")
+        data = loader(ByEpoch(), kind, num_workers=0, persistent_workers=False)
+        trainer.run(epochs, data, max_steps=limit)
+        seen += trainer.seen
+    assert seen == [0, 0, 1, 1, 2, 2]
+
+
 def test_a_stream_of_hugging_face_shares_its_epoch() -> None:
     rows = datasets.Dataset.from_dict({"x": [float(each) for each in range(SIZE)]}).to_iterable_dataset()
     orders: list[list[float]] = []

@@ -259,7 +259,8 @@ class StatefulPosition(SampledPosition):
         loader = self.loader
         if not used:
             self._warn_of_new_workers()
-        self.streams.restore(present)
+        # Before an epoch the values were put back already, and since then the epoch was set.
+        self.streams.restore(present, with_values=bool(used))
         iterator = self._from_state(state)
         if used:
             if getattr(loader, "num_workers", 0) and not is_seeded(getattr(loader, "dataset", None)):
@@ -267,7 +268,7 @@ class StatefulPosition(SampledPosition):
             self.streams.restore(present)
         elif isinstance(loader, DataLoader) and not loader.persistent_workers:
             # The loader ended, and started again, with draws that an uninterrupted run makes once.
-            self.streams.restore(present)
+            self.streams.restore(present, with_values=False)
             self.streams.mark_begin()
             return iterate(loader)
         elif isinstance(loader, DataLoader) and self._keeps_workers and not _begins_anew(loader):
