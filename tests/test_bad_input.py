@@ -156,12 +156,10 @@ def test_a_factory_that_cannot_be_called(options, line):
         ("cuda", "device='cuda', but 0 CUDA devices are available; write device='cpu'"),
         (99, "device=99, but|device='cuda:99'"),
         (-1, "is not the index of a CUDA device"),
-        ("gpu", "is not a device; write 'auto', 'cpu', 'cuda:0' or 'mps'"),
         ("cpuu", "is not a device; write 'auto', 'cpu', 'cuda:0' or 'mps'"),
         (1.5, "is a float, not a device"),
         ([], "names no device"),
         (["cpu", "cuda"], "mixes cpu and cuda"),
-        (["cpu", "cpu"], r"device is a list of 2, but Task trains on one device; .* .add_on\(MultiGPUAddon\)"),
     ],
     ids=str,
 )
@@ -199,14 +197,11 @@ def other_parameters():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"optimizer": None}, "optimizer is None, and mode='train' needs one; write optimizer=torch.optim.AdamW"),
         (
             {"optimizer": other_parameters()},
             "has 2 parameters, none of which is among the 2 of the model; make it from",
         ),
         ({"optimizer": [other_parameters()]}, "has 2 parameters, none of which is among the 2 of the model"),
-        ({"optimizer": "adam"}, "optimizer is a str; give a torch.optim.Optimizer, or a function"),
-        ({"scheduler": "cosine"}, "scheduler is a str; give a torch.optim.lr_scheduler.LRScheduler, or a function"),
         (
             {"scheduler": torch.optim.lr_scheduler.StepLR(other_parameters(), 1)},
             "was made for another optimizer than the one g",
@@ -234,15 +229,10 @@ def test_an_optimizer_at_the_place_of_the_device():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"mode": "trian"}, "mode='trian'; it must be 'train' or 'test'; did you mean 'train'"),
         ({"mode": None}, "mode=None; it must be 'train' or 'test'"),
         ({"mode": ADAMW}, r"mode is an optimizer \(AdamW\); the third argument is the mode, so name it: optimizer="),
-        ({"gradient_clip": -1}, "gradient_clip=-1; it must be a number of at least 0"),
         ({"gradient_clip": float("nan")}, "gradient_clip=nan"),
-        ({"gradient_clip": "1"}, "gradient_clip='1'"),
         ({"gradient_clip": True}, "gradient_clip=True"),
-        ({"monitor": None}, "monitor=None; it must be the name of a metric"),
-        ({"monitor": "height"}, "write monitor_mode='min' or monitor_mode='max'"),
         ({"monitor_mode": "minimum"}, "monitor_mode='minimum'; it must be 'auto', 'min' or 'max'"),
         ({"seed": -1}, "seed=-1; it must be a whole number of at least 0"),
         ({"seed": 1.5}, "seed=1.5"),
@@ -267,12 +257,10 @@ def test_arguments_of_the_constructor(options, match):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ((0,), "n_epoch=0; it must be a whole number of at least 1"),
         ((-1,), "n_epoch=-1"),
         ((1.5,), "n_epoch=1.5"),
         (("3",), "n_epoch='3'"),
         ((True,), "n_epoch=True"),
-        ((None,), "n_epoch is None, so the run would not end; give a number of epochs, max_steps=... or max_time=..."),
         ((1, {"max_steps": 0}), "max_steps=0"),
         ((1, {"steps_per_epoch": -3}), "steps_per_epoch=-3"),
         ((1, {"valid_every": "epoch"}), "valid_every='epoch'"),
@@ -315,10 +303,8 @@ def test_swapped_arguments():
     [
         (AMPAddon, {"precision": "bf61"}, "precision='bf61'; it must be .*; did you mean 'bf16'"),
         (AMPAddon, {"precision": ["fp16", "int8"]}, r"precision=\['fp16', 'int8'\]"),
-        (AMPAddon, {"loss_scale": (1.0, 2.0)}, r"loss_scale=\(1.0, 2.0\); it must be a pair of the first scale"),
         (EarlyStoppingAddon, {"early_stopper": 3}, r"early_stopper=3; it must be a function \(step, score\) -> bool"),
         (StateManagerAddon, {"save_path": 3}, "save_path=3; it must be the path of a folder"),
-        (StateManagerAddon, {"save_path": "a", "save_format": "pickle"}, "write 'safetensors' or 'ckpt'"),
         (StateManagerAddon, {"save_path": "a", "save_every": "epoch"}, "save_every='epoch'"),
         (StateManagerAddon, {"save_path": "a", "resume": 3}, "resume=3; it must be"),
         (StateManagerAddon, {"save_path": "a", "allow_partial": None}, "allow_partial=None; it must be a list"),

@@ -61,6 +61,7 @@ OFTEN += [few for few in SUBSETS if len(few) == len(NAMES) - 1][::4]
 OFTEN += random.Random(0).sample([few for few in SUBSETS if few not in OFTEN], min(8, len(SUBSETS) - len(OFTEN)))
 
 
+@pytest.mark.sample(count=20)
 @pytest.mark.parametrize("chosen", OFTEN, ids=id_of)
 def test_a_subset_is_the_hand_written_loop(chosen: tuple[str, ...]) -> None:
     """Observers among them change no bit."""

@@ -40,7 +40,7 @@ TEXTS = {path.relative_to(ROOT): path.read_text(encoding="utf-8")
 RUN_HERE = [path for path in PAGES if path.stem not in ELSEWHERE]
 
 
-@pytest.mark.sample(count=30)
+@pytest.mark.sample(count=20)
 @pytest.mark.parametrize("path", RUN_HERE, ids=name_of)
 def test_every_block_of_a_page_runs(path, tmp_path, monkeypatch):
     """Every block runs after the first one of its page, or a comment says why not; no language is unknown."""
@@ -59,7 +59,7 @@ def test_every_block_of_a_page_runs(path, tmp_path, monkeypatch):
 PASTED = [path for path in RUN_HERE if paste(path.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.sample(count=10)
+@pytest.mark.sample(count=6)
 @pytest.mark.parametrize("path", PASTED, ids=name_of)
 def test_a_page_pasted_into_an_empty_file_runs(path, tmp_path):
     """All blocks below each other are a script: it needs no other page, and no block disturbs a later one."""

@@ -126,6 +126,7 @@ def test_two_ranks_are_resumed_by_any_number(saved: Any, world: int, tmp_path: P
         assert far(end, single[0]) < LIMIT
 
 
+@pytest.mark.exhaustive
 def test_one_process_is_resumed_by_two(saved: Any, tmp_path: Path, crews: Any) -> None:
     """And these by three, from what they have saved in shards."""
     train(1, tmp_path / "one", None, 3)
