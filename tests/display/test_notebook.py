@@ -220,9 +220,9 @@ def test_shift_tab_shows_the_options_of_all_add_ons(shown: Any) -> None:
     text = re.sub(r"\x1b\[[\d;]*m", "", output["text"])
     assert text.startswith("Init signature:\nComposed(\n    model: ")
     for option in (
-        "decay: 'float' = 0.999",
+        "decay: \"Annotated[float, Interval('[0, 1)')",
         "loss_scale: 'tuple[float, float]' = (65536.0, 1.0)",
-        "seed: 'int | None'",
+        "seed: 'Seed | None'",
     ):
         assert f"    {option}" in text
     assert text.index("decay") < text.index("log_bar")
