@@ -507,7 +507,7 @@ KINDS = {
         LOOP.replace('os.path.exists("last.pt")', "False") + "train(every=10)",
         {"does not resume"},
         {"lost work"},
-        "FAILED at 2 of 2 instants",
+        "a kill after a save: FAILED at 2 of 2 instants",
     ),
     "threads before it looks": (MANY_THREADS, set(), set(), "1 starts and 7 forks in"),
     "a thread before it looks": (A_THREAD + LOOP + "train()", set(), set(), " and 0 forks in"),
