@@ -157,14 +157,14 @@ def check_argument(name: str, value: Any, kind: Any) -> Any:
 def declared_arguments(function: Callable[..., Any]) -> dict[str, Declaration]:
     """Return what the types in the signature of a function say of its arguments, by their names."""
     function = inspect.unwrap(function)
-    found = {}
+    declarations = {}
     for name, annotation in function.__annotations__.items():
         # Each alone: a name in the type of another parameter may be there for type checkers only.
         with suppress(NameError, AttributeError, TypeError):
             kind = eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
-            found[name] = _declaration(kind)
-    found.pop("return", None)
-    return found
+            declarations[name] = _declaration(kind)
+    declarations.pop("return", None)
+    return declarations
 
 
 def checked(function: _Function) -> _Function:

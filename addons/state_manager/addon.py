@@ -215,7 +215,7 @@ class StateManagerAddon(AddOnBase):
             WeightFiles(
                 self.checkpointer, model_format, save_weights_every, keep_weights, keep_best_weights, retention.sign
             ),
-            composition=[each.__name__ for each in add_ons_of(type(self))],
+            composition=[add_on.__name__ for add_on in add_ons_of(type(self))],
             in_background=save_async,
             on_save_error=on_save_error,
             warns_of_nonfinite=self.nonfinite.policy != "raise",
@@ -575,11 +575,11 @@ class StateManagerAddon(AddOnBase):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the list of checkpoints, with scores by the present monitor."""
-        own, rest = self.take(state, "StateManagerAddon", strict=False)  # A run without it has no such entry.
-        if own is not None and not (isinstance(own, Mapping) and isinstance(own.get("scores"), Mapping)):
+        entry, rest = self.take(state, "StateManagerAddon", strict=False)  # A run without it has no such entry.
+        if entry is not None and not (isinstance(entry, Mapping) and isinstance(entry.get("scores"), Mapping)):
             raise CheckpointMismatch("the state of StateManagerAddon does not contain a list of scores")
         super().load_state_dict(rest, strict)
-        if own is None:
+        if entry is None:
             return
         scores = None if self.history.has_criterion_of(rest["records"]) else self.history.scores_by_step()
-        self.checkpoints.restore(own, scores)
+        self.checkpoints.restore(entry, scores)

@@ -438,14 +438,16 @@ class FolderCheckpointer(Checkpointer):
 
 def make_checkpointer(checkpointer: Any, folder: Path) -> Checkpointer:
     """Call what was given as the option ``checkpointer``."""
-    made = checkpointer(folder) if callable(checkpointer) else checkpointer
-    if not isinstance(made, Checkpointer):
-        found = f"returned a {type(made).__name__}" if callable(checkpointer) else f"is a {type(made).__name__}"
+    instance = checkpointer(folder) if callable(checkpointer) else checkpointer
+    if not isinstance(instance, Checkpointer):
+        description = (
+            f"returned a {type(instance).__name__}" if callable(checkpointer) else f"is a {type(instance).__name__}"
+        )
         raise ConfigError(
-            f"checkpointer {found}; give a class derived from zae.addons.state_manager.Checkpointer, or a "
+            f"checkpointer {description}; give a class derived from zae.addons.state_manager.Checkpointer, or a "
             "functools.partial of one"
         )
-    return made
+    return instance
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -455,5 +457,5 @@ def weight_files(folder: Path) -> list[Path]:
 
 def step_of_weights(name: str) -> int:
     """Return the step in the name of a file of weights; 0 for another name."""
-    found = _WEIGHTS.fullmatch(name)
-    return int(found[1]) if found else 0
+    match = _WEIGHTS.fullmatch(name)
+    return int(match[1]) if match else 0

@@ -28,8 +28,8 @@ _CRASH = re.compile(r"crash-\d{8,18}")
 
 def crashes_in(folder: Path) -> list[Path]:
     """List the states of failed runs in a folder, the highest step first; copies under other names are left out."""
-    found = (path for path in folder.glob("crash-*") if _CRASH.fullmatch(path.name))
-    return sorted((path for path in found if path.is_dir() and not path.is_symlink()), reverse=True)
+    paths = (path for path in folder.glob("crash-*") if _CRASH.fullmatch(path.name))
+    return sorted((path for path in paths if path.is_dir() and not path.is_symlink()), reverse=True)
 
 
 class CrashSaver:

@@ -54,8 +54,8 @@ class Retention:
     def to_delete(self) -> list[str]:
         """Return the names that neither rule keeps; the newest is never among them."""
         names = sorted(self.scores)
-        kept = set(names if self.last is None else names[-self.last :]) | set(self.best_first()[: self.best])
-        return [name for name in names if name not in kept]
+        names_kept = set(names if self.last is None else names[-self.last :]) | set(self.best_first()[: self.best])
+        return [name for name in names if name not in names_kept]
 
     def wants(self, name: str, is_scored: bool, is_best: bool) -> bool:
         """Return whether to save what was just validated: to note its score, or because it is the best so far."""
@@ -129,8 +129,10 @@ class Checkpoints:
         warns_of_nonfinite: bool = False,
     ) -> None:
         if model_format not in checkpointer.formats:
-            known = " or ".join(f"save_format={name!r}" for name in checkpointer.formats)
-            raise ConfigError(f"{type(checkpointer).__name__} cannot store save_format={model_format!r}; write {known}")
+            formats = " or ".join(f"save_format={name!r}" for name in checkpointer.formats)
+            raise ConfigError(
+                f"{type(checkpointer).__name__} cannot store save_format={model_format!r}; write {formats}"
+            )
         self.checkpointer = checkpointer
         self.model_format = model_format
         self.retention = retention
@@ -173,8 +175,8 @@ class Checkpoints:
     def best(self) -> Path | None:
         """The existing checkpoint with the best score, None if there is no score."""
         self.settle()
-        there = self._names()
-        return next((self.folder / name for name in self.retention.best_first() if name in there), None)
+        names = self._names()
+        return next((self.folder / name for name in self.retention.best_first() if name in names), None)
 
     def _names(self) -> set[str]:
         """Return the names of the checkpoints in the folder, also of those that were moved aside."""
@@ -193,9 +195,9 @@ class Checkpoints:
         self._lock.acquire()
         forget_claims(self.folder)
         put_back(self.folder)
-        known = self.retention.scores.keys() | self.passed_over
-        others = [path for path in self.checkpointer.list_saved(self.folder) if path.name not in known]
-        if known:  # This run continues another one: older checkpoints of that are its own.
+        known_names = self.retention.scores.keys() | self.passed_over
+        others = [path for path in self.checkpointer.list_saved(self.folder) if path.name not in known_names]
+        if known_names:  # This run continues another one: older checkpoints of that are its own.
             others = [path for path in others if not self._is_left_over(path, step)]
         if others and not overwrite:
             raise ConfigError(
@@ -381,9 +383,11 @@ class Checkpoints:
         """Set in a plan when is saved, and describe what is kept."""
         plan.save(every)
         last, best = self.retention.last, self.retention.best
-        kept = "all are kept" if last is None else f"the newest {last}{f' and the best {best}' * (best > 0)} are kept"
+        retention = (
+            "all are kept" if last is None else f"the newest {last}{f' and the best {best}' * (best > 0)} are kept"
+        )
         more = "; and where a validation is the best so far" if best and plan.validates_at else ""
-        return [f"checkpoints are saved in {self.folder}, and {kept}{more}", *self.weights.plan_lines()]
+        return [f"checkpoints are saved in {self.folder}, and {retention}{more}", *self.weights.plan_lines()]
 
     # -------------------------------------------------------------------------------------------------------- loading
 
@@ -393,7 +397,7 @@ class Checkpoints:
         self.saved_at = moment
         earlier = manifest["info"].get("resumed_at")  # It is not verified as the files are.
         steps = earlier[-_RESUMES:] if isinstance(earlier, list) else []
-        self.resumed_at = [*(each for each in steps if type(each) is int), manifest["step"]]
+        self.resumed_at = [*(step for step in steps if type(step) is int), manifest["step"]]
         self._highest = max(self._highest, manifest["step"])
         name = original_name(path.name)
         if path.parent == self.folder and name in self._names():
@@ -411,8 +415,8 @@ class Checkpoints:
     def state_dict(self) -> dict[str, Any]:
         """Return the name of the run, and the scores of its checkpoints and files of weights, for `restore`."""
         of_weights = self.weights.rule.scores
-        kept = {"run_id": self.run_id, "scores": dict(self.retention.scores), **self.lineage}
-        return kept | ({"weight_scores": dict(of_weights)} if of_weights else {})
+        state = {"run_id": self.run_id, "scores": dict(self.retention.scores), **self.lineage}
+        return state | ({"weight_scores": dict(of_weights)} if of_weights else {})
 
     def describe(self, progress: ProgressChecker, world_size: int, info: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a manifest says of the run, beside its files; ``info`` is what differs from save to save."""
@@ -430,8 +434,8 @@ class Checkpoints:
 
         ``by_step`` has the rows of the history by another monitor than the one that the scores were saved with.
         """
-        there = self._names()
-        scores = {name: score for name, score in saved["scores"].items() if name in there}
+        names = self._names()
+        scores = {name: score for name, score in saved["scores"].items() if name in names}
         of_weights = dict(saved.get("weight_scores", {}))
         if by_step is not None:
             rows = {name: by_step.get(step_of(name) or 0) for name in scores}
@@ -450,13 +454,13 @@ class Checkpoints:
         """
         path = self.best
         if path is not None:
-            found = self.retention.scores[path.name]
+            score = self.retention.scores[path.name]
             wanted = best.get("score")
             sign = self.retention.sign
-            if found is not None and wanted is not None and sign * found > sign * wanted:
+            if score is not None and wanted is not None and sign * score > sign * wanted:
                 text = (
                     f"the best has {monitor}={wanted:g}, in step {best['step']}, and no checkpoint of it is there; "
-                    f"{path.name}, which is the best of those that are, has {found:g}"
+                    f"{path.name}, which is the best of those that are, has {score:g}"
                 )
                 if self.retention.best == 0:
                     raise CheckpointNotFound(

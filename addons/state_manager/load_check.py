@@ -60,7 +60,7 @@ class LoadCheck:
         model = trainer.unwrap()
         self._forms = _forms_of(model)
         # What optimizers hold of the model and the trainer is not copied.
-        shared: dict[int, Any] = {id(each): each for each in model.modules()} | {id(trainer): trainer}
+        shared: dict[int, Any] = {id(module): module for module in model.modules()} | {id(trainer): trainer}
         self._unloaded = optimization.copy_unloaded(shared)
         self._checked_structure = None
 
@@ -117,14 +117,14 @@ class LoadCheck:
 
 def _load_in_memory(trainer: Trainer, twin: Optimization, state: Mapping[str, Any], loaded: dict[str, Any]) -> None:
     """Load a state, as it comes back from a file, into copies of the optimizers and schedulers."""
-    for what, several in (("optimizer", twin.optimizers), ("scheduler", twin.schedulers)):
-        loaded[what] = {name: loaded[what][name] for name in several}
+    for kind, several in (("optimizer", twin.optimizers), ("scheduler", twin.schedulers)):
+        loaded[kind] = {name: loaded[kind][name] for name in several}
         for name, each in several.items():
-            found = with_enums(loaded[what][name], each.state_dict())
+            found = with_enums(loaded[kind][name], each.state_dict())
             compares = compares_bits(found)
-            if problem := difference(state[what][name], found, f"{what}[{name!r}]", compares=compares):
+            if problem := difference(state[kind][name], found, f"{kind}[{name!r}]", compares=compares):
                 raise CheckpointError(
-                    f"the state of {what} {name} ({type(each).__name__}) would come back as another one: {problem}. "
+                    f"the state of {kind} {name} ({type(each).__name__}) would come back as another one: {problem}. "
                     f"Let its state_dict() return plain values, and make the others again in load_state_dict()"
                 )
 
@@ -216,19 +216,19 @@ def _forms_of(model: nn.Module) -> dict[str, Any]:
 
     Tensors of modules that load in their own way are None, and lazy ones too.
     """
-    found: dict[str, Any] = {}
+    forms: dict[str, Any] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         is_free = has_own_shapes(module) or any(getattr(module, "_load_state_dict_pre_hooks", ()))
         unsaved = unsaved_buffers(module)
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                found[prefix + name] = None if is_free else ()
+                forms[prefix + name] = None if is_free else ()
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in unsaved:
                 is_open = is_free or nn.parameter.is_lazy(buffer)
-                found[prefix + name] = None if is_open else (tuple(buffer.shape), buffer.dtype)
-    return found
+                forms[prefix + name] = None if is_open else (tuple(buffer.shape), buffer.dtype)
+    return forms
 
 
 def _check_forms(model: nn.Module, before: Mapping[str, Any]) -> None:
@@ -240,11 +240,11 @@ def _check_forms(model: nn.Module, before: Mapping[str, Any]) -> None:
         if one is None or other is None or one == other:
             continue
         if "absent" in (one, other):
-            what = "was made" if one == "absent" else "was removed"
+            change = "was made" if one == "absent" else "was removed"
         else:
-            what = "; ".join(f"was {was} and is {now}" for was, now in zip(one, other, strict=True) if was != now)
+            change = "; ".join(f"was {was} and is {now}" for was, now in zip(one, other, strict=True) if was != now)
         raise CheckpointError(
-            f"{name} of the model {what} in the first step. A script that is started again has that of before, which "
+            f"{name} of the model {change} in the first step. A script that is started again has that of before, which "
             "no checkpoint of this run fits. Make it in __init__ of its module, with this shape and type; register a "
             "buffer that need not be saved with persistent=False; or bring the model to this form in "
             "load_state_dict() of your class, before super()"

@@ -125,10 +125,10 @@ class FsspecCheckpointer(Checkpointer):
 
     def unfinished(self) -> list[str]:
         """List the uploads without a manifest, which the next run removes."""
-        found = []
+        names = []
         for name, uploads in self._uploads().items():
-            found += [f"{name}.{number}" for number, files in uploads.items() if not self._is_complete(files)]
-        return sorted(found)
+            names += [f"{name}.{number}" for number, files in uploads.items() if not self._is_complete(files)]
+        return sorted(names)
 
     def _newest(self, name: str) -> tuple[str, Manifest, bytes]:
         """Return the place and manifest of the newest upload of a checkpoint, leaving out cut manifests."""
@@ -146,12 +146,12 @@ class FsspecCheckpointer(Checkpointer):
 
     def _uploads(self, name: str = "") -> dict[str, dict[int, set[str]]]:
         """Return the files of each upload, by the name of the checkpoint and the number of the upload."""
-        found: dict[str, dict[int, set[str]]] = {}
+        uploads: dict[str, dict[int, set[str]]] = {}
         for folder in self.entries():
             match = _UPLOAD.fullmatch(folder)
             if match and name in ("", match[1]) and (files := {*filter(is_known, self.entries(folder))}):
-                found.setdefault(match[1], {})[int(match[3])] = files
-        return found
+                uploads.setdefault(match[1], {})[int(match[3])] = files
+        return uploads
 
     def entries(self, folder: str = "") -> list[str]:
         """List the names in the folder of the URL, or in one below it; a missing one is empty.
@@ -286,11 +286,11 @@ class FsspecCheckpointer(Checkpointer):
         """Read what was uploaded and compare its hashes with the manifest."""
         expected = {name: entry["sha256"] for name, entry in manifest["files"].items()}
         for name, sha256 in {**expected, MANIFEST: hashlib.sha256(text).hexdigest()}.items():
-            found = hashlib.sha256()
+            digest = hashlib.sha256()
             with self.reaching(f"{place}/{name} was not read back"), self.files.open(f"{place}/{name}", "rb") as file:
                 while piece := file.read(_PIECE):
-                    found.update(piece)
-            if found.hexdigest() != sha256:
+                    digest.update(piece)
+            if digest.hexdigest() != sha256:
                 raise CheckpointDamaged(f"{place}/{name}: changed while it was uploaded. {REMEDY}")
 
     # ---------------------------------------------------------------------------------- files of weights alone

@@ -44,7 +44,7 @@ class Start:
         self.parts = _check_parts(start_from, start_with, parts_of(cls))
         self._checked: list[str] = []  # Add-ons whose entry comes with the model (`checks_model`).
         if "model" in self.parts:
-            self._checked = [each.__name__ for each in add_ons_of(cls) if each.checks_model]
+            self._checked = [add_on.__name__ for add_on in add_ons_of(cls) if add_on.checks_model]
         self.path = None if start_from is None else _check_path(save_path, start_from, resume, allow_partial)
         self._has_extra = False  # Whether the model has state beside its tensors, which files of weights lack.
         if self.path is not None and self.path.is_file():
@@ -121,12 +121,12 @@ class Start:
                 state["training_weights"] = saved["training_weights"]
         # The position in the data and the seed stay those of the new run.
         position = trainer.loader_position
-        kept = dict(vars(position))
+        attributes = dict(vars(position))
         is_seeded = trainer.progress_checker.is_seeded
         trainer.load_state_dict(state)
         trainer.loader_position = position
         trainer.progress_checker.is_seeded = is_seeded
-        vars(position).update(kept)
+        vars(position).update(attributes)
         position.restart(trainer.progress_checker.batch)
         if streams is not None:
             random_state.restore(streams)
@@ -140,7 +140,7 @@ def parts_of(cls: type) -> list[str]:
     # What distributes the work, and the list of the checkpoints, belong to a run.
     return [
         *_PARTS,
-        *(each.__name__ for each in add_ons_of(cls) if each.slot != "state" and not is_engine_slot(each.slot)),
+        *(add_on.__name__ for add_on in add_ons_of(cls) if add_on.slot != "state" and not is_engine_slot(add_on.slot)),
     ]
 
 
@@ -199,17 +199,17 @@ def _merge(
     counters: Mapping[str, set[str]],
 ) -> dict[str, Any]:
     """Return the entries of the new state that contain values of the saved one."""
-    made: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     try:
         if "optimizer" in parts or "scheduler" in parts:
             _same_names(saved, present, "optimizer", found)
-            made |= _optimizers(saved, present, parts, counters)
+            merged |= _optimizers(saved, present, parts, counters)
         if "scheduler" in parts:
             _same_names(saved, present, "scheduler", found)
-            made["scheduler"] = saved["scheduler"]
+            merged["scheduler"] = saved["scheduler"]
         if "progress" in parts:
-            made["progress"] = _progress(saved["progress"])
-        made["records"] = _records(saved, present, parts)
+            merged["progress"] = _progress(saved["progress"])
+        merged["records"] = _records(saved, present, parts)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         if isinstance(error, CheckpointMismatch):
             raise
@@ -221,8 +221,8 @@ def _merge(
         if name not in _PARTS:
             if saved.get(name) is None:
                 raise CheckpointMismatch(f"{found} has no entry of {name}; leave {name!r} out of start_with")
-            made[name] = saved[name]
-    return made
+            merged[name] = saved[name]
+    return merged
 
 
 def _same_names(saved: Mapping[Any, Any], present: Mapping[str, Any], what: str, found: Path) -> None:
@@ -236,19 +236,19 @@ def _same_names(saved: Mapping[Any, Any], present: Mapping[str, Any], what: str,
 
 def _counters_of(optimizers: Any) -> dict[str, set[str]]:
     """Return the counters in the groups of each optimizer, as schedule-free ones have: not arguments of its class."""
-    found = {}
+    counters = {}
     for name, optimizer in optim.as_dict(optimizers).items():
         parameters = inspect.signature(type(optimizer)).parameters
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        found[name] = set() if takes_any else set(optimizer.defaults) - set(parameters)
-    return found
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        counters[name] = set() if takes_any else set(optimizer.defaults) - set(parameters)
+    return counters
 
 
 def _optimizers(
     saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str], counters: Mapping[str, set[str]]
 ) -> dict[str, Any]:
     """Return the saved state of each parameter, and the settings of the script; a schedule brings its rates."""
-    made: dict[str, Any] = {"optimizer": {}, "order": {}, "outside": {}}
+    merged: dict[str, Any] = {"optimizer": {}, "order": {}, "outside": {}}
     for name, own in present["optimizer"].items():
         other = saved["optimizer"][name]
         source = other if "optimizer" in parts else own
@@ -263,12 +263,12 @@ def _optimizers(
             group.update({key: kept[key] for key in counters[name] if key in kept})
             if "scheduler" in parts:
                 group.update({key: before[key] for key in _RATES if key in before})
-        made["optimizer"][name] = {**source, "param_groups": groups}
+        merged["optimizer"][name] = {**source, "param_groups": groups}
         state = saved if "optimizer" in parts else present
         for key in ("order", "outside"):
             if name in state.get(key, {}):
-                made[key][name] = state[key][name]
-    return made
+                merged[key][name] = state[key][name]
+    return merged
 
 
 def _progress(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,6 +294,8 @@ def _records(saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[s
         if ("optimizer" in parts and name.startswith("optimizer ") and ": " not in name)  # Its class alone.
         or ("scheduler" in parts and name.startswith("scheduler "))
     }
-    own = records["run"]["script"]
-    kept = {name: value for name, value in own.items() if not ("scheduler" in parts and name.startswith("scheduler "))}
-    return {**records, "run": {"script": kept | brought, "calls": []}}
+    script = records["run"]["script"]
+    settings = {
+        name: value for name, value in script.items() if not ("scheduler" in parts and name.startswith("scheduler "))
+    }
+    return {**records, "run": {"script": settings | brought, "calls": []}}

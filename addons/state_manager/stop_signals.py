@@ -60,9 +60,9 @@ class StopSignals:
         self.noted.clear()
         self._is_ending = False
         self._pid = os.getpid()
-        found = {number: _previous_handler(signal.getsignal(number), number) for number in _numbers()}
+        handlers = {number: _previous_handler(signal.getsignal(number), number) for number in _numbers()}
         # None: a handler that Python cannot put back.
-        self._before = {number: one for number, one in found.items() if one is not None and one != signal.SIG_IGN}
+        self._before = {number: one for number, one in handlers.items() if one is not None and one != signal.SIG_IGN}
         self._listens = bool(self._before)
         self._may_repeat = "RANK" in os.environ  # Of a launcher, or of the process that has started this rank.
         for number in self._before:
@@ -112,8 +112,8 @@ class StopSignals:
             return
         if not self._may_repeat:
             # Python runs no handler within a long call of C; the default action of the system interrupts it.
-            for each in ({number, int(signal.SIGINT)} - {_HANGUP}) & self._before.keys():
-                signal.signal(each, signal.SIG_DFL)
+            for key in ({number, int(signal.SIGINT)} - {_HANGUP}) & self._before.keys():
+                signal.signal(key, signal.SIG_DFL)
         if not self.noted and not self._is_ending:
             self.noted.append(number)
             mute_workers(expected=True)  # The signal may have gone to them too.

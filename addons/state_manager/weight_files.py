@@ -94,10 +94,10 @@ class WeightFiles:
         self._replaced = []
         if not is_main:
             return
-        there = self.checkpointer.list_weights()
+        names = self.checkpointer.list_weights()
         # A run that was resumed from an earlier step makes the later ones again.
-        later = [file for file in there if file > path or (file in replaced and file != path)]
-        present = [file for file in there if file not in later]
+        later = [file for file in names if file > path or (file in replaced and file != path)]
+        present = [file for file in names if file not in later]
         self.rule.scores = {file.name: self.rule.scores.get(file.name) for file in present}
         for file in [*later, *(path.with_name(name) for name in self.rule.to_delete())]:
             self.checkpointer.remove_weights(file)
@@ -111,5 +111,7 @@ class WeightFiles:
         best = self.rule.best
         if self.every is None:
             return [f"the weights alone are saved after each best validation, and the best {best} are kept"]
-        kept = "all are kept" if last is None else f"the newest {last}{f' and the best {best}' * (best > 0)} are kept"
-        return [f"the weights alone are saved too, {self.every!r}, and {kept}"]
+        retention = (
+            "all are kept" if last is None else f"the newest {last}{f' and the best {best}' * (best > 0)} are kept"
+        )
+        return [f"the weights alone are saved too, {self.every!r}, and {retention}"]

@@ -115,10 +115,10 @@ def _deque(items: Any, maxlen: Any) -> deque[Any]:
 def _dict(pairs: Any) -> dict[Any, Any]:
     """Return a dict made of [key, value] pairs with keys that differ."""
     _check_keys([key for key, _ in _list(pairs)])
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise _Malformed("contains a dict with one key twice")
-    return made
+    return entries
 
 
 def _check_keys(keys: list[Any]) -> list[Any]:
@@ -457,16 +457,16 @@ def strict_json(data: bytes, where: str) -> Any:
     """
     try:
         with _without_collector():
-            found = json.loads(
+            content = json.loads(
                 data.decode("utf-8"),
                 object_pairs_hook=_unique,
                 parse_constant=_refuse_constant,
                 parse_float=_finite,
             )
-            _refuse_depth(found)
+            _refuse_depth(content)
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: not JSON as zae writes it ({str(error)[:200]}).") from None
-    return found
+    return content
 
 
 @contextmanager
@@ -486,7 +486,7 @@ def _refuse_depth(found: Any) -> None:
     level = [found]
     for _ in range(DEPTH_LIMIT):
         inside = [each.values() if type(each) is dict else each for each in level if type(each) in (dict, list)]
-        level = [each for values in inside for each in values if type(each) in (dict, list)]
+        level = [value for values in inside for value in values if type(value) in (dict, list)]
         if not level:
             return
     raise ValueError(f"nested deeper than {DEPTH_LIMIT} levels")
@@ -494,11 +494,11 @@ def _refuse_depth(found: Any) -> None:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse a key that occurs twice: two readers could choose differently."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {twice[:80]!r} stands twice in one object")
-    return made
+    return entries
 
 
 def _refuse_constant(text: str) -> Any:

@@ -233,9 +233,9 @@ def not_saved(path: Path, error: OSError, needed: int, free: int | None = None) 
     else:
         is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         remedy = "give another path" + ", or change its permissions" * is_refused
-    made = CheckpointError(f"{path} was not saved: {reason(error)}; {remedy}. What was saved before is unchanged.")
-    made.errno = error.errno or errno.EIO
-    return made
+    failure = CheckpointError(f"{path} was not saved: {reason(error)}; {remedy}. What was saved before is unchanged.")
+    failure.errno = error.errno or errno.EIO
+    return failure
 
 
 def _free_bytes(path: Path) -> int:

@@ -26,17 +26,17 @@ def list_checkpoints(save_path: str | os.PathLike[str]) -> list[Path]:
     One that a killed save was about to replace comes right after the one that took its place. Raise ConfigError if
     `save_path` is a file.
     """
-    found: list[tuple[int, bool, float, Path]] = []
+    checkpoints: list[tuple[int, bool, float, Path]] = []
     for entry in entries_of(Path(save_path)):
-        own = original_name(entry.name)
-        if (step := step_of(own)) is None or not entry.is_dir(follow_symlinks=False):
+        name = original_name(entry.name)
+        if (step := step_of(name)) is None or not entry.is_dir(follow_symlinks=False):
             continue
         with contextlib.suppress(FileNotFoundError):  # Removed since it was listed.
             age = entry.stat(follow_symlinks=False).st_mtime
             if not holds_checkpoint(Path(entry.path)):
                 continue
-            found.append((step, own == entry.name, age, Path(entry.path)))
-    return [path for *_, path in sorted(found, reverse=True)]
+            checkpoints.append((step, name == entry.name, age, Path(entry.path)))
+    return [path for *_, path in sorted(checkpoints, reverse=True)]
 
 
 def newest_valid(

@@ -130,11 +130,11 @@ class Input:
         """Read the rest, and compare the SHA-256 of the whole file with the expected one."""
         while data := self._file.read(_BATCH):
             self._digest.update(data)
-        found = self._digest.hexdigest()
-        if found != expected:
+        digest = self._digest.hexdigest()
+        if digest != expected:
             raise CheckpointDamaged(
                 f"{self.path}: changed since it was written, or of another checkpoint: "
-                f"expected sha256 {expected[:12]}, got {found[:12]}. {REMEDY}"
+                f"expected sha256 {expected[:12]}, got {digest[:12]}. {REMEDY}"
             )
 
 

@@ -164,10 +164,10 @@ def _lock(handle: int) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """Return what a lock says; nothing if it is cut short, or not a file that zae has written."""
     try:
-        found = json.loads(read_whole(path, limit=4096))
+        content = json.loads(read_whole(path, limit=4096))
     except (CheckpointDamaged, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _plain(value: object) -> str:

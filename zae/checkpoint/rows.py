@@ -68,7 +68,7 @@ class Pieces:
     ) -> tuple[dict[str, Piece], dict[str, list[dict[str, Any]]]]:
         """Return the pieces of these lists by the names of their files, and the rows that remain of each list."""
         pieces = {}
-        made = {}
+        pieces_made = {}
         rest = {}
         for key, rows in lists.items():
             end = 0
@@ -81,10 +81,10 @@ class Pieces:
                 else:  # New, or of other rows: a state was loaded, or a script has removed some.
                     text = json_text(Path(name), encode([dict(row) for row in rows[start:end]])[0])
                     piece = Piece(text, FileEntry(size=len(text), sha256=hashlib.sha256(text).hexdigest()))
-                made[name] = ends, piece
+                pieces_made[name] = ends, piece
                 pieces[name] = piece
             rest[key] = [dict(row) for row in rows[end:]]
-        self._made = made
+        self._made = pieces_made
         return pieces, rest
 
 

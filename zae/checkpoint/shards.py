@@ -90,15 +90,15 @@ def read_parts(
     files = {name: manifest["files"][name] for name in map(shard_name, range(manifest["world_size"]))}
     try:
         plan = strict_json(text, where)
-        made = _allocate(plan, sum(each["size"] for each in files.values()), held)
-        _fill(made, plan, directory, files)
+        tensors = _allocate(plan, sum(file["size"] for file in files.values()), held)
+        _fill(tensors, plan, directory, files)
     # Hostile text may have any type anywhere.
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointDamaged(f"{where}: does not describe the shards ({str(error)[:160]!r}). {REMEDY}") from error
-    model = {name.removeprefix(OF_MODEL): each.tensor() for name, each in made.items() if name.startswith(OF_MODEL)}
-    rest = {name.removeprefix(OF_STATE): each.tensor() for name, each in made.items() if name.startswith(OF_STATE)}
+    model = {name.removeprefix(OF_MODEL): each.tensor() for name, each in tensors.items() if name.startswith(OF_MODEL)}
+    rest = {name.removeprefix(OF_STATE): each.tensor() for name, each in tensors.items() if name.startswith(OF_STATE)}
     return model, rest
 
 
@@ -134,12 +134,12 @@ def _allocate(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _T
         raise ValueError("a shape is not a list of sizes")
     if sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds.values()) > limit:
         raise ValueError("it claims more than the files hold")
-    found = {}
+    tensors = {}
     for name, (shape, dtype) in kinds.items():
         reference = held.get(name, held.get(name.rpartition(".")[0] + "."))
         fits = reference is not None and is_sharded(reference) and reference.shape == shape
-        found[name] = _Target(torch.empty(shape, dtype=dtype, device="meta"), reference if fits else None)
-    return found
+        tensors[name] = _Target(torch.empty(shape, dtype=dtype, device="meta"), reference if fits else None)
+    return tensors
 
 
 class _Target:

@@ -94,9 +94,9 @@ def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 
     Only identical views are tied; views that overlap are each written by themselves.
     """
-    kept: dict[str, Tensor] = {}
+    separate_tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
-    seen: dict[tuple[object, ...], str] = {}
+    name_at: dict[tuple[object, ...], str] = {}
     for name, tensor in tensors.items():
         if not isinstance(name, str) or name == "__metadata__" or not name.isprintable():
             raise CheckpointError(f"the model's state has the key {name!r:.80}, which files cannot hold; rename it")
@@ -106,12 +106,12 @@ def separate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
                 "return a tensor from get_extra_state(), or leave it out of the model's state"
             )
         key = view_key(tensor)
-        first = name if key is None else seen.setdefault(key, name)
+        first = name if key is None else name_at.setdefault(key, name)
         if first == name:
-            kept[name] = tensor
+            separate_tensors[name] = tensor
         else:
             tied[name] = first
-    return kept, tied
+    return separate_tensors, tied
 
 
 def shared_memory(tensors: Sequence[tuple[str, object]]) -> tuple[str, str] | None:

@@ -83,19 +83,19 @@ def load_safetensors(path: Path, entry: FileEntry | None = None) -> dict[str, Te
 
 def parse_format(name: str) -> str:
     """Return "safetensors" or "ckpt" for the name of a format, with or without a leading dot."""
-    found = _FORMATS.get(str(name).removeprefix("."))
-    if found is None:
+    format_name = _FORMATS.get(str(name).removeprefix("."))
+    if format_name is None:
         raise ConfigError(f"unknown model format {name!r}; write 'safetensors' or 'ckpt'")
-    return found
+    return format_name
 
 
 def format_of(path: PurePath) -> str:
     """Return the format that the suffix of a file stands for."""
-    found = SUFFIXES.get(path.suffix.lower())
-    if found is None:
+    format_name = SUFFIXES.get(path.suffix.lower())
+    if format_name is None:
         *most, last = SUFFIXES
         raise ConfigError(f"{path}: unknown suffix {path.suffix!r} for weights; write {', '.join(most)} or {last}")
-    return found
+    return format_name
 
 
 # ---------------------------------------------------------------------------------------------------- safetensors
@@ -229,15 +229,15 @@ def _ties(notes: Mapping[str, str], tensors: Mapping[str, Tensor], where: str) -
 
 def write_ckpt(write: Callable[[Any], object], tensors: Mapping[str, Tensor]) -> None:
     """Write tensors as ``torch.save`` does, as a dict on the CPU that ``weights_only=True`` loads; tied ones once."""
-    kept, tied = separate(tensors)
-    made: dict[str, Tensor] = {}
-    for name, tensor in kept.items():
+    untied, tied = separate(tensors)
+    content: dict[str, Tensor] = {}
+    for name, tensor in untied.items():
         host = dense(tensor, name)
         # torch.save writes the whole memory behind a view: a view that is less than that is copied.
         whole = host.untyped_storage().nbytes() == host.numel() * host.element_size()
-        made[name] = host if whole else host.clone()
-    sink = _Sink(write, {host.data_ptr(): byte_view(host) for host in made.values()})
-    torch.save({name: made[tied.get(name, name)] for name in tensors}, cast("IO[bytes]", sink))
+        content[name] = host if whole else host.clone()
+    sink = _Sink(write, {host.data_ptr(): byte_view(host) for host in content.values()})
+    torch.save({name: content[tied.get(name, name)] for name in tensors}, cast("IO[bytes]", sink))
 
 
 def read_ckpt(data: bytes, where: str) -> dict[str, Tensor]:
@@ -247,7 +247,7 @@ def read_ckpt(data: bytes, where: str) -> dict[str, Tensor]:
     """
     try:
         _refuse_odd_pickle(_refuse_odd_zip(data))
-        made = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     # torch raises nearly any exception for a hostile file; the caller gets ours.
     except Exception as error:
         reason = str(error).strip().split("\n")[0][:160]
@@ -257,26 +257,30 @@ def read_ckpt(data: bytes, where: str) -> dict[str, Tensor]:
             "saved = torch.load(path, weights_only=False), and apply_weights(saved['state_dict']) for a checkpoint of "
             "Lightning, or apply_weights(saved.state_dict()) for a whole module."
         ) from error
-    if isinstance(made, dict) and _is_state(made.get("state_dict")):  # A checkpoint of Lightning.
-        made = made["state_dict"]
-    if _is_state(made):
-        return dict(made)
-    found = f"a dict with the keys {list(made)[:5]!r:.120}" if isinstance(made, dict) else f"a {type(made).__name__}"
-    keys = [key for key, part in made.items() if _is_state(part)] if isinstance(made, dict) else []
+    if isinstance(content, dict) and _is_state(content.get("state_dict")):  # A checkpoint of Lightning.
+        content = content["state_dict"]
+    if _is_state(content):
+        return dict(content)
+    description = (
+        f"a dict with the keys {list(content)[:5]!r:.120}"
+        if isinstance(content, dict)
+        else f"a {type(content).__name__}"
+    )
+    keys = [key for key, part in content.items() if _is_state(part)] if isinstance(content, dict) else []
     hint = f", or give that part: apply_weights(torch.load(path)[{keys[0]!r:.80}])" if keys else ""
     raise CheckpointDamaged(
-        f"{where}: contains {found}; expected a dict of tensors. Store only the model's state{hint}."
+        f"{where}: contains {description}; expected a dict of tensors. Store only the model's state{hint}."
     )
 
 
 def read_trusted(path: Path) -> dict[str, Tensor]:
     """Read what ``torch.save`` wrote, and run whatever code it contains."""
-    made = torch.load(path, map_location="cpu", weights_only=False)
-    made = made.state_dict() if isinstance(made, nn.Module) else made
-    made = made["state_dict"] if isinstance(made, dict) and _is_state(made.get("state_dict")) else made
-    if _is_state(made):
-        return dict(made)
-    raise CheckpointDamaged(f"{path}: contains a {type(made).__name__}; expected a state_dict or a torch.nn.Module")
+    content = torch.load(path, map_location="cpu", weights_only=False)
+    content = content.state_dict() if isinstance(content, nn.Module) else content
+    content = content["state_dict"] if isinstance(content, dict) and _is_state(content.get("state_dict")) else content
+    if _is_state(content):
+        return dict(content)
+    raise CheckpointDamaged(f"{path}: contains a {type(content).__name__}; expected a state_dict or a torch.nn.Module")
 
 
 def _is_state(made: object) -> bool:

@@ -82,14 +82,14 @@ class SavePlan(NamedTuple):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights in it, by their names and the offsets of each part: ``name@0,8``, ``name@`` if whole."""
-        found: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
         for file, content in self.files.items():
             for name, tensor in content.items() if isinstance(content, dict) else ():
                 if file in MODEL_FILES.values():
-                    found[f"{name}@"] = tensor
+                    parts[f"{name}@"] = tensor
                 elif file != STATE_TENSORS and name.startswith(OF_MODEL):
-                    found[name.removeprefix(OF_MODEL)] = tensor
-        return found
+                    parts[name.removeprefix(OF_MODEL)] = tensor
+        return parts
 
 
 def plan(

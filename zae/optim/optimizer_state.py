@@ -84,8 +84,8 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
     """Return an optimizer and the optimizers that it wraps, at any depth: any of these may load the state."""
-    found = [optimizer]
-    for each in found:
+    optimizers = [optimizer]
+    for each in optimizers:
         for value in vars(each).values():
             candidates = [value]
             if isinstance(value, dict):
@@ -93,9 +93,9 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
             elif isinstance(value, (list, tuple)):
                 candidates += value
             for inner in candidates:
-                if isinstance(inner, Optimizer) and not any(inner is known for known in found):
-                    found.append(inner)
-    return found
+                if isinstance(inner, Optimizer) and not any(inner is other for other in optimizers):
+                    optimizers.append(inner)
+    return optimizers
 
 
 def wraps_others(optimizer: Optimizer) -> bool:
@@ -162,10 +162,10 @@ def _on_device(
             moved[found] = value.to(device=device, dtype=dtype)
         return moved[found]
     if isinstance(value, dict):
-        made = value.copy()
+        copied = value.copy()
         for name, each in value.items():
-            made[name] = _on_device(each, device, group, moved, name)
-        return made
+            copied[name] = _on_device(each, device, group, moved, name)
+        return copied
     if type(value) in (list, tuple):
         return type(value)(_on_device(each, device, group, moved) for each in value)
     if type(value) is deque:
@@ -182,15 +182,15 @@ def device_of(optimizer: Optimizer) -> torch.device:
     """Return the device of the first parameter of an optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            found: torch.device = parameter.device
-            return found
+            device: torch.device = parameter.device
+            return device
     return torch.device("cpu")
 
 
 def move_to_device(state: Mapping[str, Any], places: Collection[str], device: torch.device) -> Any:
     """Return a state with the tensors of these names, as `places_on_device` returned them, on a device."""
-    found = {path: each for path, each in _apart_from_parameters(state) if path in places}
-    moved = {id(each): each.to(device) for each in found.values() if isinstance(each, Tensor)}
+    tensors = {path: each for path, each in _apart_from_parameters(state) if path in places}
+    moved = {id(each): each.to(device) for each in tensors.values() if isinstance(each, Tensor)}
     return map_tensors(lambda each: moved.get(id(each), each), state) if moved else state
 
 
@@ -212,8 +212,10 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **i
     # The copy has no hooks of the step, and neither a scheduler nor a trainer follows it.
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         instead.setdefault(name, OrderedDict())
-    own = {key: each for key, each in vars(optimizer).items() if key not in (*instead, "step", "add_param_group")}
-    for hooks in own.values():
+    attributes = {
+        key: each for key, each in vars(optimizer).items() if key not in (*instead, "step", "add_param_group")
+    }
+    for hooks in attributes.values():
         if not isinstance(hooks, dict):
             continue
         for hook in hooks.values():
@@ -223,7 +225,7 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **i
     for inner in with_inner(optimizer)[1:]:
         if id(inner) not in memo:
             copy_optimizer(inner, memo)
-    vars(twin).update(copy.deepcopy(own, memo), **instead)
+    vars(twin).update(copy.deepcopy(attributes, memo), **instead)
     return twin
 
 
@@ -319,11 +321,11 @@ def like_parameter_layout(value: Tensor, parameter: Tensor) -> Tensor:
 
 def grow_lambdas(scheduler: Any) -> None:
     """Give a schedule of functions, and those within it, one for each group of its optimizer, if it has only one."""
-    for each in [scheduler, *parts_of(scheduler)]:
-        functions = getattr(each, "lr_lambdas", None)
+    for part in [scheduler, *parts_of(scheduler)]:
+        functions = getattr(part, "lr_lambdas", None)
         if isinstance(functions, list) and functions and all(function is functions[0] for function in functions):
-            missing = len(each.optimizer.param_groups) - len(functions)
-            each.lr_lambdas = functions + functions[:1] * missing  # Another list: on an error the old one is put back.
+            missing = len(part.optimizer.param_groups) - len(functions)
+            part.lr_lambdas = functions + functions[:1] * missing  # Another list: on an error the old one is put back.
 
 
 def has_own_form(optimizer: Optimizer, state: Any) -> bool:
@@ -342,7 +344,7 @@ def check_groups(name: str, optimizer: Optimizer, state: Any, added: Sequence[in
     of_parameters = [None]
     if isinstance(entries, Mapping):
         of_parameters = [each for key, each in entries.items() if type(key) is int]
-    if not all(isinstance(each, Mapping) for each in of_parameters):
+    if not all(isinstance(of_parameter, Mapping) for of_parameter in of_parameters):
         raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
     saved = [len(group["params"]) for group in state["param_groups"]]
     present = [len(group["params"]) for group in optimizer.param_groups] + [*added]
