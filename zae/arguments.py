@@ -22,8 +22,20 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache, wraps
 from numbers import Integral, Real
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, cast, get_args, get_origin
+from types import NoneType, SimpleNamespace, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
@@ -161,7 +173,8 @@ def declared_arguments(function: Callable[..., Any]) -> dict[str, Declaration]:
     for name, annotation in function.__annotations__.items():
         # Each alone: a name in the type of another parameter may be there for type checkers only.
         with suppress(NameError, AttributeError, TypeError):
-            kind = eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
+            parameter = SimpleNamespace(__annotations__={name: annotation})
+            kind = get_type_hints(parameter, function.__globals__, include_extras=True)[name]
             declarations[name] = _declaration(kind)
     declarations.pop("return", None)
     return declarations

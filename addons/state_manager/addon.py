@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from zae.addon import AddOnBase, Fact
 from zae.addons.state_manager.checkpointer import Checkpointer, Content, FolderCheckpointer, make_checkpointer
@@ -193,7 +193,10 @@ class StateManagerAddon(AddOnBase):
         save_weights_every: Every | int | None = None,
         keep_weights: Count | None = None,
         keep_best_weights: CountOrZero = 0,
-        checkpointer: Callable[[Path], Checkpointer] = FolderCheckpointer,
+        checkpointer: Annotated[
+            Callable[[Path], Checkpointer],
+            "a class derived from zae.addons.state_manager.Checkpointer, or a functools.partial of one",
+        ] = FolderCheckpointer,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)

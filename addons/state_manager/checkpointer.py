@@ -436,16 +436,13 @@ class FolderCheckpointer(Checkpointer):
         return False  # All are folders on the local disk, also those that a killed save has moved aside.
 
 
-def make_checkpointer(checkpointer: Any, folder: Path) -> Checkpointer:
-    """Call what was given as the option ``checkpointer``."""
-    instance = checkpointer(folder) if callable(checkpointer) else checkpointer
+def make_checkpointer(checkpointer: Callable[[Path], Any], folder: Path) -> Checkpointer:
+    """Call the option ``checkpointer``."""
+    instance = checkpointer(folder)
     if not isinstance(instance, Checkpointer):
-        description = (
-            f"returned a {type(instance).__name__}" if callable(checkpointer) else f"is a {type(instance).__name__}"
-        )
         raise ConfigError(
-            f"checkpointer {description}; give a class derived from zae.addons.state_manager.Checkpointer, or a "
-            "functools.partial of one"
+            f"checkpointer returned a {type(instance).__name__}; give a class derived from "
+            "zae.addons.state_manager.Checkpointer, or a functools.partial of one"
         )
     return instance
 

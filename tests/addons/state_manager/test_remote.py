@@ -331,9 +331,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         make(FsspecCheckpointer.at("nowhere://a"))
     with pytest.raises(ConfigError, match="FsspecCheckpointer cannot store save_format='sharded'; write save_format="):
         make(FsspecCheckpointer.at("memory://a"), save_format="sharded")
-    with pytest.raises(
-        ConfigError, match=r"checkpointer is a str; give a class derived from zae\.addons\.state_manager\.Checkpointer"
-    ):
+    with pytest.raises(ConfigError, match=r"checkpointer='memory://a'; it must be a class derived from zae\.addons\."):
         make("memory://a")
     with pytest.raises(ConfigError, match="checkpointer returned a dict; give a class"):
         make(lambda *args, **options: {})
