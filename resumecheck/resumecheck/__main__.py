@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--resume-with", metavar="WORDS", default="", help="added to resume; {newest} or {newest:GLOB} is a checkpoint")
     add("--horizon", metavar="STEPS", type=int, default=20, help="compared after a resume, at least (20)")
+    add("--steps", type=int, help="end the first run after so many steps, where training takes days")
     add("--to-the-end", action="store_true", help="run each instant to the end")
     add("--all", action="store_true", dest="all_instants", help="try all instants of all saves")
     add("--sigterm", action="store_true", help="try what a signal to end costs, too")

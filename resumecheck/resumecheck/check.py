@@ -40,6 +40,7 @@ class Options:
 
     resume_with: str = ""
     horizon: int = 20
+    steps: int | None = None
     to_the_end: bool = False
     all_instants: bool = False
     sigterm: bool = False
@@ -200,17 +201,18 @@ class _Check:
     def _take_reference(self) -> None:
         """Run the script to its end, with a snapshot at each change of a file."""
         _say(f"the reference: {shlex.join(self.result.command)}")
-        self.reference = self.runner.start(self.workspace.base, snapshots=True)
-        if self.runner.forks and (self.reference.status != 0 or self.reference.is_stuck):
+        self._run_reference()
+        has_failed = self.reference.status != 0 and not self.reference.is_limited
+        if self.runner.forks and (has_failed or self.reference.is_stuck):
             _say("a fork of the script does not go on: once more, with a start of its own for each run")
             self.runner.close(can_wait=False)
-            self.reference = self.runner.start(self.workspace.base, snapshots=True)
+            self._run_reference()
         self._check_reference()
         if not self.reference.rows and self.reference.saw_backward:
             _say("no step of torch.optim is seen: once more, with a row for each backward")
             self.runner.close()
             self.runner.by = "backward"
-            self.reference = self.runner.start(self.workspace.base, snapshots=True)
+            self._run_reference()
             self._check_reference()
         if not self.reference.rows:
             raise Refused(
@@ -223,6 +225,8 @@ class _Check:
         result.steps, result.ranks = self.reference.count(), len(self.reference.rows)
         result.saves = [each for each in find_saves(self.reference, self.end) if each.events[0]["row"] < result.steps]
         self.runner.same = [name for name, entry in self.workspace.base.items() if self.end.get(name) == entry]
+        if self.reference.is_limited:
+            result.notes.append(f"only the first {result.steps} steps were tried")
         self._note_random_states()
         snapshots = sum("tree" in each for each in self.reference.events)
         _say(
@@ -230,8 +234,11 @@ class _Check:
             f"({self.workspace.stored_bytes >> 20} MB), {self.reference.seconds:.1f} s, {result.ranks} rank(s)"
         )
 
+    def _run_reference(self) -> None:
+        self.reference = self.runner.start(self.workspace.base, snapshots=True, limit=self.options.steps)
+
     def _check_reference(self) -> None:
-        if self.reference.status != 0:
+        if self.reference.status != 0 and not self.reference.is_limited:
             raise Refused(f"the script fails without any kill: {_last_words(self.reference)}")
 
     def _note_random_states(self) -> None:
@@ -249,7 +256,12 @@ class _Check:
         least = self.reference.weight_bytes // 4
         large = [name for name in files if os.path.getsize(self.end[name].source) >= max(least, 256)]
         at_end = find_saves(self.reference, self.end)
-        if at_end:
+        if self.reference.is_limited:
+            message = (
+                f"nothing is saved in the first {self.result.steps} steps, which alone were run: give more --steps"
+            )
+            self.result.whole = Judgement(NOT_JUDGED, message, ["not seen"])
+        elif at_end:
             line = at_end[-1].events[0].get("line", "")
             message = f"it saves only after the last step ({line}): a kill loses all work"
             self.result.whole = fail("does not resume", message)
@@ -267,7 +279,8 @@ class _Check:
     # --- instants
 
     def _try_instants(self) -> None:
-        instants = choose_instants(self.result.saves, self.reference, self.options.all_instants)
+        chosen = choose_instants(self.result.saves, self.reference, self.options.all_instants)
+        instants = [each for each in chosen if each.done < self.result.steps or not self.reference.is_limited]
         self.result.instants = len(instants)
         confirmed: set[str] = set()
         for number, instant in enumerate(instants, 1):
@@ -288,7 +301,10 @@ class _Check:
     def _try_instant(self, instant: Instant, confirmed: set[str]) -> Judgement:
         """Start the script in an instant; a failure of a late fork is confirmed by an early one, once for a cause."""
         more = self._resume_words(instant.tree)
-        limit = None if instant.runs_to_end or self.options.to_the_end else self._limit(instant)
+        is_to_end = (instant.runs_to_end or self.options.to_the_end) and not self.reference.is_limited
+        limit = None if is_to_end else self._limit(instant)
+        if limit is not None and self.reference.is_limited:
+            limit = min(limit, self.result.steps - instant.done)  # There is nothing to compare with what comes after.
         is_late = self.result.ranks == 1
         run = self.runner.start(instant.tree, limit=limit, more=more, is_late=is_late)
         judgement = self._judge(instant, run)
@@ -376,7 +392,8 @@ class _Check:
             self.result.notes.append("at SIGTERM the script goes on to its end")
             return
         tree = self.workspace.snapshot()
-        again = self.runner.start(tree, more=self._resume_words(tree), limit=self.options.horizon)
+        limit = min(self.options.horizon, self.result.steps - done)
+        again = self.runner.start(tree, more=self._resume_words(tree), limit=limit)
         resume = Resume(again.rows, 0, done, not again.is_limited, False, set())
         judgement = judge(self.reference.rows, resume, self.reference.names)
         resumed = judgement.resumed or 0

@@ -47,6 +47,20 @@ def test_the_command_prints_an_object_and_appends_a_page(tmp_path: Path, capsys:
     assert "| killed after step 21, the first after a save | passed |" in text
 
 
+@pytest.mark.usefixtures("_in_a_folder_with_a_script")
+def test_a_script_that_does_not_end_is_tried_for_its_first_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    endless = Path("train.py").read_text().replace("range(first, steps)", "itertools.count(first)")
+    Path("train.py").write_text("import itertools\n" + endless)
+    assert main(["--steps", "25", "train.py"]) == 0
+    assert "only the first 25 steps were tried" in capsys.readouterr().out
+    faulty = endless.replace('torch.set_rng_state(state["random"])', "pass")
+    Path("train.py").write_text("import itertools\n" + faulty)
+    assert main(["--steps", "25", "train.py"]) == 1
+    assert "random state" in capsys.readouterr().out
+    assert main(["--steps", "9", "train.py"]) == 2
+    assert "nothing is saved in the first 9 steps" in capsys.readouterr().out
+
+
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("_in_a_folder_with_a_script")
 def test_a_fixture_of_pytest(resumes) -> None:  # type: ignore[no-untyped-def]
