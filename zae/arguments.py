@@ -59,11 +59,11 @@ class Interval(NamedTuple):
     >>> from typing import Annotated
     >>> from zae.arguments import Interval, checked
     >>> @checked
-    ... def drop(share: Annotated[float, Interval("[0, 1)")]):
-    ...     return share
-    >>> drop(1.5)
+    ... def average(decay: Annotated[float, Interval("[0, 1)")]):
+    ...     return decay
+    >>> average(1.5)
     Traceback (most recent call last):
-    zae.errors.ConfigError: share=1.5; it must be a number in [0, 1)
+    zae.errors.ConfigError: decay=1.5; it must be a number in [0, 1)
     """
 
     text: str

@@ -211,10 +211,13 @@ class Runner:
             server.bind(name)
             server.listen(1)
             server.settimeout(_POLL_S)
-            process = self._open(plan, more) if early is None else None
-            if process is not None:
+            process = None
+            if early is None:
+                process = self._open(plan, more)
                 self.templates.append(process)
-            pid = process.pid if process is not None else early.fork(plan)
+                pid = process.pid
+            else:
+                pid = early.fork(plan)
             until = min(time.monotonic() + _FORK_TIMEOUT_S, self.deadline)
             while _is_running(pid) and time.monotonic() < until:
                 with contextlib.suppress(socket.timeout):

@@ -272,7 +272,7 @@ class Fork:
             state = random.getstate()
             pid = os.fork()
             if not pid:
-                random.Random.setstate(random._inst, state)  # type: ignore[attr-defined]  # A fork seeds it anew.
+                random.Random.setstate(random._inst, state)  # A fork seeds it anew.
                 self.is_waiting = False
                 self.begin_threads()
                 os.setsid()

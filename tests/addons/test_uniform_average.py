@@ -121,7 +121,7 @@ def test_an_exponential_average_may_begin_later() -> None:
 
 def test_options_out_of_range_are_refused() -> None:
     for options, text in (
-        ({"averaging": "mean"}, "write averaging='exponential'"),
+        ({"averaging": "mean"}, "averaging='mean'; it must be 'exponential'"),
         ({"average_start": -1}, "average"),
         ({"averaging": "uniform", "decay": 0.9}, "decay=0.9 is for averaging='exponential'.*leave it out"),
     ):

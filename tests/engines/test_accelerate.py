@@ -518,7 +518,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def args(**options: Any) -> dict[str, Any]:
         return {"accelerator_args": options}
 
-    refused("give a dict", accelerator_args=3)
+    refused("must be a dict", accelerator_args=3)
     refused(
         "'mixed_precison', which Accelerator does not take.*did you mean 'mixed_precision'", **args(mixed_precison="no")
     )
