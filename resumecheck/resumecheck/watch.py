@@ -6,6 +6,7 @@ each change of a file before it is made. The parent stops all processes, takes a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.machinery
@@ -105,14 +106,15 @@ class Watch:
         return situation
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send a message to the parent, and wait for its answer."""
+        """Send a message to the parent, and wait for its answer; without one this process ends at once."""
         message["rank"] = rank_of_process()
-        try:
-            with socket.socket(socket.AF_UNIX) as line:
-                line.connect(self.plan["socket"])
-                line.sendall(json.dumps(message).encode() + b"\n")
-                line.recv(1)
-        except OSError:  # Never one of the script's: it would take it for an answer of its own call.
+        answer = b""
+        # An error is never one of the script's: it would take it for an answer of its own call.
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
+            line.connect(self.plan["socket"])
+            line.sendall(json.dumps(message).encode() + b"\n")
+            answer = line.recv(1)
+        if not answer:
             os.kill(os.getpid(), signal.SIGKILL)
 
     # --- saves
