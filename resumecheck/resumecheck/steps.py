@@ -217,7 +217,9 @@ class Recorder:
         result = original(tensor, *args, **kwargs)
         if self.by == "backward":
             models = [model for reference in self.models.values() if (model := reference()) is not None]
-            weights = [each for model in models for each in model.parameters() if each.requires_grad]
+            # Once each: a second model of the same weights, which has built the first, may be gone in the next step.
+            parameters = {id(each): each for model in models for each in model.parameters()}
+            weights = [each for each in parameters.values() if each.requires_grad]
             start: dict[str, Any] = {"before": self.sums(weights)}
             if not self.count:
                 start["state_before"] = []

@@ -457,6 +457,35 @@ SCHEDULES_BY_EPOCHS = LOOP.replace(
     "        if (step + 1) % every == 0:",
     "        if step % 10 == 9:\n            scheduler.step()\n        if (step + 1) % every == 0:",
 )
+HDF5 = """
+import os
+import h5py
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+probe = torch.nn.Sequential(*model)  # Of the same weights, and gone before the second step.
+probe(torch.zeros(1, 4))
+data = torch.randn(100, 4)
+first = 0
+if os.path.exists("last.h5"):
+    with h5py.File("last.h5") as file:
+        model.load_state_dict({name: torch.tensor(file[name][()]) for name in model.state_dict()})
+        first = FIRST
+for step in range(first, 24):
+    model.zero_grad()
+    model(data[4 * step : 4 * step + 4]).square().mean().backward()
+    with torch.no_grad():
+        for each in model.parameters():
+            each -= 0.1 * each.grad
+    probe = None
+    if step % 6 == 5:
+        with h5py.File("new.h5", "w") as file:
+            for name, each in model.state_dict().items():
+                file[name] = each.numpy()
+            file.attrs["step"] = step + 1
+        os.replace("new.h5", "last.h5")
+"""
 TIME = LOOP.replace("8 * step + 8])", "8 * step + 8] * (time.time_ns() % 1000))").replace(
     "import os", "import os, time"
 )
@@ -526,6 +555,7 @@ KINDS = {
         set(),
         "31 steps are made in all",
     ),
+    "HDF5": (HDF5.replace("FIRST", 'int(file.attrs["step"])'), set(), set(), "resumed after step 18"),
     "maker": (GAN.replace("FORGOTTEN", "maker"), {"weights"}, set(), "Adam, optimizer 2 of 2, of weight, ..."),
     "critic": (
         GAN.replace("FORGOTTEN", "critic"),
