@@ -84,6 +84,8 @@ class Result:
         known = {cause for other, each in failed if kind == "save" and other == "step" for cause in each.causes}
         own = [each for other, each in failed if other == kind]
         known |= {cause for each in own for cause in each.causes[1:] if cause != own[0].cause}
+        if any(each.cause in ("repeated work", "skipped work") for each in own):
+            known.add("samples")  # So it shows in a run that is stopped before its end.
         return list(dict.fromkeys(each.cause for each in own if each.cause not in known))
 
     @property
