@@ -46,6 +46,12 @@ class Retention:
         """Return the rule for the options ``keep_last`` and ``keep_best``, where the best is the "min" or the "max"."""
         return cls(keep_last, keep_best, 1 if direction == "min" else -1)
 
+    def __str__(self) -> str:
+        if self.last is None:
+            return "all are kept"
+        best = f" and the best {self.best}" if self.best > 0 else ""
+        return f"the newest {self.last}{best} are kept"
+
     def best_first(self) -> list[str]:
         """Return the names with a score, best first and of equal ones the older; NaN is not a score."""
         scored = [(self.sign * score, name) for name, score in self.scores.items() if score is not None]
@@ -382,12 +388,9 @@ class Checkpoints:
     def plan_lines(self, plan: Any, every: Every) -> list[str]:
         """Set in a plan when is saved, and describe what is kept."""
         plan.save(every)
-        last, best = self.retention.last, self.retention.best
-        retention = (
-            "all are kept" if last is None else f"the newest {last}{f' and the best {best}' * (best > 0)} are kept"
-        )
-        more = "; and where a validation is the best so far" if best and plan.validates_at else ""
-        return [f"checkpoints are saved in {self.folder}, and {retention}{more}", *self.weights.plan_lines()]
+        is_best_saved = self.retention.best and plan.validates_at
+        more = "; and where a validation is the best so far" if is_best_saved else ""
+        return [f"checkpoints are saved in {self.folder}, and {self.retention}{more}", *self.weights.plan_lines()]
 
     # -------------------------------------------------------------------------------------------------------- loading
 

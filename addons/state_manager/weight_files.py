@@ -107,11 +107,6 @@ class WeightFiles:
         """Say when they are saved."""
         if not self.is_used:
             return []
-        last = self.rule.last
-        best = self.rule.best
         if self.every is None:
-            return [f"the weights alone are saved after each best validation, and the best {best} are kept"]
-        retention = (
-            "all are kept" if last is None else f"the newest {last}{f' and the best {best}' * (best > 0)} are kept"
-        )
-        return [f"the weights alone are saved too, {self.every!r}, and {retention}"]
+            return [f"the weights alone are saved after each best validation, and the best {self.rule.best} are kept"]
+        return [f"the weights alone are saved too, {self.every!r}, and {self.rule}"]

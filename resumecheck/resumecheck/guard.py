@@ -176,7 +176,7 @@ class Guard:
         sys.addaudithook(self.audit)
         when_imported("torch", lambda torch: self._wrap(torch, "save", 1, "f"))
         when_imported("safetensors", lambda safetensors: self._wrap(safetensors, "serialize_file", 1, "filename"))
-        when_imported("h5py", self._wrap_hdf5)
+        before_hdf5_writes(lambda path: self.check("write", path))
 
     def audit(self, event: str, arguments: Any) -> None:
         """Refuse an event that would change a file outside of the folders."""
@@ -227,17 +227,6 @@ class Guard:
 
         setattr(module, name, call)
 
-    def _wrap_hdf5(self, module: Any) -> None:
-        original = module.File.__init__
-
-        @functools.wraps(original)
-        def call(file: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-            if mode != "r":
-                self.check("write", name)
-            original(file, name, mode, *args, **kwargs)
-
-        module.File.__init__ = call
-
 
 class _Finder:
     """Call a function as soon as a module has been imported. To look whether there is one is no import."""
@@ -275,6 +264,23 @@ def when_imported(name: str, action: Callable[[Any], None]) -> None:
         action(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Finder(name, action))
+
+
+def before_hdf5_writes(action: Callable[[Any], None]) -> None:
+    """Call a function with each file that h5py is about to open for writing: it does so in C, without an event."""
+
+    def wrap(module: Any) -> None:
+        original = module.File.__init__
+
+        @functools.wraps(original)
+        def call(file: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+            if mode != "r":
+                action(name)
+            original(file, name, mode, *args, **kwargs)
+
+        module.File.__init__ = call
+
+    when_imported("h5py", wrap)
 
 
 def _main(folders: str, *command: str) -> None:

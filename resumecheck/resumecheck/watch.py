@@ -48,7 +48,7 @@ class Watch:
         sys.addaudithook(self.audit)
         guard.when_imported("torch", self.watch_torch)
         guard.when_imported("safetensors", self.watch_safetensors)
-        guard.when_imported("h5py", self.watch_hdf5)
+        guard.before_hdf5_writes(self.watch_hdf5)
         guard.when_imported("safetensors.torch", self.watch_safetensors_of_torch)
 
     # --- files
@@ -162,15 +162,10 @@ class Watch:
 
         module.serialize_file = steps.wrap(module.serialize_file, call)
 
-    def watch_hdf5(self, module: Any) -> None:
-        """See files that are opened in C, such as those of Keras."""
-
-        def call(original: Any, file: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-            if mode != "r" and isinstance(name, (str, os.PathLike)):
-                self.change("write", name)
-            original(file, name, mode, *args, **kwargs)
-
-        module.File.__init__ = steps.wrap(module.File.__init__, call)
+    def watch_hdf5(self, path: Any) -> None:
+        """See files that h5py writes, such as those of Keras."""
+        if isinstance(path, (str, os.PathLike)):
+            self.change("write", path)
 
     def _content(self, value: Any) -> dict[str, Any]:
         """Return the fingerprints of the tensors in an object, and what its entries are."""
