@@ -10,21 +10,33 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from torch import Tensor, nn
+
 from zae.addon import AddOnBase, Fact
-from zae.addons.state_manager.checkpointer import Checkpointer, Content, FolderCheckpointer, make_checkpointer
+from zae.addons.state_manager.checkpointer import (
+    Checkpointer,
+    Content,
+    FolderCheckpointer,
+    make_checkpointer,
+    step_of_weights,
+)
+from zae.addons.state_manager.checkpoints import Checkpoints
 from zae.addons.state_manager.crash import EXACT, CrashSaver
-from zae.addons.state_manager.keep import Checkpoints, Retention
+from zae.addons.state_manager.lineage import Lineage
 from zae.addons.state_manager.load_check import LoadCheck
 from zae.addons.state_manager.resume import Resumption, find, newest_whole, read
-from zae.addons.state_manager.saver import check_moment, format_for
+from zae.addons.state_manager.retention import Retention
 from zae.addons.state_manager.shared_disk import check_shared_disk
 from zae.addons.state_manager.start_from import Start
 from zae.addons.state_manager.stop_signals import StopSignals
 from zae.addons.state_manager.weight_files import WeightFiles
 from zae.arguments import Count, CountOrZero
 from zae.checkpoint.group import Group
+from zae.checkpoint.names import step_of
+from zae.checkpoint.tensor_bytes import DTYPES
+from zae.checkpoint.tensor_files import parse_format
 from zae.compose.introspect import add_ons_of
-from zae.errors import CheckpointError, CheckpointMismatch, MonitorError
+from zae.errors import CheckpointError, CheckpointMismatch, ConfigError, MonitorError
 from zae.loop.progress import SIGNALED, Every
 from zae.loop.rank_states import RankStates, load_from_file
 from zae.model.weights import named_parameters
@@ -150,8 +162,8 @@ class StateManagerAddon(AddOnBase):
         "mid_epoch": "_resumption.mid_epoch",
         "reshard": "_resumption.reshard",
         "allow_partial": "_resumption.allow_partial",
-        "save_weights_every": "checkpoints.weights.every",
-        "keep_best_weights": "checkpoints.weights.rule.best",
+        "save_weights_every": "_weight_files.every",
+        "keep_best_weights": "_weight_files.rule.best",
     }
 
     replicated_options = {
@@ -168,6 +180,7 @@ class StateManagerAddon(AddOnBase):
     }
     _resumption: Resumption
     checkpoints: Checkpoints
+    _weight_files: WeightFiles
     _load_check: LoadCheck
     _stop_signals: StopSignals
     _crash: CrashSaver
@@ -210,15 +223,21 @@ class StateManagerAddon(AddOnBase):
         start = Start(start_from, start_with, type(self), folder, resume, allow_partial)
         self._resumption = Resumption(resume, mid_epoch, reshard, allow_partial, start)
         self.checkpointer = make_checkpointer(checkpointer, folder)
-        retention = Retention.parse(keep_last, keep_best, self.history.direction)
+        direction = self.history.direction
+        self._weight_files = WeightFiles(
+            self.checkpointer,
+            model_format,
+            save_weights_every,
+            keep_weights,
+            keep_best_weights,
+            direction,
+            on_save_error,
+        )
         self.checkpoints = Checkpoints(
             self.checkpointer,
             model_format,
-            retention,
-            WeightFiles(
-                self.checkpointer, model_format, save_weights_every, keep_weights, keep_best_weights, retention.sign
-            ),
-            composition=[add_on.__name__ for add_on in add_ons_of(type(self))],
+            Retention(keep_last, keep_best, direction),
+            Lineage([add_on.__name__ for add_on in add_ons_of(type(self))]),
             in_background=save_async,
             on_save_error=on_save_error,
             warns_of_nonfinite=self.nonfinite.policy != "raise",
@@ -269,17 +288,16 @@ class StateManagerAddon(AddOnBase):
                 self._load_check.skip(self.optimization)
                 resumption.note_resumed(found[0], self.progress_checker.run_calls)
                 resumption.restart_epoch(self.progress_checker, self.loader_position)
-        self.checkpoints.begin_run(secrets.token_hex(8))
+        self.checkpoints.lineage.name_run(secrets.token_hex(8))
 
     def on_run_begin(self) -> None:
         """Take the folder, refuse to mix the checkpoints of two runs in it, and listen to signals."""
         super().on_run_begin()
         self._crash.begin(self.progress_checker, self.gather(secrets.token_hex(8))[0])
         self.checkpoints.has_failed = False
-        self.checkpoints.about_run = {}
-        open_folder = partial(self.checkpoints.open, self.progress_checker.step, self.overwrite)
+        self.checkpoints.lineage.about_run = {}
         group = Group(self.rank, self.gather)
-        group.together(open_folder if self.is_main else lambda: None, self.save_path)
+        group.together(self._open_folder, self.save_path)
         if self.world_size > 1 and isinstance(self.checkpointer, FolderCheckpointer):
             is_sharded = self.checkpoints.model_format == "sharded"
             check_shared_disk(self.save_path, group, writes_on_all_ranks=is_sharded)
@@ -291,6 +309,13 @@ class StateManagerAddon(AddOnBase):
         news = self._resumption.take_news(self.current_run, self.checkpointer.shown)
         if news:
             self.current_run.say(news)
+
+    def _open_folder(self) -> None:
+        """Take the folder on the main rank."""
+        if self.is_main:
+            self.checkpoints.open(self.progress_checker.step, self.overwrite)
+            self._weight_files.open(self.progress_checker.step, self.overwrite)
+            self.checkpointer.begin()
 
     def _reload(self) -> None:
         """Load the checkpoint of a resume again where the script may have changed its state between calls of run."""
@@ -327,9 +352,10 @@ class StateManagerAddon(AddOnBase):
             is_scored = not in_epoch and self._present_score() is not None
             is_due = checkpoints.retention.wants(checkpoints.path_at(progress.step).name, is_scored, is_best)
         # Before the checkpoint: killed in between, the run resumes before this step and comes here again.
-        if checkpoints.weights.is_used:
-            score = self._present_score() if checkpoints.weights.rule.best else None
-            checkpoints.save_weights(progress, self.save_model, Group(self.rank, self.gather), score, is_best)
+        if self._weight_files.is_used:
+            score = self._present_score() if self._weight_files.rule.best else None
+            group = Group(self.rank, self.gather)
+            self._weight_files.save_if_due(progress, self.save_model, group, score, is_best)
         requests = self.current_run.requests
         is_due = requests.decide(self, "should_checkpoint", is_due)
         if is_due or "save" in requests.actions:
@@ -440,23 +466,38 @@ class StateManagerAddon(AddOnBase):
     def _write_state(self, target: Path, replaces: Sequence[Path], info: Mapping[str, Any]) -> None:
         """Read the state on every rank, and write it: on the main rank, or after an exception on this one."""
         checkpoints = self.checkpoints
+        lineage = checkpoints.lineage
         has_failed = checkpoints.has_failed
-        in_step = self.current_run.activity.batch is not None and not has_failed
-        check_moment(target, self.current_run.activity.evaluation.is_running, in_step and self.is_main)
+        self._check_moment(target)
         in_shards = checkpoints.model_format == "sharded"
         state = RankStates.read_state(self, in_parts=in_shards and not has_failed, has_rows=False)
-        if not checkpoints.about_run:
-            checkpoints.about_run = {"monitor": self.monitor, "run": self.run_record.state_dict()}
+        if not lineage.about_run:
+            lineage.about_run = {"monitor": self.monitor, "run": self.run_record.state_dict()}
         checkpoints.write(
             target,
             state,
             self.history.rows,
-            checkpoints.describe(self.progress_checker, self.world_size, info),
+            lineage.describe(self.progress_checker, self.world_size, info),
             replaces=replaces,
             trained={name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad},
             group=Group(self.rank, self.engine.gather_in_background),
             is_writer=self.is_main or has_failed,
         )
+
+    def _check_moment(self, target: Path) -> None:
+        """Refuse to save within an evaluation, and warn within a step."""
+        activity = self.current_run.activity
+        if activity.evaluation.is_running:
+            raise CheckpointError(
+                f"{target} was not saved: an evaluation is running, with other weights and random numbers than "
+                "training; call save_state() in on_epoch_end(), which comes after the validation"
+            )
+        if activity.batch is not None and self.is_main and not self.checkpoints.has_failed:
+            _log.warning(
+                "%s is saved in the middle of a step, so that what resumes from it is not exact; call save_state() in "
+                "checkpoint() or in on_epoch_end()",
+                target,
+            )
 
     def _present_score(self) -> float | None:
         """Return the monitored metric if it was measured on the present weights."""
@@ -568,13 +609,23 @@ class StateManagerAddon(AddOnBase):
 
     def describe(self) -> list[Fact]:
         """Tell when it saves, and what it keeps."""
-        kept = partial(self.checkpoints.plan_lines, every=self.save_every)
-        return [*super().describe(), Fact("checkpoints", kept, where="checkpoint")]
+        return [*super().describe(), Fact("checkpoints", self._plan_lines, where="checkpoint")]
+
+    def _plan_lines(self, plan: Any) -> list[str]:
+        """Set in a plan when is saved, and describe what is kept."""
+        plan.save(self.save_every)
+        retention = self.checkpoints.retention
+        more = "; and where a validation is the best so far" if retention.best and plan.validates_at else ""
+        return [f"checkpoints are saved in {self.save_path}, and {retention}{more}", *self._weight_files.plan_lines()]
 
     def state_dict(self) -> dict[str, Any]:
         """Add the name of the run, and the scores of the checkpoints that are kept."""
         state = super().state_dict()
-        return {**state, "StateManagerAddon": self.checkpoints.state_dict()}
+        lineage = self.checkpoints.lineage.state_dict()
+        entry = {**lineage, "scores": dict(self.checkpoints.retention.scores)}
+        if self._weight_files.rule.scores:
+            entry["weight_scores"] = dict(self._weight_files.rule.scores)
+        return {**state, "StateManagerAddon": entry}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the list of checkpoints, with scores by the present monitor."""
@@ -584,5 +635,30 @@ class StateManagerAddon(AddOnBase):
         super().load_state_dict(rest, strict)
         if entry is None:
             return
-        scores = None if self.history.has_criterion_of(rest["records"]) else self.history.scores_by_step()
-        self.checkpoints.restore(entry, scores)
+        scores = dict(entry["scores"])
+        weight_scores = dict(entry.get("weight_scores", {}))
+        if not self.history.has_criterion_of(rest["records"]):  # They are those by another monitor.
+            by_step = {step: row["score"] for step, row in self.history.scores_by_step().items()}
+            scores = {name: by_step.get(step_of(name) or 0) for name in scores}
+            weight_scores = {name: by_step.get(step_of_weights(name)) for name in weight_scores}
+        self.checkpoints.lineage.load_state_dict(entry)
+        self.checkpoints.restore(scores)
+        self._weight_files.rule.scores = weight_scores
+
+
+def format_for(model: nn.Module, save_format: str) -> str:
+    """Return the name of a format that can hold the weights of a model; errors name the option."""
+    try:
+        kind = "sharded" if save_format == "sharded" else parse_format(save_format)
+    except ConfigError as error:
+        raise ConfigError(f"save_format={save_format!r}: {error}") from None
+    if kind == "ckpt":
+        return kind
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and tensor.dtype not in DTYPES.values():
+            other = "" if tensor.is_quantized else "write save_format='ckpt', or "
+            raise ConfigError(
+                f"save_format={save_format!r} cannot hold {tensor.dtype}, the dtype of {name!r}; {other}convert the "
+                "model"
+            )
+    return kind

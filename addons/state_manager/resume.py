@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from zae.addons.state_manager.checkpointer import Checkpointer, Content
+from zae.addons.state_manager.checkpoints import Checkpoints
 from zae.addons.state_manager.crash import EXACT, warn_of_lost_ranks
-from zae.addons.state_manager.keep import Checkpoints
 from zae.addons.state_manager.start_from import Start
 from zae.checkpoint.folder import newest_valid, refuse_links
 from zae.checkpoint.manifest import Manifest, check_progress

@@ -1,32 +1,21 @@
-"""How a checkpoint gets to the disk: directly, or in the background from a copy; then what it replaces is removed.
-
-A state becomes files in memory first, in the thread that trains (`zae.checkpoint.writer.plan`). The copy for the
-background is one of the tensors in these, and both are written alike.
-"""
+"""When a checkpoint is written: at once, or in a thread from a copy of its tensors, while training continues."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from zae.checkpoint.tensor_bytes import DTYPES, byte_view
-from zae.checkpoint.tensor_files import parse_format
+from zae.checkpoint.tensor_bytes import byte_view
 from zae.checkpoint.writer import Files, SavePlan
 from zae.device import can_copy_async
-from zae.errors import CheckpointError, ConfigError, NonFiniteError
-from zae.loop.nonfinite import bad_parameters
 from zae.values.strides import view_key
-from zae.values.walk import is_sharded
 
-__all__ = ["Saver", "Snapshots", "check_moment", "format_for", "lies_in_parts", "refuse_nonfinite"]
+__all__ = ["Saver", "Snapshots"]
 
-_log = logging.getLogger("zae")
 _Kind: TypeAlias = "tuple[torch.dtype, torch.Size, torch.device | None]"  # The device that its memory is pinned for.
 
 
@@ -76,60 +65,6 @@ class Snapshots:
         copies[key] = buffer
         self._buffers.append((kind, buffer))
         return buffer
-
-
-def lies_in_parts(weights: Mapping[str, Tensor], model_format: str) -> bool:
-    """Return whether each rank writes the tensors, or the parts of tensors, that it has; else one writes everything."""
-    if any(map(is_sharded, weights.values())):
-        return True
-    # A stage of a pipeline has the weights of the other stages on the meta device.
-    return model_format == "sharded" and any(weight.is_meta for weight in weights.values())
-
-
-def refuse_nonfinite(target: Path, trained: Collection[str], weights: Mapping[str, Tensor]) -> None:
-    """Refuse to save trained parameters that are not finite; the names of weights end with ``@`` and their offsets."""
-    names = {key: key.rpartition("@")[0] for key in weights}
-    parameters = {key: weight for key, weight in weights.items() if names[key] in trained}
-    bad = sorted({names[key] for key in bad_parameters(parameters)})
-    if bad:
-        others = f", and {len(bad) - 1} others do" if len(bad) > 1 else ""
-        raise NonFiniteError(
-            f"{target} was not saved: the parameter {bad[0]} contains NaN or infinite values{others}; "
-            "resume from an older checkpoint with a lower learning rate or gradient_clip=1.0"
-        )
-
-
-def format_for(model: nn.Module, save_format: str) -> str:
-    """Return the name of a format that can hold the weights of a model; errors name the option."""
-    try:
-        kind = "sharded" if save_format == "sharded" else parse_format(save_format)
-    except ConfigError as error:
-        raise ConfigError(f"save_format={save_format!r}: {error}") from None
-    if kind == "ckpt":
-        return kind
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor) and tensor.dtype not in DTYPES.values():
-            other = "" if tensor.is_quantized else "write save_format='ckpt', or "
-            raise ConfigError(
-                f"save_format={save_format!r} cannot hold {tensor.dtype}, the dtype of {name!r}; {other}convert the "
-                "model"
-            )
-    return kind
-
-
-def check_moment(target: Path, is_evaluating: bool, in_step: bool) -> None:
-    """Refuse to save within an evaluation, and warn within a step."""
-    if is_evaluating:
-        raise CheckpointError(
-            f"{target} was not saved: an evaluation is running, with other weights and random numbers than "
-            "training; call save_state() in on_epoch_end(), which comes after the validation"
-        )
-    if in_step:
-        _log.warning(
-            "%s is saved in the middle of a step, so that what resumes from it is not exact; call save_state() in "
-            "checkpoint() or in on_epoch_end()",
-            target,
-        )
 
 
 class Saver:

@@ -130,7 +130,7 @@ class Start:
         position.restart(trainer.progress_checker.batch)
         if streams is not None:
             random_state.restore(streams)
-        trainer.checkpoints.parent = self._describe(found)  # type: ignore[attr-defined]
+        trainer.checkpoints.lineage.parent = self._describe(found)  # type: ignore[attr-defined]
         place = trainer.checkpointer.shown(found)  # type: ignore[attr-defined]
         return f"a new run starts from {', '.join(self.parts)} of {place}"
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from zae.addons.state_manager.checkpointer import Checkpointer
-from zae.addons.state_manager.keep import Retention
-from zae.errors import ConfigError
+from zae.addons.state_manager.retention import Retention
+from zae.checkpoint.group import Group
+from zae.errors import CheckpointError, ConfigError
 from zae.loop.progress import Every, ProgressChecker
 
 __all__ = ["WeightFiles"]
+
+_log = logging.getLogger("zae")
 
 
 class WeightFiles:
@@ -29,8 +34,10 @@ class WeightFiles:
     best : int
         The option ``keep_best_weights``: how many of the best to keep beside them. They are saved when a validation
         was the best so far, too.
-    sign : {1, -1}
-        1 where the best score is the smallest.
+    direction : {"min", "max"}
+        Whether the best has the smallest or the largest score.
+    on_save_error : {"raise", "warn"}
+        What happens if the disk refuses.
 
     Attributes
     ----------
@@ -46,8 +53,9 @@ class WeightFiles:
         model_format: str,
         every: Every | int | None,
         last: int | None,
-        best: int = 0,
-        sign: int = 1,
+        best: int,
+        direction: str,
+        on_save_error: str,
     ) -> None:
         self.checkpointer = checkpointer
         self.suffix = ".ckpt" if model_format == "ckpt" else ".safetensors"
@@ -57,7 +65,8 @@ class WeightFiles:
         if best and last is None and self.every is not None:
             raise ConfigError(f"keep_best_weights={best}, but all files are kept; write keep_weights=1 too")
         # Where only the best are saved, the newest was the best so far.
-        self.rule = Retention(1 if self.every is None else last, best, sign)
+        self.rule = Retention(1 if self.every is None else last, best, direction)
+        self._on_save_error = on_save_error
         self.is_used = self.every is not None or best > 0
         self._replaced: list[Path] = []  # Those of another run.
         self._step: int | None = None  # That of the last file: a moment has several occasions to save.
@@ -77,13 +86,33 @@ class WeightFiles:
             )
         self._replaced = others
 
-    def is_due(self, progress: ProgressChecker, score: float | None, is_best: bool) -> bool:
+    def save_if_due(
+        self,
+        progress: ProgressChecker,
+        save_model: Callable[[Path], Path],
+        group: Group,
+        score: float | None,
+        is_best: bool,
+    ) -> None:
+        """Save the weights if that is due; all ranks call it, and if one fails, all of them raise its error."""
+        if not self._is_due(progress, score, is_best):
+            return
+        save = partial(self._save, progress.step, score, save_model, group.rank == 0)
+        try:
+            group.together(save, self.checkpointer.folder)
+        except CheckpointError as error:
+            if error.errno is None or self._on_save_error != "warn":
+                raise
+            if error.from_rank is None:
+                _log.warning("not saved at step %d: %s", progress.step, error)
+
+    def _is_due(self, progress: ProgressChecker, score: float | None, is_best: bool) -> bool:
         """Return whether to save now, or to note the score of what was just saved."""
         if progress.step == self._step:
             return score is not None and self.rule.is_unscored(self.path_at(progress.step).name)
         return (self.every is not None and self.every.is_due(progress)) or (self.rule.best > 0 and is_best)
 
-    def save(self, step: int, score: float | None, save_model: Callable[[Path], Path], is_main: bool) -> None:
+    def _save(self, step: int, score: float | None, save_model: Callable[[Path], Path], is_main: bool) -> None:
         """Save the file of a step, on every rank, and then remove those that it replaces."""
         path = self.path_at(step)
         if step != self._step:

@@ -24,7 +24,7 @@ from kit.hand import digest, loader, network
 from kit.table import Task, core_of, fingerprint
 from zae import AddOnBase, ConfigError, Every
 from zae.addons import EarlyStoppingAddon, EMAAddon, StateManagerAddon
-from zae.addons.state_manager.saver import format_for
+from zae.addons.state_manager.addon import format_for
 from zae.checkpoint.reader import load_checkpoint
 from zae.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
 from zae.random_state import seed_everything

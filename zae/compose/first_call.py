@@ -31,7 +31,8 @@ _AT_THE_END = ("teardown", "on_exception")
 
 _OF_STATE = ("state_dict", "load_state_dict")  # AddOnBase does it for what add-ons declare.
 _END = object()  # Of an iterator.
-_judged: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()  # The hooks of each class.
+_overridden: WeakKeyDictionary[type, list[tuple[str, Any]]] = WeakKeyDictionary()  # The hooks of each class.
+_judged: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()  # Those whose first call is over.
 
 
 @contextmanager
@@ -63,12 +64,17 @@ def check_properties(trainer: Trainer) -> None:
             FirstCall(trainer, name).read()
 
 
-def _unjudged(cls: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the overridden hooks of a class whose first call was not judged, with the class that introduced each."""
-    judged = _judged.setdefault(cls, set())
-    for name, introduced in hooks_of(cls).items():
-        if name not in judged and next(c for c in cls.__mro__ if name in vars(c)) is not introduced:
-            yield name, introduced
+def _unjudged(cls: Any) -> list[tuple[str, Any]]:
+    """Return the overridden hooks of a class whose first call was not judged, with the class that introduced each."""
+    if cls not in _overridden:
+        _judged[cls] = set()
+        _overridden[cls] = [
+            (name, introduced)
+            for name, introduced in hooks_of(cls).items()
+            if next(c for c in cls.__mro__ if name in vars(c)) is not introduced
+        ]
+    judged = _judged[cls]
+    return [pair for pair in _overridden[cls] if pair[0] not in judged]
 
 
 class FirstCall:

@@ -48,7 +48,7 @@ def _inner_name(module: nn.Module) -> str:
     if isinstance(module, (DataParallel, DistributedDataParallel)):
         return "module"
     # The class that torch.compile returns is private; no other module has only this child.
-    return _COMPILED if [name for name, _ in module.named_children()] == [_COMPILED] else ""
+    return _COMPILED if [*module._modules] == [_COMPILED] else ""
 
 
 def without_wrappers(module: nn.Module) -> nn.Module:

@@ -79,7 +79,7 @@ def run(folder: Path, seed: int = 0, order: Any = None, workers: int = 2, draws:
     shuffled = {"shuffle": True} if order is None else {"sampler": order()}
     loader = DataLoader(Faulty(folder, draws), 4, num_workers=workers, **shuffled)
     trainer.run(3, loader, hand.loader(9, 4, seed=8, shuffle=False), valid_every=valid_every)
-    return everything(trainer), trainer.checkpoints.resumed_at
+    return everything(trainer), trainer.checkpoints.lineage.resumed_at
 
 
 def failed(folder: Path, place: str, seed: int = 1, **options: Any) -> int:

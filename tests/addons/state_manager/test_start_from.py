@@ -158,7 +158,7 @@ def test_checkpoints_say_what_their_run_started_from(
     wanted = {name: origin[name] for name in ("run_id", "step", "sha256")}  # type: ignore[literal-required]
     assert saved
     assert all(each == {"path": str(source.last_path), "parts": ["model"], **wanted} for each in saved)
-    assert resumed.checkpoints.run_id != origin["run_id"]
+    assert resumed.checkpoints.lineage.run_id != origin["run_id"]
     assert main(["doctor", str(tmp_path / "new")]) == 0
     assert (
         f"started from {source.last_path}, step {origin['step']} of run {origin['run_id']}" in capsys.readouterr().out

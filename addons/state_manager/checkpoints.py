@@ -1,4 +1,13 @@
-"""Which checkpoints of a run are there, which of them stay, and what the last save has changed."""
+"""The checkpoints of a run: each is added in the place of those that the rule no longer keeps.
+
+A save goes through these steps, and what it replaces stays until all of them are done::
+
+    gather     the add-on reads the state on every rank, within `Checkpoints.add`
+    stage      `Checkpoints.write` makes files of it, in memory (`zae.checkpoint.writer.plan`)
+    write      `Saver` has them stored, at once or in a thread: each file is hashed and brought to the disk, the
+               manifest last, and the folder is renamed (`zae.checkpoint.writer.write`)
+    retain     what the new checkpoint replaces is removed
+"""
 
 from __future__ import annotations
 
@@ -7,11 +16,15 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from zae.addons.state_manager.checkpointer import Checkpointer, step_of_weights
+from torch import Tensor
+
+from zae.addons.state_manager.checkpointer import Checkpointer
 from zae.addons.state_manager.crash import forget_claims
-from zae.addons.state_manager.saver import Saver, lies_in_parts, refuse_nonfinite
+from zae.addons.state_manager.lineage import Lineage
+from zae.addons.state_manager.retention import Retention
+from zae.addons.state_manager.saver import Saver
 from zae.checkpoint.folder import put_back
 from zae.checkpoint.group import Group
 from zae.checkpoint.locks import FolderLock
@@ -20,62 +33,13 @@ from zae.checkpoint.names import checkpoint_name, original_name, step_of
 from zae.checkpoint.rows import Pieces
 from zae.checkpoint.writer import SavePlan, plan
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
-from zae.loop.progress import Every, ProgressChecker
+from zae.loop.nonfinite import bad_parameters
+from zae.values.walk import is_sharded
 
-if TYPE_CHECKING:
-    from zae.addons.state_manager.weight_files import WeightFiles
-
-__all__ = ["Checkpoints", "Retention"]
+__all__ = ["Checkpoints"]
 
 _log = logging.getLogger("zae")
-
-# ------------------------------------------------------------------------------------------------------ which to keep
-
-
-class Retention:
-    """The scores of checkpoints by name, and the rule that keeps some of them."""
-
-    def __init__(self, last: int | None, best: int, sign: int) -> None:
-        self.last = last
-        self.best = best
-        self.sign = sign
-        self.scores: dict[str, float | None] = {}
-
-    @classmethod
-    def parse(cls, keep_last: int | None, keep_best: int, direction: str) -> Retention:
-        """Return the rule for the options ``keep_last`` and ``keep_best``, where the best is the "min" or the "max"."""
-        return cls(keep_last, keep_best, 1 if direction == "min" else -1)
-
-    def __str__(self) -> str:
-        if self.last is None:
-            return "all are kept"
-        best = f" and the best {self.best}" if self.best > 0 else ""
-        return f"the newest {self.last}{best} are kept"
-
-    def best_first(self) -> list[str]:
-        """Return the names with a score, best first and of equal ones the older; NaN is not a score."""
-        scored = [(self.sign * score, name) for name, score in self.scores.items() if score is not None]
-        return [name for score, name in sorted(pair for pair in scored if pair[0] == pair[0])]
-
-    def to_delete(self) -> list[str]:
-        """Return the names that neither rule keeps; the newest is never among them."""
-        names = sorted(self.scores)
-        names_kept = set(names if self.last is None else names[-self.last :]) | set(self.best_first()[: self.best])
-        return [name for name in names if name not in names_kept]
-
-    def wants(self, name: str, is_scored: bool, is_best: bool) -> bool:
-        """Return whether to save what was just validated: to note its score, or because it is the best so far."""
-        return (is_scored and self.is_unscored(name)) or (is_best and self.best > 0 and self.best_first()[:1] != [name])
-
-    def is_unscored(self, name: str) -> bool:
-        """Return whether a checkpoint was saved before its score was known, and scores matter."""
-        return self.best > 0 and name in self.scores and self.scores[name] is None
-
-
-# ------------------------------------------------------------------------------------------- the checkpoints of a run
-
 _Moment: TypeAlias = "tuple[int, int, str]"
-_RESUMES = 999  # As many as a manifest lists.
 
 
 class Checkpoints:
@@ -92,10 +56,8 @@ class Checkpoints:
         The format of the weights.
     retention : Retention
         The rule for which checkpoints stay.
-    weights : WeightFiles
-        The files of weights alone.
-    composition : sequence of str
-        The names of the add-ons, for manifests.
+    lineage : Lineage
+        The run whose checkpoints these are.
     in_background : bool
         Whether a thread writes while training continues.
     on_save_error : {"raise", "warn"}
@@ -105,15 +67,6 @@ class Checkpoints:
 
     Attributes
     ----------
-    run_id : str
-        The run whose checkpoints these are.
-    parent : dict or None
-        What the run started from (``start_from``): "path", "parts", and of a checkpoint "run_id", "step" and the
-        "sha256" of its manifest. Each checkpoint of the run has it in the ``info`` of its manifest.
-    resumed_at : list of int
-        The steps of the checkpoints that the run was resumed from; they are in the ``info`` of its manifests too.
-    about_run : dict
-        The monitor, and what the run was given (`zae.record`), as of the first save of a call of ``run``.
     has_failed : bool
         Whether the run has failed: then no disk hides why.
     saved_at : tuple or None
@@ -127,9 +80,8 @@ class Checkpoints:
         checkpointer: Checkpointer,
         model_format: str,
         retention: Retention,
-        weights: WeightFiles,
+        lineage: Lineage,
         *,
-        composition: Sequence[str] = (),
         in_background: bool = False,
         on_save_error: str = "raise",
         warns_of_nonfinite: bool = False,
@@ -140,32 +92,23 @@ class Checkpoints:
                 f"{type(checkpointer).__name__} cannot store save_format={model_format!r}; write {formats}"
             )
         self.checkpointer = checkpointer
+        self.folder = checkpointer.folder
         self.model_format = model_format
         self.retention = retention
-        self.weights = weights
-        self.composition = list(composition)
+        self.lineage = lineage
         self.on_save_error = on_save_error
         self.warns_of_nonfinite = warns_of_nonfinite
-        self.run_id = ""
         self.has_failed = False
-        self.parent: dict[str, Any] | None = None
-        self.resumed_at: list[int] = []
-        self.about_run: dict[str, Any] = {}
         self.saved_at: _Moment | None = None
         self.passed_over: set[str] = set()
         self.saver = Saver(in_background)
-        self.pieces = Pieces()
+        self._pieces = Pieces()
         self._lock = FolderLock(self.folder)
         self._lock.check()
         self._replaced: list[Path] = []  # Those of another run, which the first checkpoint of this one replaces.
         self._highest = -1  # The step of the newest one that was saved, or loaded.
         self._before: tuple[dict[str, float | None], list[Path]] = ({}, [])  # What the last save has changed.
         self._step = 0  # That of the last save.
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the run: each checkpoint has a path in it."""
-        return self.checkpointer.folder
 
     def path_at(self, step: int) -> Path:
         """Return the place of the checkpoint of a step."""
@@ -212,15 +155,13 @@ class Checkpoints:
                 "from it, give another save_path, or write overwrite=True to replace them"
             )
         self._replaced = others
-        self.weights.open(step, overwrite)
-        self.checkpointer.begin()
 
     def _is_left_over(self, path: Path, step: int) -> bool:
         """Return whether a checkpoint before this step is an older one of this run, or damaged."""
         if (step_of(original_name(path.name)) or 0) > step:
             return False
         try:
-            return self.checkpointer.load_manifest(path)["run_id"] == self.run_id
+            return self.checkpointer.load_manifest(path)["run_id"] == self.lineage.run_id
         except (CheckpointDamaged, CheckpointNotFound):
             return True
 
@@ -291,13 +232,13 @@ class Checkpoints:
         writer. Parameters that are ``trained`` must be finite.
         """
         weights = state["model"]
-        in_parts = lies_in_parts(weights, self.model_format)
+        in_parts = _lies_in_parts(weights, self.model_format)
 
         def save(group: Group, model_format: str) -> None:
-            pieces, last_rows = self.pieces.split(rows)
+            pieces, last_rows = self._pieces.split(rows)
             rest = {key: value for key, value in state.items() if key != "model"}
             rest["records"] = {**rest["records"], **last_rows}
-            check = partial(refuse_nonfinite, target, trained)
+            check = partial(_refuse_nonfinite, target, trained)
             files = plan(
                 target, weights, rest, about, model_format=model_format, group=group, pieces=pieces, check=check
             )
@@ -320,7 +261,7 @@ class Checkpoints:
     def _commit(self, replaces: Sequence[Path], files: SavePlan) -> None:
         """Store a checkpoint, and only then remove those that it replaces: a run never has less than it had."""
         self.checkpointer.store(files, reads_back=bool(replaces))
-        self.pieces.source = files.target
+        self._pieces.source = files.target
         for path in replaces if files.group.rank == 0 else ():
             try:
                 self.checkpointer.remove(path)
@@ -328,25 +269,6 @@ class Checkpoints:
                 continue
             except CheckpointError as error:  # A checkpoint that stays costs space, not the run.
                 _log.warning("%s", error)
-
-    def save_weights(
-        self,
-        progress: ProgressChecker,
-        save_model: Callable[[Path], Path],
-        group: Group,
-        score: float | None,
-        is_best: bool,
-    ) -> None:
-        """Save the weights alone if that is due; all ranks call it."""
-        if self.weights.is_due(progress, score, is_best):
-            save = partial(self.weights.save, progress.step, score, save_model, group.rank == 0)
-            try:
-                group.together(save, self.folder)
-            except CheckpointError as error:
-                if error.errno is None or self.on_save_error != "warn":
-                    raise
-                if error.from_rank is None:
-                    _log.warning("not saved at step %d: %s", progress.step, error)
 
     def settle(self) -> None:
         """Wait for a save in the background; raise, or log, what it failed with, and forget that save."""
@@ -385,70 +307,21 @@ class Checkpoints:
         self.retention.scores, self._replaced = self._before
         self.saved_at = None
 
-    def plan_lines(self, plan: Any, every: Every) -> list[str]:
-        """Set in a plan when is saved, and describe what is kept."""
-        plan.save(every)
-        is_best_saved = self.retention.best and plan.validates_at
-        more = "; and where a validation is the best so far" if is_best_saved else ""
-        return [f"checkpoints are saved in {self.folder}, and {self.retention}{more}", *self.weights.plan_lines()]
-
     # -------------------------------------------------------------------------------------------------------- loading
 
     def adopt(self, path: Path, manifest: Manifest, moment: _Moment) -> None:
         """Continue the run of a checkpoint that was loaded, and keep it if it is in the folder."""
-        self.run_id = manifest["run_id"]
+        self.lineage.continue_run(manifest)
         self.saved_at = moment
-        earlier = manifest["info"].get("resumed_at")  # It is not verified as the files are.
-        steps = earlier[-_RESUMES:] if isinstance(earlier, list) else []
-        self.resumed_at = [*(step for step in steps if type(step) is int), manifest["step"]]
         self._highest = max(self._highest, manifest["step"])
         name = original_name(path.name)
-        if path.parent == self.folder and name in self._names():
-            self.retention.scores.setdefault(name, None)  # Its state was saved before it was in its own list.
+        if path.parent == self.folder and name not in self.retention.scores and name in self._names():
+            self.retention.scores[name] = None
 
-    def begin_run(self, name: str) -> None:
-        """Name the run unless it continues another one."""
-        self.run_id = self.run_id or name
-
-    @property
-    def lineage(self) -> dict[str, Any]:
-        """Where the run has started from, as checkpoints contain it."""
-        return {} if self.parent is None else {"parent": self.parent}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the name of the run, and the scores of its checkpoints and files of weights, for `restore`."""
-        of_weights = self.weights.rule.scores
-        state = {"run_id": self.run_id, "scores": dict(self.retention.scores), **self.lineage}
-        return state | ({"weight_scores": dict(of_weights)} if of_weights else {})
-
-    def describe(self, progress: ProgressChecker, world_size: int, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a manifest says of the run, beside its files; ``info`` is what differs from save to save."""
-        return {
-            "run_id": self.run_id or "unset",
-            "step": progress.step,
-            "epoch": progress.epoch,
-            "composition": self.composition,
-            "world_size": world_size,
-            "info": {"resumed_at": list(self.resumed_at), **self.lineage, **self.about_run, **info},
-        }
-
-    def restore(self, saved: Mapping[str, Any], by_step: Mapping[int, Mapping[str, Any]] | None) -> None:
-        """Load the name of the run, its start, and the scores of those of its checkpoints that still exist.
-
-        ``by_step`` has the rows of the history by another monitor than the one that the scores were saved with.
-        """
+    def restore(self, scores: Mapping[str, float | None]) -> None:
+        """Keep those checkpoints of a run that still exist, with their scores."""
         names = self._names()
-        scores = {name: score for name, score in saved["scores"].items() if name in names}
-        of_weights = dict(saved.get("weight_scores", {}))
-        if by_step is not None:
-            rows = {name: by_step.get(step_of(name) or 0) for name in scores}
-            scores = {name: None if row is None else row["score"] for name, row in rows.items()}
-            rows = {name: by_step.get(step_of_weights(name)) for name in of_weights}
-            of_weights = {name: None if row is None else row["score"] for name, row in rows.items()}
-        self.run_id = saved.get("run_id", "")
-        self.parent = saved.get("parent")
-        self.retention.scores = scores
-        self.weights.rule.scores = of_weights
+        self.retention.scores = {name: score for name, score in scores.items() if name in names}
 
     def require_best(self, monitor: str, best: Mapping[str, Any], is_validated: bool) -> Path:
         """Return the checkpoint with the best score; raise CheckpointNotFound if none has it.
@@ -459,8 +332,7 @@ class Checkpoints:
         if path is not None:
             score = self.retention.scores[path.name]
             wanted = best.get("score")
-            sign = self.retention.sign
-            if score is not None and wanted is not None and sign * score > sign * wanted:
+            if score is not None and wanted is not None and self.retention.is_better(wanted, score):
                 text = (
                     f"the best has {monitor}={wanted:g}, in step {best['step']}, and no checkpoint of it is there; "
                     f"{path.name}, which is the best of those that are, has {score:g}"
@@ -485,4 +357,25 @@ class Checkpoints:
         raise CheckpointNotFound(
             f"no checkpoint in {self.folder} has a score: no validation returned monitor={monitor!r}; write monitor= "
             "and the name of a metric that test_step returns"
+        )
+
+
+def _lies_in_parts(weights: Mapping[str, Tensor], model_format: str) -> bool:
+    """Return whether each rank writes the tensors, or the parts of tensors, that it has; else one writes everything."""
+    if any(map(is_sharded, weights.values())):
+        return True
+    # A stage of a pipeline has the weights of the other stages on the meta device.
+    return model_format == "sharded" and any(weight.is_meta for weight in weights.values())
+
+
+def _refuse_nonfinite(target: Path, trained: Collection[str], weights: Mapping[str, Tensor]) -> None:
+    """Refuse to save trained parameters that are not finite; the names of weights end with ``@`` and their offsets."""
+    names = {key: key.rpartition("@")[0] for key in weights}
+    parameters = {key: weight for key, weight in weights.items() if names[key] in trained}
+    bad = sorted({names[key] for key in bad_parameters(parameters)})
+    if bad:
+        others = f", and {len(bad) - 1} others do" if len(bad) > 1 else ""
+        raise NonFiniteError(
+            f"{target} was not saved: the parameter {bad[0]} contains NaN or infinite values{others}; "
+            "resume from an older checkpoint with a lower learning rate or gradient_clip=1.0"
         )
