@@ -85,8 +85,8 @@ def can_copy_async(device: torch.device) -> bool:
 
     It can on an accelerator with streams: the CPU has no streams, and torch does not expose those of MPS.
     """
-    found = accelerator()
-    return found is not None and found.type == device.type != "mps"
+    present = accelerator()
+    return present is not None and present.type == device.type != "mps"
 
 
 def exchange_current(device: torch.device | None) -> torch.device | None:
@@ -162,13 +162,13 @@ def plain_tensors(batch: Any) -> list[Tensor] | None:
         return [batch] if batch.layout is torch.strided and not batch.is_nested else None
     if callable(getattr(type(batch), "to", None)) and not isinstance(batch, type):
         return None
-    found: list[Tensor] = []
+    plain: list[Tensor] = []
     for child in children_of(batch):
         tensors = plain_tensors(child)
         if tensors is None:
             return None
-        found += tensors
-    return found
+        plain += tensors
+    return plain
 
 
 def _best_device() -> torch.device:
@@ -205,24 +205,24 @@ def _parse_list(spec: Sequence[Any]) -> list[torch.device]:
     return devices
 
 
-def _parse_entry(entry: object, where: str) -> torch.device:
+def _parse_entry(entry: object, argument: str) -> torch.device:
     """Return the device of one entry, with its index, even if this machine does not have it."""
     if isinstance(entry, (int, np.integer)) and not isinstance(entry, bool):
         if entry < 0:
-            raise ConfigError(f"{where}={entry} is not the index of a CUDA device; write device='cpu' for the CPU")
+            raise ConfigError(f"{argument}={entry} is not the index of a CUDA device; write device='cpu' for the CPU")
         return torch.device("cuda", int(entry))
     if isinstance(entry, str):
-        device = _parse_name(entry, where)
+        device = _parse_name(entry, argument)
     elif isinstance(entry, torch.device):
         device = entry
     else:
         if isinstance(entry, torch.optim.Optimizer):
             raise ConfigError(
-                f"{where} is an optimizer ({type(entry).__name__}); the second argument is the device, so give it by "
-                "its name: optimizer=..."
+                f"{argument} is an optimizer ({type(entry).__name__}); the second argument is the device, so give it "
+                "by its name: optimizer=..."
             )
         raise ConfigError(
-            f"{where}={entry!r} is a {type(entry).__name__}, not a device; "
+            f"{argument}={entry!r} is a {type(entry).__name__}, not a device; "
             f"write a str, an int, a torch.device, or a list of those, for example device='cpu'"
         )
     if device.type == "cpu":
@@ -237,22 +237,22 @@ def _current_index(device: torch.device) -> int:
     return module.current_device() if is_in_use else 0
 
 
-def _parse_name(text: str, where: str) -> torch.device:
+def _parse_name(text: str, argument: str) -> torch.device:
     """Return the torch.device of a name."""
     try:
         return torch.device(text)
     except RuntimeError:
         raise ConfigError(
-            f"{where}={text!r} is not a device; write 'auto', 'cpu', 'cuda:0' or 'mps', and in a list one of the last "
-            "three for each rank"
+            f"{argument}={text!r} is not a device; write 'auto', 'cpu', 'cuda:0' or 'mps', and in a list one of the "
+            "last three for each rank"
         ) from None
 
 
-def _require(device: torch.device, entry: object, where: str) -> None:
+def _require(device: torch.device, entry: object, option: str) -> None:
     """Refuse a device that this machine does not have."""
     if device.type == "cpu":
         return
-    argument = f"{where}={_plain_entry(entry)!r}"
+    argument = f"{option}={_plain_entry(entry)!r}"
     if device.type == "meta":
         raise ConfigError(f"{argument} cannot train, because its tensors have no data; write device='cpu'")
     count = count_devices(device.type)

@@ -93,21 +93,21 @@ def compare(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping
             a = first[step]["stages"].get(stage, {})
             b = second[step]["stages"].get(stage, {})
             # An older ledger lacks some entries of a stage; a stage that only one of them has is a difference.
-            names = [what for what in a if what in b] if a and b else [*a, *b]
+            names = [part for part in a if part in b] if a and b else [*a, *b]
             if are_ranks:
-                names = [what for what in names if what in _ALIKE]
-            for what in names:
-                values = _compared(what, a.get(what), b.get(what), are_ranks)
+                names = [part for part in names if part in _ALIKE]
+            for part in names:
+                values = _compared(part, a.get(part), b.get(part), are_ranks)
                 if repr(values[0]) != repr(values[1]):  # NaN equals NaN.
-                    return Difference(step, stage, what, *values)
+                    return Difference(step, stage, part, *values)
     return None
 
 
-def _compared(what: str, first: Any, second: Any, are_ranks: bool) -> tuple[Any, Any]:
+def _compared(part: str, first: Any, second: Any, are_ranks: bool) -> tuple[Any, Any]:
     """Return two entries as they are compared: of ranks the parts that both hold, of tensors those that differ."""
-    if are_ranks and what in _BY_PART:
+    if are_ranks and part in _BY_PART:
         return _common_parts(first, second)
-    if what == "tensors" and first and second:
+    if part == "tensors" and first and second:
         return _differing(first, second)
     return first, second
 
@@ -164,13 +164,13 @@ def _require_tensors(path: Path, ledger: Mapping[int, Mapping[str, Any]]) -> Non
 def first_tensors(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str, str]]:
     """List the tensors that differ in the first stage of a step in which any does, in the order of the stage."""
     for stage in STAGES:
-        one = first["stages"].get(stage, {})
-        other = second["stages"].get(stage, {})
-        batches = _differing_batches(one.get("content", []), other.get("content", []))
+        stage_a = first["stages"].get(stage, {})
+        stage_b = second["stages"].get(stage, {})
+        batches = _differing_batches(stage_a.get("content", []), stage_b.get("content", []))
         if batches and first.get("rank") == second.get("rank"):
             return [{"stage": stage, "kind": "batch", "name": name} for name in batches]
-        if one.get("tensors") and other.get("tensors"):
-            hashes, _ = _differing(one["tensors"], other["tensors"])
+        if stage_a.get("tensors") and stage_b.get("tensors"):
+            hashes, _ = _differing(stage_a["tensors"], stage_b["tensors"])
             if hashes:
                 kinds = [name.partition(":") for name in hashes]
                 return [{"stage": stage, "kind": kind, "name": name} for kind, _, name in kinds]
@@ -180,21 +180,21 @@ def first_tensors(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[d
 def _differing_batches(first: list[list[str]], second: list[list[str]]) -> list[str]:
     """Return the tensors of the batches of a window that differ, each as "batch.tensor"."""
     batches = []
-    for micro, (tensors, others) in enumerate(zip(first, second)):
-        batches += [f"{micro}.{index}" for index, (a, b) in enumerate(zip(tensors, others)) if a != b]
+    for micro, (tensors, other_tensors) in enumerate(zip(first, second)):
+        batches += [f"{micro}.{index}" for index, (a, b) in enumerate(zip(tensors, other_tensors)) if a != b]
     return batches
 
 
-def _describe_tensors(found: list[dict[str, str]]) -> str:
+def _describe_tensors(differences: list[dict[str, str]]) -> str:
     """Name the tensors that differ first."""
-    if not found:
+    if not differences:
         return "no tensor differs in this step; look at the next one that differs"
-    where = {
+    place = {
         "batch": "before the step",
         "backward": "after the backward",
         "clip": "after the clip",
         "step": "after the step",
-    }[found[0]["stage"]]
+    }[differences[0]["stage"]]
     kinds = {
         "weight": "weight {}",
         "gradient": "gradient of {}",
@@ -202,27 +202,27 @@ def _describe_tensors(found: list[dict[str, str]]) -> str:
     }
     names = [
         printable(kinds.get(difference["kind"], "{kind} of {name}").format(difference["name"], **difference))
-        for difference in found
+        for difference in differences
     ]
-    text = f"  the first tensor that differs, {where}: {names[0]}"
+    text = f"  the first tensor that differs, {place}: {names[0]}"
     if len(names) > 1:
         text += f"; {len(names)} differ there: {', '.join(names[:MAX_TENSORS])}"
     return f"{text}, and {len(names) - MAX_TENSORS} more" if len(names) > MAX_TENSORS else text
 
 
-def describe(found: Difference, common: list[int]) -> str:
+def describe(difference: Difference, common: list[int]) -> str:
     """Describe a difference in words."""
-    before = [step for step in common if step < found.step]
-    same = f"the same up to step {before[-1]}" if before else "the first step that was compared"
-    if before and found.step - before[-1] > 1:
-        same += f", {found.step - before[-1] - 1} steps between were not recorded"
-    if found.what == "tensors":
-        sentence = _TENSORS.get(found.stage, "a gradient differs")
+    before = [step for step in common if step < difference.step]
+    agreement = f"the same up to step {before[-1]}" if before else "the first step that was compared"
+    if before and difference.step - before[-1] > 1:
+        agreement += f", {difference.step - before[-1] - 1} steps between were not recorded"
+    if difference.what == "tensors":
+        sentence = _TENSORS.get(difference.stage, "a gradient differs")
     else:
-        sentence = _NAMES.get(found.what) or f"{printable(found.what)} differs"
+        sentence = _NAMES.get(difference.what) or f"{printable(difference.what)} differs"
     return (
-        f"the runs differ at step {found.step}, in the stage {found.stage!r}: {sentence} "
-        f"({same})\n  runA: {_short(found.first)}\n  runB: {_short(found.second)}"
+        f"the runs differ at step {difference.step}, in the stage {difference.stage!r}: {sentence} "
+        f"({agreement})\n  runA: {_short(difference.first)}\n  runB: {_short(difference.second)}"
     )
 
 

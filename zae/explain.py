@@ -156,7 +156,7 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
     """Return the lines to show for a class, or for a trainer, without what its options switch off."""
     hooks = hooks_of(cls).keys() | {"train_step", "test_step"}
     has_windows = bool(owners_of(cls, "micro_batches"))
-    told = _told_of_hooks(instance)
+    notes_by_hook = _told_of_hooks(instance)
     lines: list[Line] = []
     dropped: list[int] = []  # Depths of enclosing blocks that are not shown: their content moves to the left.
     closed: int | None = None  # The depth of a block that an add-on replaces.
@@ -179,7 +179,7 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
         notes = [f"{owner.__name__}{_describe_override(owner, name)}" for name, owner in overrides]
         if not overrides or (instance is not None and "scheduler_step" in calls):
             notes += _switch(text, comment, instance)
-        notes += [note for name in calls for note in told.get(name, [])]
+        notes += [note for name in calls for note in notes_by_hook.get(name, [])]
         text = _text_for(cls, text, has_windows, closed is not None)
         lines.append(Line(depth - len(dropped), text, calls, tuple(notes)))
     return _without_empty_blocks(lines)
@@ -187,11 +187,11 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
 
 def _told_of_hooks(instance: Any) -> dict[str, list[str]]:
     """Return what the add-ons of a trainer tell of hooks; what depends on a run is for its plan."""
-    told: dict[str, list[str]] = {}
+    notes_by_hook: dict[str, list[str]] = {}
     for fact in instance.describe() if instance is not None else ():
         if fact.value is not None and not callable(fact.value):
-            told.setdefault(fact.where, []).append(str(fact))
-    return told
+            notes_by_hook.setdefault(fact.where, []).append(str(fact))
+    return notes_by_hook
 
 
 def _text_for(cls: Any, text: str, has_windows: bool, is_replaced: bool) -> str:
@@ -242,9 +242,9 @@ def _switch(text: str, comment: str, instance: Any) -> list[str]:
             comment = f"gradient_clip={instance.gradient_clip:g}"
         elif "scheduler_step" in text:
             is_set = bool(instance.scheduler_step_on_batch)
-            when = "batch" if "batch" in text else "epoch"
+            unit = "batch" if "batch" in text else "epoch"
             comment = f"scheduler_step_on_batch={is_set}"
-            if not is_set and when == "batch" and instance.optimization.steps_schedulers(when):
+            if not is_set and unit == "batch" and instance.optimization.steps_schedulers(unit):
                 comment = "its schedule counts optimizer steps"
         elif text.startswith("when log_every"):
             comment = f"log_every={instance.log_every}"

@@ -333,10 +333,10 @@ def _rewind(kind: str) -> None:
         generator.manual_seed(generator.initial_seed())
 
 
-def _unfit(part: str, found: str) -> CheckpointMismatch:
+def _unfit(part: str, problem: str) -> CheckpointMismatch:
     """Return the error for a part of a state that cannot be restored."""
     return CheckpointMismatch(
-        f"the saved random state {part} {found}; restore a state that zae.random_state.capture() "
+        f"the saved random state {part} {problem}; restore a state that zae.random_state.capture() "
         "returned on a machine like this one"
     )
 
@@ -379,11 +379,11 @@ def _numpy_state(key: torch.Tensor, pos: int, has_gauss: int, cached_gaussian: f
 
 def _restore_devices(kind: str, states: list[torch.Tensor]) -> None:
     """Set the streams of the devices of a kind that this machine has, the current one first."""
-    here = _devices(kind)
-    if not here:
+    present = _devices(kind)
+    if not present:
         _warn_of_lost(kind)
         return
-    for index, state in zip(_current_first(kind, here), states):
+    for index, state in zip(_current_first(kind, present), states):
         _write_device(kind, index, state.cpu())
 
 

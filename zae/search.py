@@ -402,12 +402,12 @@ def default_hp_space(trial: Any) -> dict[str, Any]:
 def default_compute_objective(metrics: Mapping[str, float]) -> float | None:
     """Return the loss where there is no other metric, else the sum of all others, as Transformers does."""
     left_out = ("epoch", "eval_loss")
-    others = [
+    summed = [
         value
         for name, value in metrics.items()
         if name not in left_out and not name.endswith(("_runtime", "_per_second"))
     ]
-    return sum(others) if others else metrics.get("eval_loss")
+    return sum(summed) if summed else metrics.get("eval_loss")
 
 
 def hyperparameter_search(

@@ -44,12 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # The caller has closed it, as ">&-" does; the status is still returned.
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115  (until the process ends)
-    given = list(sys.argv[1:] if argv is None else argv)
-    if "--resume-with" in given[:-1]:  # Else argparse takes its value, which begins with --, for another option.
-        at = given.index("--resume-with")
-        given[at : at + 2] = [f"{given[at]}={given[at + 1]}"]
+    words = list(sys.argv[1:] if argv is None else argv)
     # Only the module of the given command is imported; the help of all commands needs no module.
-    name = next((word for word in given if not word.startswith("-")), None)
+    name = next((word for word in words if not word.startswith("-")), None)
     parser = _Parser(prog="python -m zae", description="Tools around runs of zae.")
     parser.add_argument("--version", action="version", version=f"zae {zae.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Parser)
@@ -61,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name is not None and name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or "."
         parser.error(f"there is no command {name!r}{hint} Commands: {', '.join(COMMANDS)}")
-    arguments, unknown = parser.parse_known_args(given)
+    arguments, unknown = parser.parse_known_args(words)
     if unknown:
         commands.choices.get(name or "", parser).error(f"unknown arguments: {' '.join(unknown)}")
     if arguments.command is None:

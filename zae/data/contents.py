@@ -52,9 +52,9 @@ def contents_of(loader: Any) -> Contents:
     dataset = getattr(loader, "dataset", None)
     contents = Contents({}, {})
     if dataset is not None:
-        whole = _of_dataset(dataset)
-        contents.samples.update(whole.samples)
-        contents.settings.update(whole.settings)
+        of_dataset = _of_dataset(dataset)
+        contents.samples.update(of_dataset.samples)
+        contents.settings.update(of_dataset.settings)
     elif isinstance(loader, Sequence):
         contents.samples[" itself"] = content_digest(loader)
     batches = getattr(loader, "batch_sampler", None)
@@ -96,7 +96,7 @@ def _read(datasets: Mapping[str, Any]) -> Contents:
         else:
             walk.add(place, dataset)
     # What a trainer has, which a dataset may hold, is in its own part of the record.
-    trainers = tuple(path for path, each in walk.owners.items() if "loader_position" in each.store)
+    trainers = tuple(path for path, item in walk.owners.items() if "loader_position" in item.store)
     for (owner, key), entry in walk.places.items():
         if key is STATE or owner.startswith(trainers):
             continue
@@ -106,7 +106,7 @@ def _read(datasets: Mapping[str, Any]) -> Contents:
         if is_within or isinstance(value, STREAMS) or isinstance(walk.owners[owner].object, nn.Module):
             continue
         if key == "tensors" and isinstance(value, (list, tuple)):
-            contents.samples.update((f"{where}[{index}]", content_digest(each)) for index, each in enumerate(value))
+            contents.samples.update((f"{where}[{index}]", content_digest(item)) for index, item in enumerate(value))
         elif key == "indices" or _is_per_sample(value, sizes.get(owner)):
             contents.samples[where] = _digest(value)
         elif id(value) in walk.paths:  # Its attributes are settings of their own.

@@ -67,10 +67,10 @@ def _seed_of_samples(dataset: Any) -> int | None:
     return int(seeds[0]) if seeds else None
 
 
-def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changes_of(before: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """Describe how two loaders differ, from what `facts_of` returned for them."""
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}" for name in names]
+    names = [name for name in {**before, **present} if before.get(name) != present.get(name)]
+    return [f"{name} was {before.get(name, 'unknown')} and is {present.get(name, 'unknown')}" for name in names]
 
 
 def capture_parts(loader: Any) -> dict[str, Any]:
@@ -165,25 +165,25 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
         parts["dataset" + ".dataset" * depth] = dataset
         dataset = getattr(dataset, "dataset", None)
     collate = collate_of(loader)
-    seen = {id(generator) for generator in random_state.generators_of(loader)}
-    ours = {id(part) for part in (*parts.values(), getattr(loader, "_iterator", None))}
+    visited = {id(generator) for generator in random_state.generators_of(loader)}
+    part_ids = {id(part) for part in (*parts.values(), getattr(loader, "_iterator", None))}
     parts["collate_fn"] = getattr(collate, "__self__", collate)
     if hasattr(loader, "__dict__") and type(loader) is not DataLoader and not is_stateful(loader):
         parts["loader"] = loader  # A class of the user.
     for place, function in functions_of(loader, parts_of(loader)):
         for variable, value in names_read_by(function).items():
-            if isinstance(value, STREAMS) and id(value) not in seen:
-                seen.add(id(value))
+            if isinstance(value, STREAMS) and id(value) not in visited:
+                visited.add(id(value))
                 yield f"{place}.{variable}", value
     for name, part in parts.items():
-        if part is None or id(part) in seen:
+        if part is None or id(part) in visited:
             continue
         # The object of a bound method as collate_fn may be the trainer, and is only searched.
         if _is_part(name) and is_stateful(part) and (name != "collate_fn" or part is collate):
-            seen.add(id(part))
+            visited.add(id(part))
             yield name, part
         else:
-            yield from search(part, name, STREAMS, closed=_CLOSED, seen=seen, apart=ours - {id(part)})
+            yield from search(part, name, STREAMS, closed=_CLOSED, visited=visited, apart=part_ids - {id(part)})
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
@@ -195,15 +195,15 @@ def parts_of(loader: Any) -> dict[str, Any]:
 def functions_of(loader: Any, parts: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """List the functions of the user that a loader with these parts calls for its samples, by their places."""
     collate = collate_of(loader)
-    found = [("collate_fn", collate)] if isinstance(collate, (*_FUNCTIONS, functools.partial)) else []
+    functions = [("collate_fn", collate)] if isinstance(collate, (*_FUNCTIONS, functools.partial)) else []
     for place, part in parts.items():
         if is_stateful(part):  # Its state is what it says.
             continue
         for klass in type(part).__mro__:
             if klass.__module__.partition(".")[0] not in _LIBRARIES:
-                found += [(place, vars(klass)[method]) for method in _READS if method in vars(klass)]
-        found += [(place, each) for each in getattr(part, "__dict__", {}).values() if isinstance(each, _FUNCTIONS)]
-    return found
+                functions += [(place, vars(klass)[method]) for method in _READS if method in vars(klass)]
+        functions += [(place, item) for item in getattr(part, "__dict__", {}).values() if isinstance(item, _FUNCTIONS)]
+    return functions
 
 
 def streams_of(loader: Any) -> list[Any]:

@@ -97,11 +97,11 @@ def _is_pair(loader: Any) -> bool:
     """Return whether it is inputs and targets: two tensors of one length, of different types or dimensions."""
     if not isinstance(loader, (list, tuple)) or len(loader) != 2:
         return False
-    one, other = loader
+    first, second = loader
     if not all(isinstance(entry, (torch.Tensor, np.ndarray)) for entry in loader):
         return False
-    is_alike = one.dtype == other.dtype and one.ndim == other.ndim
-    return not is_alike and one.ndim > 0 and other.ndim > 0 and len(one) == len(other)
+    is_alike = first.dtype == second.dtype and first.ndim == second.ndim
+    return not is_alike and first.ndim > 0 and second.ndim > 0 and len(first) == len(second)
 
 
 def check_ended(loader: Any, count: int) -> None:
@@ -234,8 +234,8 @@ def datasets_in(dataset: Any, place: str = "dataset", depth: int = _DEPTH) -> di
     """Return a dataset, and those that it takes samples from, by their places."""
     datasets = {place: dataset}
     if depth:
-        for name, each in parts_of_dataset(dataset).items():
-            datasets |= datasets_in(each, place + name, depth - 1)
+        for name, part in parts_of_dataset(dataset).items():
+            datasets |= datasets_in(part, place + name, depth - 1)
     return datasets
 
 
@@ -245,8 +245,8 @@ def datasets_with_epoch(dataset: Any, place: str = "", depth: int = _DEPTH) -> d
         return {place: dataset}
     datasets: dict[str, Any] = {}
     if depth:
-        for name, each in parts_of_dataset(dataset).items():
-            datasets |= datasets_with_epoch(each, place + name, depth - 1)
+        for name, part in parts_of_dataset(dataset).items():
+            datasets |= datasets_with_epoch(part, place + name, depth - 1)
     return datasets
 
 
@@ -260,13 +260,13 @@ def parts_with_epoch(loader: Any) -> dict[str, Any]:
         ".batch_sampler.sampler": getattr(batches, "sampler", None),
         **datasets_with_epoch(getattr(loader, "dataset", None), ".dataset"),
     }
-    found: dict[str, Any] = {}
-    seen = set()
-    for name, each in parts.items():
-        if id(each) not in seen and callable(getattr(each, "set_epoch", None)):
-            found[name] = each
-        seen.add(id(each))
-    return found
+    with_epoch: dict[str, Any] = {}
+    visited = set()
+    for name, part in parts.items():
+        if id(part) not in visited and callable(getattr(part, "set_epoch", None)):
+            with_epoch[name] = part
+        visited.add(id(part))
+    return with_epoch
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

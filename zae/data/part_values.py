@@ -57,7 +57,7 @@ class PartValues:
             self._changes = Changes()
         self._source = source
         walk = self._walk(loader, is_begin=True)
-        self._changes.begin(walk, Packer({}, walk.paths, _HOST, copies=True, most=LARGE))
+        self._changes.begin(walk, Packer({}, walk.paths, _HOST, copies=True, max_bytes=LARGE))
         _warn_of_living_iterators(loader)
 
     def note(self, loader: Any) -> Walk:
@@ -73,9 +73,9 @@ class PartValues:
         walk = self.note(loader)
         values: list[Any] = []
         if with_unchanged:
-            small = Packer({}, walk.paths, _HOST, copies=True, most=LARGE)
-            rest = walk.places.keys() - self._changes.names
-            values += self._changes.write(walk, small, rest, says=False).get("values", ())
+            small = Packer({}, walk.paths, _HOST, copies=True, max_bytes=LARGE)
+            other_names = walk.places.keys() - self._changes.names
+            values += self._changes.write(walk, small, other_names, says=False).get("values", ())
         changed = self._changes.write(walk, Packer({}, walk.paths, _HOST, copies=True), says=False)
         return {"values": [*values, *changed.get("values", ())]}
 
@@ -90,11 +90,13 @@ class PartValues:
         """Note the names of values in a state that is loaded: what has changed once is saved for good."""
         self._changes.names |= {(record["owner"], record["key"]) for record in captured.get("values", ())}
 
-    def restore(self, loader: Any, captured: Mapping[str, Any], own: Mapping[Name, object]) -> None:
-        """Put values back, but those that their object has set itself since they had the marks in ``own``."""
+    def restore(self, loader: Any, captured: Mapping[str, Any], loaded: Mapping[Name, object]) -> None:
+        """Put values back, but those that their object has set itself since they had the marks of ``loaded``."""
         walk = self._walk(loader)
         places = walk.places
-        set_by_parts = {name for name in own if name in places and mark_of(places[name].value, walk.paths) != own[name]}
+        set_by_parts = {
+            name for name in loaded if name in places and mark_of(places[name].value, walk.paths) != loaded[name]
+        }
         maker = Maker({}, {path: each.object for path, each in walk.owners.items()}, _HOST)
         before = set(self._changes.names)
         self._changes.put_back(walk, captured, maker, set_by_parts, says=True)

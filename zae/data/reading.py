@@ -114,19 +114,19 @@ class SampledPosition:
         has_seed = not count and getattr(self.loader, "_iterator", None) is not None
         if not self._keeps_workers or has_seed:
             return self._skip(count)
-        own = self.loader.generator
+        generator = self.loader.generator
         self.loader.generator = torch.Generator()  # The workers' seed is drawn from it, and not from the loader's own.
         try:
             return self._skip(count)
         finally:
-            self.loader.generator = own
+            self.loader.generator = generator
 
     def _skip(self, count: int) -> Iterator[Any]:
         """Skip the first entries of a sampler before anything is loaded; any other loader is read."""
         if not count:
             return batches_of(self.loader, self.is_fast)
-        rest = _skip_entries(self.loader, count, self.is_fast) if _takes_samples(self.loader) else None
-        return self._read_again(count) if rest is None else rest
+        remaining = _skip_entries(self.loader, count, self.is_fast) if _takes_samples(self.loader) else None
+        return self._read_again(count) if remaining is None else remaining
 
     def _read_again(self, count: int) -> Iterator[Any]:
         """Load the first batches and drop them, and refuse to go on where the last of them is another one."""
@@ -283,9 +283,9 @@ class StatefulPosition(SampledPosition):
             return iterate(self.loader)
         except AssertionError as error:  # Of torchdata, with any text or none.
             workers = getattr(self.loader, "num_workers", 0)
-            why = str(error) or "refused"
+            reason = str(error) or "refused"
             raise CheckpointMismatch(
-                f"the state of the {type(self.loader).__name__} does not fit num_workers={workers} ({why}); give as "
+                f"the state of the {type(self.loader).__name__} does not fit num_workers={workers} ({reason}); give as "
                 "many workers as it was saved with, or begin the epoch again: mid_epoch='restart', an option of "
                 "StateManagerAddon"
             ) from error
@@ -502,11 +502,11 @@ def _drop(iterator: Iterator[Any], count: int) -> tuple[Any, bool]:
     return last, count > 0 and before != random_state.comparable()
 
 
-def _warn_of_draws(what: str) -> None:
+def _warn_of_draws(reader: str) -> None:
     _log.warning(
         "the %s draws from the global random streams while it is iterated: the order of the samples may differ from "
         "that of an uninterrupted run; give it its own generator",
-        what,
+        reader,
     )
 
 

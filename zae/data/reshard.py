@@ -81,8 +81,8 @@ def reshard(state: Mapping[str, Any], trainer: Trainer, loader: Any) -> None:
     world = trainer.engine.dp_world_size
     before = state["facts"]
     ranks = (state.get("ranks", world), world)
-    now = facts_of(loader)
-    has_same_batches = all(before.get(key) == now.get(key) for key in ("batch_size", "drop_last"))
+    facts = facts_of(loader)
+    has_same_batches = all(before.get(key) == facts.get(key) for key in ("batch_size", "drop_last"))
     if ranks[0] == world and has_same_batches:
         return
     used = progress.epoch_batch
@@ -102,9 +102,9 @@ def reshard(state: Mapping[str, Any], trainer: Trainer, loader: Any) -> None:
             present = {**present, "generators": None}
         absent = sum(after <= used for after in state["absent"])
         pad, progress.epoch_batch = place_of(loader, before, used + absent, ranks, pad)
-    kept = {key: value for key, value in state.items() if key not in ("may_reshard", "ranks")}
+    unchanged = {key: value for key, value in state.items() if key not in ("may_reshard", "ranks")}
     changes = {"present": present, "facts": {}, "loader": None, "pad": pad, "absent": []}
-    trainer.loader_position.load_state_dict({**kept, **changes})
+    trainer.loader_position.load_state_dict({**unchanged, **changes})
     if used:
         wrapped_loader = trainer.wrap_loader(loader, True)
         steps = trainer.steps_per_epoch(wrapped_loader) or 0
@@ -129,10 +129,10 @@ def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int
 
 def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int], pad: int, used: int) -> list[str]:
     """Return why the rest of an epoch cannot be resharded."""
-    now = facts_of(loader)
+    present = facts_of(loader)
     if not used:
         name = "dataset length"
-        return changes_of({name: before.get(name)}, {name: now.get(name)})
+        return changes_of({name: before.get(name)}, {name: present.get(name)})
     has_length = hasattr(loader, "__len__") and hasattr(loader, "__getitem__")
     is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
@@ -141,15 +141,15 @@ def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, in
     if isinstance(sampler, DistributedSampler):
         return ["a DistributedSampler shards the dataset itself"]
     names = ["dataset length"]
-    if _is_by_sample(before) != _is_by_sample(now):
+    if _is_by_sample(before) != _is_by_sample(present):
         names.append("batch sampler")
     elif _is_by_sample(before):
         names.append("sampler")
     else:
-        now["number of batches"] = -(-(pad + len(loader)) // ranks[0])  # In batches of that many ranks.
+        present["number of batches"] = -(-(pad + len(loader)) // ranks[0])  # In batches of that many ranks.
         names.append("number of batches")
     compared_before = {name: before[name] for name in names if name in before}
-    compared_now = {name: now[name] for name in names if name in now}
+    compared_now = {name: present[name] for name in names if name in present}
     return changes_of(compared_before, compared_now)
 
 

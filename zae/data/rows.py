@@ -108,7 +108,7 @@ def fill_up(values: Any, full: Any, rows: int, size: int) -> Any:
     if isinstance(values, Mapping) and isinstance(full, Mapping) and values.keys() == full.keys():
         return with_items(values, {key: fill_up(each, full[key], rows, size) for key, each in values.items()})
     if isinstance(values, (list, tuple)) and isinstance(full, (list, tuple)) and len(values) == len(full):
-        return with_items(values, [fill_up(each, other, rows, size) for each, other in zip(values, full)])
+        return with_items(values, [fill_up(each, full_entry, rows, size) for each, full_entry in zip(values, full)])
     return values
 
 
@@ -127,7 +127,7 @@ def first_rows(values: Any, size: int, rows: int) -> Any:
     return _map(values, cut)
 
 
-def _join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], where: str, place: str = "") -> Any:
+def _join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], owner: str, place: str = "") -> Any:
     """Return what a step would have returned for the whole batch.
 
     Numbers are means by these weights, and typed metrics what their type says; ``num_targets`` is a sum, and what has
@@ -143,7 +143,7 @@ def _join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], w
             if key == "num_targets" and not place and first[key] is not None:
                 joined[key] = sum(float(value) for value in values)
             else:
-                joined[key] = _join(values, rows, weights, where, f"{place}[{key!r}]")
+                joined[key] = _join(values, rows, weights, owner, f"{place}[{key!r}]")
         return joined
     if is_typed(first) and all(type(part) is type(first) for part in parts):
         return combine_parts(parts, weights)
@@ -165,7 +165,7 @@ def _join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], w
         return first
     shape = f" of shape {tuple(first.shape)}" if isinstance(first, (Tensor, np.ndarray)) else ""
     raise StepError(
-        f"{where}{place} is a {type(first).__name__}{shape} for a micro-batch of {rows[0]} samples, and those of a "
+        f"{owner}{place} is a {type(first).__name__}{shape} for a micro-batch of {rows[0]} samples, and those of a "
         "batch cannot be put together; return numbers, or one row for each sample"
     )
 

@@ -96,9 +96,9 @@ class _WholeBatches(Shares):
 
 def shares_of(loader: Any) -> Shares | None:
     """Return the shares of a loader that `shard` returned; None for a stream, whose shares are unknown."""
-    for each in (loader, unwrap_sampler(getattr(loader, "batch_sampler", None))):
-        if isinstance(each, Shares):
-            return each
+    for candidate in (loader, unwrap_sampler(getattr(loader, "batch_sampler", None))):
+        if isinstance(candidate, Shares):
+            return candidate
     return None
 
 
@@ -168,9 +168,9 @@ class SampleShards(Shares):
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Every size-th sample, so that the batches of all ranks in a step are one batch of a single process.
-        own = _entries(self.sampler, self._ranks)[self._ranks.rank :: self._ranks.size]
+        entries = _entries(self.sampler, self._ranks)[self._ranks.rank :: self._ranks.size]
         for step in range(len(self)):
-            yield own[step * self.batch_size : (step + 1) * self.batch_size]
+            yield entries[step * self.batch_size : (step + 1) * self.batch_size]
 
     @property
     def leaves_out(self) -> bool:
@@ -200,13 +200,13 @@ class BatchShards(_WholeBatches):
         self._sizes = [1 if self._each_is_batch else len(entry) for entry in entries]
         for step in range(len(self)):
             index = step * self._ranks.size + self._ranks.rank
-            own = entries[index : index + 1]  # Nothing, for a rank without a batch in the last step.
-            yield own if self._each_is_batch or not own else own[0]
+            own_entries = entries[index : index + 1]  # Nothing, for a rank without a batch in the last step.
+            yield own_entries if self._each_is_batch or not own_entries else own_entries[0]
 
     def share(self, step: int) -> tuple[int, int]:
         together = self._sizes[step * self._ranks.size : (step + 1) * self._ranks.size]
-        own = together[self._ranks.rank : self._ranks.rank + 1]
-        return sum(own), sum(together)
+        own_sizes = together[self._ranks.rank : self._ranks.rank + 1]
+        return sum(own_sizes), sum(together)
 
 
 class ListShards(_WholeBatches, Sequence[Any]):
@@ -230,8 +230,8 @@ class ListShards(_WholeBatches, Sequence[Any]):
         first = step * self._ranks.size
         last = min(first + self._ranks.size, len(self._batches))
         sizes = [leading_dimension(self._batches[index]) or 1 for index in range(first, last)]
-        own = sizes[self._ranks.rank : self._ranks.rank + 1]
-        return sum(own), sum(sizes)
+        own_sizes = sizes[self._ranks.rank : self._ranks.rank + 1]
+        return sum(own_sizes), sum(sizes)
 
 
 def _entries(sampler: Any, ranks: Ranks) -> list[Any]:
@@ -262,11 +262,11 @@ def _is_of_torch(sampler: Any) -> bool:
 
 def _check_entries(sampler: Any, entries: list[Any], ranks: Ranks) -> None:
     """Refuse a custom sampler with which samples would be lost or repeated."""
-    who = f"the {type(sampler).__name__} of the loader"
+    owner = f"the {type(sampler).__name__} of the loader"
     length = length_of(sampler)
     if length != len(entries):
         raise LoaderError(
-            f"{who} has a length of {length} and yielded {len(entries)} entries, which {ranks.size} ranks share "
+            f"{owner} has a length of {length} and yielded {len(entries)} entries, which {ranks.size} ranks share "
             "by its length; fix its __len__"
         )
     try:
@@ -276,7 +276,7 @@ def _check_entries(sampler: Any, entries: list[Any], ranks: Ranks) -> None:
         differs = False
     if not ranks.all_agree(not differs):
         raise LoaderError(
-            f"{who} yields different entries on the {ranks.size} ranks. If it shards them itself, set "
+            f"{owner} yields different entries on the {ranks.size} ranks. If it shards them itself, set "
             "loader.is_sharded = True. If it draws at random, let it draw from torch, numpy.random or random directly, "
             "or from a generator with the same seed on all ranks"
         )
@@ -391,9 +391,9 @@ class _Together:
         self._warned = [False]  # Shared with the iterators.
 
     def __iter__(self) -> Iterator[Any]:
-        made = _TogetherOnce(iter(self._loader), self._ranks)
-        made._warned = self._warned
-        return made
+        iterable = _TogetherOnce(iter(self._loader), self._ranks)
+        iterable._warned = self._warned
+        return iterable
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -422,11 +422,11 @@ class _TogetherOnce(_Together):
             return
         self._warned[0] = True
         ranks = sorted({rank for rank, each in ended if each})
-        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
+        ranks_text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
         _log.warning(
             "the loader of %s has ended after %d batches, and other ranks had more: the epoch ends on all ranks there, "
             "and the rest is not used. Let each rank yield as many batches, or write steps_per_epoch=%d",
-            which,
+            ranks_text,
             self._count,
             self._count,
         )

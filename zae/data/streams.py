@@ -48,9 +48,9 @@ class LoaderStreams:
         """Return a captured state with those values alone that training has changed."""
         if state is None:
             return None
-        rest = {key: each for key, each in state.items() if key != "values"}
+        other_entries = {key: entry for key, entry in state.items() if key != "values"}
         changed = self._values.changed_in(state.get("values", {}))
-        return {**rest, "values": changed} if changed["values"] else rest
+        return {**other_entries, "values": changed} if changed["values"] else other_entries
 
     def restore(self, state: State, only_streams: bool = False, with_values: bool = True) -> bool:
         """Restore a captured state, and return whether a part has loaded a state of its own."""

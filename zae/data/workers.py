@@ -368,10 +368,10 @@ def dead_workers(error: Exception) -> str:
     for index, worker in enumerate(next((each for each in worker_lists if _are_processes(each)), [])):
         worker.join(1.0 if index == 0 else 0.1)  # It may still be ending.
         if worker.exitcode:
-            how = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"
+            cause = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"
             if worker.exitcode == 1 and getattr(worker, "_start_method", "fork") != "fork":
-                how += ", as where it executes the script again: train under if __name__ == '__main__':"
-            dead.append(f"; DataLoader worker {index} (pid {worker.pid}) is dead: {how}")
+                cause += ", as where it executes the script again: train under if __name__ == '__main__':"
+            dead.append(f"; DataLoader worker {index} (pid {worker.pid}) is dead: {cause}")
     if dead:  # End the other workers, so that torch does not raise for this one again when they end.
         for iterator in owners:
             if getattr_static(iterator, "_shutdown_workers", None) is not None:

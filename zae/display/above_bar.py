@@ -32,7 +32,7 @@ class AboveBar(ObjectWrapper):
     def __init__(self, name: str) -> None:
         stream = getattr(sys, name)
         super().__init__(stream)
-        own = {
+        attributes = {
             "stands_for": name,
             "below": stream,
             "process": os.getpid(),
@@ -40,10 +40,10 @@ class AboveBar(ObjectWrapper):
             "held": "",  # The beginning of a line that has not ended.
             "is_writing": False,
         }
-        for key, value in own.items():
+        for key, value in attributes.items():
             self.wrapper_setattr(key, value)  # Others are attributes of the stream.
         setattr(sys, name, self)
-        for handler in own["handlers"]:
+        for handler in attributes["handlers"]:
             handler.stream = self
 
     def __eq__(self, other: object) -> bool:
@@ -62,8 +62,8 @@ class AboveBar(ObjectWrapper):
         if self.is_writing or is_newline or _MOVE.match(text):
             self.below.write(text)
             return len(text)
-        lines, end, rest = (self.held + text).rpartition("\n")
-        self.wrapper_setattr("held", rest)
+        lines, end, unfinished = (self.held + text).rpartition("\n")
+        self.wrapper_setattr("held", unfinished)
         if end:
             self._write_lines(lines)
         return len(text)
@@ -93,10 +93,10 @@ class AboveBar(ObjectWrapper):
         for handler in self.handlers:
             if handler.stream is self:
                 handler.stream = self.below
-        rest = self.held
+        unfinished = self.held
         self.wrapper_setattr("held", "")
-        if rest:  # On a terminal the next bar would overwrite it.
-            self.below.write(rest + ("\n" if self.below.isatty() else ""))
+        if unfinished:  # On a terminal the next bar would overwrite it.
+            self.below.write(unfinished + ("\n" if self.below.isatty() else ""))
 
 
 def _handlers() -> list[Any]:

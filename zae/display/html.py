@@ -109,26 +109,26 @@ def chart(name: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str
     across = (min(steps), max(steps))
     down = (min(values), max(values))
     ends = (f"{across[0]:,}" if across[0] < across[1] else "", f"step {across[1]:,}")
-    said = "; ".join(f"{label} {number(points[-1][1])}" for label, points in series.items())
-    title = escape(f"{name}, {' to '.join(filter(None, ends))}; last: {said}")
+    last_values = "; ".join(f"{label} {number(points[-1][1])}" for label, points in series.items())
+    title = escape(f"{name}, {' to '.join(filter(None, ends))}; last: {last_values}")
     parts = [f"<text x='0' y='12' font-weight='600' fill='currentColor'>{escape(name)}</text>"]
     parts += _legend(colors)
-    left = max(_LEAST_LEFT, 8 + math.ceil(_PER_LETTER * max(len(number(value)) for value in down)))
+    margin = max(_LEAST_LEFT, 8 + math.ceil(_PER_LETTER * max(len(number(value)) for value in down)))
     # A line at the largest and one at the smallest value; at an only value one in the middle.
     lines = [(0.0, down[1]), (1.0, down[0])] if down[0] < down[1] else [(0.5, down[0])]
     for share, value in lines:
         y = _TOP + share * (_HEIGHT - _TOP - _BOTTOM)
         parts.append(
-            f"<line x1='{left}' x2='{_WIDTH - _RIGHT}' y1='{y:.0f}' y2='{y:.0f}' stroke='#888' stroke-opacity='.35'/>"
+            f"<line x1='{margin}' x2='{_WIDTH - _RIGHT}' y1='{y:.0f}' y2='{y:.0f}' stroke='#888' stroke-opacity='.35'/>"
         )
         parts.append(
-            f"<text x='{left - 5}' y='{y + 4:.0f}' text-anchor='end' fill='currentColor'>{number(value)}</text>"
+            f"<text x='{margin - 5}' y='{y + 4:.0f}' text-anchor='end' fill='currentColor'>{number(value)}</text>"
         )
-    for at, anchor, text in zip((left, _WIDTH - _RIGHT), ("start", "end"), ends):
+    for at, anchor, text in zip((margin, _WIDTH - _RIGHT), ("start", "end"), ends):
         parts.append(
             f"<text x='{at}' y='{_HEIGHT - 5}' text-anchor='{anchor}' fill='currentColor'>{escape(text)}</text>"
         )
-    parts += [_curve(points, across, down, colors[label], left) for label, points in series.items()]
+    parts += [_curve(points, across, down, colors[label], margin) for label, points in series.items()]
     return (
         f"<svg role='img' aria-label='{title}' viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' "
         f"style='max-width:100%;height:auto' font-size='11' font-family='system-ui,sans-serif'>{''.join(parts)}</svg>"
@@ -146,14 +146,18 @@ def _legend(colors: dict[str, str]) -> Iterator[str]:
 
 
 def _curve(
-    points: Sequence[tuple[float, float]], across: tuple[float, float], down: tuple[float, float], color: str, left: int
+    points: Sequence[tuple[float, float]],
+    across: tuple[float, float],
+    down: tuple[float, float],
+    color: str,
+    margin: int,
 ) -> str:
     """Return the line through points, of a long one every so many; few points have dots."""
     every = math.ceil(len(points) / _POINTS)
-    kept = list(points[::every])
+    shown = list(points[::every])
     if (len(points) - 1) % every:  # The last one is shown in any case.
-        kept.append(points[-1])
-    places = [_place(step, value, across, down, left) for step, value in kept]
+        shown.append(points[-1])
+    places = [_place(step, value, across, down, margin) for step, value in shown]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dots = "".join(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.2' fill='{color}'/>" for x, y in places)
     line = f"<polyline points='{path}' fill='none' stroke='{color}' stroke-width='1.75' stroke-linejoin='round'/>"
@@ -161,12 +165,12 @@ def _curve(
 
 
 def _place(
-    step: float, value: float, across: tuple[float, float], down: tuple[float, float], left: int
+    step: float, value: float, across: tuple[float, float], down: tuple[float, float], margin: int
 ) -> tuple[float, float]:
     """Return where a point is drawn, in pixels."""
     x = (step - across[0]) / (across[1] - across[0]) if across[1] > across[0] else 0.5
     y = (down[1] - value) / (down[1] - down[0]) if down[1] > down[0] else 0.5
-    return left + x * (_WIDTH - left - _RIGHT), _TOP + y * (_HEIGHT - _TOP - _BOTTOM)
+    return margin + x * (_WIDTH - margin - _RIGHT), _TOP + y * (_HEIGHT - _TOP - _BOTTOM)
 
 
 # -------------------------------------------------------------------------------------------- what a cell shows

@@ -43,8 +43,8 @@ class Lines(Display):
 
     def update(self, run: Source) -> None:
         at = run.position()
-        of = f" of {at.epoch_steps}" if at.epoch_steps else ""
-        row = {f"{at.epoch_step}{of}": "in this epoch", **run.current()}
+        of_total = f" of {at.epoch_steps}" if at.epoch_steps else ""
+        row = {f"{at.epoch_step}{of_total}": "in this epoch", **run.current()}
         self._write_row(run, {"epoch": at.epoch, "step": at.step}, row)
 
     def validation(self, run: Source) -> None:
@@ -76,11 +76,11 @@ class Lines(Display):
     def _write_row(self, run: Source, place: Mapping[str, Any], row: Mapping[str, Any], mark: str = "") -> None:
         """Write where the run is, the metrics of a row, the time, and the time to come."""
         at = run.position()
-        of = f"/{at.last_epoch}" if at.last_epoch else ""
+        of_total = f"/{at.last_epoch}" if at.last_epoch else ""
         metrics = [f"{cell(name)} {cell(value)}" for name, value in row.items() if name not in _PLACE]
-        left = self._clock.texts(at)["ETA"]
-        parts = [f"epoch {place['epoch']}{of}", f"step {place['step']}", *metrics]
-        parts += [f"time {duration(self._clock.elapsed)}", left, mark]
+        remaining = self._clock.texts(at)["ETA"]
+        parts = [f"epoch {place['epoch']}{of_total}", f"step {place['step']}", *metrics]
+        parts += [f"time {duration(self._clock.elapsed)}", remaining, mark]
         self._write(", ".join(filter(None, parts)))
 
     def _write(self, text: str) -> None:

@@ -100,9 +100,9 @@ class Notebook(Display):
         error = self._error
         parts = [*self._clock.summary(at), *run.ending()]
         if error is not None:
-            said = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0][:200]
-            where = f"epoch {at.epoch}, step {at.step + 1}"
-            parts.append(f"ended in {where} by {said}")
+            error_text = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0][:200]
+            place = f"epoch {at.epoch}, step {at.step + 1}"
+            parts.append(f"ended in {place} by {error_text}")
         self._draw(run, " · ".join(filter(None, parts)), is_failed=error is not None)
 
     def _draw(self, run: Source, status: str, bar: str = "", *, is_failed: bool = False) -> None:
@@ -112,8 +112,8 @@ class Notebook(Display):
         rows = metrics.rows()  # With a row for the open epoch.
         style = "margin:4px 0" + (";border-left:4px solid #e5484d;padding-left:8px" if is_failed else "")
         table = metrics_html(rows, metrics.marks(rows)) if rows else ""
-        said = "".join(f"<div>{escape(sentence)}</div>" for sentence in self._sentences)
-        page = block(said, f"<div style='{style}'>{bar}{escape(status)}</div>", table)
+        messages = "".join(f"<div>{escape(sentence)}</div>" for sentence in self._sentences)
+        page = block(messages, f"<div style='{style}'>{bar}{escape(status)}</div>", table)
         plain = "\n".join([*self._sentences, status, text if rows else ""])
         data = {"text/plain": printable(plain.rstrip()), "text/html": page}
         self._output(data, text)

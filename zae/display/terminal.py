@@ -123,10 +123,10 @@ class Clock:
     def texts(self, at: Position) -> dict[str, str]:
         """Return the time, the time to come and the speed as text; empty for what is not known."""
         done = at.step - (self._began[1] if self._began else at.step)
-        left = self.elapsed / done * at.steps_left if done > 0 and at.steps_left else 0.0
+        remaining_s = self.elapsed / done * at.steps_left if done > 0 and at.steps_left else 0.0
         return {
             "time": duration(self.elapsed),
-            "ETA": f"ETA {duration(left)}" if left else "",
+            "ETA": f"ETA {duration(remaining_s)}" if remaining_s else "",
             "speed": f"{number(self.speed, 3, aligned=True)} steps/s" if self.speed else "",
         }
 

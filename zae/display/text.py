@@ -82,11 +82,11 @@ def wrapped(line: str, columns: int | None, indent: int) -> list[str]:
     """Return a line as lines of a width; all but the first are indented. Without a width, it stays as it is."""
     if columns is None or len(line) < columns:
         return [line]
-    given = len(line) - len(line.lstrip())
+    indented = len(line) - len(line.lstrip())
     width = max(columns - 1, indent + 24)
-    rest = " " * indent
-    rows = textwrap.wrap(line.strip(), width - given, subsequent_indent=rest[given:], break_on_hyphens=False)
-    return [f"{line[:given]}{row}" for row in rows]
+    margin = " " * indent
+    rows = textwrap.wrap(line.strip(), width - indented, subsequent_indent=margin[indented:], break_on_hyphens=False)
+    return [f"{line[:indented]}{row}" for row in rows]
 
 
 def duration(seconds: float) -> str:
@@ -109,10 +109,10 @@ def duration(seconds: float) -> str:
     """
     if seconds < 9.95:
         return f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remaining = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60}h{minutes % 60:02}m"
-    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+    return f"{minutes}m{remaining:02}s" if minutes else f"{remaining}s"
 
 
 def format_size(count: float) -> str:
@@ -174,10 +174,10 @@ def fitting(widths: Mapping[str, int], columns: int) -> list[str]:
             return 2
         return 5 if name.startswith("lr") else 4
 
-    kept = set()
+    fitting_names = set()
     used = -_GAP
     for name in sorted(widths, key=rank):
         if used + widths[name] + _GAP <= columns or name == "epoch":
-            kept.add(name)
+            fitting_names.add(name)
             used += widths[name] + _GAP
-    return [name for name in widths if name in kept]
+    return [name for name in widths if name in fitting_names]

@@ -67,13 +67,13 @@ def examine_url(url: str) -> dict[str, Any]:
 
 def _report(path: str, folder: Path, checkpoints: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what is known of the checkpoints, and what to do."""
-    whole = [checkpoint for checkpoint in checkpoints if checkpoint["whole"]]
+    intact = [checkpoint for checkpoint in checkpoints if checkpoint["whole"]]
     return {
         "path": path,
         "healthy": bool(checkpoints) and checkpoints[0]["whole"],
-        "resume_from": whole[0]["name"] if whole else None,
+        "resume_from": intact[0]["name"] if intact else None,
         "checkpoints": checkpoints,
-        "advice": _advice(folder, checkpoints, whole),
+        "advice": _advice(folder, checkpoints, intact),
     }
 
 
@@ -114,15 +114,15 @@ def _examine_one(path: Path) -> dict[str, Any]:
     return {**entry, "whole": True, **facts, **info}
 
 
-def _advice(folder: Path, checkpoints: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[str]:
+def _advice(folder: Path, checkpoints: Sequence[dict[str, Any]], intact: Sequence[dict[str, Any]]) -> list[str]:
     """Return what to do, one line for each action."""
     if not checkpoints:
         below = [f"python -m zae doctor {subfolder} examines those in it" for subfolder in folders_below(folder)[:9]]
         return ['there is no checkpoint: resume="auto" starts a new run here', *below]
     damaged = [checkpoint["name"] for checkpoint in checkpoints if not checkpoint["whole"]]
     if not damaged:
-        return [f"all are intact: resume=True resumes from {whole[0]['name']}"]
-    if not whole:
+        return [f"all are intact: resume=True resumes from {intact[0]['name']}"]
+    if not intact:
         return [
             "all are damaged: restore one from a copy, or move them away to start a new run",
             "weights whose own file is intact can be used: resume=<path>, allow_partial=['state.json', "
@@ -130,10 +130,10 @@ def _advice(folder: Path, checkpoints: Sequence[dict[str, Any]], whole: Sequence
         ]
     names = ", ".join(damaged)
     if checkpoints[0]["whole"]:
-        return [f"resume=True resumes from {whole[0]['name']}", f"delete the damaged ones: {names}"]
+        return [f"resume=True resumes from {intact[0]['name']}", f"delete the damaged ones: {names}"]
     lost = "" if checkpoints[0].get("step") is None else f" of step {checkpoints[0]['step']}"
     return [
-        f"resume=True skips {names} and resumes from {whole[0]['name']} (step {whole[0]['step']})",
+        f"resume=True skips {names} and resumes from {intact[0]['name']} (step {intact[0]['step']})",
         f"restore {checkpoints[0]['name']}{lost} from a copy to lose nothing, or delete it",
     ]
 
@@ -164,15 +164,15 @@ def _table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(each: dict[str, Any]) -> tuple[str, ...]:
-    size = format_size(each["bytes"])
-    if not each["whole"]:
-        return (_plain(each["name"]), "-", "-", "-", "-", size, "-", "DAMAGED")
-    value = each["score"]  # Of the manifest, which may be forged.
+def _row(checkpoint: dict[str, Any]) -> tuple[str, ...]:
+    size = format_size(checkpoint["bytes"])
+    if not checkpoint["whole"]:
+        return (_plain(checkpoint["name"]), "-", "-", "-", "-", size, "-", "DAMAGED")
+    value = checkpoint["score"]  # Of the manifest, which may be forged.
     shown = f"{value:.6g}" if isinstance(value, (int, float)) else _plain(value)
-    score = "-" if value is None else f"{_plain(each['monitor'])} {shown}"
-    numbers = (str(each["step"]), str(each["epoch"]), score, str(each["world_size"]))
-    return (_plain(each["name"]), *numbers, size, _plain(each["zae"]), "whole")
+    score = "-" if value is None else f"{_plain(checkpoint['monitor'])} {shown}"
+    numbers = (str(checkpoint["step"]), str(checkpoint["epoch"]), score, str(checkpoint["world_size"]))
+    return (_plain(checkpoint["name"]), *numbers, size, _plain(checkpoint["zae"]), "whole")
 
 
 def _parent(parent: dict[str, Any]) -> str:

@@ -75,7 +75,7 @@ class UserState:
         """Mark the values as a call of ``run`` begins, and put back those of a state that it continues from."""
         self._snapshot_before = None
         walk = _walk(trainer, self._changes, is_begin=True)
-        packer = Packer(_tensors_of(trainer), walk.paths, trainer.device, copies=True, most=LARGE)
+        packer = Packer(_tensors_of(trainer), walk.paths, trainer.device, copies=True, max_bytes=LARGE)
         self._changes.begin(walk, packer)
         if self._modules is None:
             self._modules = _classes_in(walk)

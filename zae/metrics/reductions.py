@@ -62,12 +62,12 @@ class Partial(NamedTuple):
         """Return it with further values, in their order."""
         total, weight, kind = self.total, self.weight, self.kind
         # Not by `sum`, which rounds otherwise from Python 3.12 on.
-        for value, each in zip(values, weights, strict=True):
+        for value, item_weight in zip(values, weights, strict=True):
             if kind == "mean":
-                total += value * each if each else 0.0  # Not NaN of a value that weighs nothing.
+                total += value * item_weight if item_weight else 0.0  # Not NaN of a value that weighs nothing.
             else:
                 total = _combine(kind, total, value)
-            weight += each
+            weight += item_weight
         return Partial(total, weight, self.seen + len(values), kind)
 
     def merge(self, other: Partial) -> Partial:
@@ -105,8 +105,8 @@ def merge_sums(parts: Sequence[Mapping[str, Partial]]) -> dict[str, Partial]:
     """Merge what the ranks know of each metric, in the order of the ranks."""
     merged = dict(parts[0])
     for part in parts[1:]:
-        for key, each in part.items():
-            merged[key] = merged[key].merge(each) if key in merged else each
+        for key, partial in part.items():
+            merged[key] = merged[key].merge(partial) if key in merged else partial
     return merged
 
 
@@ -123,6 +123,6 @@ def combine_parts(parts: Iterable[Any], weights: Sequence[float]) -> Any:
     kind, part_weights = KIND_OF[type(metrics[0])], list(weights)
     if kind == "mean" and metrics[0].weight is not None:
         part_weights = [float(partial.weight) for partial in metrics]
-    whole = Partial.empty(kind).extend([float(partial.value) for partial in metrics], part_weights)
-    more = (whole.weight,) if kind == "mean" and metrics[0].weight is not None else ()
-    return type(metrics[0])(whole.value, *more)
+    combined = Partial.empty(kind).extend([float(partial.value) for partial in metrics], part_weights)
+    weight = (combined.weight,) if kind == "mean" and metrics[0].weight is not None else ()
+    return type(metrics[0])(combined.value, *weight)

@@ -20,20 +20,20 @@ def is_metric(value: Any) -> bool:
 
 def metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the metrics of torchmetrics in a module, by name; a metric itself has the name ""."""
-    for name, each in module.named_modules():
-        if is_metric(each):
-            yield name, each
+    for name, part in module.named_modules():
+        if is_metric(part):
+            yield name, part
 
 
 def numbers_of(name: str, value: Any) -> dict[str, float]:
     """Return what a metric computed as numbers by name: ``name``, or ``name/<class>`` of a vector or a dict."""
     if isinstance(value, Mapping):
         numbers: dict[str, float] = {}
-        for inner, each in value.items():
-            numbers |= numbers_of(f"{name}/{inner}", each)
+        for inner, item in value.items():
+            numbers |= numbers_of(f"{name}/{inner}", item)
         return numbers
     if isinstance(value, Tensor) and value.ndim == 1 and value.numel() != 1:
-        return {f"{name}/{index}": float(each) for index, each in enumerate(value)}
+        return {f"{name}/{index}": float(item) for index, item in enumerate(value)}
     is_real = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
     if is_real or isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
         return {name: float(value)}

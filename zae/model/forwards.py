@@ -29,11 +29,11 @@ def replace_forwards(
 
 def find_own_checkpointing(model: nn.Module) -> str:
     """Return the name and class of a model of Transformers that checkpoints its layers itself, if one does."""
-    for name, each in model.named_modules():
-        kind = type(each)
+    for name, module in model.named_modules():
+        kind = type(module)
         for flag in ("is_activation_checkpointing", "is_gradient_checkpointing"):  # The second until Transformers 5.
-            if hasattr(kind, flag) or flag in vars(each):
-                if getattr(each, flag) is True:
+            if hasattr(kind, flag) or flag in vars(module):
+                if getattr(module, flag) is True:
                     return f"{name} ({kind.__name__})" if name else kind.__name__
                 break
     return ""

@@ -61,8 +61,8 @@ def without_wrappers(module: nn.Module) -> nn.Module:
 def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Map names of parameters, or keys of the ``state_dict``, of a module with wrappers to plain names."""
     prefixes = []
-    for path, each in module.named_modules(remove_duplicate=False):
-        if each._modules and (inner := _inner_name(each)):  # A wrapper has a module inside.
+    for path, part in module.named_modules(remove_duplicate=False):
+        if part._modules and (inner := _inner_name(part)):  # A wrapper has a module inside.
             prefixes.append((f"{path}.{inner}." if path else f"{inner}.", f"{path}." if path else ""))
     prefixes.sort(key=lambda pair: -len(pair[0]))  # A wrapper within another one first.
     names_in_use = {}
@@ -77,7 +77,7 @@ def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 def own_names(module: nn.Module) -> dict[str, str]:
     """Map plain names to the keys of a module's ``state_dict``."""
-    return {plain: own for own, plain in plain_names(module, module.state_dict()).items()}
+    return {plain: name for name, plain in plain_names(module, module.state_dict()).items()}
 
 
 def plain_state(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
@@ -186,15 +186,17 @@ def _writable(module: nn.Module) -> Iterator[None]:
     for tensor in module.state_dict(keep_vars=True).values():
         if isinstance(tensor, Tensor) and not has_own_elements(tensor):
             expanded.append((tensor, tensor.stride()))
-    for each, _ in expanded:
-        each.data = each.detach().clone(memory_format=torch.contiguous_format)
+    for parameter, _ in expanded:
+        parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
     try:
         yield
     finally:
-        for each, strides in expanded:
-            view = with_strides(each.detach(), strides) if can_have_strides(each.shape, strides) else each
-            if torch.equal(view, each):  # Else other values were loaded.
-                each.data = view
+        for parameter, strides in expanded:
+            view = (
+                with_strides(parameter.detach(), strides) if can_have_strides(parameter.shape, strides) else parameter
+            )
+            if torch.equal(view, parameter):  # Else other values were loaded.
+                parameter.data = view
 
 
 def check_types(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

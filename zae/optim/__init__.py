@@ -57,16 +57,16 @@ def as_dict(value: Any) -> dict[str, Any]:
     return {_SINGLE: value}
 
 
-def label(what: str, given: Any, name: str) -> str:
+def label(option: str, value: Any, name: str) -> str:
     """Return the expression for one of several objects in a script."""
-    if isinstance(given, Mapping):
-        return f"{what}[{name!r}]"
-    return f"{what}[{name}]" if isinstance(given, (list, tuple)) else what
+    if isinstance(value, Mapping):
+        return f"{option}[{name!r}]"
+    return f"{option}[{name}]" if isinstance(value, (list, tuple)) else option
 
 
-def is_factory(each: Any) -> bool:
+def is_factory(value: Any) -> bool:
     """Return whether a value is a function, or a class, that makes the object."""
-    return isinstance(each, type) or not hasattr(each, "state_dict")
+    return isinstance(value, type) or not hasattr(value, "state_dict")
 
 
 def map_entries(value: Any, make: Callable[[str, Any], Any]) -> Any:
@@ -87,9 +87,9 @@ def make(factory: Callable[..., Any], module: nn.Module) -> Any:
     try:
         return factory(by_name.get(name, module.parameters()))
     except (AttributeError, TypeError, ValueError) as error:
-        given = {"model": "the model", "named_parameters": "model.named_parameters, a method"}.get(name)
+        passed = {"model": "the model", "named_parameters": "model.named_parameters, a method"}.get(name)
         error.add_note(
-            f"zae: the function given as optimizer was called with {given or 'model.parameters()'}, as the name "
+            f"zae: the function given as optimizer was called with {passed or 'model.parameters()'}, as the name "
             f"{name!r} of its parameter says: 'model' is the model, 'named_parameters' the method that gives names as "
             "well, and any other name model.parameters()"
         )
@@ -113,23 +113,23 @@ def call_factories(
     value: Any,
     argument: Callable[[str], Any],
     kind: type,
-    what: str,
+    option: str,
     call: Callable[..., Any] = lambda factory, given: factory(given),
 ) -> Any:
     """Call the factories among one or several objects."""
 
-    def make(name: str, each: Any) -> Any:
-        if isinstance(each, Optimizer):
-            _follow_parameters(each)
-        if isinstance(each, (Optimizer, LRScheduler, ReduceLROnPlateau)):
-            return each
-        made = call(each, argument(name))
-        if not isinstance(made, (kind, ReduceLROnPlateau)):
+    def make(name: str, entry: Any) -> Any:
+        if isinstance(entry, Optimizer):
+            _follow_parameters(entry)
+        if isinstance(entry, (Optimizer, LRScheduler, ReduceLROnPlateau)):
+            return entry
+        result = call(entry, argument(name))
+        if not isinstance(result, (kind, ReduceLROnPlateau)):
             raise ConfigError(
-                f"the function given as {label(what, value, name)} returned {kind_of(made)}; return a "
+                f"the function given as {label(option, value, name)} returned {kind_of(result)}; return a "
                 f"torch {kind.__name__}"
             )
-        return made
+        return result
 
     return map_entries(value, make)
 
@@ -192,14 +192,14 @@ def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) ->
     decides its last bit. Frozen parameters are included, as they may be unfrozen later.
     """
     ordered = list(model.parameters())
-    seen = {id(p) for p in ordered}
+    model_ids = {id(p) for p in ordered}
     lists = []
     for optimizer in optimizers.values():
         parameters = parameters_of(optimizer)
-        mine = {id(p) for p in parameters}
+        trained_ids = {id(p) for p in parameters}
         # One optimizer clips all of the model, also what it does not hold.
-        of_model = ordered if len(optimizers) == 1 else [p for p in ordered if id(p) in mine]
-        outside = [p for p in parameters if id(p) not in seen]
+        of_model = ordered if len(optimizers) == 1 else [p for p in ordered if id(p) in trained_ids]
+        outside = [p for p in parameters if id(p) not in model_ids]
         lists.append(of_model + outside)
     return lists
 

@@ -47,24 +47,24 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
     _check_kinds("optimizer", optimizer, (Optimizer,))
     _check_kinds("scheduler", scheduler, (LRScheduler, ReduceLROnPlateau))
     present = [entry for entry in as_dict(optimizer).values() if isinstance(entry, Optimizer)]
-    for name, each in as_dict(optimizer).items():
-        if isinstance(each, Optimizer):
-            _check_parameters(label("optimizer", optimizer, name), each, model)
-        elif each is getattr(torch.optim, "Muon", None) and any(
+    for name, part in as_dict(optimizer).items():
+        if isinstance(part, Optimizer):
+            _check_parameters(label("optimizer", optimizer, name), part, model)
+        elif part is getattr(torch.optim, "Muon", None) and any(
             p.requires_grad and p.ndim != 2 for p in model.parameters()
         ):
             raise ConfigError(
                 f"{label('optimizer', optimizer, name)} is torch.optim.Muon, which is for matrices alone; write "
                 "optimizer={'muon': ..., 'adamw': ...}, functions of the model, with AdamW for the other parameters"
             )
-    check_disjoint({name: each for name, each in as_dict(optimizer).items() if isinstance(each, Optimizer)}, model)
-    for name, each in as_dict(scheduler).items():
-        if not isinstance(each, (LRScheduler, ReduceLROnPlateau)):
+    check_disjoint({name: part for name, part in as_dict(optimizer).items() if isinstance(part, Optimizer)}, model)
+    for name, part in as_dict(scheduler).items():
+        if not isinstance(part, (LRScheduler, ReduceLROnPlateau)):
             optimizer_for(as_dict(optimizer), name)
-        elif present and not any(each.optimizer is optimizer for optimizer in present):
+        elif present and not any(part.optimizer is optimizer for optimizer in present):
             raise ConfigError(
-                f"{label('scheduler', scheduler, name)} ({type(each).__name__}) was made for another optimizer than "
-                f"the one given; make it from the same object: {type(each).__name__}(optimizer, ...)"
+                f"{label('scheduler', scheduler, name)} ({type(part).__name__}) was made for another optimizer than "
+                f"the one given; make it from the same object: {type(part).__name__}(optimizer, ...)"
             )
 
 
@@ -74,11 +74,11 @@ def check_scheduler_owners(schedulers: Mapping[str, Any], optimizers: Mapping[st
     for optimizer in optimizers.values():
         stepped.update(map(id, parameters_of(optimizer)))
     for name, scheduler in schedulers.items():
-        other = getattr(scheduler, "optimizer", None)
+        owner = getattr(scheduler, "optimizer", None)
         kind = type(scheduler).__name__
-        if not stepped or not isinstance(other, Optimizer) or any(other is given for given in optimizers.values()):
+        if not stepped or not isinstance(owner, Optimizer) or any(owner is known for known in optimizers.values()):
             continue
-        if stepped.isdisjoint(map(id, parameters_of(other))):
+        if stepped.isdisjoint(map(id, parameters_of(owner))):
             raise ConfigError(
                 f"scheduler {name} ({kind}) was made for another optimizer than those that train, whose learning rate "
                 f"it would not change; give a function that makes it: scheduler=lambda optimizer: {kind}(optimizer, "
@@ -91,49 +91,49 @@ def check_disjoint(optimizers: Mapping[str, Optimizer], model: nn.Module) -> Non
     owners: dict[int, str] = {}
     for owner, optimizer in optimizers.items():
         for parameter in parameters_of(optimizer):
-            other = owners.setdefault(id(parameter), owner)
-            if other != owner:
+            first = owners.setdefault(id(parameter), owner)
+            if first != owner:
                 names = [name for name, each in model.named_parameters() if each is parameter]
                 raise ConfigError(
-                    f"optimizers {other!r} and {owner!r} share the parameter {names[0] if names else 'of a module'}, "
+                    f"optimizers {first!r} and {owner!r} share the parameter {names[0] if names else 'of a module'}, "
                     "which both would update in each step; give each parameter to one of them, for instance "
                     "torch.optim.AdamW(model.first.parameters()) and torch.optim.SGD(model.second.parameters())"
                 )
 
 
-def _check_parameters(where: str, optimizer: Optimizer, model: nn.Module) -> None:
+def _check_parameters(place: str, optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer that has no parameter of the model."""
     inside = {id(p) for p in model.parameters()}
     parameters = parameters_of(optimizer)
     if inside and not any(id(p) in inside for p in parameters):
         name = type(optimizer).__name__
         raise ConfigError(
-            f"{where} ({name}) has {len(parameters)} parameters, none of which is among the {len(inside)} of the "
+            f"{place} ({name}) has {len(parameters)} parameters, none of which is among the {len(inside)} of the "
             f"model; make it from the same model: {name}(model.parameters(), ...)"
         )
 
 
-def _check_kinds(what: str, given: Any, kinds: tuple[type, ...]) -> None:
+def _check_kinds(option: str, argument: Any, kinds: tuple[type, ...]) -> None:
     """Refuse what is neither an object of these kinds nor a factory of one."""
-    is_pair = _is_pair(given)  # It is a tuple, and stands for one object.
-    several = {what: given} if is_pair else as_dict(given)
-    for name, each in several.items():
-        where = what if is_pair else label(what, given, name)
-        if isinstance(each, kinds):
+    is_pair = _is_pair(argument)  # It is a tuple, and stands for one object.
+    several = {option: argument} if is_pair else as_dict(argument)
+    for name, entry in several.items():
+        place = option if is_pair else label(option, argument, name)
+        if isinstance(entry, kinds):
             continue
-        if _is_pair(each):
-            cls, options = each
-            arguments = [_ARGUMENT[what], *(f"{key}={value!r}" for key, value in options.items())]
+        if _is_pair(entry):
+            cls, options = entry
+            arguments = [_ARGUMENT[option], *(f"{key}={value!r}" for key, value in options.items())]
             raise ConfigError(
-                f"{where} is a class and a dict of its arguments; give a function that makes it: "
-                + _lambda(what, f"{_path(what, cls)}({', '.join(arguments)})")
+                f"{place} is a class and a dict of its arguments; give a function that makes it: "
+                + _lambda(option, f"{_path(option, cls)}({', '.join(arguments)})")
             )
-        if not callable(each):
+        if not callable(entry):
             raise ConfigError(
-                f"{where} is {kind_of(each)}; give a {kinds[0].__module__.removesuffix('.optimizer')}."
-                f"{kinds[0].__name__}, or a function that makes one: {_lambda(what, _EXAMPLES[what])}"
+                f"{place} is {kind_of(entry)}; give a {kinds[0].__module__.removesuffix('.optimizer')}."
+                f"{kinds[0].__name__}, or a function that makes one: {_lambda(option, _EXAMPLES[option])}"
             )
-        _check_factory(what, where, each)
+        _check_factory(option, place, entry)
 
 
 def _is_pair(value: Any) -> bool:
@@ -142,51 +142,51 @@ def _is_pair(value: Any) -> bool:
     return is_two and isinstance(value[0], type) and isinstance(value[1], Mapping)
 
 
-def _check_factory(what: str, where: str, factory: Any) -> None:
+def _check_factory(option: str, place: str, factory: Any) -> None:
     """Refuse a factory that needs more arguments than it gets."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # Some builtins have none.
         return
-    if _binds(signature) or (what == "scheduler" and _binds(signature, total_steps=0)):
+    if _binds(signature) or (option == "scheduler" and _binds(signature, total_steps=0)):
         return
     if not signature.parameters:
-        raise ConfigError(f"{where} is a function without a parameter; write {_lambda(what, _EXAMPLES[what])}")
+        raise ConfigError(f"{place} is a function without a parameter; write {_lambda(option, _EXAMPLES[option])}")
     if not any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in signature.parameters.values()):
         name = getattr(factory, "__name__", "make")
         raise ConfigError(
-            f"{where} is {name}, a function that does not take the {_ARGUMENT[what]}; where it returns what makes one, "
-            f"call it: {what}={name}()"
+            f"{place} is {name}, a function that does not take the {_ARGUMENT[option]}; where it returns what makes "
+            f"one, call it: {option}={name}()"
         )
     needed = [p.name for p in list(signature.parameters.values())[1:] if p.default is p.empty and p.kind not in _REST]
     is_class = isinstance(factory, type)
-    made = _path(what, factory) if is_class else "make"
+    call = _path(option, factory) if is_class else "make"
     by_steps = "total_steps" in signature.parameters
-    arguments = [_ARGUMENT[what], *(f"{name}=..." for name in needed if name != "total_steps")]
+    arguments = [_ARGUMENT[option], *(f"{name}=..." for name in needed if name != "total_steps")]
     arguments += ["total_steps=total_steps"] * by_steps
-    found = f"the class {factory.__name__}, which" if is_class else "a function that"
+    description = f"the class {factory.__name__}, which" if is_class else "a function that"
     raise ConfigError(
-        f"{where} is {found} needs {', '.join(needed)} besides the {_ARGUMENT[what]}; write "
-        + _lambda(what, f"{made}({', '.join(arguments)})", by_steps)
+        f"{place} is {description} needs {', '.join(needed)} besides the {_ARGUMENT[option]}; write "
+        + _lambda(option, f"{call}({', '.join(arguments)})", by_steps)
     )
 
 
-def _binds(signature: inspect.Signature, **more: Any) -> bool:
+def _binds(signature: inspect.Signature, **keywords: Any) -> bool:
     try:
-        signature.bind(None, **more)
+        signature.bind(None, **keywords)
     except TypeError:
         return False
     return True
 
 
-def _path(what: str, cls: type) -> str:
+def _path(option: str, cls: type) -> str:
     """Return the name of a class in a script."""
-    module = _PUBLIC[what]
+    module = _PUBLIC[option]
     return f"{module.__name__}.{cls.__name__}" if getattr(module, cls.__name__, None) is cls else cls.__name__
 
 
-def _lambda(what: str, body: str, by_steps: bool = False) -> str:
-    return f"{what}=lambda {_ARGUMENT[what]}{', total_steps' * by_steps}: {body}"
+def _lambda(option: str, body: str, by_steps: bool = False) -> str:
+    return f"{option}=lambda {_ARGUMENT[option]}{', total_steps' * by_steps}: {body}"
 
 
 # -------------------------------------------------------------------------------------------- schedules and a run
@@ -215,28 +215,28 @@ def check_schedules(
     if 0 in (epochs.left, steps.left):
         return warnings_  # A finished script that is started again steps nothing.
     for name, scheduler in schedulers.items():
-        where = f"scheduler {name} ({type(scheduler).__name__})"
+        place = f"scheduler {name} ({type(scheduler).__name__})"
         on_batch = is_per_step(scheduler, default)
         if on_batch and is_set and not default:
             raise ConfigError(
-                f"{where} counts optimizer steps, and scheduler_step_on_batch=False is for schedulers that count "
+                f"{place} counts optimizer steps, and scheduler_step_on_batch=False is for schedulers that count "
                 "epochs; leave that option out"
             )
         if is_plateau(scheduler):
             if not has_metric:
                 raise ConfigError(
-                    f"{where} needs a metric after each validation, and run() got no valid_loader; give "
+                    f"{place} needs a metric after each validation, and run() got no valid_loader; give "
                     "run(..., valid_loader=...), or monitor='train/loss'"
                 )
             continue
         if isinstance(scheduler, OneCycleLR) and not on_batch:
-            _check_cycle(where, scheduler, is_set, epochs, steps)
-        _check_end(where, scheduler, on_batch, epochs, steps)
-        warnings_ += _check_unit(where, scheduler, on_batch, is_set, epochs, steps)
+            _check_cycle(place, scheduler, is_set, epochs, steps)
+        _check_end(place, scheduler, on_batch, epochs, steps)
+        warnings_ += _check_unit(place, scheduler, on_batch, is_set, epochs, steps)
     return warnings_
 
 
-def _check_cycle(where: str, scheduler: OneCycleLR, is_set: bool, epochs: Span, steps: Span) -> None:
+def _check_cycle(place: str, scheduler: OneCycleLR, is_set: bool, epochs: Span, steps: Span) -> None:
     """Refuse a OneCycleLR that is stepped by epochs, unless the user asked for it and its length can be in epochs."""
     total = int(scheduler.total_steps)
     fits = steps_taken(scheduler) + (epochs.left or 0) == total or total in epochs.totals()
@@ -248,12 +248,12 @@ def _check_cycle(where: str, scheduler: OneCycleLR, is_set: bool, epochs: Span, 
     if not is_set:
         line += " (for a cycle that is counted in epochs: scheduler_step_on_batch=False)"
     raise ConfigError(
-        f"{where} has total_steps={total} and would be stepped once an epoch; it is made to be stepped after each "
+        f"{place} has total_steps={total} and would be stepped once an epoch; it is made to be stepped after each "
         f"optimizer step: write {line}"
     )
 
 
-def _check_end(where: str, scheduler: Any, on_batch: bool, epochs: Span, steps: Span) -> None:
+def _check_end(place: str, scheduler: Any, on_batch: bool, epochs: Span, steps: Span) -> None:
     """Refuse a schedule that ends before the run does."""
     longest = planned_length(scheduler)
     if longest is None:
@@ -264,7 +264,7 @@ def _check_end(where: str, scheduler: Any, on_batch: bool, epochs: Span, steps: 
     if planned is None:
         limit = "run(..., max_steps=...)" if on_batch else "a number of epochs: run(n_epoch, ...)"
         raise ConfigError(
-            f"{where} ends after {longest} steps, and the loader has no length to plan with; give "
+            f"{place} ends after {longest} steps, and the loader has no length to plan with; give "
             f"run(..., steps_per_epoch=...) or {limit}"
         )
     total = taken + planned
@@ -282,25 +282,25 @@ def _check_end(where: str, scheduler: Any, on_batch: bool, epochs: Span, steps: 
     elif not on_batch and longest > planned:
         instead = ", or did you mean scheduler_step_on_batch=True?"
     raise ConfigError(
-        f"{where} ends after {longest} steps, but this run has {planned} {unit}{after}; create it with a length of "
+        f"{place} ends after {longest} steps, but this run has {planned} {unit}{after}; create it with a length of "
         f"{total} steps{factory}{instead}"
     )
 
 
-def _check_unit(where: str, scheduler: Any, on_batch: bool, is_set: bool, epochs: Span, steps: Span) -> list[str]:
+def _check_unit(place: str, scheduler: Any, on_batch: bool, is_set: bool, epochs: Span, steps: Span) -> list[str]:
     """Compare a schedule's own length with what it is stepped by, and with the other unit."""
     length = own_length(scheduler)
-    used, other = (steps, epochs) if on_batch else (epochs, steps)
+    used, unused = (steps, epochs) if on_batch else (epochs, steps)
     taken = 0 if used.left is None else steps_taken(scheduler) + used.left
-    if length not in other.totals() or length in {taken, *used.totals()}:
+    if length not in unused.totals() or length in {taken, *used.totals()}:
         return []
     if on_batch:
         return [
-            f"{where} lasts {length} steps, as many as this run has epochs, and is stepped after each of its optimizer "
+            f"{place} lasts {length} steps, as many as this run has epochs, and is stepped after each of its optimizer "
             "steps; if its steps are epochs, write scheduler_step_on_batch=False"
         ]
     text = (
-        f"{where} lasts {length} steps, as many as this run has optimizer steps, but would be stepped once an epoch; "
+        f"{place} lasts {length} steps, as many as this run has optimizer steps, but would be stepped once an epoch; "
         "write scheduler_step_on_batch=True"
     )
     if not is_set:

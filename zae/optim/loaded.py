@@ -18,7 +18,7 @@ _SMALL = 64 << 20
 """Bytes up to which tensors are compared bit by bit."""
 
 
-def check_loaded(what: str, part: Any, state: Any) -> None:
+def check_loaded(kind_of_part: str, part: Any, state: Any) -> None:
     """Refuse an optimizer or a schedule that says, right after a load, that its state is another one.
 
     It may have more than was saved: a newer version of torch adds settings.
@@ -27,9 +27,9 @@ def check_loaded(what: str, part: Any, state: Any) -> None:
     loaded = part.state_dict()
     expected = with_enums(state, loaded)
     compares = compares_bits(expected) and compares_bits(loaded)
-    if problem := difference(expected, loaded, what, compares=compares, may_have_more=True):
+    if problem := difference(expected, loaded, kind_of_part, compares=compares, may_have_more=True):
         raise CheckpointMismatch(
-            f"{what} {kind} does not load its own state: {problem}. A run cannot be resumed from it; let "
+            f"{kind_of_part} {kind} does not load its own state: {problem}. A run cannot be resumed from it; let "
             f"{kind}.load_state_dict restore what its state_dict returns"
         )
 
@@ -42,31 +42,31 @@ def compares_bits(state: Any) -> bool:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _SMALL
 
 
-def difference(saved: Any, found: Any, path: str, *, compares: bool = True, may_have_more: bool = False) -> str:
+def difference(saved: Any, loaded: Any, path: str, *, compares: bool = True, may_have_more: bool = False) -> str:
     """Return where a loaded state differs from the saved one; else an empty string.
 
     Without ``compares`` the bits of tensors are not read. With ``may_have_more`` a dict may have got more entries.
     """
     pairs: list[tuple[Any, Any, Any]] | None = None
-    if isinstance(saved, Mapping) and isinstance(found, Mapping):
-        if saved.keys() == found.keys() or (may_have_more and saved.keys() < found.keys()):
-            pairs = [(key, saved[key], found[key]) for key in saved]
-    elif isinstance(saved, (list, tuple)) and type(saved) is type(found) and len(saved) == len(found):
-        pairs = [(index, one, other) for index, (one, other) in enumerate(zip(saved, found))]
+    if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
+        if saved.keys() == loaded.keys() or (may_have_more and saved.keys() < loaded.keys()):
+            pairs = [(key, saved[key], loaded[key]) for key in saved]
+    elif isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        pairs = [(index, before, after) for index, (before, after) in enumerate(zip(saved, loaded))]
     if pairs is not None:
         texts = (
-            difference(one, other, f"{path}[{key!r}]", compares=compares, may_have_more=may_have_more)
-            for key, one, other in pairs
+            difference(before, after, f"{path}[{key!r}]", compares=compares, may_have_more=may_have_more)
+            for key, before, after in pairs
         )
         return next(filter(None, texts), "")
-    if _are_alike(saved, found):
-        if saved.stride() != found.stride():
-            return f"{path} had the strides {saved.stride()} and has {found.stride()}"
+    if _are_alike(saved, loaded):
+        if saved.stride() != loaded.stride():
+            return f"{path} had the strides {saved.stride()} and has {loaded.stride()}"
         if not compares:
             return ""
-    if has_same_bits(saved, found):
+    if has_same_bits(saved, loaded):
         return ""
-    return f"{path} was {_describe(saved)} and is {_describe(found)}"
+    return f"{path} was {_describe(saved)} and is {_describe(loaded)}"
 
 
 def _are_alike(a: Any, b: Any) -> bool:
@@ -93,5 +93,5 @@ def with_enums(saved: Any, present: Any) -> Any:
     if type(saved) is dict and isinstance(present, Mapping):
         return {key: with_enums(each, present.get(key)) for key, each in saved.items()}
     if type(saved) in (list, tuple) and isinstance(present, (list, tuple)) and len(saved) == len(present):
-        return type(saved)(with_enums(one, other) for one, other in zip(saved, present))
+        return type(saved)(with_enums(value, model) for value, model in zip(saved, present))
     return saved

@@ -137,9 +137,9 @@ def both_weights(
     with evaluation_weights(optimizers):
         weights = copy.deepcopy(model_state())  # Tied ones stay tied.
     training_weights = {}
-    for key, each in model_state().items():
-        if not isinstance(each, Tensor) or nn.parameter.is_lazy(each):
+    for key, value in model_state().items():
+        if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
             continue
-        if each.is_meta or not torch.equal(each, weights[key]):
-            training_weights[key] = each
+        if value.is_meta or not torch.equal(value, weights[key]):
+            training_weights[key] = value
     return weights, training_weights

@@ -355,14 +355,14 @@ class Optimization:
         """
         self._check_names(state)
         named = named_parameters(module)
-        names = {id(each): name for name, each in named.items()}
+        names = {id(part): name for name, part in named.items()}
         added = {name: self._added_groups(name, state, named) for name in self.optimizers}
         optimizers = {name: self._in_present_order(name, state, names, strict, added[name]) for name in self.optimizers}
         schedulers = {name: copy.deepcopy(state["scheduler"][name]) for name in self.schedulers}
-        for name, each in self.schedulers.items():
-            check_rates("scheduler", schedulers[name], each.state_dict())
-            if is_plateau(each) and not keeps_best:
-                best = {"mode": each.mode, "mode_worse": each.mode_worse, "best": each.mode_worse, "num_bad_epochs": 0}
+        for name, part in self.schedulers.items():
+            check_rates("scheduler", schedulers[name], part.state_dict())
+            if is_plateau(part) and not keeps_best:
+                best = {"mode": part.mode, "mode_worse": part.mode_worse, "best": part.mode_worse, "num_bad_epochs": 0}
                 schedulers[name] = {**schedulers[name], **best}
         records = state["records"]
         is_begun = bool(state["progress"]["step"])
@@ -372,20 +372,20 @@ class Optimization:
         grad_norms = dict(records.get("grad_norms", {}))
 
         def load() -> None:
-            for name, each in self.optimizers.items():
+            for name, part in self.optimizers.items():
                 if added[name]:
-                    each.param_groups = list(each.param_groups)  # On an error the list from before is put back.
+                    part.param_groups = list(part.param_groups)  # On an error the list from before is put back.
                 for group in added[name]:
-                    each.add_param_group({**group})
+                    part.add_param_group({**group})
                 load_optimizer(name, optimizers[name])
                 if not is_ordered:
-                    match_layout(each)
+                    match_layout(part)
                 if is_begun:  # Else a scheduler that is stepped before it warns.
-                    each._opt_called = True  # type: ignore[attr-defined]
-            for name, each in self.schedulers.items():
-                grow_lambdas(each)
-                each.load_state_dict(with_enums(copy.deepcopy(schedulers[name]), each.state_dict()))
-                check_loaded("scheduler", each, schedulers[name])
+                    part._opt_called = True  # type: ignore[attr-defined]
+            for name, part in self.schedulers.items():
+                grow_lambdas(part)
+                part.load_state_dict(with_enums(copy.deepcopy(schedulers[name]), part.state_dict()))
+                check_loaded("scheduler", part, schedulers[name])
             self.grad_norm = grad_norm
             self.grad_norms = grad_norms
 
@@ -434,12 +434,12 @@ class Optimization:
     ) -> Any:
         """Return the saved state of an optimizer with its parameters in the present order."""
         optimizer = self.optimizers[name]
-        own = state["optimizer"][name]
-        if has_own_form(optimizer, own):
-            return own
-        check_groups(name, optimizer, own, [len(group["params"]) for group in added])
-        for there, here in zip(own["param_groups"], optimizer.param_groups):
-            check_rates("optimizer", there, here)
+        saved_optimizer = state["optimizer"][name]
+        if has_own_form(optimizer, saved_optimizer):
+            return saved_optimizer
+        check_groups(name, optimizer, saved_optimizer, [len(group["params"]) for group in added])
+        for saved_group, present_group in zip(saved_optimizer["param_groups"], optimizer.param_groups):
+            check_rates("optimizer", saved_group, present_group)
         present = parameter_order(optimizer, names)
         for group in added:
             parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
@@ -449,8 +449,8 @@ class Optimization:
         for keys in state["order"].get(name, ()):
             saved.append([fit_name(key, known) for key in keys])  # They may have the names of wrappers.
         if not saved or not known.keys() >= set(itertools.chain(*saved)):
-            return own  # The names have changed: only the numbers are left.
-        return match_order(name, optimizer, own, saved, present, strict)
+            return saved_optimizer  # The names have changed: only the numbers are left.
+        return match_order(name, optimizer, saved_optimizer, saved, present, strict)
 
     def pair_outside(self, saved: Mapping[str, Any], module: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """Pair the optimizers' parameters outside of the model with their saved values."""
@@ -485,8 +485,8 @@ def _groups_in(state: Any) -> list[Any]:
     return groups if isinstance(groups, list) else []
 
 
-def _objects_in(given: Any) -> dict[str, Any]:
-    return {name: each for name, each in optim.as_dict(given).items() if not optim.is_factory(each)}
+def _objects_in(value: Any) -> dict[str, Any]:
+    return {name: entry for name, entry in optim.as_dict(value).items() if not optim.is_factory(entry)}
 
 
 def _call_factory(factory: Callable[..., Any], optimizer: Any, total_steps: int | None) -> Any:

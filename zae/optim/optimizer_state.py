@@ -59,13 +59,13 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     """
     handles = []
     has_own_hooks = False  # Hooks of the script may load another state than was saved.
-    for each in with_inner(optimizer):
-        if not has_hooks(each):
+    for part in with_inner(optimizer):
+        if not has_hooks(part):
             continue
-        has_own_hooks = has_own_hooks or has_loading_hooks(each)
+        has_own_hooks = has_own_hooks or has_loading_hooks(part)
         exact = _Exact()
-        handles.append(each.register_load_state_dict_pre_hook(exact.take))
-        handles.append(each.register_load_state_dict_post_hook(exact.put, prepend=True))
+        handles.append(part.register_load_state_dict_pre_hook(exact.take))
+        handles.append(part.register_load_state_dict_post_hook(exact.put, prepend=True))
     # Code of its own class may change in place what it gets.
     own_values = copy.deepcopy(dict(state)) if has_own_loading(optimizer) else dict(state)
     try:
@@ -85,15 +85,15 @@ def has_hooks(optimizer: Optimizer) -> bool:
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
     """Return an optimizer and the optimizers that it wraps, at any depth: any of these may load the state."""
     optimizers = [optimizer]
-    for each in optimizers:
-        for value in vars(each).values():
+    for outer in optimizers:
+        for value in vars(outer).values():
             candidates = [value]
             if isinstance(value, dict):
                 candidates += value.values()
             elif isinstance(value, (list, tuple)):
                 candidates += value
             for inner in candidates:
-                if isinstance(inner, Optimizer) and not any(inner is other for other in optimizers):
+                if isinstance(inner, Optimizer) and not any(inner is known for known in optimizers):
                     optimizers.append(inner)
     return optimizers
 
@@ -157,19 +157,19 @@ def _on_device(
         if key == "step" and not by_kernel:
             return value
         dtype = torch.float32 if key == "step" and group.get("fused") else value.dtype  # All that its kernel reads.
-        found = (id(value), dtype)
-        if found not in moved:
-            moved[found] = value.to(device=device, dtype=dtype)
-        return moved[found]
+        memo_key = (id(value), dtype)
+        if memo_key not in moved:
+            moved[memo_key] = value.to(device=device, dtype=dtype)
+        return moved[memo_key]
     if isinstance(value, dict):
         copied = value.copy()
-        for name, each in value.items():
-            copied[name] = _on_device(each, device, group, moved, name)
+        for name, entry in value.items():
+            copied[name] = _on_device(entry, device, group, moved, name)
         return copied
     if type(value) in (list, tuple):
-        return type(value)(_on_device(each, device, group, moved) for each in value)
+        return type(value)(_on_device(entry, device, group, moved) for entry in value)
     if type(value) is deque:
-        return deque((_on_device(each, device, group, moved) for each in value), value.maxlen)
+        return deque((_on_device(entry, device, group, moved) for entry in value), value.maxlen)
     return value
 
 
@@ -199,9 +199,9 @@ def _apart_from_parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]
     entries = state.get("state")
     named: Any = entries
     if isinstance(entries, dict):
-        named = {key: each for key, each in entries.items() if type(key) is not int}
-    rest = {key: each for key, each in state.items() if key not in ("state", "param_groups")}
-    yield from leaves_of({**rest, "state": named}, "optimizer")
+        named = {key: entry for key, entry in entries.items() if type(key) is not int}
+    other_entries = {key: entry for key, entry in state.items() if key not in ("state", "param_groups")}
+    yield from leaves_of({**other_entries, "state": named}, "optimizer")
 
 
 def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **instead: Any) -> Optimizer:
@@ -234,7 +234,7 @@ def has_own_loading(optimizer: Optimizer) -> bool:
     return any(type(each).load_state_dict is not _LOAD for each in with_inner(optimizer))
 
 
-def check_rates(what: str, saved: Any, present: Any) -> None:
+def check_rates(part: str, saved: Any, present: Any) -> None:
     """Refuse values that are not finite numbers where an optimizer or a scheduler has a number."""
     for name in (saved.keys() & present.keys()) - {"params"}:  # A parameter may be lazy.
         value = saved[name]
@@ -243,9 +243,9 @@ def check_rates(what: str, saved: Any, present: Any) -> None:
             pairs = zip(value, present[name])
         for old, new in pairs:
             if _is_number(new) and not _is_number(old):
-                raise _refusal(what, name, value, "a number")
+                raise _refusal(part, name, value, "a number")
             if name in _RATES and _is_number(old) and not (math.isfinite(float(old)) and float(old) >= 0):
-                raise _refusal(what, name, value, "a rate")
+                raise _refusal(part, name, value, "a rate")
 
 
 def parameter_order(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
@@ -282,10 +282,12 @@ def match_order(
         return {**state, "state": values, "param_groups": groups}
     if not strict:
         return state
-    how = f"with other parameters ({', '.join(differ[:_SHOWN])})" if differ else "with its parameters in another order"
+    change = "with its parameters in another order"
+    if differ:
+        change = f"with other parameters ({', '.join(differ[:_SHOWN])})"
     raise CheckpointMismatch(
-        f"optimizer {name} ({type(optimizer).__name__}) was saved {how}; build it as it was, or load only the weights: "
-        "apply_weights(path)"
+        f"optimizer {name} ({type(optimizer).__name__}) was saved {change}; build it as it was, or load only the "
+        "weights: apply_weights(path)"
     )
 
 
@@ -356,10 +358,10 @@ def check_groups(name: str, optimizer: Optimizer, state: Any, added: Sequence[in
             + (" (a group that training has added: in load_state_dict() of your class, before super())" if grew else "")
             + ", or load only the weights: apply_weights(path)"
         )
-    for group, other in zip(optimizer.param_groups, state["param_groups"]):
+    for group, saved_group in zip(optimizer.param_groups, state["param_groups"]):
         # Another version of torch may add settings; where each lacks some of the other, the classes differ.
-        lacks = sorted(set(optimizer.defaults) - set(other))
-        leaves = sorted(set(other) - set(group))
+        lacks = sorted(set(optimizer.defaults) - set(saved_group))
+        leaves = sorted(set(saved_group) - set(group))
         if lacks and leaves:
             raise CheckpointMismatch(
                 f"the state of optimizer {name} was saved by another class than {type(optimizer).__name__}: it has no "
@@ -373,7 +375,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _refusal(what: str, name: str, value: object, kind: str) -> CheckpointMismatch:
+def _refusal(part: str, name: str, value: object, kind: str) -> CheckpointMismatch:
     return CheckpointMismatch(
-        f"the state of the {what} has {name}={value!r:.60}, which is not {kind}; load another checkpoint"
+        f"the state of the {part} has {name}={value!r:.60}, which is not {kind}; load another checkpoint"
     )

@@ -94,15 +94,15 @@ class RunPreview:
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of the page: a title and a text each."""
         size = f" of {self.batch_size} samples" if self.batch_size else ""
-        whole = f"; {self.effective_batch_size} samples a step" if self.effective_batch_size else ""
-        of = f", of {self.batches_per_step} batches each" if self.batches_per_step > 1 else ""
-        of += f" on {self.world_size} processes" if self.world_size > 1 else ""
+        samples = f"; {self.effective_batch_size} samples a step" if self.effective_batch_size else ""
+        batches = f", of {self.batches_per_step} batches each" if self.batches_per_step > 1 else ""
+        batches += f" on {self.world_size} processes" if self.world_size > 1 else ""
         ended = "none ended"
         if self.epoch_ends:
             ended = f"{len(self.epoch_ends)} ended, the last at step {self.epoch_ends[-1][1]}"
         rows = [
             ("batches", f"{_count(self.batches_per_epoch)} an epoch{size}"),
-            ("steps", f"{_count(self.steps_per_epoch)} an epoch, {_count(self.steps)} in this run{of}{whole}"),
+            ("steps", f"{_count(self.steps_per_epoch)} an epoch, {_count(self.steps)} in this run{batches}{samples}"),
             ("epochs", ended),
         ]
         rows += [(name, _curve(rates, self.first_step)) for name, rates in self.learning_rates.items()]

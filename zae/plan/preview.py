@@ -65,9 +65,9 @@ class Preview:
         self.simulate_schedules()
         facts.logs_at = facts.due(trainer.log_every)
         facts.validates_at = [] if run.valid_loader is None else facts.due(run.limits.valid_every)
-        for name, what in (("should_validate", "valid_every"), ("should_checkpoint", "save_every")):
+        for name, option in (("should_validate", "valid_every"), ("should_checkpoint", "save_every")):
             if is_overridden(trainer, name):
-                facts.notes.append(f"{name} is overridden: it decides, and what follows from {what} may differ")
+                facts.notes.append(f"{name} is overridden: it decides, and what follows from {option} may differ")
         self.note_facts()
         reason = why_not(run.loader) if trainer.loader_position.is_fast else "fast_data=False"
         if reason is not None and hasattr(run.loader, "dataset"):
@@ -153,10 +153,10 @@ class Preview:
             done = 0
             facts.epoch_ends.append((epoch, step))
         facts.last_step = step
-        own = own_batch_sampler(facts_of(run.loader))
-        if own and len(facts.epoch_ends) > 1:
+        sampler = own_batch_sampler(facts_of(run.loader))
+        if sampler and len(facts.epoch_ends) > 1:
             facts.notes.append(
-                f"each epoch is counted with the {facts.batches_per_epoch} batches that {own} has now; it may make "
+                f"each epoch is counted with the {facts.batches_per_epoch} batches that {sampler} has now; it may make "
                 "another number of them later"
             )
 

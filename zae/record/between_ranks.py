@@ -96,9 +96,9 @@ def _compare(record: Mapping[str, Any], gather: _Gather, readers: Mapping[str, s
     if _is_of_data(name):
         raise LoaderError(_explain_data(name, values))
     reader = readers.get(name) or READ_BY.get(name.partition(" ")[0], "Trainer.wrap_loader")
-    more = f" (and so do {len(differing) - 1} more: {', '.join(differing[1:4])})" if differing[1:] else ""
+    others = f" (and so do {len(differing) - 1} more: {', '.join(differing[1:4])})" if differing[1:] else ""
     raise DistributedError(
-        f"{name} differs between the ranks{more}, which would train apart, or wait for each other: it is "
+        f"{name} differs between the ranks{others}, which would train apart, or wait for each other: it is "
         f"{_by_rank(values)}. It is read in {reader}; give all ranks the same script, arguments and environment. Only "
         "what a rank shows, logs or keeps to itself may differ"
     )

@@ -169,8 +169,8 @@ def of_dataset(loader: Any, name: str) -> Record:
 def of_parameters(module: nn.Module) -> Record:
     """Return the types and shapes of the parameters and buffers of a model, and which parameters are trained."""
     record: Record = {}
-    for name, each in module.named_parameters(remove_duplicate=False):
-        record[f"parameter {name}"] = f"{each.dtype} {_shape_of(each)}, requires_grad={each.requires_grad}"
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        record[f"parameter {name}"] = f"{tensor.dtype} {_shape_of(tensor)}, requires_grad={tensor.requires_grad}"
     for name, buffer in module.named_buffers(remove_duplicate=False):
         record[f"buffer {name}"] = f"{buffer.dtype} {_shape_of(buffer)}"
     return record
@@ -187,13 +187,13 @@ def of_optimizers(optimizers: Mapping[str, Optimizer]) -> Record:
         owner = f"optimizer {name}"
         record[owner] = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
-            where = f" of group {index}" if len(optimizer.param_groups) > 1 else ""
-            record[f"{owner}: parameters{where}"] = len(group["params"])
+            of_group = f" of group {index}" if len(optimizer.param_groups) > 1 else ""
+            record[f"{owner}: parameters{of_group}"] = len(group["params"])
             for key, value in group.items():
                 if key == "lr":
-                    record[f"{owner}: lr{where}"] = plain_value(group.get("initial_lr", value))
+                    record[f"{owner}: lr{of_group}"] = plain_value(group.get("initial_lr", value))
                 elif key not in ("params", "param_names", "initial_lr"):
-                    record[f"{owner}: {key}{where}"] = plain_value(value)
+                    record[f"{owner}: {key}{of_group}"] = plain_value(value)
     return record
 
 
@@ -205,17 +205,17 @@ def of_schedules(schedulers: Mapping[str, Any]) -> Record:
     return record
 
 
-def _of_schedule(scheduler: Any, what: str) -> Iterator[tuple[str, Any]]:
-    yield what, type(scheduler).__name__
+def _of_schedule(scheduler: Any, name: str) -> Iterator[tuple[str, Any]]:
+    yield name, type(scheduler).__name__
     milestones = milestones_of(scheduler)
     if milestones is not None:
-        yield f"{what}: milestones", plain_value(milestones)
+        yield f"{name}: milestones", plain_value(milestones)
     inner = parts_of(scheduler)
     for key, value in vars(scheduler).items():
         if key[0] != "_" and key not in _IN_MOTION and _is_setting(value):
-            yield f"{what}: {key}", plain_value(value)
-    for index, each in enumerate(inner):
-        yield from _of_schedule(each, f"{what}, part {index}")
+            yield f"{name}: {key}", plain_value(value)
+    for index, part in enumerate(inner):
+        yield from _of_schedule(part, f"{name}, part {index}")
 
 
 def _is_setting(value: Any) -> bool:

@@ -61,15 +61,15 @@ class RunRecord:
                     **parts.of_code(trainer),
                 }
             )
-        for what, several, read in (
+        for kind, several, read in (
             ("optimizer", trainer.optimizers, parts.of_optimizers),
             ("scheduler", trainer.schedulers, parts.of_schedules),
         ):
-            for name, each in several.items():
-                key = f"{what} {name}"
-                if self._objects.get(key) is not each:
-                    self._objects[key] = each
-                    self._script = _without(self._script, [key]) | redact(read({name: each}))
+            for name, entry in several.items():
+                key = f"{kind} {name}"
+                if self._objects.get(key) is not entry:
+                    self._objects[key] = entry
+                    self._script = _without(self._script, [key]) | redact(read({name: entry}))
                     self._in_use = _without(self._in_use, [key])
 
     def note_call(self, run: Run) -> None:
@@ -154,17 +154,17 @@ class RunRecord:
         differences = _differences(self._loaded, self._script)
         self._loaded = None
         code = [name for name in differences if name.startswith("code of ")]
-        overridden = {name: each for name, each in differences.items() if name.startswith(_OF_CHECKPOINT)}
+        overridden = {name: change for name, change in differences.items() if name.startswith(_OF_CHECKPOINT)}
         functions = {name: overridden.pop(name) for name in [*overridden] if name.endswith(": lr_lambdas")}
-        rest = {name: each for name, each in differences.items() if name not in (*code, *overridden)} | functions
+        others = {name: change for name, change in differences.items() if name not in (*code, *overridden)} | functions
         texts = []
         if overridden:
             texts.append(
                 f"the checkpoint overrides settings of this script ({len(overridden)}): {_listed(overridden)}. The "
                 f"checkpoint's values are used; to use the script's, {REMEDY}."
             )
-        if rest:
-            texts.append(_explain_script(rest))
+        if others:
+            texts.append(_explain_script(others))
         if code:
             names = ", ".join(name.removeprefix("code of ") for name in code)
             texts.append(f"the code of {names} has changed since the checkpoint was saved; the run goes on with it.")
@@ -252,10 +252,10 @@ def _classes_in(records: Mapping[str, Any]) -> parts.Record:
 
 def _class_of(classes: Mapping[str, Any], key: str) -> str:
     """Return the class of an optimizer or a schedule with the classes of its parts."""
-    own = str(classes.get(key, ""))
+    class_name = str(classes.get(key, ""))
     inner = []
     index = 0
     while f"{key}, part {index}" in classes:
         inner.append(_class_of(classes, f"{key}, part {index}"))
         index += 1
-    return own + (f"({', '.join(inner)})" if inner else "")
+    return class_name + (f"({', '.join(inner)})" if inner else "")

@@ -45,8 +45,8 @@ def load_run(path: Path, name: str, others: Sequence[Path] = ()) -> Run:
             f"{path} contains neither a log nor checkpoints; give the folder of a run, or the file of JSON lines that "
             "JSONLLoggerAddon(jsonl_path=...) wrote"
         )
-    whole = ((report, checkpoint) for report in reports for checkpoint in report["checkpoints"] if checkpoint["whole"])
-    newest = next(whole, None)
+    intact = ((report, checkpoint) for report in reports for checkpoint in report["checkpoints"] if checkpoint["whole"])
+    newest = next(intact, None)
     if records is None:
         records = _records_in(newest)
     return Run(name, records, reports, newest[1]["composition"] if newest else [])

@@ -81,17 +81,17 @@ def write(path: Path, runs: Sequence[Run]) -> int:
 def _payload(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Any]:
     """Return what the script draws: numbers as little-endian 64-bit floats in base64; equal axes are there once."""
     axes: dict[tuple[str, str], int] = {}
-    found = []
+    runs_data = []
     for run in runs:
         series = []
-        for key, each in run.records.series.items():
+        for key, points in run.records.series.items():
             metric, split = split_key(key)
             if metric in metrics:
-                axis = axes.setdefault((_pack(each.steps), _pack(_since(run, each))), len(axes))
-                series.append({"metric": metric, "split": split, "axis": axis, "values": _pack(each.values)})
+                axis = axes.setdefault((_pack(points.steps), _pack(_since(run, points))), len(axes))
+                series.append({"metric": metric, "split": split, "axis": axis, "values": _pack(points.values)})
         epochs = run.records.epochs
         resumed = [session["step"] for session in run.records.sessions if session["step"]]
-        found.append(
+        runs_data.append(
             {
                 "name": run.name,
                 "series": series,
@@ -100,7 +100,7 @@ def _payload(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Any]:
             }
         )
     titles = [{"name": metric, "title": _TITLES.get(metric, metric)} for metric in metrics]
-    return {"metrics": titles, "axes": list(axes), "runs": found}
+    return {"metrics": titles, "axes": list(axes), "runs": runs_data}
 
 
 def _since(run: Run, series: Series) -> list[float]:

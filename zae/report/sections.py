@@ -41,8 +41,8 @@ def overview(runs: Sequence[Run]) -> str:
         return f"<dl class='tiles'>{tiles}</dl>"
     names = list(dict.fromkeys(name for fact in facts for name in fact))
     rows = []
-    for at, each in enumerate(facts):
-        cells = [_note(*each.get(name, ("-", ""))) for name in names]
+    for at, facts_of_run in enumerate(facts):
+        cells = [_note(*facts_of_run.get(name, ("-", ""))) for name in names]
         rows.append([_run(runs, at), *cells])
     table = make_table(["run", *map(text_of, names)], rows, "The main numbers of each run")
     return make_section("overview", "Overview", table)
@@ -123,12 +123,12 @@ def _section_for(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
             pairs = "".join(f"<div><dt>{text_of(name)}</dt><dd>{cell}</dd></div>" for name, (cell,) in rows.items())
             return make_section(identifier, identifier.title(), f"<dl class='pairs'>{pairs}</dl>")
         headers = ["", *(_run(runs, at) for at in range(len(runs)))]
-        same = [[text_of(name), *cells] for name, cells in rows.items() if len(set(cells)) == 1]
+        equal_rows = [[text_of(name), *cells] for name, cells in rows.items() if len(set(cells)) == 1]
         differing = [[text_of(name), *cells] for name, cells in rows.items() if len(set(cells)) > 1]
         content = make_table(headers, differing, "What differs") if differing else "<p>Nothing differs.</p>"
-        if same:
-            rest = make_table(headers, same, "What is the same")
-            content += f"<details><summary>The same in all runs ({len(same)})</summary>{rest}</details>"
+        if equal_rows:
+            equal_table = make_table(headers, equal_rows, "What is the same")
+            content += f"<details><summary>The same in all runs ({len(equal_rows)})</summary>{equal_table}</details>"
         return make_section(identifier, identifier.title(), content)
 
     return section
@@ -165,16 +165,16 @@ def _checkpoints(runs: Sequence[Run]) -> str:
     return make_section("checkpoints", "Checkpoints", "".join(parts)) if parts else ""
 
 
-def _checkpoint(each: Mapping[str, Any]) -> list[str]:
+def _checkpoint(checkpoint: Mapping[str, Any]) -> list[str]:
     """Return the cells of a checkpoint."""
-    size = format_size(each["bytes"])
-    if not each["whole"]:
-        wrong = f"<span class='bad'>damaged</span><br><span class='long'>{text_of(each.get('wrong', ''))}</span>"
-        return [text_of(each["name"]), "-", "-", "-", size, "-", "-", wrong]
-    score = each.get("score")
-    shown = _note(number(score), str(each.get("monitor"))) if isinstance(score, (int, float)) else "-"
-    cells = [text_of(each[name]) for name in ("step", "epoch", "world_size", "zae")]
-    return [text_of(each["name"]), *cells[:2], shown, size, *cells[2:], "<span class='good'>intact</span>"]
+    size = format_size(checkpoint["bytes"])
+    if not checkpoint["whole"]:
+        wrong = f"<span class='bad'>damaged</span><br><span class='long'>{text_of(checkpoint.get('wrong', ''))}</span>"
+        return [text_of(checkpoint["name"]), "-", "-", "-", size, "-", "-", wrong]
+    score = checkpoint.get("score")
+    shown = _note(number(score), str(checkpoint.get("monitor"))) if isinstance(score, (int, float)) else "-"
+    cells = [text_of(checkpoint[name]) for name in ("step", "epoch", "world_size", "zae")]
+    return [text_of(checkpoint["name"]), *cells[:2], shown, size, *cells[2:], "<span class='good'>intact</span>"]
 
 
 def _processes(runs: Sequence[Run]) -> str:
@@ -225,8 +225,8 @@ def make_table(headers: Sequence[str], rows: Iterable[Sequence[str]], caption: s
     head = "".join(f"<th scope='col'>{header}</th>" for header in headers)
     lines = []
     for first, *cells in rows:
-        others = "".join(f"<td>{cell}</td>" for cell in cells)
-        lines.append(f"<tr><th scope='row'>{first}</th>{others}</tr>")
+        other_cells = "".join(f"<td>{cell}</td>" for cell in cells)
+        lines.append(f"<tr><th scope='row'>{first}</th>{other_cells}</tr>")
     body = "\n".join(lines)
     opening = f"<div class='scroll' tabindex='0' role='region' aria-label='{text_of(caption)}'>"
     return f"{opening}<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"

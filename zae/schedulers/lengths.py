@@ -189,8 +189,10 @@ def takes_total_steps(factory: Callable[..., Any]) -> bool:
         parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):  # A builtin may not say.
         return False
-    for place, each in enumerate(parameters):
-        if each.name == "total_steps":
+    for place, parameter in enumerate(parameters):
+        if parameter.name == "total_steps":
             # A partial that has set it leaves it behind as keyword-only, with a default.
-            return each.default is each.empty or (place == 1 and each.kind is each.POSITIONAL_OR_KEYWORD)
+            return parameter.default is parameter.empty or (
+                place == 1 and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            )
     return False

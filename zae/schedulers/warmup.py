@@ -65,8 +65,8 @@ class WarmUpSchedule(StepSchedule):
         if step < start or start == self.total_iters:
             return 1.0
         share = min(1.0, (step - start) / (self.total_iters - start))
-        left = {"cosine": (1 + math.cos(math.pi * share)) / 2, "linear": 1 - share, "wsd": 1 - math.sqrt(share)}
-        return self.final + (1 - self.final) * left[self.shape]
+        factors = {"cosine": (1 + math.cos(math.pi * share)) / 2, "linear": 1 - share, "wsd": 1 - math.sqrt(share)}
+        return self.final + (1 - self.final) * factors[self.shape]
 
     def lr_at(self, step: int) -> list[float]:
         """Return the rate of every param group after ``step`` scheduler steps."""

@@ -66,7 +66,7 @@ def check_pickle(kit: Kit) -> Iterator[str]:
             if moment == "after a run":
                 kit.run(trainer, 1)
             try:
-                other = pickle.loads(pickle.dumps(trainer))
+                restored = pickle.loads(pickle.dumps(trainer))
             except Exception as error:
                 yield (
                     f"cannot be pickled {moment} ({type(error).__name__}: {error}), so no process can be started "
@@ -74,7 +74,7 @@ def check_pickle(kit: Kit) -> Iterator[str]:
                     "teardown(), or name it in process_attributes"
                 )
                 return
-            if type(other) is not type(trainer):
+            if type(restored) is not type(trainer):
                 yield "becomes another class when it is pickled; define the add-on at the top of a module"
 
 
@@ -119,16 +119,16 @@ def _compare_calls(kit: Kit, name: str, outer: dict[Any, str], calls: watch.Call
     if any(is_marked(owner.__dict__[name], "__replaces__") for owner in owners):
         return None
     overrides = [code for code, known in outer.items() if known == name]
-    mine = calls.count[name] / max(1, len(overrides))
+    count = calls.count[name] / max(1, len(overrides))
     reached = calls.count[f"{name} of Trainer"]
-    if reached < mine - broken:  # A call that raised has not reached it either.
+    if reached < count - broken:  # A call that raised has not reached it either.
         return (
-            f"forgets super().{name}(): of {mine:g} calls of {name}, {reached} reached what is inside; call it on "
+            f"forgets super().{name}(): of {count:g} calls of {name}, {reached} reached what is inside; call it on "
             "every path, or mark the method with @zae.replaces"
         )
-    if reached > mine and not any(is_marked(owner.__dict__[name], "__repeats__") for owner in owners):
+    if reached > count and not any(is_marked(owner.__dict__[name], "__repeats__") for owner in owners):
         return (
-            f"calls super().{name}() more than once: {reached} times in {mine:g} calls; call it once, or mark the "
+            f"calls super().{name}() more than once: {reached} times in {count:g} calls; call it once, or mark the "
             "method with @zae.repeats"
         )
     return None
@@ -170,8 +170,8 @@ def check_mode(kit: Kit) -> Iterator[str]:
 def check_random(kit: Kit) -> Iterator[str]:
     """Find draws from training's random streams."""
     usual = kit.bare.notes.streams
-    now = kit.standard.notes.streams
-    drawn = [name for name in now if now[name] != usual[name]]
+    present = kit.standard.notes.streams
+    drawn = [name for name in present if present[name] != usual[name]]
     if drawn:
         yield (
             f"draws from the global random stream {drawn[0]!r}, and so changes training: a run ends with another state "
@@ -201,10 +201,10 @@ def _fail(kit: Kit, place: str, error: type[BaseException]) -> Iterator[tuple[st
         raised = _raised_by(kit, trainer, place, error)
         changed = kit.changes
         yield from _error_faults(place, error, raised) if trainer.notes.has_failed else ()
-        for name, how in changed.items():
+        for name, change in changed.items():
             yield (
                 name,
-                f"leaves a context open after an exception in {place}: the {name} is not what it was ({how}); "
+                f"leaves a context open after an exception in {place}: the {name} is not what it was ({change}); "
                 "enter and leave in one generator (with super().forward_context(), mine(): yield)",
             )
         if watch.hooks_of(trainer.unwrap(), [trainer.optimizer]) != hooks:
@@ -250,10 +250,10 @@ def _error_faults(place: str, error: type[BaseException], raised: BaseException 
 def _threads_left(before: set[threading.Thread]) -> bool:
     """Return whether threads are left after up to a second."""
     deadline = time.monotonic() + 1
-    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+    while (running := set(threading.enumerate()) - before) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)
-    return bool(left)
+    return bool(running)
 
 
 # ------------------------------------------------------------------------------------------------------ in a state
@@ -294,10 +294,10 @@ def _changes_of_given(kit: Kit, state: dict[str, Any], entries: dict[str, Any]) 
             f"own, rest = self.take(state, {kit.name!r}, strict), and super().load_state_dict(rest, strict)"
         )
     for key in entries.keys() & state_given.keys():
-        found = watch.difference(before[key], state_given[key], f"state[{key!r}]")
-        if found is not None:
+        path = watch.difference(before[key], state_given[key], f"state[{key!r}]")
+        if path is not None:
             yield (
-                f"changes the state that it was loaded from: {found} is not what it was when the resumed run ends; "
+                f"changes the state that it was loaded from: {path} is not what it was when the resumed run ends; "
                 "copy what load_state_dict takes: tensor.clone(), list(...)"
             )
 
@@ -316,22 +316,22 @@ def check_resume(kit: Kit) -> Iterator[str]:
 
 def _compare(kit: Kit, step: int, resumed: Any, known: Collection[str]) -> Iterator[str]:
     """Find attributes and results that differ between a whole run and a resumed one."""
-    whole = kit.standard
-    lost = [name for name in _differing(whole, resumed) if name not in known]
+    standard = kit.standard
+    lost = [name for name in _differing(standard, resumed) if name not in known]
     if lost:  # A clock differs between any two runs.
         with in_new_folder():
-            clocks = set(_differing(whole, kit.run(kit.make())))
+            clocks = set(_differing(standard, kit.run(kit.make())))
         lost = [name for name in lost if name not in clocks]
     for name in lost:
-        a = vars(whole)[name]
+        a = vars(standard)[name]
         b = vars(resumed).get(name)
         yield (
             f"keeps undeclared state: self.{name} is {a!r:.60} after a whole run, and {b!r:.60} after one resumed at "
             f"step {step}; declare state_attributes = ({name!r},), or add it to state_dict() and load_state_dict() "
             f"under the key {kit.name!r}, or name it in transient= when no resume needs it"
         )
-    for part, found in list(watch.differing_parts(whole, resumed))[: not lost]:
-        yield f"does not resume: saved at step {step}, the {part} ends as another ({found}); save what it needs"
+    for part, path in list(watch.differing_parts(standard, resumed))[: not lost]:
+        yield f"does not resume: saved at step {step}, the {part} ends as another ({path}); save what it needs"
 
 
 def _differing(a: Any, b: Any) -> list[str]:

@@ -155,22 +155,22 @@ class Kit:
         seed_everything(0)
         return self.model() if self.model else nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
 
-    def make(self, task: Any = None, without_it: bool = False, add: Sequence[Any] = (), **more: Any) -> Any:
+    def make(self, task: Any = None, without_it: bool = False, add: Sequence[Any] = (), **keywords: Any) -> Any:
         """Make a trainer from a seed, with the add-on or without it."""
-        model = more.pop("model", None) or self.build_model()
-        optimizer = more.pop("optimizer", None) or build_optimizer(model.parameters())
-        scheduler = more.pop("scheduler", None) or build_scheduler(optimizer)
+        model = keywords.pop("model", None) or self.build_model()
+        optimizer = keywords.pop("optimizer", None) or build_optimizer(model.parameters())
+        scheduler = keywords.pop("scheduler", None) or build_scheduler(optimizer)
         task = self.probe if task is None else task
         cls = task.add_on(*self.beside, *add) if without_it else task.add_on(self.add_on, *self.beside, *add)
         options = {k: v for k, v in self.options.items() if not without_it or k in self._bare_keys}
-        more = {
+        keywords = {
             "gradient_clip": 0.1,
             "scheduler_step_on_batch": True,
             "log_bar": False,
-            **more,
+            **keywords,
             **options,
         }
-        trainer = cls(model, "cpu", optimizer=optimizer, scheduler=scheduler, **more)
+        trainer = cls(model, "cpu", optimizer=optimizer, scheduler=scheduler, **keywords)
         trainer.notes = Notes()
         return trainer
 

@@ -31,12 +31,12 @@ __all__ = [
 
 def streams() -> dict[str, Any]:
     """Return the state of each random stream by name, in a comparable form."""
-    name, key, *rest = cast("Any", np.random.get_state(legacy=True))
+    name, key, *position = cast("Any", np.random.get_state(legacy=True))
     devices = {}
     for kind, states in random_state.of_devices().items():
         devices[kind] = [bytes(state.numpy()) for state in states]
-    own = {"torch": bytes(torch.get_rng_state().numpy()), "python": random.getstate()}
-    return {**own, "numpy": (name, bytes(key), *rest), **devices}
+    streams_of_host = {"torch": bytes(torch.get_rng_state().numpy()), "python": random.getstate()}
+    return {**streams_of_host, "numpy": (name, bytes(key), *position), **devices}
 
 
 def _read_autocast() -> tuple[Any, ...]:
@@ -74,9 +74,9 @@ class Settings:
         states = {}
         for name, (read, write) in _SETTINGS.items():
             before = self._values[name]
-            now = read()
-            if now != before:
-                states[name] = f"{before!r:.60} became {now!r:.60}"
+            after = read()
+            if after != before:
+                states[name] = f"{before!r:.60} became {after!r:.60}"
                 write(before)
         return states
 
@@ -96,8 +96,8 @@ def hooks_of(model: nn.Module, optimizers: list[Any]) -> dict[str, int]:
 def difference(a: Any, b: Any, where: str = "", depth: int = 8) -> str | None:
     """Return the first place where two nested values differ bitwise; what cannot be compared is ignored."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
-        return None if same else where
+        is_same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+        return None if is_same else where
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         if a.keys() != b.keys():
             return f"{where}[{next(iter(a.keys() ^ b.keys()))!r}]"
@@ -172,9 +172,9 @@ def differing_parts(a: Any, b: Any) -> Iterator[tuple[str, str]]:
         "progress": lambda t: [t.progress_checker.step, t.progress_checker.epoch, t.progress_checker.skipped_steps],
     }
     for part, read in rows.items():
-        found = difference(read(a), read(b), part)
-        if found is not None:
-            yield part, found
+        path = difference(read(a), read(b), part)
+        if path is not None:
+            yield part, path
 
 
 def _public(state: dict[str, Any]) -> dict[str, Any]:

@@ -95,8 +95,8 @@ def find_batch_size(trainer: Trainer, loader: DataLoader[Any], *, effective_batc
             f"find_batch_size makes batches of other sizes, which {describe(loader)} cannot; give a DataLoader with "
             "batch_size=..., over a dataset with a length"
         )
-    given = trainer.step_window.samples or loader.batch_size * trainer.step_window.batches
-    effective = check_argument("effective_batch_size", effective_batch_size or given, Count)
+    present_size = trainer.step_window.samples or loader.batch_size * trainer.step_window.batches
+    effective = check_argument("effective_batch_size", effective_batch_size or present_size, Count)
     tried: dict[int, bool] = {}
     with trial_loader(loader, "find_batch_size") as trial_data:
         sizes = [size for size in range(1, effective + 1) if effective % size == 0 and size <= len(trial_data.dataset)]

@@ -219,7 +219,7 @@ class _Calls:
                 self.outputs[name] = count + 1, [tuple(tensor.shape) for tensor in tensors_in(output)]
 
             self._stack.callback(module.register_forward_hook(record).remove)
-        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept))
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda value: value))
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
@@ -249,17 +249,17 @@ def _describe(module: nn.Module) -> ModelSummary:
     """Describe the modules; a parameter is counted where it is first."""
     described = ModelSummary(type(module).__name__, [])
     places: dict[int, str] = {}
-    for name, each in module.named_modules():
-        layer = Layer(name, type(each).__name__, name.count(".") + bool(name))
+    for name, submodule in module.named_modules():
+        layer = Layer(name, type(submodule).__name__, name.count(".") + bool(name))
         described.layers.append(layer)
-        for own, parameter in each.named_parameters(recurse=False):
+        for parameter_name, parameter in submodule.named_parameters(recurse=False):
             if has_lazy([parameter]):
                 layer.is_lazy = True
                 described.is_lazy = True
             elif id(parameter) in places:
                 layer.shared_with = places[id(parameter)]
             else:
-                places[id(parameter)] = f"{name}.{own}".lstrip(".")
+                places[id(parameter)] = f"{name}.{parameter_name}".lstrip(".")
                 layer.parameters += parameter.numel()
                 layer.trainable += parameter.numel() * parameter.requires_grad
                 described.parameter_bytes += parameter.numel() * parameter.element_size()

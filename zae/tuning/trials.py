@@ -46,7 +46,7 @@ class TrialAddon(AddOnBase):
         """Ignore what other add-ons say, early stopping for instance."""
 
 
-def trial(trainer: Any, what: str, *more: Any) -> Any:
+def trial(trainer: Any, caller: str, *add_ons: Any) -> Any:
     """Return a copy of a trainer at the beginning of a run, without schedules and without add-ons that write.
 
     Parameters
@@ -70,18 +70,18 @@ def trial(trainer: Any, what: str, *more: Any) -> Any:
     """
     if trainer.mode != "train":
         raise ConfigError(
-            f"{what} trains a copy, and this trainer has mode='test'; write trainer.toggle('train') first"
+            f"{caller} trains a copy, and this trainer has mode='test'; write trainer.toggle('train') first"
         )
     trainer.optimization.check_given()
     if trainer.world_size > 1 or any(map(is_engine_slot, slots_of(type(trainer)))):
         raise ConfigError(
-            f"{what} works in one process, and {type(trainer).__name__} is for several; call it with the trainer "
+            f"{caller} works in one process, and {type(trainer).__name__} is for several; call it with the trainer "
             "without its parallel add-on, and give the result to each process"
         )
     try:
-        twin = copy_trainer(trainer, compose(leave_out(type(trainer), _LEFT_OUT), [*more, TrialAddon]))
+        twin = copy_trainer(trainer, compose(leave_out(type(trainer), _LEFT_OUT), [*add_ons, TrialAddon]))
     except CannotCopyError as reason:
-        raise ConfigError(f"{what} cannot train a copy of {type(trainer).__name__}: {reason}") from reason
+        raise ConfigError(f"{caller} cannot train a copy of {type(trainer).__name__}: {reason}") from reason
     twin.optimization.scheduler = None
     twin.log_bar = False
     twin.optimization.index_by_name()
@@ -91,11 +91,11 @@ def trial(trainer: Any, what: str, *more: Any) -> Any:
 
 
 @contextmanager
-def trial_loader(loader: Any, what: str) -> Iterator[Any]:
+def trial_loader(loader: Any, caller: str) -> Iterator[Any]:
     """Yield a loader with the batches of another one; put that one and all random streams back when the block ends."""
     with random_state.isolated():
         try:
-            with borrow(loader) as own:
-                yield own
+            with borrow(loader) as own_loader:
+                yield own_loader
         except CannotCopyError as reason:
-            raise ConfigError(f"{what}: {reason}; give a DataLoader, or a list of batches") from reason
+            raise ConfigError(f"{caller}: {reason}; give a DataLoader, or a list of batches") from reason

@@ -138,7 +138,7 @@ class Changes:
     # ------------------------------------------------------------------------------------------------- putting back
 
     def put_back(
-        self, walk: Walk, state: Mapping[str, Any], maker: Maker, own: Collection[Name] = (), *, says: bool
+        self, walk: Walk, state: Mapping[str, Any], maker: Maker, loaded_names: Collection[Name] = (), *, says: bool
     ) -> None:
         """Put the values of a state back; those that it lacks, and that have changed since, become what they were.
 
@@ -147,23 +147,23 @@ class Changes:
         entries = {(entry["owner"], entry["key"]): entry for entry in state.get("values", ())}
         self.names.update(entries)
         states = {name for name in entries if name[1] == STATE}
-        own = {*own, *states}
+        loaded_names = {*loaded_names, *states}
         for name in states & walk.places.keys():
-            own |= _load_state(walk, name, maker.read(entries[name]["value"], None))
-        for name in own & entries.keys() & walk.places.keys() - states:
+            loaded_names |= _load_state(walk, name, maker.read(entries[name]["value"], None))
+        for name in loaded_names & entries.keys() & walk.places.keys() - states:
             maker.values[name] = walk.places[name].value
-        absent = self._put_all(walk, {name: each for name, each in entries.items() if name not in own}, maker)
+        absent = self._put_all(walk, {name: each for name, each in entries.items() if name not in loaded_names}, maker)
         for name in map(tuple, state.get("removed", ())):
             if name in walk.places and walk.places[name].cls is None:
                 walk.places[name].store.pop(name[1], None)
-        self._put_beginnings(walk, entries.keys() | own, maker)
+        self._put_beginnings(walk, entries.keys() | loaded_names, maker)
         if absent and says:
-            more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
+            further = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
             _log.warning(
                 "values in the state that this run resumes from have no place here, so that it may differ from an "
                 "uninterrupted one: %s%s",
                 "; ".join(absent[:_SHOWN]),
-                more,
+                further,
             )
 
     def _put_all(self, walk: Walk, entries: dict[Name, Mapping[str, Any]], maker: Maker) -> list[str]:
@@ -196,7 +196,7 @@ class Changes:
 
     # --------------------------------------------------------------------------------------------- what is reported
 
-    def _report_unsaved(self, name: Name, why: NotSaved) -> None:
+    def _report_unsaved(self, name: Name, reason: NotSaved) -> None:
         if name not in self._reported:
             self._reported.add(name)
             _log.warning(
@@ -204,7 +204,7 @@ class Changes:
                 "is not exact. Give that object state_dict() and load_state_dict(), or write unsaved_attributes = "
                 "(%r,) in the class that has it",
                 _shown(name),
-                why,
+                reason,
                 name[1],
             )
 
@@ -249,19 +249,19 @@ def _put(walk: Walk, entry: Mapping[str, Any], maker: Maker) -> str:
 def _load_state(walk: Walk, name: Name, state: Any) -> set[Name]:
     """Load the state of an object that saves one; return the names of the values that this has set."""
     path = name[0]
-    inside = [each for each in walk.places if f"{each[0]}.".startswith((f"{path}.", f"{path}["))]
+    inside = [location for location in walk.places if f"{location[0]}.".startswith((f"{path}.", f"{path}["))]
 
     def marks() -> dict[Name, object]:
         marks = {}
-        for each in inside:
-            place = walk.places[each]
+        for location in inside:
+            place = walk.places[location]
             if place.cls is None and place.key != STATE and place.key in place.store:
-                marks[each] = mark_of(place.value, walk.paths)
+                marks[location] = mark_of(place.value, walk.paths)
         return marks
 
     before = marks()
     walk.places[name].write(state)
-    return {each for each, mark in marks().items() if mark != before.get(each)}
+    return {location for location, mark in marks().items() if mark != before.get(location)}
 
 
 def _shown(name: Name) -> str:

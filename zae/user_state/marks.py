@@ -98,11 +98,11 @@ def _mark_of_object(value: Any, paths: Mapping[int, str], depth: int) -> object:
     if isinstance(value, (type, nn.Module)) or callable(value) or not depth:
         return getattr(value, "__module__", ""), getattr(value, "__qualname__", kind.__qualname__)
     marks = []
-    for name, each in getattr(value, "__dict__", {}).items():
+    for name, attribute in getattr(value, "__dict__", {}).items():
         if name.startswith("_") and is_of_library(kind):
             continue
-        is_large = hasattr(each, "__len__") and not isinstance(each, str) and _size_of(each) > _FEW
-        marks.append((name, _size_of(each) if is_large else mark_of(each, paths, depth - 1)))
+        is_large = hasattr(attribute, "__len__") and not isinstance(attribute, str) and _size_of(attribute) > _FEW
+        marks.append((name, _size_of(attribute) if is_large else mark_of(attribute, paths, depth - 1)))
     return kind.__module__, kind.__qualname__, tuple(marks)
 
 

@@ -163,16 +163,16 @@ class Walk:
 
     def add_module(self, path: str, module: nn.Module, depth: int = MAX_DEPTH, *, with_tensors: bool) -> None:
         """Look at a module and those within: at buffers that its state lacks, or at all tensors; and at attributes."""
-        for inner, each in module.named_modules(prefix=path):
-            if id(each) in self.paths or (with_tensors and id(each) in self._apart):
+        for inner, part in module.named_modules(prefix=path):
+            if id(part) in self.paths or (with_tensors and id(part) in self._apart):
                 continue
-            for name in [*each._buffers, *each._parameters] if with_tensors else unsaved_buffers(each):
-                self.places[inner, name] = Place(each._parameters if name in each._parameters else each._buffers, name)
-            if is_of_user(type(each)) or (with_tensors and not type(each).__module__.startswith("torch.")):
-                self.add(inner, each, depth)
+            for name in [*part._buffers, *part._parameters] if with_tensors else unsaved_buffers(part):
+                self.places[inner, name] = Place(part._parameters if name in part._parameters else part._buffers, name)
+            if is_of_user(type(part)) or (with_tensors and not type(part).__module__.startswith("torch.")):
+                self.add(inner, part, depth)
             else:
-                self.paths[id(each)] = inner
-                self.owners[inner] = Owner(each, vars(each))
+                self.paths[id(part)] = inner
+                self.owners[inner] = Owner(part, vars(part))
 
     def _visit(self, path: str, place: Place, depth: int) -> None:
         """Note a value, and look into it where it is an owner."""
@@ -198,8 +198,8 @@ class Walk:
                 MAX_PLACES,
             )
         elif depth:
-            for location, each in _owners_in(inner, value):
-                self._enter(location, each, depth - 1)
+            for location, owner in _owners_in(inner, value):
+                self._enter(location, owner, depth - 1)
 
     def _enter(self, location: str, value: Any, depth: int) -> None:
         """Look into an owner that was not met yet; it has the path of its place, unless it had another one before."""
@@ -227,8 +227,8 @@ def _owners_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if _is_owner(value) or (has_state(value) and not isinstance(value, _CLOSED)):
         yield path, value
     elif isinstance(value, (list, tuple, dict, deque)) and len(value) <= MAX_ENTRIES:
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _owners_in(f"{path}[{key!r}]", each)
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _owners_in(f"{path}[{key!r}]", entry)
 
 
 def _is_owner(value: Any) -> bool:
@@ -266,8 +266,8 @@ def _is_of_library(cls: type) -> bool:
 
 def _names_aside(cls: type) -> frozenset[str]:
     """Return the attributes that are no values: of classes of torch, and those that a class leaves unsaved."""
-    found = {"unsaved_attributes"}.union(*(names for base, names in _OF_BASES.items() if issubclass(cls, base)))
-    return frozenset(found.union(*(vars(each).get("unsaved_attributes", ()) for each in cls.__mro__)))
+    aside = {"unsaved_attributes"}.union(*(names for base, names in _OF_BASES.items() if issubclass(cls, base)))
+    return frozenset(aside.union(*(vars(each).get("unsaved_attributes", ()) for each in cls.__mro__)))
 
 
 def _class_values(cls: type) -> list[tuple[type, str]]:

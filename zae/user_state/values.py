@@ -72,8 +72,8 @@ class Packer:
         Of the trainer: what is on the host of a run that trains elsewhere stays there.
     copies : bool
         Whether tensors are copied, since training may go on before they are read.
-    most : int, optional
-        The most bytes of a value; a larger one is refused.
+    max_bytes : int, optional
+        The largest size of a value in bytes; a larger one is refused.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Packer:
         objects: Mapping[int, str],
         device: torch.device,
         copies: bool = False,
-        most: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         self.weights = weights
         self.objects = objects
         self.device = device
         self.copies = copies
-        self.most = most
+        self.max_bytes = max_bytes
         self.size = 0  # Bytes of the value that was written last.
         self.names: dict[int, Name] = {}  # Of objects that have a name, by id: elsewhere they are written as it.
         self._texts: list[dict[str, str]] = []
@@ -99,14 +99,14 @@ class Packer:
     def weights_in_memory(self) -> dict[tuple[str, int], list[tuple[str, Tensor]]]:
         """The model's tensors with their names, by where they lie."""
         weights: dict[tuple[str, int], list[tuple[str, Tensor]]] = {}
-        for name, each in self.weights.items():
-            weights.setdefault(_memory_of(each), []).append((name, each))
+        for name, weight in self.weights.items():
+            weights.setdefault(_memory_of(weight), []).append((name, weight))
         return weights
 
     def count(self, size: int) -> None:
         """Add to the bytes of the value that is written."""
         self.size += size
-        if self.most is not None and self.size > self.most:
+        if self.max_bytes is not None and self.size > self.max_bytes:
             raise NotSaved("a value that is too large")
 
     def write(self, name: Name, value: Any) -> Any:
@@ -345,9 +345,9 @@ def _pack_items(value: Any, packer: Packer) -> list[Any]:
 def _pack_pairs(value: Any, packer: Packer) -> list[Any]:
     packer.count(16 * len(value))
     pairs = []
-    for key, each in value.items():
+    for key, entry in value.items():
         text = key if isinstance(key, str) else ""
-        pairs.append([packer.pack(key), packer.pack(each, text)])
+        pairs.append([packer.pack(key), packer.pack(entry, text)])
     return [pairs]
 
 

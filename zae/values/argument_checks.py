@@ -55,15 +55,15 @@ def check_model(model: Any, seeded: AbstractContextManager[None]) -> nn.Module:
     return model
 
 
-def check_same(present: Any, wrapped: Any, given: nn.Module) -> nn.Module:
+def check_same(present: Any, wrapped: Any, module: nn.Module) -> nn.Module:
     """Refuse a `trainer.model` that is neither the model that was given nor its wrapper."""
-    if present is not given and present is not wrapped:
+    if present is not module and present is not wrapped:
         raise ConfigError(
             f"trainer.model was set to a {type(present).__name__}, but a trainer keeps the model that it was created "
-            f"with, a {type(given).__name__}; create a new trainer for another model, or override wrap_model(model) to "
-            "return what train_step calls"
+            f"with, a {type(module).__name__}; create a new trainer for another model, or override wrap_model(model) "
+            "to return what train_step calls"
         )
-    return given
+    return module
 
 
 def check_devices(devices: list[Any], name: str, slots: Mapping[str, Any]) -> list[Any]:
@@ -94,11 +94,11 @@ def check_alone(name: str, slots: Mapping[str, Any]) -> None:
 
 def check_launch_precision(name: str, is_taken: bool) -> None:
     """Refuse a precision that `accelerate launch` was asked for and that nothing here would train in."""
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked != "no" and not is_taken:
+    requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if requested != "no" and not is_taken:
         raise ConfigError(
-            f"accelerate launch was asked for mixed_precision={asked} (ACCELERATE_MIXED_PRECISION is set), and {name} "
-            f"would train in the types of the model: write .add_on(AMPAddon) and precision={asked!r}, or "
+            f"accelerate launch was asked for mixed_precision={requested} (ACCELERATE_MIXED_PRECISION is set), and "
+            f"{name} would train in the types of the model: write .add_on(AMPAddon) and precision={requested!r}, or "
             ".add_on(AccelerateAddon), which takes it from there, or --mixed_precision no"
         )
 
@@ -107,9 +107,9 @@ def check_mode(mode: Any) -> str:
     """Refuse a mode other than "train" and "test"."""
     if mode not in ("train", "test"):
         if hasattr(mode, "param_groups"):
-            found = type(mode).__name__
+            kind = type(mode).__name__
             raise ConfigError(
-                f"mode is an optimizer ({found}); the third argument is the mode, so name it: optimizer=..."
+                f"mode is an optimizer ({kind}); the third argument is the mode, so name it: optimizer=..."
             )
         hint = did_you_mean(str(mode), ("train", "test"))
         raise ConfigError(f"mode={mode!r}; it must be 'train' or 'test'{hint}")
@@ -167,8 +167,8 @@ def _path_of(path: Any, name: str, kind: str) -> Path:
         raise ConfigError(f"{name}={str(path)!r}: there is no such home folder; write the path in full") from None
     except (OSError, ValueError) as error:  # A missing or unreadable path is not an error here.
         if isinstance(error, ValueError) or error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            why = getattr(error, "strerror", None) or error
-            raise ConfigError(f"{name}={str(path)!r} cannot be a path: {why}; give another path") from None
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{name}={str(path)!r} cannot be a path: {reason}; give another path") from None
     return expanded
 
 

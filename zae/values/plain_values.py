@@ -43,7 +43,7 @@ def plain_value(value: Any) -> Any:
     return _plain(value, MAX_DEPTH, set())
 
 
-def _plain(value: Any, depth: int, seen: set[int]) -> Any:
+def _plain(value: Any, depth: int, visited: set[int]) -> Any:
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, (bool, int, float, str, type(None))):
@@ -54,23 +54,25 @@ def _plain(value: Any, depth: int, seen: set[int]) -> Any:
         is_number = (value.numel() if isinstance(value, Tensor) else value.size) == 1
         return value.item() if is_number and not is_sharded(value) else content_digest(value)
     if isinstance(value, (type, FunctionType, MethodType, partial)):
-        return _describe_callable(value, depth, seen)
+        return _describe_callable(value, depth, visited)
     if isinstance(value, (range, complex, bytes, torch.dtype, torch.device, torch.Size)):
         text = repr(value)
         return text if len(text) <= MAX_TEXT else f"{len(text)} characters {_digest_of_bytes([text.encode()])}"
     if depth == 0:
         return f"a {type(value).__qualname__}"
     if isinstance(value, Counter):
-        return [_plain(item, depth - 1, seen) for item in _sorted(value.elements())]
+        return [_plain(item, depth - 1, visited) for item in _sorted(value.elements())]
     if isinstance(value, Mapping):
         if len(value) > MAX_ENTRIES:
             return content_digest(value)
-        return {str(key): _plain(each, depth - 1, seen) for key, each in value.items()}
+        return {str(key): _plain(each, depth - 1, visited) for key, each in value.items()}
     if isinstance(value, AbstractSet):
-        return _sorted(_plain(item, depth - 1, seen) for item in value)
+        return _sorted(_plain(item, depth - 1, visited) for item in value)
     if isinstance(value, (list, tuple, deque)):
-        return [_plain(item, depth - 1, seen) for item in value] if len(value) <= MAX_ENTRIES else content_digest(value)
-    return _describe_object(value, depth - 1, seen)
+        if len(value) > MAX_ENTRIES:
+            return content_digest(value)
+        return [_plain(item, depth - 1, visited) for item in value]
+    return _describe_object(value, depth - 1, visited)
 
 
 def _sorted(values: Iterable[Any]) -> list[Any]:
@@ -82,32 +84,32 @@ def _sorted(values: Iterable[Any]) -> list[Any]:
         return sorted(entries, key=repr)
 
 
-def _describe_object(value: Any, depth: int, seen: set[int]) -> Any:
+def _describe_object(value: Any, depth: int, visited: set[int]) -> Any:
     """Return the class of an object with its attributes; of the model, of an object that was described, its class."""
     kind = type(value).__qualname__
     attributes = getattr(value, "__dict__", {})
     is_closed = isinstance(value, (torch.nn.Module, ModuleType, *STREAMS)) or len(attributes) > MAX_ENTRIES
-    if is_closed or id(value) in seen or len(seen) > MAX_OBJECTS:
+    if is_closed or id(value) in visited or len(visited) > MAX_OBJECTS:
         return kind
-    seen.add(id(value))
-    described = {key: _plain(each, depth, seen) for key, each in attributes.items() if not isinstance(each, STREAMS)}
+    visited.add(id(value))
+    described = {key: _plain(each, depth, visited) for key, each in attributes.items() if not isinstance(each, STREAMS)}
     return {"class": kind, **described} if described else kind
 
 
-def _describe_callable(value: Any, depth: int, seen: set[int]) -> Any:
+def _describe_callable(value: Any, depth: int, visited: set[int]) -> Any:
     """Return the name of a class, or of a function with the hash of its code and the numbers that it holds."""
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, partial):
         cell_values = [*value.args, *value.keywords.items()] if depth else []
-        return [_plain(value.func, depth, seen), *(_plain(each, depth - 1, seen) for each in cell_values)]
+        return [_plain(value.func, depth, visited), *(_plain(each, depth - 1, visited) for each in cell_values)]
     function = getattr(value, "__func__", value)
     if not isinstance(function, FunctionType):
         return getattr(function, "__qualname__", type(function).__qualname__)
     text = f"{function.__qualname__} ({code_digest(function.__code__)})"
     cell_values = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     numbers = [each for each in (*cell_values, *(function.__defaults__ or ())) if isinstance(each, (*_SCALARS, tuple))]
-    return [text, *(_plain(number, depth - 1, seen) for number in numbers)] if numbers and depth else text
+    return [text, *(_plain(number, depth - 1, visited) for number in numbers)] if numbers and depth else text
 
 
 def _is_filled(cell: Any) -> bool:

@@ -109,8 +109,8 @@ def leaves_of(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     else:
         yield place, value
         return
-    for key, each in items:
-        yield from leaves_of(each, f"{place}[{key!r}]" if place else "")
+    for key, item in items:
+        yield from leaves_of(item, f"{place}[{key!r}]" if place else "")
 
 
 def flatten(values: Mapping[Any, Any], separator: str, prefix: str = "", depth: int = 8) -> dict[str, Any]:
@@ -178,30 +178,30 @@ def search(
     kinds: tuple[type, ...],
     *,
     closed: tuple[type, ...] = (),
-    seen: set[int] | None = None,
+    visited: set[int] | None = None,
     apart: Collection[int] = (),
 ) -> Iterator[tuple[str, Any]]:
     """Yield the objects of some kinds in the attributes and containers of an object, breadth first."""
-    seen = set() if seen is None else seen
-    left = deque([(place, value)])
+    visited = set() if visited is None else visited
+    queue = deque([(place, value)])
     for _ in range(MAX_OBJECTS):
-        if not left:
+        if not queue:
             return
-        where, each = left.popleft()
-        if id(each) in seen:
+        path, candidate = queue.popleft()
+        if id(candidate) in visited:
             continue
-        seen.add(id(each))
-        if isinstance(each, kinds):
-            yield where, each
+        visited.add(id(candidate))
+        if isinstance(candidate, kinds):
+            yield path, candidate
             continue
-        inner: Any = each if isinstance(each, (list, tuple, dict)) else getattr(each, "__dict__", {})
+        inner: Any = candidate if isinstance(candidate, (list, tuple, dict)) else getattr(candidate, "__dict__", {})
         if len(inner) > MAX_ENTRIES:
             continue
         inner = inner if isinstance(inner, dict) else dict(enumerate(inner))
         for key, part in sorted(inner.items(), key=lambda item: str(item[0])):
             is_open = isinstance(part, (*kinds, list, tuple, dict)) or hasattr(part, "__dict__")
-            if is_open and not isinstance(part, closed) and id(part) not in seen and id(part) not in apart:
-                left.append((f"{where}.{key}", part))
+            if is_open and not isinstance(part, closed) and id(part) not in visited and id(part) not in apart:
+                queue.append((f"{path}.{key}", part))
 
 
 def names_read_by(function: Any, depth: int = 2) -> dict[str, Any]:
@@ -258,14 +258,14 @@ def _names_in(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*map(_names_in, inner))
 
 
-def sample(values: Any, most: int) -> Any:
+def sample(values: Any, limit: int) -> Any:
     """Return about so many elements of a tensor or an array, evenly spaced, in one dimension and without a copy."""
     is_tensor = isinstance(values, Tensor)
     if not (values.is_contiguous() if is_tensor else values.flags.forc):
         # Each dimension by itself first: to reshape what was expanded would make all of it.
-        values = values[tuple(slice(None, None, max(1, size // most)) for size in values.shape)]
+        values = values[tuple(slice(None, None, max(1, size // limit)) for size in values.shape)]
     flat = values.reshape(-1) if is_tensor else values.reshape(-1, order="A")
-    return flat[:: max(1, len(flat) // most)]
+    return flat[:: max(1, len(flat) // limit)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -320,12 +320,12 @@ def _with_sequence(old: Any, items: list[Any]) -> Any:
         return new
     try:
         # A named tuple, or a subclass with its own __new__, takes other arguments.
-        made = tuple.__new__(kind, items)
+        copied = tuple.__new__(kind, items)
     except TypeError:  # Such as torch.return_types.max.
         return kind(items)
     if hasattr(old, "__dict__"):
-        made.__dict__.update(old.__dict__)
-    return made
+        copied.__dict__.update(old.__dict__)
+    return copied
 
 
 def _with_mapping(old: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
