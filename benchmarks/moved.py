@@ -34,6 +34,7 @@ PROGRAMS = {
     "dcgan": "pytorch/examples, dcgan",
     "word_language_model": "pytorch/examples, word_language_model",
     "nanogpt": "nanoGPT, train.py",
+    "nlp_example": "Accelerate, nlp_example.py",
 }
 KILLS = 2
 BEGIN, END = "<!-- table, by python benchmarks/moved.py -->", "<!-- end of table -->"

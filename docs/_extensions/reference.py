@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -26,12 +29,38 @@ def shorten(app: Sphinx, what: str, name: str, value: object, options: Any, line
     lines[:] = [line for section in (text, *kept) for line in section]
 
 
-def omit_signature(
-    app: Sphinx, what: str, name: str, value: object, options: Any, signature: str, returned: str
-) -> tuple[str, None] | None:
-    """Leave out the constructor's arguments where a table of the options has them."""
-    has_table = value is Trainer or (what == "class" and issubclass(value, AddOnBase))  # type: ignore[arg-type]
-    return ("", None) if has_table else None
+def shorten_signature(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str, str | None] | None:
+    """Leave out of a signature what the page says elsewhere, and the arguments of an object that nobody makes."""
+    if signature is None:
+        return None
+    has_table = what == "class" and issubclass(value, (Trainer, AddOnBase))
+    sections = sections_of(value)
+    is_result = "Attributes" in sections and "Parameters" not in sections
+    if has_table or (what == "class" and is_result):
+        return "", None
+    if "Parameters" not in sections:
+        return None
+    return without_types(signature), None if "Returns" in sections else returned
+
+
+def sections_of(value: Any) -> set[str]:
+    """Return the titles in a docstring."""
+    return {*re.findall(r"^(\w+)\n-{3,}$", inspect.getdoc(value) or "", re.MULTILINE)}
+
+
+def without_types(signature: str) -> str:
+    """Return a signature with names and defaults alone."""
+    try:
+        (function,) = ast.parse(f"def function{signature}: ...").body
+    except SyntaxError:  # A default that stands for its factory, "<factory>".
+        return signature
+    assert isinstance(function, ast.FunctionDef)
+    for node in ast.walk(function.args):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return f"({ast.unparse(function.args)})"
 
 
 def skip_hooks(app: Sphinx, what: str, name: str, value: object, skip: bool, options: Any) -> bool | None:
@@ -51,6 +80,6 @@ def shows_add_ons(app: Sphinx) -> bool:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", shorten, priority=100)  # Before napoleon.
-    app.connect("autodoc-process-signature", omit_signature)
+    app.connect("autodoc-process-signature", shorten_signature)
     app.connect("autodoc-skip-member", skip_hooks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

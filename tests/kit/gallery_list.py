@@ -235,7 +235,7 @@ GALLERY = (
     ),
     Example(
         "sunspots",
-        "Forecasting: sunspots, killed with SIGKILL and resumed",
+        "Forecasting: sunspots, interrupted and resumed",
         r"runs/alone: exit code 0\nruns/killed: exit code -9\nruns/killed: exit code -9\nruns/killed: exit code 0\n"
         r"the last weights are the same, bit for bit\n"
         rf"network: root mean squared error {number('error')} sunspots\n"
