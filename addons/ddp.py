@@ -218,13 +218,10 @@ class DDPEngine(Engine):
         """Let the wrapper average gradients in the backward of the last micro-batch, where all ranks have it."""
         inner = self.inner.sync_context(last)
         averages_late = self.is_short or self.takes_turns
-        return both(inner, self._without_wrapper()) if averages_late or not last else inner
+        return both(inner, self.without_wrapper()) if averages_late or not last else inner
 
-    def evaluation_context(self) -> AbstractContextManager[None]:
-        """Evaluate without the wrapper, as ranks have different numbers of batches."""
-        return both(self.inner.evaluation_context(), self._without_wrapper())
-
-    def _without_wrapper(self) -> AbstractContextManager[None]:
+    def without_wrapper(self) -> AbstractContextManager[None]:
+        """Return a context in which calls of the wrapper go to the model itself, and exchange nothing."""
         return NULL_CONTEXT if self.replica is None else self.replica._idling()
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -330,12 +327,13 @@ class ReplicatedAddon(AddOnPart):
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Let ``self.model`` be the model itself, with its class, its children and all of its attributes."""
+        """Let ``self.model`` be the model itself: the wrapper would wait for ranks with fewer batches."""
+        ddp = self._ddp
         before = self.model
-        if self._ddp is not None and self._ddp.replica is not None:
-            self.model = self._ddp.module
+        if ddp is not None and ddp.replica is not None:
+            self.model = ddp.module
         try:
-            with super().evaluation_context():
+            with NULL_CONTEXT if ddp is None else ddp.without_wrapper(), super().evaluation_context():
                 yield
         finally:
             self.model = before

@@ -250,12 +250,6 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         """Average gradients in the backward of the last micro-batch at the earliest."""
         return both(super().sync_context(last), self.engine.sync_context(last))
 
-    @contextmanager
-    def evaluation_context(self) -> Iterator[None]:
-        """Evaluate as the engine does: without a wrapper that waits for other ranks, for instance."""
-        with self.engine.evaluation_context(), super().evaluation_context():
-            yield
-
     def normalize(self, num_targets: list[Any]) -> None:
         """Average the gradients over the shares of the data, and then divide them by the targets of all ranks.
 

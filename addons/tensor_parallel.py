@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -110,10 +110,6 @@ class TensorParallelEngine(Engine):
             for name in self._styles:
                 if not any(f"{name}.".startswith(f"{block}.") for block in compiled):
                     modules[name].register_forward_hook(_finish)
-
-    def evaluation_context(self) -> AbstractContextManager[None]:
-        """Compute losses of logits that the plan leaves in parts without gathering them."""
-        return both(self.inner.evaluation_context(), self.divided_loss())
 
     def divided_loss(self) -> AbstractContextManager[None]:
         """Return a context in which losses of logits that the plan leaves in parts are computed in parts."""
@@ -381,6 +377,13 @@ class TensorParallelAddon(DistributedAddon):
         super().on_step_begin(batch)
         if not (self._is_watched and self.progress_checker.epoch_batch):
             self._compare_batches(batch)
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Compute losses of logits that the plan leaves in parts without gathering them."""
+        engine = self._tensor_engine
+        with NULL_CONTEXT if engine is None else engine.divided_loss(), super().evaluation_context():
+            yield
 
     def evaluation_batches(self, loader: Any) -> Iterator[Any]:
         """Compare the first batches of an evaluation."""

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae import optim
-from zae.model.weights import load_fitted, plain_state
 from zae.null_context import NULL_CONTEXT
-from zae.optim.optimizer_state import load_optimizer_state
 
 AnyEngine = TypeVar("AnyEngine", bound="SingleProcess")
 
@@ -32,12 +30,24 @@ class SingleProcess:
 
     Attributes
     ----------
+    rank : int
+        The number of this process among those that train.
+    world_size : int
+        How many processes train.
+    dp_rank : int
+        The number of this process's share of the data; processes with the same number get equal batches.
+    dp_world_size : int
+        The number of shares of the data; at most ``world_size``.
     needs_lockstep_forward : bool
         Whether each forward is a collective: a rank without a batch then takes part with one of weight 0.
     can_save_alone : bool
         Whether a rank can save the state without the others, after an error.
     """
 
+    rank: int = 0
+    world_size: int = 1
+    dp_rank: int = 0
+    dp_world_size: int = 1
     needs_lockstep_forward: bool = False
     can_save_alone: bool = True
 
@@ -45,44 +55,23 @@ class SingleProcess:
         """Return the engine of a class, this one or one inside of it; None where there is none."""
         return self if isinstance(self, kind) else None
 
-    # ------------------------------------------------------------------------------------------------- who is there
-
-    @property
-    def rank(self) -> int:
-        """The number of this process among those that train."""
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """How many processes train."""
-        return 1
-
-    @property
-    def dp_rank(self) -> int:
-        """The number of this process's share of the data; processes with the same number get equal batches."""
-        return 0
-
-    @property
-    def dp_world_size(self) -> int:
-        """The number of shares of the data; at most ``world_size``."""
-        return 1
-
     # --------------------------------------------------------------------- collectives: every rank makes the same calls
 
     def reduce(self, value: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks; the tensor itself is not changed."""
         return value
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return a value of every rank, in their order; anything that pickle takes."""
-        return [value]
+    def gather(self, value: Any, *, in_background: bool = False) -> list[Any]:
+        """Return a value of every rank, in their order; anything that pickle takes.
 
-    def gather_in_background(self, value: Any) -> list[Any]:
-        """Return a value of every rank, from a thread too, while the ranks exchange other values."""
+        Parameters
+        ----------
+        value : object
+            The value of this rank.
+        in_background : bool
+            Exchange it over a connection of its own: a thread may call it while the loop exchanges other values.
+        """
         return [value]
-
-    def barrier(self) -> None:
-        """Wait for every rank."""
 
     def rendezvous(self, call: str) -> None:
         """Wait until every rank makes this call of a user; before it, no rank has exchanged any tensor for it."""
@@ -122,10 +111,6 @@ class SingleProcess:
         """
         return NULL_CONTEXT
 
-    def evaluation_context(self) -> AbstractContextManager[None]:
-        """Enclose an evaluation, in which ranks may have different numbers of batches, and other weights."""
-        return NULL_CONTEXT
-
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Leave in each ``.grad``, or in this rank's part of it, the mean over the shares of the data.
 
@@ -162,21 +147,9 @@ class SingleProcess:
         """
         return value
 
-    def model_state(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the weights under the keys of the plain module; `full_tensors` of them are whole."""
-        return plain_state(module)
-
-    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Load whole weights that fit the module, given under its own keys; this rank keeps its part of them."""
-        load_fitted(module, weights, strict)
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer, with an entry for each parameter that any rank has; all ranks call it."""
         return optimizer.state_dict()
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a whole state of the same parameters; this rank keeps its part, and the values are not copied."""
-        load_optimizer_state(optimizer, state)
 
 
 if TYPE_CHECKING:

@@ -111,7 +111,7 @@ class FSDPEngine(Engine):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which has sharded no model."""
-        return {**vars(self), "_sharded": None, "held": {}}
+        return {**vars(self), "_sharded": None, "parameters_by_name": {}}
 
     def wrap(self, module: nn.Module, trains: bool) -> Any:
         """Shard the module in place, with the weights of rank 0."""
@@ -153,16 +153,6 @@ class FSDPEngine(Engine):
         self._sharded.set_requires_gradient_sync(last)
         return self.inner.sync_context(last)
 
-    @contextmanager
-    def evaluation_context(self) -> Iterator[None]:
-        """Free the gathered blocks before and after, when other weights may be in the model."""
-        self.free_gathered_blocks()
-        try:
-            with self.inner.evaluation_context():
-                yield
-        finally:
-            self.free_gathered_blocks()
-
     def free_gathered_blocks(self) -> None:
         """Free the blocks that a forward without a backward has left gathered."""
         if self._sharded is not None:
@@ -174,16 +164,6 @@ class FSDPEngine(Engine):
         broadcast(
             parameter for parameter in parameters if id(parameter) not in parameter_ids and not is_sharded(parameter)
         )
-
-    def model_state(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the shards of the weights, and not what a forward has gathered."""
-        free_gathered_blocks(module)
-        return self.inner.model_state(module)
-
-    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Load into the shards; what a forward has gathered would be those from before."""
-        free_gathered_blocks(module)
-        self.inner.load_model_state(module, weights, strict)
 
 
 class FSDPAddon(DistributedAddon):
@@ -394,6 +374,19 @@ class FSDPAddon(DistributedAddon):
             return inner
         fsdp.free_gathered_blocks()
         return shards.forward_keeps_weights(self.unwrap(), fsdp.parameters_by_name, inner)
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Free the gathered blocks before and after, when other weights may be in the model."""
+        fsdp = self._fsdp
+        if fsdp is not None:
+            fsdp.free_gathered_blocks()
+        try:
+            with super().evaluation_context():
+                yield
+        finally:
+            if fsdp is not None:
+                fsdp.free_gathered_blocks()
 
     def replicas(self) -> dict[str, Tensor]:
         """Refuse parameters that were replaced, and return those that ranks compare."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from zae import random_state
-from zae.distributed import shards
 from zae.distributed.collectives import broadcast
 from zae.errors import ConfigError
 from zae.values.argument_checks import check_model
+from zae.values.walk import redistribute_like
 
 __all__ = ["MetaInit", "is_meta"]
 
@@ -71,4 +71,4 @@ def _send(tensor: Tensor, source: Tensor | None, device: torch.device) -> None:
     if source is not None:
         value.copy_(source)
     broadcast([value] if value.numel() else [])
-    tensor.copy_(shards.redistribute_like(value, tensor))
+    tensor.copy_(redistribute_like(value, tensor))

@@ -25,7 +25,7 @@ from zae.distributed.collectives import all_reduce, average, broadcast
 from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError
 from zae.loop.step_output import explain_failure, read_output
-from zae.optim import as_dict, parameters_of
+from zae.optim import as_dict
 from zae.parts import Engine, SingleProcess
 
 __all__ = ["PipelineAddon", "PipelineEngine"]
@@ -118,24 +118,10 @@ class PipelineEngine(Engine):
         group = None if self.place is None else self.place.group
         return parts.gradient_norm(gradients, parameters, group, self._device)
 
-    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Load the weights of the stages of this rank; of the others there are none to miss."""
-        present = module.state_dict()
-        own_weights = {key: each for key, each in weights.items() if key not in present or not present[key].is_meta}
-        self.inner.load_model_state(module, own_weights, strict=False)
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state, with the slots of other stages on the meta device: the ranks list what they have."""
         state = self.inner.optimizer_state(optimizer)
         return {**state, "state": parts.fill_states(state["state"], self.gather)}
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the state of the parameters of this rank."""
-        parameters = parameters_of(optimizer)
-        places = [place for group in state["param_groups"] for place in group["params"]]
-        away = {place for place, each in zip(places, parameters) if each.is_meta}
-        own_states = {key: each for key, each in state["state"].items() if key not in away}
-        self.inner.load_optimizer_state(optimizer, {**state, "state": own_states})
 
 
 def check_stages(model: nn.Module, arrangement: Arrangement, trains: bool, pipelines: int) -> Chain:

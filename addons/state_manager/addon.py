@@ -480,7 +480,7 @@ class StateManagerAddon(AddOnBase):
             lineage.describe(self.progress_checker, self.world_size, info),
             replaces=replaces,
             trained={name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad},
-            group=Group(self.rank, self.engine.gather_in_background),
+            group=Group(self.rank, partial(self.engine.gather, in_background=True)),
             is_writer=self.is_main or has_failed,
         )
 

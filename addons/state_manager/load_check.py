@@ -26,7 +26,7 @@ from zae.errors import CheckpointError
 from zae.loop.addon_state import PARTS, state_mode
 from zae.optim.loaded import compares_bits, difference, with_enums
 from zae.optim.optimization import Optimization
-from zae.optim.optimizer_state import has_hooks, with_inner
+from zae.optim.optimizer_state import has_hooks, load_optimizer_state, with_inner
 from zae.schedulers.lengths import parts_of
 from zae.torch_private import has_own_shapes, unsaved_buffers
 from zae.values.walk import is_of_zae, is_sharded, leaves_of
@@ -131,7 +131,7 @@ def _load_in_memory(trainer: Trainer, twin: Optimization, state: Mapping[str, An
     def load_optimizer(name: str, values: Any) -> None:
         optimizer = twin.optimizers[name]
         if not any(map(is_sharded, optim.parameters_of(optimizer))):
-            trainer.engine.load_optimizer_state(optimizer, values)
+            load_optimizer_state(optimizer, values)
             _check_inner(name, trainer.optimizers[name], optimizer)
 
     try:

@@ -26,10 +26,10 @@ from zae.addons.pipeline.schedules import Schedule
 from zae.addons.tensor_parallel import TensorParallelEngine
 from zae.distributed.mesh import Mesh
 from zae.distributed.ranks import NotJoined, RanksEngine
-from zae.distributed.shards import redistribute_like
 from zae.errors import AddOnConflict, ConfigError, DistributedError
+from zae.model.weights import load_fitted, plain_state
 from zae.parts import Engine, SingleProcess, gather_dp
-from zae.values.walk import is_sharded
+from zae.values.walk import is_sharded, redistribute_like
 
 CPU = torch.device("cpu")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending" / "engines.md"
@@ -68,7 +68,7 @@ def test_one_process_has_all_of_it() -> None:
     assert (engine.rank, engine.world_size, engine.dp_rank, engine.dp_world_size) == (0, 1, 0, 1)
     assert engine.can_save_alone
     assert not engine.needs_lockstep_forward
-    assert engine.gather("a") == gather_dp(engine, "a") == engine.gather_in_background("a") == ["a"]
+    assert engine.gather("a") == gather_dp(engine, "a") == engine.gather("a", in_background=True) == ["a"]
     assert engine.reduce(torch.tensor(2.0)) == 2
     model(samples(0)).square().mean().backward()
     before = [each.grad.clone() for each in model.parameters()]
@@ -76,9 +76,6 @@ def test_one_process_has_all_of_it() -> None:
     assert all(map(torch.equal, before, gradients_of(engine, model)))
     norm = torch.nn.utils.get_total_norm(before)
     assert torch.equal(engine.gradient_norm([*model.parameters()]), norm)
-    other = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    engine.load_model_state(other, engine.model_state(model), strict=True)
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 def test_an_engine_passes_on_what_it_does_not_override() -> None:
@@ -120,13 +117,13 @@ def test_what_ranks_exchange(world: int) -> None:
     own = torch.tensor(float(rank))
     assert engine.reduce(own) == sum(numbers)
     assert own == rank, "it is not changed"
-    assert engine.gather(rank) == gather_dp(engine, rank) == engine.gather_in_background(rank) == numbers
+    assert engine.gather(rank) == gather_dp(engine, rank) == engine.gather(rank, in_background=True) == numbers
     engine.rendezvous("evaluate")
     with pytest.raises(DistributedError, match="and another rank called"):
         engine.rendezvous("evaluate" if rank else "predict")
     engine.rendezvous("evaluate")
     for twin in (copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):
-        assert (twin.rank, twin.gather_in_background(rank)) == (rank, numbers)
+        assert (twin.rank, twin.gather(rank, in_background=True)) == (rank, numbers)
 
 
 @on_ranks(2)
@@ -209,15 +206,15 @@ def test_shards_are_whole_when_they_are_asked_for(world: int) -> None:
     assert engine.needs_lockstep_forward
     assert not engine.can_save_alone
     assert all(map(is_sharded, model.parameters()))
-    state = engine.model_state(model)
+    state = plain_state(model)
     full = engine.full_tensors(state)
     assert all(torch.equal(full[name], value) for name, value in whole.items())
     assert all(each.is_meta for each in engine.full_tensors(state, keeps=False).values())
     part = redistribute_like(whole["0.weight"], model[0].weight)
     assert torch.equal(part.to_local(), model[0].weight.to_local())
-    engine.load_model_state(model, {name: value + 1 for name, value in whole.items()}, strict=True)
+    load_fitted(model, {name: value + 1 for name, value in whole.items()}, strict=True)
     assert torch.equal(engine.full_tensors(model[2].bias), whole["2.bias"] + 1)
-    engine.load_model_state(model, whole, strict=True)
+    load_fitted(model, whole, strict=True)
     with engine.sync_context(last=False):  # A first micro-batch, whose gradients stay on their rank, is taken back.
         (model(samples(engine.rank)).square().mean() * 0).backward()
     with engine.sync_context(last=True):
@@ -241,7 +238,7 @@ def test_ddp_leaves_gradients_on_their_rank_until_the_last_micro_batch(world: in
     with engine.sync_context(last=False):
         (wrapper(batch).square().mean() / 2).backward()
     assert len({float(each) for each in engine.gather(model[0].weight.grad.sum())}) == world, "not averaged yet"
-    with engine.evaluation_context(), torch.no_grad():
+    with engine.without_wrapper(), torch.no_grad():
         for _ in range(engine.rank):  # Ranks have different numbers of batches.
             wrapper(batch)
     with engine.sync_context(last=True):
@@ -264,7 +261,7 @@ def test_layers_are_divided_and_whole_when_they_are_asked_for(world: int) -> Non
     assert engine.wrap(model, trains=True) is model
     assert is_sharded(model[0].weight)
     torch.testing.assert_close(model(batch), expected)
-    full = engine.full_tensors(engine.model_state(model))
+    full = engine.full_tensors(plain_state(model))
     assert all(torch.equal(full[name], value) for name, value in whole.items())
     assert engine.is_same_on_ranks(batch)
     assert not engine.is_same_on_ranks(samples(engine.rank))
@@ -288,7 +285,7 @@ def test_a_rank_keeps_the_stages_of_its_own(world: int) -> None:
         assert engine.wrap(model, trains=True).module is model
         held = {name for name, each in model.named_parameters() if not each.is_meta}
         assert held == ({"0.weight", "0.bias"} if engine.rank == 0 else {"2.weight", "2.bias"})
-    full = engine.full_tensors(engine.model_state(model))
+    full = engine.full_tensors(plain_state(model))
     assert all(torch.equal(full[name], value) for name, value in whole.items())
     for name, each in model.named_parameters():
         each.grad = None if each.is_meta else torch.full_like(each, float(len(name)))

@@ -55,7 +55,7 @@ HOOKS = _by_name(
         "add-ons: Task.add_on(...)": "configure_callbacks",
         # Parts of a trainer, and what tells of them.
         "a method of the engine, which an add-on puts in: self.engine = MyEngine(self.engine)": "gradient_norm "
-        "average_gradients sync_buffers optimizer_state load_optimizer_state",
+        "average_gradients sync_buffers optimizer_state",
         # Data.
         "loader of run(n_epoch, loader)": "_get_train_sampler",
         "to_device(batch)": "transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer _prepare_batch "

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zae.distributed import shards
 from zae.distributed.collectives import all_reduce, average, broadcast, gather_objects
@@ -20,7 +19,6 @@ from zae.distributed.launcher import launched_world
 from zae.distributed.mesh import Mesh
 from zae.distributed.rank_process import has_lost_peer, has_timed_out
 from zae.errors import DistributedError
-from zae.model.weights import plain_names
 from zae.parts import SingleProcess
 from zae.values.walk import is_sharded, map_tensors
 
@@ -50,7 +48,7 @@ class NotJoined(SingleProcess):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, without what was found in the environment of this process."""
-        found_here = ("_launched", "_mesh")
+        found_here = ("_launched", "_mesh", "rank", "world_size", "dp_rank", "dp_world_size")
         return {name: value for name, value in vars(self).items() if name not in found_here}
 
     @cached_property
@@ -62,20 +60,20 @@ class NotJoined(SingleProcess):
     def _mesh(self) -> Mesh:
         return Mesh(self._sizes, self._dimensions, self.world_size)
 
-    @property
-    def rank(self) -> int:
+    @cached_property
+    def rank(self) -> int:  # type: ignore[override]
         return self._launched[0]
 
-    @property
-    def world_size(self) -> int:
+    @cached_property
+    def world_size(self) -> int:  # type: ignore[override]
         return self._launched[1]
 
-    @property
-    def dp_rank(self) -> int:
+    @cached_property
+    def dp_rank(self) -> int:  # type: ignore[override]
         return self._mesh.dp_rank(self.rank)
 
-    @property
-    def dp_world_size(self) -> int:
+    @cached_property
+    def dp_world_size(self) -> int:  # type: ignore[override]
         return self._mesh.dp_world_size
 
 
@@ -94,9 +92,11 @@ class RanksEngine(SingleProcess):
         super().__init__()
         self.mesh = mesh
         self.timeout = timeout
-        self._rank = dist.get_rank()
-        self._dp_rank = mesh.dp_rank(self._rank)
-        self._background: dist.ProcessGroup | None = None  # The process group of `gather_in_background`.
+        self.rank = dist.get_rank()
+        self.world_size = mesh.world
+        self.dp_rank = mesh.dp_rank(self.rank)
+        self.dp_world_size = mesh.dp_world_size
+        self._background: dist.ProcessGroup | None = None  # That of `gather` in the background.
         self._device_mesh: DeviceMesh | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,22 +109,6 @@ class RanksEngine(SingleProcess):
             self._device_mesh = self.mesh.build(device, self.timeout)
         return self._device_mesh
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self.mesh.world
-
-    @property
-    def dp_rank(self) -> int:
-        return self._dp_rank
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.mesh.dp_world_size
-
     def reduce(self, value: Tensor) -> Tensor:
         # All ranks add up a copy of the tensor, which they get in its place.
         total = value.clone()
@@ -132,14 +116,15 @@ class RanksEngine(SingleProcess):
             all_reduce(total)
         return total
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, *, in_background: bool = False) -> list[Any]:
         # Each rank sends its value to all others, as bytes of pickle.
+        if in_background:
+            return self._gather_in_background(value)
         with self._explaining_silence():
             return gather_objects(value)
 
-    def gather_in_background(self, value: Any) -> list[Any]:
-        # In a process group of its own, so that what the loop exchanges meanwhile does not come between. The first call
-        # makes the group, which all ranks do at the same place of their loops.
+    def _gather_in_background(self, value: Any) -> list[Any]:
+        """Gather in a process group of its own; all ranks make the first call, which opens it, at one place."""
         try:
             if self._background is None:
                 waiting = timedelta(seconds=self.timeout)
@@ -150,10 +135,6 @@ class RanksEngine(SingleProcess):
                 f"rank {self.rank} of {self.world_size}: another rank has ended, or did not answer within the "
                 f"timeout of {self.timeout:g} s, while a checkpoint was written; resume from the one before"
             ) from error
-
-    def barrier(self) -> None:
-        # A sum can only be known when every rank has given its part.
-        self.reduce(torch.zeros(1))
 
     def rendezvous(self, call: str) -> None:
         # The ranks compare the name of the call over the store of the group, before they exchange any tensor for it.
@@ -174,7 +155,8 @@ class RanksEngine(SingleProcess):
     def _gather_parts(self, tensor: Tensor) -> Tensor:
         """Return a tensor whole: each rank sends its part to all others of the mesh of the tensor."""
         try:
-            return shards.full_tensor(tensor)
+            whole: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+            return whole
         except RuntimeError as error:
             if not has_lost_peer(error):
                 error.add_note(
@@ -211,27 +193,6 @@ class RanksEngine(SingleProcess):
             return super().gradient_norm(parameters)
         # Each rank squares its parts; the squares are added up over the dimensions of the mesh that divide a gradient.
         return shards.gradient_norm(gradients)
-
-    def model_state(self, module: nn.Module) -> dict[str, Tensor]:
-        # A state_dict has a tensor for each name of a tied parameter: gathered each by itself, they would be two.
-        state = super().model_state(module)
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        names = plain_names(module, parameters)
-        first_names: dict[nn.Parameter, str] = {}
-        for own_name, parameter in parameters.items():
-            name = names[own_name]
-            first = first_names.setdefault(parameter, name)
-            if first != name and first in state and name in state:
-                state[name] = state[first]
-        return state
-
-    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
-        present = module.state_dict()
-        parts = {key: shards.redistribute_like(value, present.get(key)) for key, value in weights.items()}
-        super().load_model_state(module, parts, strict)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        super().load_optimizer_state(optimizer, shards.shard_state(optimizer, state))
 
     @contextmanager
     def _explaining_silence(self) -> Iterator[None]:

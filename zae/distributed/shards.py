@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from zae.distributed.collectives import all_reduce
 from zae.errors import ConfigError, DistributedError
-from zae.optim import parameters_of
-from zae.values.walk import has_same_bits, is_sharded, local_part, map_tensors, tensors_in
+from zae.values.walk import has_same_bits, is_sharded, local_part, map_tensors, redistribute_like, tensors_in
 
 __all__ = [
     "DrawsWatch",
@@ -29,14 +29,11 @@ __all__ = [
     "check_used",
     "explain_parts",
     "forward_keeps_weights",
-    "full_tensor",
     "gradient_norm",
     "local_gradients",
     "name_of_part",
     "part_of",
-    "redistribute_like",
     "replace_parameters",
-    "shard_state",
 ]
 
 _SHOWN = 10
@@ -81,12 +78,6 @@ def _names_beyond(names: Sequence[str], others: Sequence[str]) -> str:
     return ", ".join(only[:_SHOWN]) or "none that the other has not"
 
 
-def full_tensor(tensor: Any) -> Tensor:
-    """Return a tensor with all of its shards, on every rank; any other tensor itself."""
-    whole: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
-    return whole
-
-
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors that one kernel may take together: those of one mesh, and those that are not divided."""
     groups: dict[Any, list[Tensor]] = {}
@@ -118,19 +109,6 @@ def by_part(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
     for tensor in tensors:
         groups.setdefault(part_of(tensor), []).append(tensor)
     return groups
-
-
-def redistribute_like(value: Any, reference: Any) -> Any:
-    """Return a whole tensor in the layout of another one; each rank keeps its part, and none communicates."""
-    if not is_sharded(reference) or is_sharded(value) or not isinstance(value, Tensor):
-        return value
-    if value.shape != reference.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(
-        value.detach().to(reference.device), reference.device_mesh, reference.placements, src_data_rank=None
-    )
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -189,20 +167,7 @@ def replace_parameters(optimizer: Optimizer, present: Mapping[int, tuple[Tensor,
     for old in [parameter for parameter in optimizer.state if id(parameter) in present]:
         new = present[id(old)][1]
         state = optimizer.state.pop(old)
-        optimizer.state[new] = _all_like(state, new)
-
-
-def shard_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a whole state of an optimizer in the layout of its parameters."""
-    if "param_groups" not in state:
-        return dict(state)
-    parameters = parameters_of(optimizer)
-    if not any(map(is_sharded, parameters)):
-        return dict(state)
-    places = [place for group in state["param_groups"] for place in group["params"]]
-    parameter_at = dict(zip(places, parameters))
-    states = {key: _all_like(each, parameter_at.get(key)) for key, each in state["state"].items()}
-    return {**state, "state": states}
+        optimizer.state[new] = map_tensors(partial(redistribute_like, reference=new), state)
 
 
 def check_held(model: nn.Module, held: Mapping[str, Tensor]) -> None:
@@ -318,7 +283,3 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for path, module in model.named_modules():
         for key in module._parameters:
             yield f"{path}.{key}" if path else key, module, key
-
-
-def _all_like(state: Any, parameter: Any) -> Any:
-    return map_tensors(lambda value: redistribute_like(value, parameter), state)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.compose.introspect import hook
 from zae.errors import ConfigError
+from zae.model.weights import load_fitted, plain_state
 from zae.torch_private import move_module
 from zae.values.walk import is_sharded
 
 if TYPE_CHECKING:
-    import torch
-
     from zae.loop.run import Run
     from zae.parts import Precision, SingleProcess
     from zae.trainer import Trainer
@@ -69,7 +69,7 @@ class Processes:
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        self.engine.barrier()
+        self.engine.reduce(torch.zeros(1))  # A sum is known when every rank has given its part.
 
     @hook
     def request(self, action: str) -> None:
@@ -152,7 +152,7 @@ class Processes:
         """
         from zae.loop.addon_state import gather_tensors
 
-        state = self.engine.model_state(self.unwrap())
+        state = plain_state(self.unwrap())
         names = self.weights_to_save(state)
         if names is not state:
             state = {name: state[name] for name in state if name in names}
@@ -161,7 +161,7 @@ class Processes:
     @hook
     def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load weights that fit the module, given under its own keys; every rank calls it in the same order."""
-        self.engine.load_model_state(self.unwrap(), weights, strict)
+        load_fitted(self.unwrap(), weights, strict)
 
     @hook
     def local_shards(self) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from zae.model.weights import (
     plain_state,
 )
 from zae.optim import modes
-from zae.optim.optimizer_state import device_of, move_to_device, places_on_device
+from zae.optim.optimizer_state import device_of, load_optimizer_state, move_to_device, places_on_device
 from zae.values.strides import contiguous_strides, copy_with_strides, is_laid_out, strides_to_save, with_strides
 from zae.values.walk import is_sharded
 
@@ -144,7 +144,7 @@ class CoreState:
             places = (state.get("devices") or {}).get(name)
             if places:
                 values = move_to_device(values, places, device_of(self.optimization.optimizers[name]))
-            trainer.engine.load_optimizer_state(self.optimization.optimizers[name], values)
+            load_optimizer_state(self.optimization.optimizers[name], values)
 
         entry = state["module"]
         _check_module(entry)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from zae.errors import CheckpointMismatch
 from zae.torch_private import has_own_loading, has_own_shapes
 from zae.values.strides import can_have_strides, has_own_elements, with_strides
+from zae.values.walk import is_sharded, redistribute_like
 
 __all__ = [
     "check_types",
@@ -84,9 +85,23 @@ def plain_state(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]
     """Return the ``state_dict`` of a module under plain names."""
     state = module.state_dict(keep_vars=keep_vars)
     plain = plain_names(module, state)
-    if all(name == own for own, name in plain.items()):
-        return state
-    return OrderedDict((plain[own], value) for own, value in state.items())
+    if not all(name == own for own, name in plain.items()):
+        state = OrderedDict((plain[own], value) for own, value in state.items())
+    if not keep_vars and any(map(is_sharded, state.values())):
+        _join_tied(module, state)
+    return state
+
+
+def _join_tied(module: nn.Module, state: dict[str, Any]) -> None:
+    """Let the names of a tied parameter have one tensor, as a ``state_dict`` does not: it is then gathered once."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    names = plain_names(module, parameters)
+    first_names: dict[nn.Parameter, str] = {}
+    for own_name, parameter in parameters.items():
+        name = names[own_name]
+        first = first_names.setdefault(parameter, name)
+        if first != name and first in state and name in state:
+            state[name] = state[first]
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -165,8 +180,16 @@ def extra_names(state: Mapping[str, Any]) -> list[str]:
 
 
 def load_fitted(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> Any:
-    """Load weights that fit; if a module has its own loading code and it fails, restore the weights from before."""
-    present = module.state_dict() if any(map(has_own_loading, module.modules())) else {}
+    """Load whole weights that fit, of which a rank keeps its shards, and leaves out what other ranks hold (meta).
+
+    If a module has its own loading code and it fails, the weights from before are restored.
+    """
+    present = module.state_dict()
+    if away := {key for key, each in present.items() if isinstance(each, Tensor) and each.is_meta}:
+        weights = {key: value for key, value in weights.items() if key not in away}
+        strict = False
+    weights = {key: redistribute_like(value, present.get(key)) for key, value in weights.items()}
+    present = present if any(map(has_own_loading, module.modules())) else {}
     before = {key: copy.deepcopy(value) for key, value in present.items() if not nn.parameter.is_lazy(value)}
     extra = {key: present[key] for key in extra_names(present) if key not in weights}
     try:

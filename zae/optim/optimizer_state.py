@@ -12,6 +12,7 @@ import itertools
 import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -23,7 +24,7 @@ from zae.errors import CheckpointMismatch
 from zae.optim.loaded import check_loaded, with_enums
 from zae.schedulers.lengths import parts_of
 from zae.torch_private import has_loading_hooks
-from zae.values.walk import leaves_of, map_tensors
+from zae.values.walk import is_sharded, leaves_of, map_tensors, redistribute_like
 
 __all__ = [
     "check_groups",
@@ -55,8 +56,10 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     """Load a state through the ``load_state_dict`` of an optimizer, with every value as it was saved.
 
     Tensors are moved to the device of their parameter, as torch does it: ``step`` stays on the host unless the kernel
-    reads it on the device. Tensors that are there already are not copied, so the state must not be used elsewhere.
+    reads it on the device. Tensors that are there already are not copied, so the state must not be used elsewhere. Of
+    whole values, a rank keeps its shard of those of a parameter in parts (DTensor).
     """
+    state = _in_layout_of_parameters(optimizer, state)
     handles = []
     has_own_hooks = False  # Hooks of the script may load another state than was saved.
     for part in with_inner(optimizer):
@@ -75,6 +78,21 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
             handle.remove()
     if not has_own_hooks:
         check_loaded("optimizer", optimizer, state)
+
+
+def _in_layout_of_parameters(optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a whole state as this rank holds it: in the layouts of its parameters, without those of other ranks."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if "param_groups" not in state or not any(is_sharded(each) or each.is_meta for each in parameters):
+        return state
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    parameter_at = dict(zip(indices, parameters))
+    states = {}
+    for index, values in state["state"].items():
+        parameter = parameter_at.get(index)
+        if parameter is None or not parameter.is_meta:  # A parameter of another rank is on the meta device.
+            states[index] = map_tensors(partial(redistribute_like, reference=parameter), values)
+    return {**state, "state": states}
 
 
 def has_hooks(optimizer: Optimizer) -> bool:

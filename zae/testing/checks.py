@@ -373,27 +373,17 @@ class _OneOfTwo(SingleProcess):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self._rank = rank
+        self.rank = rank
+        self.world_size = 2
         self.collectives: list[str] = []
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
     def reduce(self, value: Tensor) -> Tensor:
-        self.collectives.append("reduce")
+        self.collectives.append("reduce or barrier")
         return super().reduce(value) * 2
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, *, in_background: bool = False) -> list[Any]:
         self.collectives.append("gather")
-        return [value, *super().gather(value)]
-
-    def barrier(self) -> None:
-        self.collectives.append("barrier")
+        return [value, value]
 
 
 def _with_two_ranks(probe: Any) -> Any:

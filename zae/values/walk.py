@@ -37,6 +37,7 @@ __all__ = [
     "map_tensors",
     "names_in",
     "names_read_by",
+    "redistribute_like",
     "sample",
     "search",
     "tensors_in",
@@ -137,6 +138,19 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; any other tensor itself."""
     local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return local
+
+
+def redistribute_like(value: Any, reference: Any) -> Any:
+    """Return a whole tensor in the layout of another one; each rank keeps its part, and none communicates."""
+    if not is_sharded(reference) or is_sharded(value) or not isinstance(value, Tensor):
+        return value
+    if value.shape != reference.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(
+        value.detach().to(reference.device), reference.device_mesh, reference.placements, src_data_rank=None
+    )
 
 
 def dense_part(tensor: Tensor) -> Tensor:
