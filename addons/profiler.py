@@ -12,11 +12,11 @@ from torch.profiler import ProfilerActivity, profile, schedule, supported_activi
 
 from zae.addon import AddOnBase, Fact
 from zae.arguments import Count, CountOrZero, check_argument
+from zae.arguments.paths import check_folder
 from zae.checkpoint.hashed_files import reason
 from zae.errors import ConfigError
 from zae.loop.step_output import StepOutput
 from zae.torch_private import is_profiling
-from zae.values.argument_checks import check_folder
 
 __all__ = ["ProfilerAddon"]
 

@@ -19,7 +19,7 @@ from zae.arguments import Interval
 from zae.device import name_of_device
 from zae.errors import ConfigError, kind_of
 from zae.loop.step_output import StepOutput
-from zae.values.argument_checks import describe_batch
+from zae.values.describe import describe_batch
 from zae.values.walk import leading_dimension
 
 __all__ = ["PEAK_FLOPS", "ThroughputAddon", "peak_flops_of"]

@@ -23,13 +23,14 @@ import torch
 from zae import random_state
 from zae.addon import AddOnBase
 from zae.arguments import Count, Interval, checked
+from zae.arguments.paths import check_folder
 from zae.checkpoint.locks import FolderLock
 from zae.compose.options import option_value
 from zae.device import release_memory
 from zae.display.terminal import write_line
 from zae.distributed.spawn import launched_world
 from zae.errors import AddOnRequirement, ConfigError, NonFiniteError, printable
-from zae.values.argument_checks import check_folder, describe_value
+from zae.values.describe import describe_value
 
 __all__ = ["BestRun", "PruningAddon", "hyperparameter_search", "load_study", "search"]
 

@@ -21,6 +21,14 @@ from torch.optim import Optimizer
 
 from zae import optim, random_state
 from zae.arguments import Seed
+from zae.arguments.constructor import (
+    check_alone,
+    check_devices,
+    check_launch_precision,
+    check_mode,
+    check_model,
+    check_same,
+)
 from zae.compose.calls import explained_call, of_class_or_instance, run_call
 from zae.compose.class_checks import initial_values, without_test_step
 from zae.compose.composition import compose
@@ -51,7 +59,6 @@ from zae.optim import checks
 from zae.optim.optimization import Optimization
 from zae.parts import Precision, SingleProcess, StepWindow
 from zae.record.run_record import RunRecord
-from zae.values import argument_checks
 
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed
@@ -204,13 +211,13 @@ class Trainer(Processes, metaclass=TrainerMeta):
         name = type(self).__name__
         slots = slots_of(type(self))
         takes_precision = with_trait(type(self), "takes_launch_precision", "precision") is not None
-        argument_checks.check_launch_precision(name, takes_precision)
-        self.devices = argument_checks.check_devices(parse_device(device), name, slots)
+        check_launch_precision(name, takes_precision)
+        self.devices = check_devices(parse_device(device), name, slots)
         self.device = self.devices[0]
-        self.mode = argument_checks.check_mode(mode)
+        self.mode = mode
         self.engine = SingleProcess()  # An engine's add-on puts its own in.
         self.seed = seed
-        self.model: Any = argument_checks.check_model(model, random_state.seeded(self.seed))
+        self.model: Any = check_model(model, random_state.seeded(self.seed))
         self._module = self.model
         checks.check_optimizers(optimizer, scheduler, self._module, self.mode)
         self.log_bar = "auto" if log_bar is True else log_bar
@@ -242,12 +249,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @mode.setter
     def mode(self, mode: str) -> None:
-        if mode not in ("train", "test"):
-            raise ConfigError(
-                f"self.mode = {mode!r}; it says what run() does, and must be 'train' or 'test'. Give an attribute of "
-                "your own another name"
-            )
-        self._mode = mode
+        self._mode = check_mode(mode)
 
     @classmethod
     def make_from(cls, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
@@ -416,7 +418,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """
         limits = RunLimits(n_epoch, max_steps, valid_every, steps_per_epoch, max_time, limit_batches, overfit_batches)
         limits.check(type(self), loader, valid_loader)
-        argument_checks.check_alone(type(self).__name__, slots_of(type(self)))
+        check_alone(type(self).__name__, slots_of(type(self)))
         return cast("MetricsDict", self.launch(self._run, loader, valid_loader, limits))
 
     def _run(self, loader: Any, valid_loader: Any, limits: RunLimits) -> MetricsDict:
@@ -794,7 +796,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         self.progress_checker.is_seeded = True
         # Code of the user that names no index, .cuda() for instance, means the trainer's device.
         self.current_run.previous_device = exchange_current(self.device)
-        self.materialize(argument_checks.check_same(self.model, self.current_run.wrapped_model, self._module))
+        self.materialize(check_same(self.model, self.current_run.wrapped_model, self._module))
         self.model = self.wrap_model(self._module)
         self.current_run.wrapped_model = self.model
         # After the model: an engine may put other parameters in, which the optimizers then hold.
@@ -1195,7 +1197,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """
         before = self.mode
         root = self.model if isinstance(self.model, nn.Module) else self._module
-        self.mode = argument_checks.check_mode(mode or ("test" if before == "train" else "train"))
+        self.mode = mode or ("test" if before == "train" else "train")
         self._in_training = switch_mode(root, self._module, (before, self.mode), self._in_training)
 
     # ------------------------------------------------------------------------------------- weights and state

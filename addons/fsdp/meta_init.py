@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from zae import random_state
+from zae.arguments.constructor import check_model
 from zae.distributed.collectives import broadcast
 from zae.errors import ConfigError
-from zae.values.argument_checks import check_model
 from zae.values.walk import redistribute_like
 
 __all__ = ["MetaInit", "is_meta"]

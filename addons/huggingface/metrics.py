@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from zae.errors import ConfigError, StepError
-from zae.values.argument_checks import check_metrics
+from zae.loop.step_output import check_metrics
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction

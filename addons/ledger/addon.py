@@ -27,6 +27,7 @@ from zae.addons.ledger.step_record import (
     state_hashes,
     weight_hashes,
 )
+from zae.arguments.paths import check_file
 from zae.checkpoint.hashed_files import reason
 from zae.compose.introspect import add_ons_of
 from zae.data.loaders import Proxy, length_of
@@ -35,7 +36,6 @@ from zae.errors import ConfigError
 from zae.loop.progress import Every
 from zae.loop.step_output import loss_numbers
 from zae.trainer import Trainer
-from zae.values.argument_checks import check_file
 from zae.values.hashes import fingerprint
 from zae.values.walk import leaves_of
 

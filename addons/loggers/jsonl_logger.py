@@ -7,7 +7,7 @@ from typing import Any
 
 from zae.addons.loggers.base import JSONLSink, Sink
 from zae.addons.loggers.logger import LoggerAddon
-from zae.values.argument_checks import check_file
+from zae.arguments.paths import check_file
 
 __all__ = ["JSONLLoggerAddon"]
 

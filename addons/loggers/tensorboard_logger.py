@@ -11,8 +11,8 @@ from typing import Any
 
 from zae.addons.loggers.base import RunInfo, Sink
 from zae.addons.loggers.logger import LoggerAddon, check_installed
+from zae.arguments.paths import check_folder
 from zae.compose.options import options_of
-from zae.values.argument_checks import check_folder
 
 __all__ = ["TensorBoardLoggerAddon", "TensorBoardSink"]
 

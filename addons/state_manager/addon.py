@@ -31,6 +31,7 @@ from zae.addons.state_manager.start_from import Start
 from zae.addons.state_manager.stop_signals import StopSignals
 from zae.addons.state_manager.weight_files import WeightFiles
 from zae.arguments import Count, CountOrZero
+from zae.arguments.paths import check_folder, check_partial
 from zae.checkpoint.group import Group
 from zae.checkpoint.names import step_of
 from zae.checkpoint.tensor_bytes import DTYPES
@@ -40,7 +41,6 @@ from zae.errors import CheckpointError, CheckpointMismatch, ConfigError, Monitor
 from zae.loop.progress import SIGNALED, Every
 from zae.loop.rank_states import RankStates, load_from_file
 from zae.model.weights import named_parameters
-from zae.values.argument_checks import check_folder, check_partial
 
 __all__ = ["StateManagerAddon"]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from zae.addons.state_manager.checkpointer import Checkpointer, step_of_weights
+from zae.arguments.paths import check_url
 from zae.checkpoint.hashed_files import REMEDY
 from zae.checkpoint.manifest import MANIFEST_LIMIT, Manifest, parse, read_manifest
 from zae.checkpoint.names import MANIFEST, is_known
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
-from zae.values.argument_checks import check_url
 
 __all__ = ["FsspecCheckpointer"]
 

@@ -15,13 +15,13 @@ from zae.addons.state_manager.checkpointer import Checkpointer, Content
 from zae.addons.state_manager.checkpoints import Checkpoints
 from zae.addons.state_manager.crash import EXACT, warn_of_lost_ranks
 from zae.addons.state_manager.start_from import Start
+from zae.arguments.paths import check_partial
 from zae.checkpoint.folder import newest_valid, refuse_links
 from zae.checkpoint.manifest import Manifest, check_progress
 from zae.data.position import LoaderPosition
 from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean
 from zae.loop.progress import ProgressChecker, RunCalls
 from zae.loop.rank_states import RankStates
-from zae.values.argument_checks import check_partial
 
 if TYPE_CHECKING:
     from zae.loop.run import Run

@@ -150,7 +150,7 @@ FAULTS: list[tuple[Any, str, str, str]] = [
         "declares the state attribute 'seen', which it has not set",
         "set self.seen in __init",
     ),
-    (MainOnlyAddon, "ranks", "calls a collective on some ranks only: rank 0 calls barrier, .*", "every rank"),
+    (MainOnlyAddon, "ranks", "calls a collective on some ranks only: rank 0 calls reduce or barrier, .*", "every rank"),
     (NeverRunsAddon, "super", "has hooks of which none ran .*: on_exception", "by a run of your own"),
     (MisspeltAddon, "super", "overrides no hook, so that the loop never calls it: epoch_finished", "misspelt"),
     (SeedsAddon, "random", "draws from the global random stream 'torch'", "draw from self.generator"),

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from zae.arguments.paths import check_url
 from zae.checkpoint.directories import holds_checkpoint
 from zae.checkpoint.filesystem import replace_file
 from zae.checkpoint.folder import list_checkpoints, sweep
@@ -29,7 +30,6 @@ from zae.checkpoint.tensor_files import (
     write_safetensors,
 )
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError
-from zae.values.argument_checks import check_url
 
 __all__ = ["Weights", "load_weights", "read_weights", "save_weights"]
 

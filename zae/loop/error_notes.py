@@ -18,7 +18,7 @@ from zae.data.loaders import describe
 from zae.data.workers import add_to_text, dead_workers
 from zae.device import is_out_of_memory
 from zae.errors import ZaeError, did_you_mean
-from zae.values.argument_checks import describe_batch
+from zae.values.describe import describe_batch
 
 if TYPE_CHECKING:
     from zae.loop.run import Run

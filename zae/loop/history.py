@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from zae.display.text import columns_of, table
 from zae.errors import ConfigError, MonitorError, did_you_mean, printable
 from zae.loop.epoch_log import EpochLog
+from zae.loop.step_output import check_metrics
 from zae.parts import gather_dp
-from zae.values.argument_checks import check_metrics
 
 if TYPE_CHECKING:
     from zae.loop.progress import ProgressChecker

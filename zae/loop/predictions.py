@@ -20,7 +20,7 @@ from zae.checkpoint.tensor_bytes import byte_count, byte_view, dense
 from zae.checkpoint.tensor_files import format_of, write_ckpt, write_safetensors
 from zae.errors import ConfigError, StepError
 from zae.metrics.reductions import is_typed
-from zae.values.argument_checks import describe_value
+from zae.values.describe import describe_value
 
 __all__ = ["Predictions"]
 

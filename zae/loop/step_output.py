@@ -23,7 +23,7 @@ from zae.compose.introspect import hook, is_overridden
 from zae.errors import StepError
 from zae.metrics.reductions import is_typed
 from zae.torch_private import is_view
-from zae.values.argument_checks import describe_batch, describe_value
+from zae.values.describe import describe_batch, describe_value
 from zae.values.walk import leading_dimension, leaves_of
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NotNumber",
     "StepOutput",
+    "check_metrics",
     "copy_output",
     "count_targets",
     "explain_failure",
@@ -373,3 +374,21 @@ def say_uncounted(run: Run, batch: Any, values: Mapping[str, Any]) -> None:
             "sample_weight(batch, num_targets)",
             logging.WARNING,
         )
+
+
+def check_metrics(name: str, metrics: Any) -> dict[str, float]:
+    """Return the metrics that a method of the user returned as floats; refuse what cannot be converted."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise StepError(f"{name} returned {type(metrics).__name__} {describe_value(metrics)}; return a dict of numbers")
+    numbers = {}
+    for key, value in metrics.items():
+        try:
+            numbers[str(key)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise StepError(
+                f"{name} returned {key!r} of type {type(value).__name__} {describe_value(value)}; return a number, for "
+                f"instance the mean"
+            ) from None
+    return numbers

@@ -11,7 +11,7 @@ from zae.errors import TaskError, kind_of
 from zae.loop.progress import EvaluationAborted
 from zae.loop.recording import record_validation, update_best
 from zae.loop.run_view import RunView
-from zae.values.argument_checks import check_metrics
+from zae.loop.step_output import check_metrics
 
 if TYPE_CHECKING:
     from zae.loop.run import Run
