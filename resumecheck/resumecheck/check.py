@@ -23,7 +23,7 @@ from typing import Any
 from .errors import Refused, Stopped
 from .judge import FAILED, NOT_JUDGED, PASSED, Judgement, Resume, fail, first_difference, judge
 from .runs import Run, Runner, end_processes
-from .saves import Instant, Save, choose_instants, find_saves, is_log, is_named_as_checkpoint
+from .saves import Instant, Save, choose_instants, find_saves, is_log, is_named_as_checkpoint, last_saved_row
 from .workspace import Tree, Workspace
 
 __all__ = ["Options", "Result", "check"]
@@ -359,13 +359,19 @@ class _Check:
             judgement.causes = ["lost work"]
             judgement.message = f"it begins with the first step: the work of {instant.lowest} steps is lost"
         if not run.is_limited and judgement.verdict == PASSED:
-            self._compare_files(judgement)
+            self._compare_files(judgement, run)
         return judgement
 
-    def _compare_files(self, judgement: Judgement) -> None:
+    def _compare_files(self, judgement: Judgement, run: Run) -> None:
         """Compare the files that both runs leave at their end: averaged, best and exported models."""
         models, others, missing = self._differing_files()
-        if models:
+        last, expected = (last_saved_row(each.events, self.reference) for each in (run, self.reference))
+        if models and last != expected:  # It saves by the clock, or counts the steps of its own process.
+            judgement.notes.append(
+                f"at the end {', '.join(models[:3])} has the weights after another step ({last}, and {expected} "
+                "without a kill), and is not compared"
+            )
+        elif models:
             judgement.verdict, judgement.causes, judgement.files = FAILED, ["other state"], models
             judgement.message += f", but the tensors of {', '.join(models[:3])} at the end differ"
         for names, words in ((others, "differ"), (missing, "are missing")):

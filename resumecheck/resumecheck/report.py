@@ -14,7 +14,8 @@ __all__ = ["REMEDIES", "as_json", "as_markdown", "as_text"]
 
 REMEDIES = {
     "random state": "save torch.get_rng_state() (and those of random, numpy and torch.cuda, where they draw) and set "
-    "them after the load, before the loader's iterator is made",
+    "them after the load: at the begin of an epoch before the loader's iterator is made, which draws from them; within "
+    "an epoch after it and the batches that are skipped",
     "samples": "save the epoch and the batches done, seed the order by the epoch (generator=, sampler.set_epoch) and "
     "skip what is done; or save the loader (torchdata's StatefulDataLoader)",
     "optimizer state": "save optimizer.state_dict() in the same file as the weights, and load it",

@@ -11,7 +11,16 @@ from typing import Any
 from .runs import Run
 from .workspace import Entry, Tree
 
-__all__ = ["Instant", "Save", "choose_instants", "find_saves", "general_name", "is_log", "is_named_as_checkpoint"]
+__all__ = [
+    "Instant",
+    "Save",
+    "choose_instants",
+    "find_saves",
+    "general_name",
+    "is_log",
+    "is_named_as_checkpoint",
+    "last_saved_row",
+]
 
 _LOGS = (".csv", ".json", ".jsonl", ".log", ".md", ".png", ".svg", ".tsv", ".txt", ".yaml", ".yml", ".lock", ".out")
 _CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors", ".distcp", ".pkl", ".h5", ".keras", ".tar", ".npz")
@@ -99,17 +108,22 @@ def _group(events: Sequence[Event]) -> list[list[tuple[int, Event]]]:
 
 def _as_save(group: list[tuple[int, Event]], reference: Run) -> Save:
     events = [event for _, event in group]
-    known = [row for each in events if each.get("tensors") and (row := _row_of_weights(each, reference)) is not None]
+    known = [row for each in events if (row := _row_of_weights(each, reference, each["row"])) is not None]
     row = max(known) if known else max(each["row"] for each in events)
     return Save(row, bool(known), events, [index for index, _ in group])
 
 
-def _row_of_weights(event: Event, reference: Run) -> int | None:
+def last_saved_row(events: Iterable[Event], reference: Run) -> int | None:
+    """Return the step of the reference whose weights are those that a run has saved last."""
+    known = (_row_of_weights(each, reference) for each in reversed(list(events)))
+    return next((row for row in known if row is not None), None)
+
+
+def _row_of_weights(event: Event, reference: Run, until: int | None = None) -> int | None:
     """Return the last step until then whose weights are among the tensors of a file."""
-    text = event["tensors"]
+    text = event.get("tensors", "")
     tensors = {text[place : place + 8] for place in range(0, len(text), 8)}
-    rows = reference.rows.get(event["rank"], [])
-    for row in reversed(rows[: event["row"]]):
+    for row in reversed(reference.rows.get(event["rank"], [])[:until] if tensors else []):
         parts = row["parts"]
         if parts[:8] in tensors and all(parts[place : place + 8] in tensors for place in range(0, len(parts), 8)):
             return int(row["n"])

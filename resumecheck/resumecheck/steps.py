@@ -1,9 +1,11 @@
 """Record what each optimizer step of this process depends on and what it does, as one row of hashes.
 
 It runs in the process that trains: torch is given. Of weights 64-bit words are summed, so that any flipped bit changes
-the sum; those of inputs are multiplied by their places, as their order counts. Of the state of an optimizer, which
-tells a cause and no verdict, some thousand words of each tensor are summed. Sums are made on the device of the tensor,
-and those of a step are read at once.
+the sum. Of a tensor of more than 64 KB, each eighth block of 2 KB is summed, as what costs is to read it all. A change
+of 16 KB in a row is always seen at once. A smaller one between the blocks is seen by what it does: if the loss depends
+on it, the next update of all weights is another one. Words of inputs are all summed, multiplied by their
+places, as their order counts. The state of an optimizer, of which all words are summed, is that of the first step and
+of each save. Sums are made on the device of the tensor, and those of a step are read at once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from .hashes import digest, ordered_sum, random_streams, read
 
 __all__ = ["Recorder", "fingerprints", "wrap"]
 
-_SAMPLED_BLOCKS = 64  # Of so many words, in a tensor of an optimizer's state.
+_MAX_WORDS = 8192  # Of a longer weight, one block in so many is summed.
+_BLOCK, _EVERY = 256, 8
 _NO_VIEW: tuple[Any, int, Any] = None, 0, None
 _GOLDEN = 0x9E3779B97F4A7C15  # Spreads a sum over all of its bits.
 
@@ -58,6 +61,7 @@ class Recorder:
         modules.register_module_forward_hook(self.after_forward, with_kwargs=True, always_call=True)
         torch.nn.Module.compile = wrap(torch.nn.Module.compile, self.compile)
         torch.Tensor.backward = wrap(torch.Tensor.backward, self.backward)
+        optimizers.Optimizer.state_dict = wrap(optimizers.Optimizer.state_dict, self.save_state)
         torch.amp.GradScaler.step = wrap(torch.amp.GradScaler.step, self.scaled_step)
         sampler = importlib.import_module("torch.utils.data.sampler").RandomSampler
         sampler.__iter__ = wrap(sampler.__iter__, self.shuffle)
@@ -73,7 +77,9 @@ class Recorder:
         self.count = 0
         self.backwards = 0
         self.root: Any = None
+        self.optimizers: dict[str, weakref.ref[Any]] = {}
         self.optimizer_names: dict[int, str] = {}
+        self.saved_states: dict[str, list[Any]] = {}
         self.parameter_names: dict[int, str] = {}
         self.named_models: set[int] = set()
         self.versions: dict[str, list[int]] = {}
@@ -103,8 +109,11 @@ class Recorder:
             return
         name, weights = self._name(optimizer), parameters_of(optimizer)
         start: dict[str, Any] = {}
+        saved = self.saved_states.pop(name, None)
         if name not in self.versions:
-            start["state_before"] = self._state_of(optimizer, weights)
+            start["state_before"] = self._state_of(optimizer)
+        elif saved is not None:
+            start["state_before"] = saved
         if self.versions.get(name) != [each._version for each in weights]:  # Else they are those after the step before.
             start["before"] = self.sums(weights)
         self.starts.append(start)
@@ -115,8 +124,7 @@ class Recorder:
             return
         weights = parameters_of(optimizer)
         groups = [{k: each[k] for k in optimizer.defaults if k in each} for each in optimizer.param_groups]
-        state = self._state_of(optimizer, weights)
-        self._write_row(self._name(optimizer), weights, self.starts.pop(), groups, state, skipped)
+        self._write_row(self._name(optimizer), weights, self.starts.pop(), groups, skipped)
 
     def _is_captured(self) -> bool:
         """Return whether a step goes into a CUDA graph: it is not made now, and what replays it is not seen."""
@@ -129,12 +137,11 @@ class Recorder:
         weights: list[Any],
         start: dict[str, Any],
         groups: list[dict[str, Any]],
-        state: list[Any],
         skipped: bool = False,
     ) -> None:
-        is_first = "state_before" in start
+        is_first = name not in self.versions
         models = [model for reference in self.models.values() if (model := reference()) is not None]
-        sums = {**start, "after": self.sums(weights), "state": state, "inputs": self.inputs, "batches": self.batches}
+        sums = {**start, "after": self.sums(weights), "inputs": self.inputs, "batches": self.batches}
         sums["buffers"] = self.sums([each for model in models for each in model.buffers()])
         sums["loss"] = self.losses
         sums["scale"] = [] if self.scale is None else [self.scale]
@@ -153,6 +160,7 @@ class Recorder:
         self.count += 1
         row: Row = {"kind": "step", "n": self.count, "optimizer": name, "skipped": skipped}
         row.update({key: digest(value) for key, value in numbers.items() if key not in ("loss", "scale")})
+        row["inputs"] = fingerprints(numbers["inputs"])
         row["buffers"] = digest(sorted(numbers["buffers"]))
         row.setdefault("before", self.weights_after.get(name, ""))
         row["unchanged"] = row["before"] == row["after"]
@@ -221,9 +229,7 @@ class Recorder:
             parameters = {id(each): each for model in models for each in model.parameters()}
             weights = [each for each in parameters.values() if each.requires_grad]
             start: dict[str, Any] = {"before": self.sums(weights)}
-            if not self.count:
-                start["state_before"] = []
-            self._write_row("backward", weights, start, [], [])
+            self._write_row("backward", weights, start, [])
         elif not self.count:
             self.backwards += 1
             if self.backwards == 3:
@@ -278,16 +284,16 @@ class Recorder:
         """Return the fingerprints of the tensors in an object that is saved."""
         return fingerprints(read([self._sum(each) for each in tensors_in(self.torch, value, is_deep=True)]))
 
-    def sums(self, tensors: Iterable[Any], is_sampled: bool = False) -> list[Any]:
-        """Sum the words of each tensor, or some of them; what prepares a sum of a tensor that lives on is done once."""
+    def sums(self, tensors: Iterable[Any]) -> list[Any]:
+        """Sum the words of each tensor; what prepares a sum of a tensor that lives on is done once."""
         totals = []
         for each in tensors:
             tensor, place, view = self.views.get(id(each), _NO_VIEW)
             is_prepared = tensor is not None and tensor() is each and each.data_ptr() == place
-            totals.append(view.sum() if is_prepared else self._sum(each, is_sampled))
+            totals.append(view.sum() if is_prepared else self._sum(each))
         return totals
 
-    def _sum(self, tensor: Any, is_sampled: bool = False) -> Any:
+    def _sum(self, tensor: Any) -> Any:
         """Sum a tensor as 64-bit words, or where it does not fill them, as integers of its own size."""
         torch = self.torch
         if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
@@ -301,23 +307,41 @@ class Recorder:
             words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[data.element_size()])
         else:
             words = (flat.clone() if flat.storage_offset() % ratio else flat).view(torch.int64)
-        length = words.numel() // _SAMPLED_BLOCKS
-        if is_sampled and length > _SAMPLED_BLOCKS:
-            words = words[: length * _SAMPLED_BLOCKS].view(-1, length)[:, :_SAMPLED_BLOCKS]
+        if words.numel() > _MAX_WORDS:
+            words = words.unfold(0, _BLOCK, _EVERY * _BLOCK)
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and words.data_ptr() == tensor.data_ptr():
             gone = functools.partial(lambda key, _: self.views.pop(key, None), id(tensor))
             self.views[id(tensor)] = weakref.ref(tensor, gone), words.data_ptr(), words
         return words.sum()
 
-    def _state_of(self, optimizer: Any, weights: list[Any]) -> list[Any]:
+    def save_state(self, original: Any, optimizer: Any) -> Any:
+        """Note the state that is saved: a resumed run begins with it."""
+        result = original(optimizer)
+        if id(optimizer) in self.optimizer_names:
+            self.note_state(optimizer)
+        return result
+
+    def note_states(self) -> None:
+        """Note the state of each optimizer, as files are written that may hold it."""
+        for each in self.optimizers.values():
+            if (optimizer := each()) is not None:
+                self.note_state(optimizer)
+
+    def note_state(self, optimizer: Any) -> None:
+        """Sum a state that is saved, once between two steps."""
+        name = self._name(optimizer)
+        if name not in self.saved_states:
+            self.saved_states[name] = self._state_of(optimizer)
+
+    def _state_of(self, optimizer: Any) -> list[Any]:
         """Sum the tensors of the state of an optimizer; of all else there is the text."""
         values: list[Any] = []
-        for each in weights:
+        for each in parameters_of(optimizer):
             state = optimizer.state.get(each) or {}
             for key in sorted(state, key=str):
                 value = state[key]
                 if isinstance(value, self.torch.Tensor):
-                    values += self.sums([value], is_sampled=True)
+                    values.append(ordered_sum(value))
                 elif value is not None and not callable(value):
                     values.append(f"{key}={value!r:.200}")
         return values
@@ -330,6 +354,7 @@ class Recorder:
             name = f"{type(optimizer).__name__}-{digest(shapes)[:6]}"
             same = sum(each.split("#")[0] == name for each in self.optimizer_names.values())
             name = self.optimizer_names[id(optimizer)] = f"{name}#{same}" if same else name
+            self.optimizers[name] = weakref.ref(optimizer)
         return name
 
 

@@ -104,6 +104,7 @@ class Watch:
         situation["line"] = line_of_the_script(self.work)
         if self.recorder is not None and not is_aside:
             situation["random"] = hashes.random_streams()
+            self.recorder.note_states()
         return situation
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -132,13 +133,10 @@ class Watch:
 
     def save(self, original: Any, value: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         """Tell what is saved, by its weights; a path is opened in C++ without an event."""
-        if self.plan["snapshots"]:
-            content = self._content(value)
-            if isinstance(f, (str, os.PathLike)):
-                self.change("torch.save", f, **content)
-            else:
-                self.tell({"kind": "content", "path": os.path.basename(str(getattr(f, "name", ""))), **content}
-                          | self._situation())  # fmt: skip
+        if isinstance(f, (str, os.PathLike)):
+            self.change_content("torch.save", f, value)
+        else:
+            self.tell_content(getattr(f, "name", ""), value)
         result = original(value, f, *args, **kwargs)
         if self.plan["snapshots"] and self._situation()["aside"]:
             self.tell({"kind": "written", **self._situation()})
@@ -148,7 +146,7 @@ class Watch:
         """See the tensors that are given to save_file."""
 
         def call(original: Any, tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-            self.change("safetensors", filename, **self._content(dict(tensors)))
+            self.change_content("safetensors", filename, dict(tensors))
             return original(tensors, filename, *args, **kwargs)
 
         module.save_file = steps.wrap(module.save_file, call)
@@ -166,6 +164,18 @@ class Watch:
         """See files that h5py writes, such as those of Keras."""
         if isinstance(path, (str, os.PathLike)):
             self.change("write", path)
+
+    def change_content(self, operation: str, path: Any, value: Any) -> None:
+        """Tell of a file before it is written, and what is written to it."""
+        if self.plan["snapshots"]:
+            self.change(operation, path, **self._content(value))
+        else:
+            self.tell_content(path, value)
+
+    def tell_content(self, path: Any, value: Any) -> None:
+        """Tell what is written to a file that is open, or of which no snapshot is taken."""
+        message = {"kind": "content", "path": os.path.basename(str(path)), **self._content(value)}
+        self.tell(message | self._situation())
 
     def _content(self, value: Any) -> dict[str, Any]:
         """Return the fingerprints of the tensors in an object, and what its entries are."""

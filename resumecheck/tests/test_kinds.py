@@ -433,6 +433,9 @@ def save(state):
 
 train(save, every=1)
 """
+SAVES_AT_OTHER_STEPS = """
+train(every=2 if os.path.exists("last.pt") else 7)
+"""
 FILES_OF_TWO_MODELS = (
     GAN.replace('if os.path.exists("last.pt"):', 'if os.path.exists("rest.pt"):')
     .replace('state = torch.load("last.pt")', 'state = {name: torch.load(f"{name}.pt") for name in [*parts, "rest"]}')
@@ -457,6 +460,7 @@ SCHEDULES_BY_EPOCHS = LOOP.replace(
     "        if (step + 1) % every == 0:",
     "        if step % 10 == 9:\n            scheduler.step()\n        if (step + 1) % every == 0:",
 )
+PROBES = LOOP.replace("    first = 0\n", "    model(torch.zeros(1, 16))\n    first = 0\n")
 HDF5 = """
 import os
 import h5py
@@ -488,6 +492,19 @@ for step in range(first, 24):
 """
 TIME = LOOP.replace("8 * step + 8])", "8 * step + 8] * (time.time_ns() % 1000))").replace(
     "import os", "import os, time"
+)
+
+ONE_WEIGHT = (
+    LOOP.replace("Linear(16, 16)", "Linear(16, 2048)")
+    .replace("Linear(16, 1)", "Linear(2048, 1)")
+    .replace("        first = apply(", "        first = apply_with_another_weight(")
+    + """
+def apply_with_another_weight(state, model, optimizer):
+    state["model"]["0.weight"].view(-1)[1000] += 0.1
+    return apply(state, model, optimizer)
+
+train()
+"""
 )
 
 EVERY_RUN = ("two faults",)
@@ -542,6 +559,7 @@ KINDS = {
     "a thread before it looks": (A_THREAD + LOOP + "train()", set(), set(), " and 0 forks in"),
     "a replay buffer": (REPLAYS, {"samples"}, set(), "the batch is that of no step"),
     "saves by the clock": (LOOP + SAVES_BY_THE_CLOCK, set(), set(), "the same"),
+    "saves at other steps": (LOOP + SAVES_AT_OTHER_STEPS, set(), set(), "last.pt has the weights after another step"),
     "a file for each model": (FILES_OF_TWO_MODELS, set(), {"two saves"}, "of weight, ..., are those after step 16"),
     "a scheduler of epochs": (
         SCHEDULES_BY_EPOCHS + "train(every=4, steps=40)",
@@ -555,7 +573,14 @@ KINDS = {
         set(),
         "31 steps are made in all",
     ),
+    "one weight of many": (ONE_WEIGHT, {"gradients"}, set(), "the same weights, as far as they are summed"),
     "HDF5": (HDF5.replace("FIRST", 'int(file.attrs["step"])'), set(), set(), "resumed after step 18"),
+    "probes before it loads": (
+        PROBES.replace('    optimizer.load_state_dict(state["optimizer"])\n', "") + "train()",
+        {"optimizer state"},
+        set(),
+        "the state of the optimizer is that before the first step",
+    ),
     "maker": (GAN.replace("FORGOTTEN", "maker"), {"weights"}, set(), "Adam, optimizer 2 of 2, of weight, ..."),
     "critic": (
         GAN.replace("FORGOTTEN", "critic"),

@@ -52,6 +52,18 @@ def test_the_hash_does_not_depend_on_where_a_tensor_lies(recorder: steps.Recorde
     assert fingerprints([whole[1:]]) == fingerprints([whole[1:].clone()])
 
 
+def test_a_change_of_a_part_of_a_large_weight_is_seen(recorder: steps.Recorder) -> None:
+    """Wherever it is; of so large a one some blocks are summed."""
+    weight, changed = torch.zeros(30_001), 16 << 10
+    before = read(recorder.sums([weight]))
+    for start in range(0, len(weight), 100):
+        part = weight[start : start + changed // 4]
+        part += 1
+        assert read(recorder.sums([weight])) != before or len(part) < changed // 4
+        part -= 1
+    assert read(recorder.sums([weight])) == before
+
+
 def test_the_order_of_samples_counts() -> None:
     """Within a batch as well, also of one that is hashed in several pieces."""
     for count in (8, 200_000):
@@ -63,7 +75,7 @@ def test_a_tensor_that_an_optimizer_has_replaced_is_not_kept(recorder: steps.Rec
     """A state that is made anew in each step would else fill the memory."""
     array = np.zeros(1000)
     tensor, is_alive = torch.from_numpy(array), weakref.ref(array)
-    recorder.sums([tensor], is_sampled=True)
+    recorder.sums([tensor])
     del array, tensor
     assert is_alive() is None
 
