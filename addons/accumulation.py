@@ -41,7 +41,7 @@ class AccumulationWindow(StepWindow):
         return None if batch_size is None else _quotient(self.samples, batch_size, ranks)
 
     def group(
-        self, batches: Iterator[Any], count: int, left: int | None, holds: bool = False
+        self, batches: Iterator[Any], count: int, remaining: int | None, holds: bool = False
     ) -> Iterator[Sequence[Any]]:
         """Yield the windows of an epoch.
 
@@ -57,12 +57,12 @@ class AccumulationWindow(StepWindow):
         holds : bool
             Whether to keep the batches of each window, as they may be needed again.
         """
-        if left is None:
+        if remaining is None:
             yield from _look_ahead(batches, count)
             return
-        while left > 0:
-            window = _Window(batches, min(count, left), holds)
-            left -= len(window)
+        while remaining > 0:
+            window = _Window(batches, min(count, remaining), holds)
+            remaining -= len(window)
             yield window
 
 
@@ -160,8 +160,8 @@ class GradientAccumulationAddon(AddOnBase):
             return
         length = length_of(loader)
         count = self._batches_per_step(loader)
-        left = None if length is None else length - self.progress_checker.epoch_batch
-        yield from window.group(batches, count, left, self._may_repeat())
+        remaining = None if length is None else length - self.progress_checker.epoch_batch
+        yield from window.group(batches, count, remaining, self._may_repeat())
         for _ in batches:  # A loader may count its batches only when it is asked for one more.
             raise LoaderError(f"the loader has a length of {length}, but yielded more batches; fix its __len__")
 
@@ -213,8 +213,8 @@ class GradientAccumulationAddon(AddOnBase):
 
 def _quotient(together: int, batch_size: int, ranks: int) -> int:
     """Return how many batches of each rank make a step of so many samples; refuse a fraction."""
-    count, rest = divmod(together, batch_size * ranks)
-    if not rest:
+    count, remainder = divmod(together, batch_size * ranks)
+    if not remainder:
         return count
     sizes = f"a batch of the loader has {batch_size} samples" + f", on each of {ranks} ranks" * (ranks > 1)
     if together % ranks:

@@ -381,11 +381,11 @@ def _is_of_a_scaler(state: Mapping[str, Any]) -> bool:
     return wanted.keys() <= state.keys() and all(_is_number(state[name]) for name in wanted)
 
 
-def _is_scale(given: Any) -> bool:
+def _is_scale(value: Any) -> bool:
     """Return whether these are two positive numbers, the second not larger than the first."""
-    if not (isinstance(given, (tuple, list)) and len(given) == 2):
+    if not (isinstance(value, (tuple, list)) and len(value) == 2):
         return False
-    return all(map(_is_number, given)) and 0 < given[1] <= given[0] < math.inf
+    return all(map(_is_number, value)) and 0 < value[1] <= value[0] < math.inf
 
 
 @cache  # One warning for each process.
@@ -456,7 +456,7 @@ def _to_bfloat16(model: nn.Module) -> None:
     for module in model.modules():
         is_kept = isinstance(module, _IN_FLOAT32)
         dtype = torch.float32 if is_kept else torch.bfloat16
-        for each in (*module.parameters(recurse=False), *(module.buffers(recurse=False) if is_kept else ())):
-            if each.is_floating_point() and each.dtype != dtype and type(each.data) is Tensor:
-                each.grad = None
-                each.data = each.data.to(dtype)
+        for tensor in (*module.parameters(recurse=False), *(module.buffers(recurse=False) if is_kept else ())):
+            if tensor.is_floating_point() and tensor.dtype != dtype and type(tensor.data) is Tensor:
+                tensor.grad = None
+                tensor.data = tensor.data.to(dtype)

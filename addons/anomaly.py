@@ -100,16 +100,16 @@ class AnomalyAddon(AddOnBase):
         self._anomaly = None
         if not self.anomaly_steps[0] <= self.progress_checker.step + 1 <= self.anomaly_steps[1]:
             return super().gradients(batch)
-        found = _NonFiniteValues(self.unwrap())
-        self._anomaly = found
+        values = _NonFiniteValues(self.unwrap())
+        self._anomaly = values
         try:
-            with found.watching(), self._naming_operations():
+            with values.watching(), self._naming_operations():
                 return super().gradients(batch)
         except RuntimeError as error:
             if _OF_BACKWARD not in str(error):
                 raise
-            said = str(error).rstrip(".")
-            raise self._error(f"in the backward, {said} (a warning shows its line); {found}") from error
+            text = str(error).rstrip(".")
+            raise self._error(f"in the backward, {text} (a warning shows its line); {values}") from error
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Look at the loss first: the backward of a NaN says nothing of where it comes from."""
@@ -152,11 +152,11 @@ class AnomalyAddon(AddOnBase):
         """Let torch raise an error at a derivative that is NaN, where that ends the run."""
         return torch.autograd.set_detect_anomaly(True) if self._ends_run else NULL_CONTEXT
 
-    def _error(self, what: str) -> NonFiniteError:
+    def _error(self, finding: str) -> NonFiniteError:
         progress = self.progress_checker
         batch = progress.epoch_batch + 1 + self.current_run.activity.micro_index
         return NonFiniteError(
-            f"step {progress.step + 1} (epoch {progress.epoch + 1}, batch {batch}) is not finite: {what}. The "
+            f"step {progress.step + 1} (epoch {progress.epoch + 1}, batch {batch}) is not finite: {finding}. The "
             f"optimizer did not step: the weights are those after step {progress.step}"
         )
 

@@ -122,9 +122,9 @@ class CompileAddon(AddOnBase):
             )
         is_of_inductor = mode not in (None, "default")
         if (mode is not None and options is not None) or (is_of_inductor and backend != "inductor"):
-            other = "compile_options" if options is not None else f"compile_backend={backend!r}"
+            second = "compile_options" if options is not None else f"compile_backend={backend!r}"
             raise ConfigError(
-                f"compile_mode={mode!r} chooses options of the backend 'inductor', and {other} is given too; leave "
+                f"compile_mode={mode!r} chooses options of the backend 'inductor', and {second} is given too; leave "
                 "one of them out"
             )
         try:

@@ -130,9 +130,9 @@ class EarlyStoppingAddon(AddOnBase):
 
     def describe(self) -> list[Fact]:
         """Tell when the run may end earlier."""
-        when = f"after {self.patience} consecutive validations without a better {self.monitor}"
-        when += f", not before {self.min_epochs} epochs" if self.min_epochs else ""
-        return [*super().describe(), Fact("may end earlier", when, where="check_better")]
+        condition = f"after {self.patience} consecutive validations without a better {self.monitor}"
+        condition += f", not before {self.min_epochs} epochs" if self.min_epochs else ""
+        return [*super().describe(), Fact("may end earlier", condition, where="check_better")]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Reset the count where another metric is monitored than in the saved run."""

@@ -214,8 +214,8 @@ class ProfilerAddon(AddOnBase):
                 finally:
                     partial.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
-            said = reason(error) if isinstance(error, OSError) else str(error)
-            _log.warning("the profile %s cannot be written: %s; training continues", trace, said)
+            problem = reason(error) if isinstance(error, OSError) else str(error)
+            _log.warning("the profile %s cannot be written: %s; training continues", trace, problem)
 
     def _write_table(self, path: str) -> None:
         Path(path).write_text(self.profile_table + "\n", encoding="utf-8")

@@ -130,8 +130,8 @@ class SpikeGuardAddon(AddOnBase):
             scores["grad_norm"] = 0.0
         over = [name for name, limit in self.spike_threshold.items() if scores[name] > limit]
         if over:
-            of = max(over, key=lambda name: scores[name] / self.spike_threshold[name])
-            self._spike = {"loss": loss, "grad_norm": norm, "score": scores[of], "of": of}
+            name_of_spike = max(over, key=lambda name: scores[name] / self.spike_threshold[name])
+            self._spike = {"loss": loss, "grad_norm": norm, "score": scores[name_of_spike], "of": name_of_spike}
             if not math.isfinite(loss) and self.nonfinite.keeps_buffers:
                 self.nonfinite.restore_buffers(self.unwrap())
             return False
@@ -149,8 +149,8 @@ class SpikeGuardAddon(AddOnBase):
             total += sum(float(loss.detach()) for loss in losses)
         if self.world_size == 1:
             return total / len(outputs)
-        both = self.reduce(torch.tensor([total, len(outputs)], dtype=torch.float64, device=self.device))
-        return float(both[0] / both[1])
+        sums = self.reduce(torch.tensor([total, len(outputs)], dtype=torch.float64, device=self.device))
+        return float(sums[0] / sums[1])
 
     def _norm_before_clip(self) -> Any:
         """Return the norm of the gradients before they were clipped."""
@@ -162,25 +162,25 @@ class SpikeGuardAddon(AddOnBase):
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
         """Note the spike, and stop where there are many."""
         super().on_step_end(outputs)
-        found = self._spike
+        spike = self._spike
         self._spike = None
-        if found is None:
+        if spike is None:
             return
         progress = self.progress_checker
         count = self._in_a_row + 1
-        found = {"step": progress.step, "batch": progress.batch, **found}
-        self.spikes = [*self.spikes, found]
+        spike = {"step": progress.step, "batch": progress.batch, **spike}
+        self.spikes = [*self.spikes, spike]
         self._in_a_row = count
-        self.log({f"spike/{name}": found[name] for name in (*_WATCHED, "score")}, progress.step)
+        self.log({f"spike/{name}": spike[name] for name in (*_WATCHED, "score")}, progress.step)
         if self.is_main:
             _log.warning(
                 "step %d: the %s of %g is a spike, with a score of %.3g (threshold %g). "
                 "The step was skipped; %d so far",
                 progress.step,
-                "gradient norm" if found["of"] == "grad_norm" else "loss",
-                found[found["of"]],
-                found["score"],
-                self.spike_threshold[found["of"]],
+                "gradient norm" if spike["of"] == "grad_norm" else "loss",
+                spike[spike["of"]],
+                spike["score"],
+                self.spike_threshold[spike["of"]],
                 len(self.spikes),
             )
         if count >= self.max_spikes:
@@ -192,9 +192,9 @@ class SpikeGuardAddon(AddOnBase):
         return [*super().describe(), Fact("spikes are skipped", f"scores above {limits}", where="should_step")]
 
 
-def _check_thresholds(given: Any) -> dict[str, float]:
+def _check_thresholds(argument: Any) -> dict[str, float]:
     """Return the thresholds by what is watched."""
-    thresholds = dict(given) if isinstance(given, Mapping) else dict.fromkeys(_WATCHED, given)
+    thresholds = dict(argument) if isinstance(argument, Mapping) else dict.fromkeys(_WATCHED, argument)
     for name in thresholds:
         if name not in _WATCHED:
             raise ConfigError(

@@ -54,7 +54,7 @@ class HostStorage:
         self.min_bytes = min_bytes
         self.pinned = pinned and can_copy_async(device)
 
-    def is_moved(self, tensor: Tensor, held: set[int]) -> bool:
+    def is_moved(self, tensor: Tensor, addresses: set[int]) -> bool:
         """Return whether a saved tensor is copied: parameters and buffers, and views of them, stay on the device."""
         return (
             type(tensor) in _PLAIN
@@ -62,12 +62,12 @@ class HostStorage:
             and tensor.layout is torch.strided
             and tensor.nbytes >= self.min_bytes
             and not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
-            and tensor.untyped_storage().data_ptr() not in held
+            and tensor.untyped_storage().data_ptr() not in addresses
         )
 
-    def pack(self, tensor: Tensor, held: set[int]) -> Any:
+    def pack(self, tensor: Tensor, addresses: set[int]) -> Any:
         """Copy a tensor that autograd saves to the host, or keep it where it is."""
-        if not self.is_moved(tensor, held):
+        if not self.is_moved(tensor, addresses):
             return _KeptOnDevice(tensor, tensor._version)
         host = torch.empty_like(tensor, device="cpu", pin_memory=self.pinned, requires_grad=False)
         return host.copy_(tensor, non_blocking=self.pinned)
@@ -98,7 +98,7 @@ class Offloaded:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
         tensors = (*self.module.parameters(), *self.module.buffers())
-        addresses = {other.untyped_storage().data_ptr() for other in tensors if type(other) in _PLAIN}
+        addresses = {source.untyped_storage().data_ptr() for source in tensors if type(source) in _PLAIN}
 
         def pack(tensor: Tensor) -> Any:
             return self.storage.pack(tensor, addresses)

@@ -154,7 +154,7 @@ class CallbackAddon(AddOnBase):
         """Call an event of zae."""
         self._callbacks.call(event, self, *args)
 
-    def call_event(self, event: str, **more: Any) -> None:
+    def call_event(self, event: str, **event_arguments: Any) -> None:
         """Call an event of Transformers, and do what the callbacks ask for."""
         if not self._callbacks.wants(event):
             return
@@ -162,17 +162,17 @@ class CallbackAddon(AddOnBase):
         run = self.current_run
         if self._callbacks.args is None:
             self._callbacks.args = self._reader.arguments()
-        one = {
+        objects = {
             name: next(iter(each.values())) if len(each) == 1 else each or None
             for name, each in (("optimizer", self.optimizers), ("lr_scheduler", self.schedulers))
         }
         keywords = {
             "model": self.unwrap(),
             "processing_class": self._callbacks.processing_class,
-            **one,
+            **objects,
             "train_dataloader": run.loader,
             "eval_dataloader": run.activity.loader if run.activity.evaluation.is_running else run.valid_loader,
-            **more,
+            **event_arguments,
         }
         for flag, name in self._callbacks.call_foreign(event, self._callbacks.args, keywords):
             self._obey_flag(flag, name, event)
@@ -344,12 +344,12 @@ class CallbackAddon(AddOnBase):
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, and call ``on_evaluate``."""
         self._begin_evaluation(args[0] if args else kwargs.get("loader"))
-        found = super().evaluate(*args, **kwargs)
+        metrics_or_outputs = super().evaluate(*args, **kwargs)
         if self._callbacks.is_validating:  # An override that a validation calls, which is reported as it ends.
-            return found
-        for prefix, metrics in trainer_state.evaluations_in(found).items():
+            return metrics_or_outputs
+        for prefix, metrics in trainer_state.evaluations_in(metrics_or_outputs).items():
             self._report_evaluation(metrics, prefix)
-        return found
+        return metrics_or_outputs
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict, and call ``on_predict``."""
@@ -430,11 +430,11 @@ class CallbackAddon(AddOnBase):
         }
 
     @_shared_state.setter
-    def _shared_state(self, found: Mapping[str, Any]) -> None:
-        self._callbacks.state.log_history = [dict(row) for row in found["log_history"]]
-        self._callbacks.state.total_flos = found["total_flos"]
-        self._callbacks.ends_epoch = found["ends_epoch"]
-        self._callbacks.is_pause = found.get("is_pause", False)  # Older states do not have it.
+    def _shared_state(self, loaded: Mapping[str, Any]) -> None:
+        self._callbacks.state.log_history = [dict(row) for row in loaded["log_history"]]
+        self._callbacks.state.total_flos = loaded["total_flos"]
+        self._callbacks.ends_epoch = loaded["ends_epoch"]
+        self._callbacks.is_pause = loaded.get("is_pause", False)  # Older states do not have it.
 
     @property
     def _step_losses(self) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class Callbacks:
 
     def call_foreign(self, event: str, args: Any, keywords: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Call an event of Transformers; return the flags that were set, with the callback that has set each."""
-        asked = []
+        requests = []
         for method in self._methods.get((event, True), ()):
             before = set(self.control.flags())
             arguments = keywords if method.keywords is None else {key: keywords[key] for key in method.keywords}
@@ -177,8 +177,8 @@ class Callbacks:
                 returned = method.function(args, self.state, self.control, **arguments)
             if returned is not None:
                 self.control = _control_of(returned)
-            asked += [(flag, _name(method.callback)) for flag in self.control.flags() if flag not in before]
-        return asked
+            requests += [(flag, _name(method.callback)) for flag in self.control.flags() if flag not in before]
+        return requests
 
     # ------------------------------------------------------------------------------------------------- the state
 
@@ -195,22 +195,22 @@ class Callbacks:
         """Refuse what `state_dict` has not returned, and warn of callbacks that are not here."""
         if not isinstance(states, Mapping) or not all(isinstance(state, (list, tuple)) for state in states.values()):
             raise CheckpointMismatch("the state of CallbackAddon does not contain the states of callbacks by name")
-        here = self.state_dict()
+        present = self.state_dict()
         for name, saved in states.items():
-            if len(saved) > len(here.get(name, ())):
+            if len(saved) > len(present.get(name, ())):
                 _log.warning(
                     "the state contains %d callback(s) %s and there are %d here: what is left over is not loaded",
                     len(saved),
                     name,
-                    len(here.get(name, ())),
+                    len(present.get(name, ())),
                 )
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Load the state of each callback that has one saved."""
-        left = {name: list(each) for name, each in states.items()}
+        remaining = {name: list(each) for name, each in states.items()}
         for item in self.items:
-            if _read(item) is not None and left.get(_name(item)):
-                _load(item, left[_name(item)].pop(0))
+            if _read(item) is not None and remaining.get(_name(item)):
+                _load(item, remaining[_name(item)].pop(0))
 
 
 def _name(callback: Any) -> str:

@@ -68,16 +68,16 @@ REPORTED = {
 _PLACES = ("_checkpoint_dir", "checkpoint_dir")  # Of a checkpoint manager.
 
 
-def read_arguments(given: Mapping[str, Any]) -> Arguments:
+def read_arguments(options: Mapping[str, Any]) -> Arguments:
     """Return the arguments with their defaults; refuse names, values and combinations that fairseq2 refuses."""
-    for name in given:
+    for name in options:
         if name not in REQUIRED and name not in DEFAULTS and name not in REPORTED:
             known = [*REQUIRED, *DEFAULTS, *REPORTED]
             raise OptionError(f"{name!r} is not an argument of fairseq2's Trainer{did_you_mean(name, known)}")
     for name, meaning in REQUIRED.items():
-        if given.get(name) is None:
+        if options.get(name) is None:
             raise OptionError(f"from_arguments needs {name}, {meaning}; write {name}=...")
-    args = SimpleNamespace(**{**DEFAULTS, **given})
+    args = SimpleNamespace(**{**DEFAULTS, **options})
     check_unit("unit", args.unit)
     check_reader("data_reader", args.data_reader)
     for check in (_check_numbers, _check_length, _check_score, _check_validation, _check_checkpoints, _check_precision):
@@ -160,9 +160,9 @@ def _folder_of(manager: Any) -> Path:
             "checkpoint_manager=Path('runs/unit')"
         )
     folder = Path(place)
-    for theirs in sorted(folder.glob("step_*")):
+    for foreign in sorted(folder.glob("step_*")):
         raise ConfigError(
-            f"checkpoint_manager: {folder} contains {theirs.name} of fairseq2, from which a run cannot resume here; "
+            f"checkpoint_manager: {folder} contains {foreign.name} of fairseq2, from which a run cannot resume here; "
             "load its weights into the model, and give a new folder: checkpoint_manager=Path('runs/unit')"
         )
     return folder

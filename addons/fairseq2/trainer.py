@@ -85,9 +85,9 @@ def from_arguments(**arguments: Any) -> ConvertedArguments:
         convert(args, converted)
     for convert in (_convert_checkpoints, _convert_records, _convert_debugging):
         convert(args, converted)
-    for name, why in REPORTED.items():
+    for name, reason in REPORTED.items():
         if arguments.get(name) not in (None, False):
-            converted.report_unused(name, why)
+            converted.report_unused(name, reason)
     return converted
 
 
@@ -231,10 +231,10 @@ def _convert_precision(args: Arguments, to: ConvertedArguments) -> None:
         to.report_unused("fp16_loss_scale", "it is for dtype=torch.float16 with amp=True")
 
 
-def _cadences(args: Arguments, what: str) -> list[Every]:
+def _cadences(args: Arguments, event: str) -> list[Every]:
     """Return the cadences of "validate", "checkpoint" or "publish_metrics", as they were given."""
     names = ("every_n_steps", "after_n_steps", "every_n_data_epochs", "after_n_data_epochs")
-    return every_of(*(getattr(args, f"{what}_{name}") for name in names))
+    return every_of(*(getattr(args, f"{event}_{name}") for name in names))
 
 
 def _with_end(args: Arguments, cadences: list[Every]) -> Every:
@@ -245,9 +245,9 @@ def _with_end(args: Arguments, cadences: list[Every]) -> Every:
 
 def _convert_validation(args: Arguments, to: ConvertedArguments) -> None:
     """Carry the valid units, their readers, and when they are called."""
-    given = [name for name in DEFAULTS if name.startswith("validate_every") and getattr(args, name) is not None]
+    set_names = [name for name in DEFAULTS if name.startswith("validate_every") and getattr(args, name) is not None]
     if not args.valid_units:
-        for name in given:
+        for name in set_names:
             to.report_unused(name, "there are no valid_units")
         return
     names = _names_of(args.valid_units)
@@ -291,9 +291,14 @@ def _convert_checkpoints(args: Arguments, to: ConvertedArguments) -> None:
     last = args.keep_last_n_checkpoints
     best = args.keep_best_n_checkpoints or 0
     every = _with_end(args, _cadences(args, "checkpoint"))
-    kept = 1 if last is None and best else last
+    count = 1 if last is None and best else last
     to.add_on(
-        "StateManagerAddon", save_path=args.save_path, save_every=every, keep_last=kept, keep_best=best, resume="auto"
+        "StateManagerAddon",
+        save_path=args.save_path,
+        save_every=every,
+        keep_last=count,
+        keep_best=best,
+        resume="auto",
     )
     models = args.keep_last_n_models
     best_models = args.keep_best_n_models or 0

@@ -120,9 +120,9 @@ class GradientCheckpointingAddon(AddOnBase):
         """Name the modules that are computed again."""
 
         def blocks(plan: Any) -> str:
-            kept = self.checkpoint_keep
-            policy = "what a policy keeps" if callable(kept) else f"{len(kept)} operations"
-            return describe_blocks(self.checkpointed()) + (f", but for {policy}" if kept else "")
+            keep = self.checkpoint_keep
+            policy = "what a policy keeps" if callable(keep) else f"{len(keep)} operations"
+            return describe_blocks(self.checkpointed()) + (f", but for {policy}" if keep else "")
 
         return [*super().describe(), Fact("computed again in the backward", blocks, where="backward")]
 
@@ -133,13 +133,13 @@ class GradientCheckpointingAddon(AddOnBase):
             undo()
 
 
-def _parse_keep(given: Any) -> Any:
+def _parse_keep(value: Any) -> Any:
     """Return the operations to keep as a tuple of names, or a policy."""
-    if given is None or (callable(given) and not isinstance(given, (type, _OPERATION))):
-        return () if given is None else given
-    if isinstance(given, str) and given == "matmuls":
+    if value is None or (callable(value) and not isinstance(value, (type, _OPERATION))):
+        return () if value is None else value
+    if isinstance(value, str) and value == "matmuls":
         return MATMULS
-    names = tuple(map(str, given if isinstance(given, (list, tuple, set)) else (given,)))
+    names = tuple(map(str, value if isinstance(value, (list, tuple, set)) else (value,)))
     for name in names:
         try:
             is_operation = isinstance(operation_of(name), _OPERATION)
@@ -147,7 +147,7 @@ def _parse_keep(given: Any) -> Any:
             is_operation = False
         if not is_operation:
             raise ConfigError(
-                f"checkpoint_keep={given!r:.80}: {name!r} is not an operation of torch; write 'matmuls', names such as "
+                f"checkpoint_keep={value!r:.80}: {name!r} is not an operation of torch; write 'matmuls', names such as "
                 "['aten.mm.default'], or a policy"
             )
     return names

@@ -192,8 +192,8 @@ class _Again(AbstractContextManager[None]):
     def __enter__(self) -> None:
         call = self.call
         copies = [buffer.with_value(buffer.value.clone()) for buffer in (*_buffers_of(call.owner.norms), *call.buffers)]
-        held = [copy.with_value(getattr(copy.holder, copy.name)) for copy in copies]
-        self._values_before = (held, None if call.streams is None else _host_streams())
+        values = [copy.with_value(getattr(copy.holder, copy.name)) for copy in copies]
+        self._values_before = (values, None if call.streams is None else _host_streams())
         call.is_again = True
         self.inner.__enter__()
         for holder, name, value in copies:

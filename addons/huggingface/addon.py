@@ -197,14 +197,14 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
 
         They may be the second argument, as in Transformers, a dict, or a file. What has no effect here is a warning.
         """
-        given = dict(options)
+        keywords = dict(options)
         positional = list(args)
         option_names = list(options_of(cls))
         second = positional[1] if len(positional) > 1 and option_names[1] == "device" else None
         if isinstance(second, Mapping) or hasattr(second, "per_device_train_batch_size"):
-            given["args"] = positional.pop(1)
+            keywords["args"] = positional.pop(1)
         # A class may have such an option itself.
-        arguments = None if "args" in option_names else given.pop("args", None)
+        arguments = None if "args" in option_names else keywords.pop("args", None)
         if arguments is None:
             return super().make_from(args, options)
         if len(positional) > 1:
@@ -212,7 +212,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
         from zae.addons.huggingface.transformers import from_arguments
 
         converted = from_arguments(arguments)
-        trainer = converted.trainer(cls, *(positional or (given.pop("model", None),)), **given)
+        trainer = converted.trainer(cls, *(positional or (keywords.pop("model", None),)), **keywords)
         trainer.args = converted.args
         if converted.report:
             _log.warning("%s", converted.report)
@@ -406,15 +406,15 @@ def _monitor_of(monitor: str, datasets: Mapping[str, Any]) -> str:
     return f"{name}/{metric}" if name else monitor
 
 
-def _recipe(given: Mapping[str, Any]) -> dict[str, Any]:
+def _recipe(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is not given of the optimizer, the schedule and the clipping, as Transformers would have it."""
-    made: dict[str, Any] = {
-        "gradient_clip": given.get("max_grad_norm", 1.0) or math.inf,
+    recipe: dict[str, Any] = {
+        "gradient_clip": arguments.get("max_grad_norm", 1.0) or math.inf,
         "scheduler_step_on_batch": True,
     }
-    if given.get("optimizer") is None:
-        optimizer = {name: given[name] for name in OPTIMIZER_ARGUMENTS if name in given}
-        schedule = {name: given[name] for name in SCHEDULE_ARGUMENTS if name in given}
-        factory = replace(optimizers.optimizer(**optimizer), cls_and_kwargs=given.get("optimizer_cls_and_kwargs"))
-        made |= {"optimizer": factory, "scheduler": optimizers.schedule(**schedule)}
-    return {name: given.get(name, value) for name, value in made.items()}
+    if arguments.get("optimizer") is None:
+        optimizer = {name: arguments[name] for name in OPTIMIZER_ARGUMENTS if name in arguments}
+        schedule = {name: arguments[name] for name in SCHEDULE_ARGUMENTS if name in arguments}
+        factory = replace(optimizers.optimizer(**optimizer), cls_and_kwargs=arguments.get("optimizer_cls_and_kwargs"))
+        recipe |= {"optimizer": factory, "scheduler": optimizers.schedule(**schedule)}
+    return {name: arguments.get(name, value) for name, value in recipe.items()}

@@ -107,14 +107,14 @@ def read_arguments(args: Any, stacklevel: int = 2) -> tuple[Any, dict[str, Any]]
     transformers = library()
     if isinstance(args, transformers.TrainingArguments):
         return args, {}
-    where = "args"
+    source = "args"
     if isinstance(args, (str, Path)):
-        where = str(args)
+        source = str(args)
         args = _read_file(Path(args))
     if not isinstance(args, Mapping):
-        found = "the class itself" if isinstance(args, type) else kind_of(args)
+        kind = "the class itself" if isinstance(args, type) else kind_of(args)
         raise ConfigError(
-            f"{where} is {found}; give a transformers.TrainingArguments, a dict of its arguments, or the path of a "
+            f"{source} is {kind}; give a transformers.TrainingArguments, a dict of its arguments, or the path of a "
             "JSON or YAML file with one"
         )
     cls = transformers.TrainingArguments
@@ -123,8 +123,8 @@ def read_arguments(args: Any, stacklevel: int = 2) -> tuple[Any, dict[str, Any]]
     if any(name in seq2seq and name not in fields for name in args):
         cls = transformers.Seq2SeqTrainingArguments
         fields = seq2seq
-    values, entries, told = _present(args, fields, where)
-    for text in told:
+    values, entries, messages = _present(args, fields, source)
+    for text in messages:
         warnings.warn(text, FutureWarning, stacklevel=stacklevel)
     kinds = _kinds(cls)
     values = {name: _as_type(name, value, kinds[name]) for name, value in values.items()}
@@ -136,7 +136,7 @@ def read_arguments(args: Any, stacklevel: int = 2) -> tuple[Any, dict[str, Any]]
     try:
         return cls(**values), entries
     except (ImportError, NotImplementedError, TypeError, ValueError) as error:
-        raise ConfigError(f"{cls.__name__} refuses {where}: {error}") from error
+        raise ConfigError(f"{cls.__name__} refuses {source}: {error}") from error
 
 
 def _read_file(path: Path) -> Any:
@@ -159,44 +159,44 @@ def _kinds(cls: type) -> dict[str, set[str]]:
 
 
 def _present(
-    given: Mapping[str, Any], fields: tuple[str, ...], where: str
+    arguments: Mapping[str, Any], fields: tuple[str, ...], source: str
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Return the arguments by their present names, those that zae has an option for, and texts about old names."""
     values: dict[str, Any] = {}
     entries: dict[str, Any] = {}
-    told: list[str] = []
+    messages: list[str] = []
     unknown: list[str] = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name == "optim" and str(value) in OLD_OPTIMIZERS:
             values[name] = OLD_OPTIMIZERS[str(value)]
-            told.append(f"optim={value!r} is of an older Transformers; write optim={values[name]!r}")
+            messages.append(f"optim={value!r} is of an older Transformers; write optim={values[name]!r}")
         elif name in fields:
             values[name] = value
         elif name in OLD_NAMES:
-            said = {OLD_NAMES[name]: value} if isinstance(OLD_NAMES[name], str) else OLD_NAMES[name](value)
-            text = " and ".join(f"{new}={each!r}" for new, each in said.items())
-            told.append(f"{name} is of an older Transformers; " + (f"write {text}" if text else "leave it out"))
-            for new, each in said.items():
-                if given.get(new) not in (None, 0, each):
-                    raise ConfigError(f"{where} has {name}={value!r} and {new}={given[new]!r}; keep {new}")
-                values[new] = each
+            renamed = {OLD_NAMES[name]: value} if isinstance(OLD_NAMES[name], str) else OLD_NAMES[name](value)
+            text = " and ".join(f"{new}={new_value!r}" for new, new_value in renamed.items())
+            messages.append(f"{name} is of an older Transformers; " + (f"write {text}" if text else "leave it out"))
+            for new, new_value in renamed.items():
+                if arguments.get(new) not in (None, 0, new_value):
+                    raise ConfigError(f"{source} has {name}={value!r} and {new}={arguments[new]!r}; keep {new}")
+                values[new] = new_value
         elif name in HERE:
-            told.append(f"{name}={value!r} is of an older Transformers; write {HERE[name]}")
+            messages.append(f"{name}={value!r} is of an older Transformers; write {HERE[name]}")
             entries[name] = value
         elif name in GONE:
-            told.append(f"{name}={value!r} has no effect: {GONE[name]}")
+            messages.append(f"{name}={value!r} has no effect: {GONE[name]}")
         else:
             unknown.append(_unknown(str(name), fields))
     if unknown:
-        raise ConfigError(f"{where} has {'; and '.join(unknown)}")
-    return values, entries, told
+        raise ConfigError(f"{source} has {'; and '.join(unknown)}")
+    return values, entries, messages
 
 
 def _unknown(name: str, fields: tuple[str, ...]) -> str:
     """Return the text about a name that is not an argument."""
-    here = hint(name)
+    known = hint(name)
     near = did_you_mean(name, [*fields, *OLD_NAMES, *HERE])
-    remedy = (f"; {here}; leave it out of the arguments" if here else near) or (
+    remedy = (f"; {known}; leave it out of the arguments" if known else near) or (
         "; arguments of your own classes are read by "
         "transformers.HfArgumentParser((MyArguments, TrainingArguments)).parse_dict(...), which returns the "
         "TrainingArguments to give"
@@ -379,17 +379,17 @@ def _convert_fsdp(args: Any, to: Any) -> None:
     if config.get("activation_checkpointing"):
         to.add_on("GradientCheckpointingAddon", **({"checkpoint_modules": blocks} if blocks else {}))
     keys = (*_FSDP, *_FSDP_OF_OTHER_NAME)
-    left = {name: value for name, value in config.items() if name not in keys and value}
-    if left:
-        to.report["fsdp_config"] = f"fsdp_config has {left}: FSDPAddon has no such options"
+    unused = {name: value for name, value in config.items() if name not in keys and value}
+    if unused:
+        to.report["fsdp_config"] = f"fsdp_config has {unused}: FSDPAddon has no such options"
 
 
 def convert_accelerator(args: Any, to: Any) -> None:
     """Report the entries of accelerator_config that differ from their defaults."""
     config = args.accelerator_config
-    given = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
+    settings = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
     default = type(config)().to_dict() if hasattr(config, "to_dict") else {}
-    changed = {name: value for name, value in given.items() if value != default.get(name)}
+    changed = {name: value for name, value in settings.items() if value != default.get(name)}
     if changed:
         to.report["accelerator_config"] = (
             f"accelerator_config has {changed}: ranks share the batches of your loader evenly, and nothing else"
@@ -399,18 +399,18 @@ def convert_accelerator(args: Any, to: Any) -> None:
 def convert_loaders(args: Any, to: Any) -> None:
     """Carry the arguments of the loaders."""
     workers = args.dataloader_num_workers
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "num_workers": workers,
         "pin_memory": args.dataloader_pin_memory and torch.device(args.device).type != "cpu",
         "drop_last": args.dataloader_drop_last,
     }
     if workers:
-        given["persistent_workers"] = args.dataloader_persistent_workers
-        given["prefetch_factor"] = args.dataloader_prefetch_factor
-        given["multiprocessing_context"] = getattr(args, "dataloader_multiprocessing_context", None)
-        given["in_order"] = getattr(args, "dataloader_in_order", True)
-    to.loader = {"batch_size": args.per_device_train_batch_size, **given}
-    to.valid_loader = {"batch_size": args.per_device_eval_batch_size, **given}
+        options["persistent_workers"] = args.dataloader_persistent_workers
+        options["prefetch_factor"] = args.dataloader_prefetch_factor
+        options["multiprocessing_context"] = getattr(args, "dataloader_multiprocessing_context", None)
+        options["in_order"] = getattr(args, "dataloader_in_order", True)
+    to.loader = {"batch_size": args.per_device_train_batch_size, **options}
+    to.valid_loader = {"batch_size": args.per_device_eval_batch_size, **options}
     if not workers:
         for name in ("persistent_workers", "multiprocessing_context", "in_order"):
             field = next((e for e in dataclasses.fields(args) if e.name == f"dataloader_{name}"), None)
@@ -435,8 +435,8 @@ def convert_loggers(args: Any, to: Any) -> None:
         place = to.entries.get("logging_dir") or os.environ.get("TENSORBOARD_LOGGING_DIR")
         to.add_on("TensorBoardLoggerAddon", log_dir=place or os.path.join(args.output_dir, "runs"))
     elif "logging_dir" in to.entries:
-        where = to.entries["logging_dir"]
-        to.report["logging_dir"] = f"logging_dir={where!r}: it is for report_to='tensorboard'"
+        logging_dir = to.entries["logging_dir"]
+        to.report["logging_dir"] = f"logging_dir={logging_dir!r}: it is for report_to='tensorboard'"
     if unknown := [name for name in wanted if name not in _SERVICES]:
         to.report_unused(
             "report_to", f"there is no logger for {', '.join(unknown)}; write on_log, or take {', '.join(_SERVICES)}"

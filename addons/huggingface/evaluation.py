@@ -169,8 +169,8 @@ class EvaluationPart(AddOnPart):
         """
         inner = getattr(super(), "prediction_step", None)
         if inner is not None:
-            found: tuple[Any, Any, Any] = inner(model, inputs, prediction_loss_only, ignore_keys)
-            return found
+            step_outputs: tuple[Any, Any, Any] = inner(model, inputs, prediction_loss_only, ignore_keys)
+            return step_outputs
         check_named(inputs)
         labels = labels_of(inputs, self._labels)
         if self.predict_with_generate and not prediction_loss_only:
@@ -190,8 +190,8 @@ class EvaluationPart(AddOnPart):
     def _loss_and_outputs(self, model: Any, inputs: Any) -> tuple[Tensor, Any]:
         """Return the loss of a batch, and what the model returned, where ``compute_loss`` says it."""
         count = self.model_loss.count(inputs)
-        more = {"return_outputs": True, "num_items_in_batch": None if count is None else count.clamp(min=1)}
-        result = call_by_name(self.compute_loss, model, without_change(inputs), **more)
+        options = {"return_outputs": True, "num_items_in_batch": None if count is None else count.clamp(min=1)}
+        result = call_by_name(self.compute_loss, model, without_change(inputs), **options)
         loss, outputs = result if isinstance(result, tuple) else (result, None)
         return loss.detach().mean(), outputs
 
@@ -273,15 +273,15 @@ class EvaluationPart(AddOnPart):
                 return super().evaluate(eval_dataset)
             loader = self.get_eval_dataloader(eval_dataset)
             several = loader if isinstance(loader, Mapping) else {"": loader}
-            found: dict[str, float] = {}
-            for name, each in several.items():
+            results: dict[str, float] = {}
+            for name, dataset in several.items():
                 prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
                 started = time.time()
-                metrics = super().evaluate(each)
-                weight = max((each.weight for each in self.log_test.sums().values()), default=0.0)
+                metrics = super().evaluate(dataset)
+                weight = max((dataset.weight for dataset in self.log_test.sums().values()), default=0.0)
                 batches = max((len(self.log_test[key]) for key in self.log_test), default=0)
-                found |= prefixed(metrics, prefix) | self._speed(prefix, started, int(weight), batches)
-            return found
+                results |= prefixed(metrics, prefix) | self._speed(prefix, started, int(weight), batches)
+            return results
 
     def validate(self) -> dict[str, float]:
         """Call an override of ``evaluate`` for an evaluation in training, as Transformers does."""

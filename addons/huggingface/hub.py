@@ -83,8 +83,8 @@ def save_folder(
     if arguments is not None:
         texts[ARGUMENTS] = json.dumps(redact(_plain(_as_dict(arguments))), indent=2)
     try:
-        with tempfile.TemporaryDirectory(prefix=".staging-", dir=folder) as made:
-            staging = Path(made)
+        with tempfile.TemporaryDirectory(prefix=".staging-", dir=folder) as staging_path:
+            staging = Path(staging_path)
             with _without_bars():
                 if (save := getattr(model, "save_pretrained", None)) is not None:
                     cast("Any", save)(staging, state_dict=dict(weights))
@@ -153,7 +153,7 @@ def model_exists(folder: str | os.PathLike[str]) -> bool:
     return (folder / "config.json").is_file() and (folder / "pytorch_model.bin").is_file()
 
 
-def describe_model(model: nn.Module, more: Mapping[str, Any]) -> dict[str, Any]:
+def describe_model(model: nn.Module, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of a model: versions, its class, what it was made from, and the user's."""
     import transformers
 
@@ -164,7 +164,7 @@ def describe_model(model: nn.Module, more: Mapping[str, Any]) -> dict[str, Any]:
         base = getattr(config, "base_model_name_or_path", None) or base
     versions = {"zae_version": zae.__version__, "transformers_version": transformers.__version__}
     about = {"torch_version": torch.__version__, "model_class": type(model).__name__, "base_model": base}
-    return {"library_name": "zae", **versions, **about, **more}
+    return {"library_name": "zae", **versions, **about, **metadata}
 
 
 def check_repository(name: Any) -> None:
@@ -184,22 +184,22 @@ def check_metadata(metadata: Any) -> None:
     _check_json("metadata", metadata or {})
 
 
-def _check_json(where: str, value: Any) -> None:
+def _check_json(place: str, value: Any) -> None:
     """Refuse a value, or one inside it, that JSON would change or cannot hold; an array's number is a number."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             if not isinstance(key, str):
-                raise ConfigError(f"{where} has the key {key!r}, and JSON has text as keys; write {str(key)!r}")
-            _check_json(f"{where}[{key!r}]", each)
+                raise ConfigError(f"{place} has the key {key!r}, and JSON has text as keys; write {str(key)!r}")
+            _check_json(f"{place}[{key!r}]", item)
     elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            _check_json(f"{where}[{index}]", each)
+        for index, item in enumerate(value):
+            _check_json(f"{place}[{index}]", item)
     else:
         plain = _number_of(value)
         is_kept = isinstance(plain, (str, int, float, type(None)))
         if not is_kept or (isinstance(plain, float) and not math.isfinite(plain)):
             raise ConfigError(
-                f"{where} is {value!r:.60}, of {kind_of(value)}, which JSON cannot hold; give text, a number, True or "
+                f"{place} is {value!r:.60}, of {kind_of(value)}, which JSON cannot hold; give text, a number, True or "
                 "False, None, or a list or dict of them, for instance str(value)"
             )
 
@@ -392,8 +392,8 @@ class Uploader:
         try:
             self.upload(push)
         except Exception as error:
-            said = "%s was not uploaded to %s: %s. It is in %s; upload it with trainer.push_to_hub()"
-            _log.warning(said, push.message, self.repo_id, self._describe(error), push.folder)
+            text = "%s was not uploaded to %s: %s. It is in %s; upload it with trainer.push_to_hub()"
+            _log.warning(text, push.message, self.repo_id, self._describe(error), push.folder)
 
     def _describe(self, error: Exception) -> str:
         text = redact(f"{type(error).__name__}: {error}", [self._token.value or ""])

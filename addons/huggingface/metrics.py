@@ -110,12 +110,12 @@ class EvaluationOutputs:
         """Return what is kept of a batch."""
         if logits is not None and self.preprocess_logits is not None:
             logits = self.preprocess_logits(logits, labels)
-        held = inputs if self.by_batch else inputs.get(main_input)
+        kept_inputs = inputs if self.by_batch else inputs.get(main_input)
         size = next((len(leaf) for leaf in _leaves(logits) if leaf.dim()), 1)
         return BatchOutputs(
             logits,
             labels,
-            held if "inputs" in self.includes else None,
+            kept_inputs if "inputs" in self.includes else None,
             loss.reshape(1).repeat(size) if loss is not None and "loss" in self.includes else None,
         )
 
@@ -140,9 +140,9 @@ class EvaluationOutputs:
             return {}
         if not self.by_batch:
             return self._compute(BatchOutputs(*map(concatenate, zip(*outputs, strict=True))))
-        *most, last = outputs
-        for each in most:
-            self._compute(each, compute_result=False)
+        *earlier, last = outputs
+        for output in earlier:
+            self._compute(output, compute_result=False)
         return self._compute(last, compute_result=True)
 
     def _compute(self, outputs: BatchOutputs, **options: bool) -> dict[str, float]:
@@ -193,13 +193,13 @@ def forward_outputs(outputs: Any, ignore_keys: Sequence[str], has_loss: bool) ->
     """Return what a model has returned beside its loss: one tensor, or a tuple in the order of the outputs."""
     if isinstance(outputs, Mapping):
         names = [key for key in outputs if key not in ignore_keys and not (has_loss and key == "loss")]
-        found = tuple(outputs[name] for name in names)
+        selected = tuple(outputs[name] for name in names)
     elif isinstance(outputs, (tuple, list)):
-        found = tuple(outputs[1:] if has_loss else outputs)
+        selected = tuple(outputs[1:] if has_loss else outputs)
     else:  # A model without labels may return a tensor.
         return None if has_loss else _detached(outputs)
-    found = _detached(found)
-    return found[0] if len(found) == 1 else found or None
+    selected = _detached(selected)
+    return selected[0] if len(selected) == 1 else selected or None
 
 
 def default_ignored(model: nn.Module) -> list[str]:
@@ -216,7 +216,7 @@ def generate(
     inputs = dict(inputs)
     decoded = inputs.get("decoder_input_ids")
     if decoded is not None and labels is not None and labels.shape == decoded.shape:  # Made of the labels.
-        inputs = {name: each for name, each in inputs.items() if not name.startswith("decoder_")}
+        inputs = {name: tensor for name, tensor in inputs.items() if not name.startswith("decoder_")}
     tokens = model.generate(**inputs, **{name: value for name, value in options.items() if value is not None})
     config = model.generation_config
     length = config.max_length if config.max_length is not None else 20  # The default of Transformers.
@@ -230,8 +230,8 @@ def generate(
             "configuration of the model has; set model.config.pad_token_id"
         )
 
-    def padded(each: Tensor) -> Tensor:
-        return nn.functional.pad(each, (0, max(length - each.shape[-1], 0)), value=pad)
+    def padded(tensor: Tensor) -> Tensor:
+        return nn.functional.pad(tensor, (0, max(length - tensor.shape[-1], 0)), value=pad)
 
     return padded(tokens), padded(labels) if isinstance(labels, Tensor) else labels
 

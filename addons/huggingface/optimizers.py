@@ -77,8 +77,8 @@ def optimizer(optim: str | None = None, **arguments: Any) -> OptimizerFactory:
     >>> [(len(group["params"]), group["weight_decay"], group["momentum"]) for group in groups]
     [(1, 0.01, 0.9), (1, 0.0, 0.9)]
     """
-    given = {} if optim is None else {"optim": optim}
-    factory = OptimizerFactory(_defaults(_OPTIMIZER_ARGUMENTS, {**given, **arguments}, "optimizer"))
+    named = {} if optim is None else {"optim": optim}
+    factory = OptimizerFactory(_defaults(_OPTIMIZER_ARGUMENTS, {**named, **arguments}, "optimizer"))
     _check_optimizer(factory.args)
     return factory
 
@@ -120,16 +120,16 @@ def schedule(lr_scheduler_type: str | None = None, **arguments: Any) -> Schedule
     >>> rates
     [0.0, 0.5, 1.0, 0.5]
     """
-    given = {} if lr_scheduler_type is None else {"lr_scheduler_type": lr_scheduler_type}
-    factory = ScheduleFactory(_defaults(_SCHEDULE_ARGUMENTS, {**given, **arguments}, "schedule"))
+    named = {} if lr_scheduler_type is None else {"lr_scheduler_type": lr_scheduler_type}
+    factory = ScheduleFactory(_defaults(_SCHEDULE_ARGUMENTS, {**named, **arguments}, "schedule"))
     _check_schedule(factory.args)
     return factory
 
 
 def factories(args: Any) -> tuple[OptimizerFactory, ScheduleFactory]:
     """Return the factories of the optimizer and the schedule of a ``TrainingArguments``."""
-    made = optimizer(**{name: getattr(args, name) for name in _OPTIMIZER_ARGUMENTS})
-    return made, schedule(**{name: getattr(args, name) for name in _SCHEDULE_ARGUMENTS})
+    optimizer_factory = optimizer(**{name: getattr(args, name) for name in _OPTIMIZER_ARGUMENTS})
+    return optimizer_factory, schedule(**{name: getattr(args, name) for name in _SCHEDULE_ARGUMENTS})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,11 +158,11 @@ class OptimizerFactory:
         pair = None if self.cls_and_kwargs is None else (self.cls_and_kwargs[0], dict(self.cls_and_kwargs[1]))
         vars(trainer).update(methods, model=model, args=args, optimizer=None, optimizer_cls_and_kwargs=pair)
         try:
-            made: Optimizer = trainer.create_optimizer()
+            optimizer: Optimizer = trainer.create_optimizer()
         except (ImportError, TypeError, ValueError) as error:
             option = f"optim={_name(args.optim)!r}" if pair is None else f"optimizer_cls_and_kwargs={pair!r}"
             raise ConfigError(f"{option} cannot be made: {error}") from error
-        return made
+        return optimizer
 
     def __repr__(self) -> str:
         if self.cls_and_kwargs is not None:
@@ -210,11 +210,11 @@ class Schedule(LambdaLR):
 
     steps_on_batch = True
 
-    def __init__(self, made: LambdaLR, total: int, ends: bool, factory: ScheduleFactory) -> None:
+    def __init__(self, lambdas: LambdaLR, total: int, ends: bool, factory: ScheduleFactory) -> None:
         self._total = total
         self._ends = ends
         self.factory = factory
-        super().__init__(made.optimizer, made.lr_lambdas)
+        super().__init__(lambdas.optimizer, lambdas.lr_lambdas)
 
     @property
     def total_iters(self) -> int | None:
@@ -242,10 +242,10 @@ def _check_optimizer(args: Any) -> None:
         hint = f"; did you mean {' or '.join(map(repr, near[:_SHOWN]))}?" if near else did_you_mean(name, known_names)
         raise ConfigError(f"unknown optim={name!r}{hint or '; it is one of ' + ', '.join(known_names)}")
     if name.endswith("_layerwise") or "lomo" in name:
-        whole = name.removesuffix("_layerwise")
+        plain_name = name.removesuffix("_layerwise")
         raise ConfigError(
             f"optim={name!r} changes the weights within backward, before gradients are clipped and checked; write "
-            f"optim={whole if whole != name else 'adafactor'!r}"
+            f"optim={plain_name if plain_name != name else 'adafactor'!r}"
         )
 
 
@@ -278,17 +278,17 @@ def _warmup_steps(args: Any, total: int) -> int:
     return TrainingArguments.get_warmup_steps(args, total)
 
 
-def _defaults(names: tuple[str, ...], given: Mapping[str, Any], what: str) -> Any:
+def _defaults(names: tuple[str, ...], arguments: Mapping[str, Any], function: str) -> Any:
     """Return some arguments with the defaults of the installed version, where they are not given."""
     transformers = library()
     from transformers.training_args import ParallelMode
 
-    for name in given:
+    for name in arguments:
         if name not in names:
             near = did_you_mean(name, names) or "; it has " + ", ".join(names)
-            raise ConfigError(f"unknown argument {name!r} for optimizers.{what}{near}")
+            raise ConfigError(f"unknown argument {name!r} for optimizers.{function}{near}")
     fields = {field.name: field.default for field in dataclasses.fields(transformers.TrainingArguments)}
-    values = {name: given.get(name, fields[name]) for name in names}
+    values = {name: arguments.get(name, fields[name]) for name in names}
     return SimpleNamespace(**values, gradient_accumulation_steps=1, parallel_mode=ParallelMode.NOT_PARALLEL)
 
 
@@ -299,7 +299,10 @@ def _name(value: Any) -> str:
 
 def _written(function: str, args: Any, names: tuple[str, ...]) -> str:
     """Return a factory as it is written in a script."""
-    first, *rest = names
-    more = {name: getattr(args, name) for name in rest}
-    arguments = [repr(_name(getattr(args, first))), *(f"{name}={value!r}" for name, value in more.items() if value)]
+    first, *other_names = names
+    options = {name: getattr(args, name) for name in other_names}
+    arguments = [
+        repr(_name(getattr(args, first))),
+        *(f"{name}={value!r}" for name, value in options.items() if value),
+    ]
     return f"zae.addons.huggingface.optimizers.{function}({', '.join(arguments)})"

@@ -152,8 +152,8 @@ class SavingPart(AddOnPart):
         metrics |= {f"eval_{name}": value for name, value in self.test_metrics.items()}
         about = {"step": progress.step, "epoch": progress.epoch, "metrics": metrics}
         about = hub.describe_model(model, {**about, **self.metadata, **metadata})
-        more = {"processing_class": self.processing_class, "arguments": self.args}
-        hub.save_folder(folder, model, weights, metadata=about, **more)
+        parts = {"processing_class": self.processing_class, "arguments": self.args}
+        hub.save_folder(folder, model, weights, metadata=about, **parts)
 
     def _folder(self, path: str | Path | None, call: str) -> Path:
         """Return a folder, by default ``output_dir``."""

@@ -30,12 +30,12 @@ class Loss:
         from transformers.trainer_pt_utils import LabelSmoother
 
         forward = forward_of(model)
-        of = getattr(forward, "__self__", model)
+        owner = getattr(forward, "__self__", model)
         config = getattr(model, "config", None)
         takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(forward).parameters.values())
-        self.takes_count = bool(getattr(of, "accepts_loss_kwargs", takes_more))
-        self.is_causal = type(of).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        shifts = LOSS_MAPPING.get(getattr(of, "loss_type", None) or "") is ForCausalLMLoss
+        self.takes_count = bool(getattr(owner, "accepts_loss_kwargs", takes_more))
+        self.is_causal = type(owner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        shifts = LOSS_MAPPING.get(getattr(owner, "loss_type", None) or "") is ForCausalLMLoss
         # Transformers looks at loss_type alone, which GPT2LMHeadModel has not: it counts first labels there.
         self.shifts = (shifts or self.is_causal) and not getattr(config, "is_encoder_decoder", False)
         is_multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
@@ -66,8 +66,8 @@ class Loss:
         if self.function is not None:
             return self.function(outputs, labels, num_items_in_batch=count), outputs
         if labels is not None and self.smoother is not None:
-            more = {"shift_labels": True} if self.is_causal else {}
-            return self.smoother(outputs, labels, num_items_in_batch=count, **more), outputs
+            options = {"shift_labels": True} if self.is_causal else {}
+            return self.smoother(outputs, labels, num_items_in_batch=count, **options), outputs
         return _loss_in(outputs, inputs), outputs
 
 
@@ -177,8 +177,8 @@ class LossPart(AddOnPart):
         """
         inner = getattr(super(), "compute_loss", None)
         if inner is not None:
-            more = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
-            return call_by_name(inner, model, inputs, **more)
+            options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+            return call_by_name(inner, model, inputs, **options)
         loss, outputs = self.model_loss.compute(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 

@@ -119,7 +119,7 @@ class ConvertedArguments(ConvertedArgumentsBase):
         self.is_deterministic = False
         self._trainers_with_schedule: WeakSet[Any] = WeakSet()  # That of the arguments.
 
-    def trainer(self, task: Any, model: nn.Module | Callable[[], nn.Module] | None = None, **more: Any) -> Any:
+    def trainer(self, task: Any, model: nn.Module | Callable[[], nn.Module] | None = None, **keywords: Any) -> Any:
         """Return a trainer of a task with the add-ons and options.
 
         Parameters
@@ -140,23 +140,23 @@ class ConvertedArguments(ConvertedArgumentsBase):
         options = self.options_for(cls)
         for name in options.keys() & self.huggingface.keys():
             self.report.pop(name, None)  # It was without HuggingFaceAddon.
-        has_factory = model is None and more.get("model_init") is not None
-        replaces_some = any(CONVERTED.get(name) is _convert_optimizer for name in more)
-        if (has_factory or replaces_some) and "optimizer" not in more and "optim" in options_of(cls):
+        has_factory = model is None and keywords.get("model_init") is not None
+        replaces_some = any(CONVERTED.get(name) is _convert_optimizer for name in keywords)
+        if (has_factory or replaces_some) and "optimizer" not in keywords and "optim" in options_of(cls):
             options = self._optimizer_by_name(options)
         if not has_factory:
-            return cls(self.prepare(model), **{**options, **more})  # A class may have another name for it.
-        more["model_init"] = self.prepare(more["model_init"])
-        return cls(**{**options, **more})
+            return cls(self.prepare(model), **{**options, **keywords})  # A class may have another name for it.
+        keywords["model_init"] = self.prepare(keywords["model_init"])
+        return cls(**{**options, **keywords})
 
     def _optimizer_by_name(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return options of HuggingFaceAddon for the optimizer, which may be replaced one by one."""
         if self.args.optim_target_modules is not None:  # There is no such option.
             return dict(options)
-        made = {name: value for name, value in options.items() if name not in ("optimizer", "scheduler")}
+        other_options = {name: value for name, value in options.items() if name not in ("optimizer", "scheduler")}
         named = {name: getattr(self.args, name) for name in CONVERTED if CONVERTED[name] is _convert_optimizer}
         del named["optim_target_modules"]
-        return {**made, **named, "optim": arguments.plain(self.args.optim)}
+        return {**other_options, **named, "optim": arguments.plain(self.args.optim)}
 
     def options_for(self, cls: Any) -> dict[str, Any]:
         """Return the options that a class takes."""
@@ -203,17 +203,17 @@ class ConvertedArguments(ConvertedArgumentsBase):
                 trainer.scheduler = schedule
         return train(trainer, self.args, loader, valid_loader, self.total_steps)
 
-    def report_unused(self, name: str, why: str) -> None:
+    def report_unused(self, name: str, reason: str) -> None:
         """Report an argument."""
         value = "..." if "token" in name else arguments.plain(getattr(self.args, name, None))
-        self.report[name] = f"{name}={value!r}: {why}"
+        self.report[name] = f"{name}={value!r}: {reason}"
 
     def add_report(self) -> None:
         """Report each argument that nothing has converted, unless it has its default."""
         options = arguments.huggingface_options()
         for field in dataclasses.fields(self.args):
             name = field.name
-            why = arguments.REPORTED.get(field.name)
+            reason = arguments.REPORTED.get(field.name)
             if name in options and CONVERTED.get(name) not in (_convert_optimizer, _convert_step):
                 self.huggingface |= {} if arguments.is_default(self.args, field) else {name: getattr(self.args, name)}
             if arguments.is_default(self.args, field) or name in self.report or name in CONVERTED:
@@ -224,16 +224,16 @@ class ConvertedArguments(ConvertedArgumentsBase):
                 value = arguments.plain(getattr(self.args, name))
                 raise ConfigError(f"{name}={value!r} is not supported; {arguments.REFUSED[name]}")
             if name in arguments.HUGGINGFACE:
-                why = arguments.HUGGINGFACE[name]
+                reason = arguments.HUGGINGFACE[name]
                 if name not in options:
-                    self.report_unused(name, why)
-                elif why is not arguments.IN_LOADER:
-                    self.report_unused(name, f"an option of HuggingFaceAddon; without it, {why}")
-            elif why is None:
+                    self.report_unused(name, reason)
+                elif reason is not arguments.IN_LOADER:
+                    self.report_unused(name, f"an option of HuggingFaceAddon; without it, {reason}")
+            elif reason is None:
                 base = type(self.args).__module__.startswith("transformers.")
                 self.report_unused(name, "this version of zae does not know it" if base else "it is for your own code")
             else:
-                self.report_unused(name, why)
+                self.report_unused(name, reason)
 
 
 def _make_model(make: Callable[..., Any], calls: tuple[Callable[[Any], Any], ...]) -> nn.Module:
@@ -358,8 +358,8 @@ def _convert_model(args: Any, to: ConvertedArguments) -> None:
     """Carry what changes the model: its cache, checkpointing of activations, and noise on embeddings."""
     to.model_calls.append(partial(_set_cache, value=getattr(args, "use_cache", False)))
     if getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing:
-        given = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
-        to.model_calls.append(partial(_checkpoint_activations, given=dict(given)))
+        options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
+        to.model_calls.append(partial(_checkpoint_activations, arguments=dict(options)))
     if args.neftune_noise_alpha is not None:
         to.model_calls.append(partial(_add_noise, alpha=args.neftune_noise_alpha))
 
@@ -370,14 +370,14 @@ def _set_cache(model: Any, value: bool) -> None:
         model.config.use_cache = value
 
 
-def _checkpoint_activations(model: Any, given: dict[str, Any]) -> None:
+def _checkpoint_activations(model: Any, arguments: dict[str, Any]) -> None:
     """Let a model compute activations again in the backward pass."""
-    more = {name: given[name] for name in ("every_n_layers", "offload") if name in given}
-    options = {name: value for name, value in given.items() if name not in more} or None
+    own_options = {name: arguments[name] for name in ("every_n_layers", "offload") if name in arguments}
+    options = {name: value for name, value in arguments.items() if name not in own_options} or None
     if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options, **more)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options, **own_options)
     elif hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options, **more)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options, **own_options)
     else:
         raise ConfigError(
             f"activation_checkpointing=True needs a model of Transformers, and {type(model).__name__} has no "

@@ -189,8 +189,8 @@ class LedgerAddon(AddOnBase):
             return super().gradients(batch)
         outputs = super().gradients(batch)
         self._stages["forward"]["loss"] = [loss_numbers(out["loss"]) for out, _ in outputs]
-        each = self._each(gradient_hashes)
-        self._stages["backward"] = {"gradients": self._gradients(), "random": random_state(), **each}
+        by_tensor = self._each(gradient_hashes)
+        self._stages["backward"] = {"gradients": self._gradients(), "random": random_state(), **by_tensor}
         return outputs
 
     def clip(self) -> None:
@@ -198,8 +198,8 @@ class LedgerAddon(AddOnBase):
         super().clip()
         if self._stages:
             norm = None if self.grad_norm is None else float(self.grad_norm)
-            same = not self._is_clipped and self._stages["backward"]["gradients"]
-            hashes = {"norm": norm, "gradients": same or self._gradients(), "random": random_state()}
+            unchanged = not self._is_clipped and self._stages["backward"]["gradients"]
+            hashes = {"norm": norm, "gradients": unchanged or self._gradients(), "random": random_state()}
             self._stages["clip"] = hashes | (self._each(gradient_hashes) if self._is_clipped else {})
 
     def optimizer_step(self) -> bool:
@@ -306,13 +306,13 @@ class _NotingSampler(Proxy):
 
     def __iter__(self) -> Iterator[Any]:
         # At once, as a DataLoader does: a sampler may draw random numbers here.
-        rest = iter(self.passed)
+        batches = iter(self.passed)
         self._given = {}
         self._count = 0
-        return self._walk(rest)
+        return self._walk(batches)
 
-    def _walk(self, rest: Iterator[Any]) -> Iterator[Any]:
-        for indices in rest:
+    def _walk(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for indices in batches:
             self._given[self._count] = list(indices)
             self._count += 1
             yield indices

@@ -61,8 +61,8 @@ def state_hashes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[
 
 def settings_of(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
     """Return the learning rates and the other numeric settings of each group."""
-    others = {name: [_settings_of_group(group) for group in each.param_groups] for name, each in optimizers.items()}
-    return {"lr": optim.learning_rates(optimizers), "settings": others}
+    settings = {name: [_settings_of_group(group) for group in each.param_groups] for name, each in optimizers.items()}
+    return {"lr": optim.learning_rates(optimizers), "settings": settings}
 
 
 def _settings_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,10 +88,10 @@ def note_settings(optimizers: Mapping[str, Optimizer], noted: dict[str, Any]) ->
     """Note the settings again when each optimizer steps, as ``step_one`` may change them before."""
 
     def note(name: str) -> None:
-        now = settings_of(optimizers)
-        own = {key for key in now["lr"] if len(optimizers) == 1 or key.split("/")[1] == name}
-        noted["lr"] |= {key: now["lr"][key] for key in own}
-        noted["settings"][name] = now["settings"][name]
+        settings = settings_of(optimizers)
+        rate_names = {key for key in settings["lr"] if len(optimizers) == 1 or key.split("/")[1] == name}
+        noted["lr"] |= {key: settings["lr"][key] for key in rate_names}
+        noted["settings"][name] = settings["settings"][name]
 
     hooks = [each.register_step_pre_hook(lambda *_, name=name: note(name)) for name, each in optimizers.items()]
     try:

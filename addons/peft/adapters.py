@@ -147,10 +147,12 @@ def frozen_names(model: nn.Module) -> set[str]:
     return {name for name, _ in _frozen(model)}
 
 
-def hash_parameters(model: nn.Module, names: Collection[str], whole: Callable[[Tensor], Tensor]) -> dict[str, str]:
+def hash_parameters(
+    model: nn.Module, names: Collection[str], full_tensor: Callable[[Tensor], Tensor]
+) -> dict[str, str]:
     """Return a hash of each frozen parameter among these keys."""
     frozen = [(name, value) for name, value in _frozen(model) if isinstance(value, nn.Parameter) and name in names]
-    return {name: _digest(name, whole(value)) for name, value in frozen}
+    return {name: _digest(name, full_tensor(value)) for name, value in frozen}
 
 
 def base_weights(model: nn.Module) -> dict[str, str]:
@@ -158,7 +160,7 @@ def base_weights(model: nn.Module) -> dict[str, str]:
     return {name: _digest(name, value) for name, value in _frozen(model)}
 
 
-def changed_weights(model: nn.Module, base: Mapping[str, str], seen: dict[str, Any]) -> set[str]:
+def changed_weights(model: nn.Module, base: Mapping[str, str], marks: dict[str, Any]) -> set[str]:
     """Return the entries that are not trained, but differ from those that were hashed; ``seen`` is a cache.
 
     They are buffers that training changes, as BatchNorm's, and weights that were trained before they were frozen.
@@ -170,9 +172,9 @@ def changed_weights(model: nn.Module, base: Mapping[str, str], seen: dict[str, A
         mark = _mark(value)
         if name not in base:
             changed.add(name)
-        elif mark is None or seen.get(name) != mark:
+        elif mark is None or marks.get(name) != mark:
             if _digest(name, value) == base[name]:
-                seen[name] = mark
+                marks[name] = mark
             else:
                 changed.add(name)
     return changed
@@ -211,8 +213,8 @@ def _update(sha: Any, name: str, value: Any) -> None:
     if isinstance(value, Tensor) and flatten is not None:
         inner, context = flatten()
         sha.update(repr(context).encode())
-        for each in inner:
-            _update(sha, f"{name}.{each}", getattr(value, each))
+        for attribute in inner:
+            _update(sha, f"{name}.{attribute}", getattr(value, attribute))
     elif isinstance(value, Tensor):
         sha.update(f"{value.dtype}{tuple(value.shape)}".encode())
         sha.update(byte_view(dense(value, name)))
@@ -227,19 +229,20 @@ def check_base(model: nn.Module, saved: Any, present: Mapping[str, str], weights
     known_names = {*weights, *plain_state(model)}
     alone = [name for name in present if name not in saved and name not in weights]
     if alone := alone or [name for name in saved if name not in known_names]:
-        where = "the checkpoint has no hash of" if alone[0] in present else "this model does not have"
+        problem = "the checkpoint has no hash of" if alone[0] in present else "this model does not have"
         raise CheckpointMismatch(
-            f"the checkpoint was saved with another base model: {where} {len(alone)} frozen weights, first {alone[0]}. "
-            "Build the base model with the same configuration, or load only the trained weights: apply_weights(path)"
+            f"the checkpoint was saved with another base model: {problem} {len(alone)} frozen weights, first "
+            f"{alone[0]}. Build the base model with the same configuration, or load only the trained weights: "
+            "apply_weights(path)"
         )
-    both = [name for name in saved if name in present and name not in weights]
-    differing = [name for name in both if saved[name] != present[name]]
+    common = [name for name in saved if name in present and name not in weights]
+    differing = [name for name in common if saved[name] != present[name]]
     if differing:
         raise CheckpointMismatch(
-            f"the checkpoint was saved with another base model: its frozen weights have the hash {_short(saved, both)} "
-            f"and those of this model {_short(present, both)}; {len(differing)} of {len(both)} differ, first "
-            f"{differing[0]}. Build the base model with the same weights (the same pretrained name and revision, or "
-            "the same seed), or load only the trained weights into this one: apply_weights(path)"
+            "the checkpoint was saved with another base model: its frozen weights have the hash "
+            f"{_short(saved, common)} and those of this model {_short(present, common)}; {len(differing)} of "
+            f"{len(common)} differ, first {differing[0]}. Build the base model with the same weights (the same pretrained "
+            "name and revision, or the same seed), or load only the trained weights into this one: apply_weights(path)"
         )
 
 
@@ -266,7 +269,9 @@ def merged_copy(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     _refuse_tied(model)
     copied = deep_copy(model)
     plain = plain_names(copied, copied.state_dict())
-    copied.load_state_dict({own: weights[name] for own, name in plain.items() if name in weights}, strict=False)
+    copied.load_state_dict(
+        {own_name: weights[name] for own_name, name in plain.items() if name in weights}, strict=False
+    )
     try:
         merged: nn.Module = copied.merge_and_unload()  # type: ignore[operator]
     except (AttributeError, RuntimeError, TypeError, NotImplementedError) as error:
@@ -283,8 +288,8 @@ def _refuse_tied(model: Any) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     marks = ("base_layer", "unload_and_optionally_merge_module")  # Of layers with an adapter, and of replaced modules.
     adapted = []  # Beginnings of the names of parameters.
-    for path, each in base.named_modules():
-        if path and any(hasattr(each, mark) for mark in marks):
+    for path, module in base.named_modules():
+        if path and any(hasattr(module, mark) for mark in marks):
             adapted.append(f"{path}.")
     holders: dict[int, list[str]] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):
@@ -335,12 +340,14 @@ def refuse_merged(model: nn.Module) -> None:
 def save_adapter(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Save the adapter as ``peft`` does, in a folder that ``PeftModel.from_pretrained`` loads; each file is whole."""
     plain = plain_names(model, model.state_dict())
-    if buffers := sorted(weights.keys() - {plain[own] for own, _ in model.named_parameters(remove_duplicate=False)}):
+    if buffers := sorted(
+        weights.keys() - {plain[own_name] for own_name, _ in model.named_parameters(remove_duplicate=False)}
+    ):
         _log.warning(
             "%s does not contain %s, which training has changed: the format of peft has no place for buffers. Save "
             "them with save_model('adapter.safetensors') or save_merged(path)",
             folder,
             ", ".join(buffers[:_SHOWN]),
         )
-    state = {own: weights[name] for own, name in plain.items() if name in weights}
+    state = {own_name: weights[name] for own_name, name in plain.items() if name in weights}
     save_folder(model, folder, state_dict=state)

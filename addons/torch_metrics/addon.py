@@ -135,22 +135,22 @@ class TorchMetricsAddon(AddOnBase):
                 f"the state has the metrics {', '.join(states)} of training, and here they are "
                 f"{', '.join(group) or 'none'}; build the trainer with the metrics that it was saved with"
             )
-        for name, each in group.items():
+        for name, metric in group.items():
             if states:
-                load_states(each, states[name], name)
+                load_states(metric, states[name], name)
             else:
-                each.reset()
+                metric.reset()
 
     def merge_ranks(self, entries: Sequence[Any], rank: int) -> Any:
         """Give rank 0 what all ranks have counted in the open epoch, and the others nothing."""
         key = "torch_metric_states"
         counted = [entry[key] for entry in entries if entry.get(key)]
         group = self._torch_metrics.get("train", {})
-        if rank or len(counted) < 2 or any(other.keys() != group.keys() for other in counted):
+        if rank or len(counted) < 2 or any(states.keys() != group.keys() for states in counted):
             return {key: counted[0] if counted and not rank else {}}
         merged = {}
-        for name, each in group.items():
-            merged[name] = merge_states(each, [saved[name] for saved in counted])
+        for name, metric in group.items():
+            merged[name] = merge_states(metric, [saved[name] for saved in counted])
         return {key: merged}
 
     def setup(self) -> None:

@@ -24,9 +24,9 @@ __all__ = [
 
 def _counting(metric: Any) -> Iterator[tuple[str, Any]]:
     """Yield the metrics in a metric that count: it itself, those that a wrapper has, and a wrapper with states."""
-    for name, each in metrics_in(metric):
-        if each.metric_state or sum(1 for _ in metrics_in(each)) == 1:
-            yield name, each
+    for name, part in metrics_in(metric):
+        if part.metric_state or sum(1 for _ in metrics_in(part)) == 1:
+            yield name, part
 
 
 def was_updated(metric: Any) -> bool:
@@ -42,9 +42,9 @@ def _has_changed(metric: Any) -> bool:
 def read_states(metric: Any) -> dict[str, Any]:
     """Return what a metric has counted."""
     states = {}
-    for name, each in _counting(metric):
-        counted = {key: copy.copy(value) for key, value in each.metric_state.items()}
-        states[name] = {"state": counted, "updates": _updates(each)}
+    for name, part in _counting(metric):
+        counted = {key: copy.copy(value) for key, value in part.metric_state.items()}
+        states[name] = {"state": counted, "updates": _updates(part)}
     return states
 
 
@@ -60,10 +60,10 @@ def load_states(metric: Any, states: Mapping[str, Any], name: str) -> None:
             "metrics that it was saved with"
         )
     metric.reset()
-    for path, each in counting.items():
+    for path, part in counting.items():
         for key, value in states[path]["state"].items():
-            setattr(each, key, copy_of(list(value) if isinstance(value, (list, tuple)) else value, each.device))
-        each._update_count = int(states[path]["updates"])
+            setattr(part, key, copy_of(list(value) if isinstance(value, (list, tuple)) else value, part.device))
+        part._update_count = int(states[path]["updates"])
 
 
 def combine_ranks(metric: Any, gather: Callable[[Any], list[Any]]) -> None:
@@ -71,24 +71,24 @@ def combine_ranks(metric: Any, gather: Callable[[Any], list[Any]]) -> None:
 
     torchmetrics sends one tensor at a time, and waits forever where ranks hold lists of different lengths.
     """
-    for _, each in _counting(metric):
-        ranks = gather({"updates": _updates(each), "state": to_host(dict(each.metric_state))})
-        for key, reduction in each._reductions.items():
+    for _, part in _counting(metric):
+        ranks = gather({"updates": _updates(part), "state": to_host(dict(part.metric_state))})
+        for key, reduction in part._reductions.items():
             values = [rank["state"][key] for rank in ranks]
             if isinstance(values[0], list) or isinstance(values[-1], list):
-                whole: Any = []
+                combined: Any = []
                 for value in values:
-                    whole += value if isinstance(value, list) else [value]
+                    combined += value if isinstance(value, list) else [value]
                 if getattr(reduction, "__name__", "") == "dim_zero_cat":
-                    whole = [torch.cat([torch.atleast_1d(item) for item in whole])] if whole else []
-                elif reduction is not None and whole:
-                    whole = reduction(whole)
+                    combined = [torch.cat([torch.atleast_1d(item) for item in combined])] if combined else []
+                elif reduction is not None and combined:
+                    combined = reduction(combined)
             else:
-                whole = torch.stack(values)
-                whole = whole if reduction is None else reduction(whole)
-            setattr(each, key, copy_of(whole, each.device))
-        each._update_count = sum(rank["updates"] for rank in ranks)
-        each._computed = None
+                combined = torch.stack(values)
+                combined = combined if reduction is None else reduction(combined)
+            setattr(part, key, copy_of(combined, part.device))
+        part._update_count = sum(rank["updates"] for rank in ranks)
+        part._computed = None
 
 
 def merge_states(metric: Any, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
