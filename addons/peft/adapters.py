@@ -241,8 +241,9 @@ def check_base(model: nn.Module, saved: Any, present: Mapping[str, str], weights
         raise CheckpointMismatch(
             "the checkpoint was saved with another base model: its frozen weights have the hash "
             f"{_short(saved, common)} and those of this model {_short(present, common)}; {len(differing)} of "
-            f"{len(common)} differ, first {differing[0]}. Build the base model with the same weights (the same pretrained "
-            "name and revision, or the same seed), or load only the trained weights into this one: apply_weights(path)"
+            f"{len(common)} differ, first {differing[0]}. Build the base model with the same weights (the same "
+            "pretrained name and revision, or the same seed), or load only the trained weights into this one: "
+            "apply_weights(path)"
         )
 
 

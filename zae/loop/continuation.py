@@ -36,8 +36,8 @@ class Continuation:
     @property
     def _present_counters(self) -> ProgressChecker:
         trainer: Any = self._trainer()
-        found: ProgressChecker = trainer.progress_checker
-        return found
+        progress: ProgressChecker = trainer.progress_checker
+        return progress
 
     def note_begin(self) -> None:
         """Note that the call has begun, or begun again, with the present counters."""
@@ -99,11 +99,11 @@ class Continuation:
         assert self._counters is not None
         progress = state.get("progress")
         starts = progress.get("run_starts") if isinstance(progress, Mapping) else None
-        found = len(starts) if isinstance(starts, (list, tuple)) else "no known"
+        calls = len(starts) if isinstance(starts, (list, tuple)) else "no known"
         number = self._counters.run_calls.index
-        if found != number:
+        if calls != number:
             raise CheckpointMismatch(
-                f"the state is of {found} calls of run(), and this is call {number}, which continues only from a "
+                f"the state is of {calls} calls of run(), and this is call {number}, which continues only from a "
                 "state of its own; load that one between two calls: load_state_dict(state), or load_state(path)"
             )
 

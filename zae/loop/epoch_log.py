@@ -341,9 +341,9 @@ class EpochLog(Mapping[str, list[Any]]):
             carried = {key: partial.as_saved() for key, partial in self._since().items()}
             return {"series": {}, "kept": {}, "seen": {}, "carried": carried}
         series = {}
-        for key, each in self._series.items():
-            each.read()
-            series[key] = [_float64(each.values), _float64(each.weights)]
+        for key, entry in self._series.items():
+            entry.read()
+            series[key] = [_float64(entry.values), _float64(entry.weights)]
         state: dict[str, Any] = {
             "series": series,
             "kept": self._kept_to_save(),
@@ -358,11 +358,11 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def _kept_to_save(self) -> dict[str, list[Any]]:
         """Return the kept values that a checkpoint can hold, and warn of values that it cannot."""
-        kept = {}
+        outputs = {}
         lost = []
         for key, values in self._outputs.items():
             if all(map(_can_be_saved, values)):
-                kept[key] = list(values)
+                outputs[key] = list(values)
             else:
                 lost.append(key)
         if lost:
@@ -371,7 +371,7 @@ class EpochLog(Mapping[str, list[Any]]):
                 self._name,
                 printable(", ".join(lost)),
             )
-        return kept
+        return outputs
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
@@ -399,9 +399,9 @@ def _float64(values: array[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _as_partial(total: Any, weight: Any, seen: Any = 0, kind: Any = "mean") -> Partial:
+def _as_partial(total: Any, weight: Any, count: Any = 0, kind: Any = "mean") -> Partial:
     """Return the sums of a state, or raise KeyError, TypeError or ValueError where they cannot be such."""
-    return Partial(float(total), float(weight), int(seen), Partial.empty(kind).kind)
+    return Partial(float(total), float(weight), int(count), Partial.empty(kind).kind)
 
 
 def _one_number(key: str, metric: Any, value: Any) -> Any:
@@ -410,10 +410,10 @@ def _one_number(key: str, metric: Any, value: Any) -> Any:
         return value.reshape(())
     if isinstance(value, (bool, int, float, np.integer, np.floating, np.bool_)) or _is_scalar_array(value):
         return float(value)
-    found = f"of shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else f"{value!r:.40}"
+    described = f"of shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else f"{value!r:.40}"
     name = type(metric).__name__
     raise StepError(
-        f"the step returned {key!r} as {name} of a {type(value).__name__} {found}; give it one number, for "
+        f"the step returned {key!r} as {name} of a {type(value).__name__} {described}; give it one number, for "
         f"instance {name}(x.sum())"
     )
 
@@ -468,15 +468,16 @@ def _free(value: Any, twins: dict[int, Any]) -> Any:
         items = [_free(item, twins) for item in value]
         is_same = all(map(operator.is_, items, value))
         return value if is_same else kind(items)
-    own = value if kind is dict else getattr(value, "__dict__", None)
-    if not own or type(own) is not dict or isinstance(value, (nn.Module, ModuleType)):  # These stay alive in any case.
+    members = value if kind is dict else getattr(value, "__dict__", None)
+    # Modules stay alive in any case.
+    if not members or type(members) is not dict or isinstance(value, (nn.Module, ModuleType)):
         return value
     if id(value) not in twins:
         try:
             twin = copy.copy(value)
             twins[id(value)] = twin  # Before its attributes are looked at, which may refer back to it.
-            inner = {key: _free(item, twins) for key, item in own.items()}
-            if all(inner[key] is item for key, item in own.items()):
+            inner = {key: _free(item, twins) for key, item in members.items()}
+            if all(inner[key] is item for key, item in members.items()):
                 return value
             attributes = twin if kind is dict else vars(twin)
             attributes.update(inner)
@@ -506,9 +507,9 @@ def merge_logs(parts: list[EpochLog]) -> EpochLog:
         return parts[0]
     merged = parts[0].empty_copy()
     for key in _keys_of([part._series for part in parts]):
-        found = [part._series.get(key) for part in parts]
-        kind = next(series.kind for series in found if series is not None)
-        pairs = [[] if series is None else list(zip(series.values, series.weights)) for series in found]
+        all_series = [part._series.get(key) for part in parts]
+        kind = next(series.kind for series in all_series if series is not None)
+        pairs = [[] if series is None else list(zip(series.values, series.weights)) for series in all_series]
         for value, weight in in_turn(pairs):
             merged._add(key, value, weight, kind)
     for key in _keys_of([part._outputs for part in parts]):

@@ -89,11 +89,11 @@ def _describe_place(error: Exception, place: str, run: Run) -> str:
         return ""
     progress = run.trainer.progress_checker
     workers = getattr(run.activity.loader, "num_workers", 0)
-    asked = f"while batch {failed_at or progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
+    moment = f"while batch {failed_at or progress.epoch_batch + 1} of epoch {progress.epoch + 1} was asked for"
     if run.activity.loader_use == "evaluation":
-        asked = f"while a batch was asked for in an evaluation after step {progress.step}"
+        moment = f"while a batch was asked for in an evaluation after step {progress.step}"
     of_workers = f", num_workers={workers}" if workers else ""
-    return f"{asked}, from {describe(run.activity.loader)}{of_workers}{dead_workers(error)}"
+    return f"{moment}, from {describe(run.activity.loader)}{of_workers}{dead_workers(error)}"
 
 
 def _add_hint(error: Exception, trainer: Any) -> None:
@@ -126,15 +126,15 @@ def _frames_of(error: BaseException) -> Iterator[FrameType]:
         entry = entry.tb_next
 
 
-def _describe_module(module: nn.Module, model: nn.Module, given: Mapping[str, Any]) -> str:
+def _describe_module(module: nn.Module, model: nn.Module, arguments: Mapping[str, Any]) -> str:
     """Describe a module by its name in the model and its parameters, and what it was called with."""
-    name = next((name for name, each in model.named_modules() if each is module), "")
+    name = next((name for name, value in model.named_modules() if value is module), "")
     title = f"{name} ({type(module).__name__})" if name else type(module).__name__
-    shapes = [f"{key} {list(each.shape)}" for key, each in module.named_parameters(recurse=False)]
+    shapes = [f"{key} {list(value.shape)}" for key, value in module.named_parameters(recurse=False)]
     shapes += ["..."] if len(shapes) > _SHOWN else []
     parameters = f", with the parameters {', '.join(shapes[:_SHOWN])}" if shapes else ""
-    inputs = [_describe(argument) for argument in given.get("args", ())]
-    inputs += [f"{key}={_describe(each)}" for key, each in given.get("kwargs", {}).items()]
+    inputs = [_describe(argument) for argument in arguments.get("args", ())]
+    inputs += [f"{key}={_describe(value)}" for key, value in arguments.get("kwargs", {}).items()]
     return f"the error is of {title}{parameters}; its input was {', '.join(inputs) or 'nothing'}"
 
 

@@ -149,12 +149,12 @@ class Evaluation:
             return dict(self.epoch(loader))
         if not loader:
             raise LoaderError("loader is an empty dict; give loaders by name")
-        for name, each in loader.items():
-            check_loader(each, f"loader[{name!r}]")
+        for name, part in loader.items():
+            check_loader(part, f"loader[{name!r}]")
         rows: dict[str, Metrics] = {}
         kinds: dict[str, str] = {}
-        for name, each in loader.items():
-            rows[name] = self.epoch(each, str(name))
+        for name, part in loader.items():
+            rows[name] = self.epoch(part, str(name))
             kinds |= self._kinds_of(name, kinds)
         metrics = {}
         for key in _common_keys(rows):

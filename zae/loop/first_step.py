@@ -224,10 +224,10 @@ class FirstStep:
     def _refuse_step(self, *_: Any) -> None:
         raise self._of_a_loop_by_hand("steps an optimizer itself")
 
-    def _of_a_loop_by_hand(self, what: str) -> StepError:
+    def _of_a_loop_by_hand(self, fault: str) -> StepError:
         return StepError(
             f"{type(self._trainer).__name__}.train_step computes the loss, and backward(), optimizer.step() and "
-            f"zero_grad() are done for you: it {what}; take them out of it"
+            f"zero_grad() are done for you: it {fault}; take them out of it"
         )
 
 
@@ -333,15 +333,15 @@ def _warn_of_unmoved(trainer: Trainer, before: Mapping[str, list[_WeightSample]]
     if not names or not trainer.is_main:
         return
     several = ""
-    own = ""
+    remedy = ""
     if len(trainer.optimizers) > 1:
         several = f" of optimizer {', '.join(map(repr, names))}"
-        own = ", and return a loss for each: {'loss': {name: loss, ...}}"
+        remedy = ", and return a loss for each: {'loss': {name: loss, ...}}"
     _log.warning(
         "epoch %d has changed no weight%s in %d steps: compute the loss from self.model(...), let optimizer_step() "
         "step the optimizers, and a learning rate be above 0%s",
         trainer.progress_checker.epoch + 1,
         several,
         trainer.progress_checker.epoch_step,
-        own,
+        remedy,
     )

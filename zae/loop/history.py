@@ -278,8 +278,8 @@ class History:
             if getattr(error, "is_lost", False):
                 _log.warning("metric_on_epoch_end adds nothing here: %s", error.args[0])
                 return {}
-            other = self.log_test if split == "train" else self.log_train
-            if len(other) or getattr(error, "log", None) is not other:
+            other_log = self.log_test if split == "train" else self.log_train
+            if len(other_log) or getattr(error, "log", None) is not other_log:
                 raise
             return {}
 

@@ -61,9 +61,9 @@ class RunLimits:
         elif not valid_loader:
             raise LoaderError("valid_loader is an empty dict; give loaders by name, or None")
         else:
-            for name, each in valid_loader.items():
-                if each is not None:
-                    check_loader(each, f"valid_loader[{name!r}]")
+            for name, part in valid_loader.items():
+                if part is not None:
+                    check_loader(part, f"valid_loader[{name!r}]")
         self.batches.check(loader, valid_loader)
         self._check_repeatable(loader, valid_loader)
 

@@ -188,15 +188,15 @@ class NonFiniteGuard:
         first = progress.epoch_batch + 1
         last = progress.epoch_batch + len(outputs)
         batches = f"batch {first}" if len(outputs) == 1 else f"batch {first} to {last}"
-        where = f"step {progress.step + 1} (epoch {progress.epoch + 1}, {batches})"
+        place = f"step {progress.step + 1} (epoch {progress.epoch + 1}, {batches})"
         numbers = "; ".join(_format_numbers(values) for values, _ in outputs)
         norm = self.optimization.grad_norm
         if norm is not None:
             numbers += f", gradient norm {float(norm):g}"
         if is_bad_here:
-            text = f"{where} is not finite: {numbers}; {self._rates()}"
+            text = f"{place} is not finite: {numbers}; {self._rates()}"
         else:
-            text = f"{where} is not finite on another rank (here: {numbers}); {self._rates()}"
+            text = f"{place} is not finite on another rank (here: {numbers}); {self._rates()}"
         for values, _ in outputs:
             count = values.get("num_targets")
             if count is not None and not float(count):
@@ -234,10 +234,10 @@ class _BufferCopies:
             for owner, name, buffer, copied in self._copies:
                 is_resized = (buffer.shape, buffer.dtype) != (copied.shape, copied.dtype)
                 owner[name] = copied if is_resized else buffer.copy_(copied)
-        kept = {id(buffer) for *_, buffer, _ in self._copies}
+        copied_ids = {id(buffer) for *_, buffer, _ in self._copies}
         changed = {}
         for name, buffer in model.named_buffers():
-            if id(buffer) in kept or nn.parameter.is_lazy(buffer):
+            if id(buffer) in copied_ids or nn.parameter.is_lazy(buffer):
                 continue
             if self._versions.get(id(buffer)) != version_of(buffer):
                 changed[name] = buffer

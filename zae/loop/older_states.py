@@ -29,17 +29,17 @@ def convert_wrapped(
     present = {"optimizer": optimization.optimizers, "scheduler": optimization.schedulers}
     settings: dict[str, dict[str, Any]] = {}
     unwrapped = []
-    for what, by_name in state["records"].get("settings", {}).items():
-        settings[what] = dict(by_name)
+    for kind, by_name in state["records"].get("settings", {}).items():
+        settings[kind] = dict(by_name)
         for name, saved in by_name.items():
-            each = present[what].get(name)
-            if saved["class"] in _REMOVED_WRAPPERS and type(each).__name__ != saved["class"]:
-                settings[what][name] = {"class": type(each).__name__}
-                unwrapped.append((what, name))
+            part = present[kind].get(name)
+            if saved["class"] in _REMOVED_WRAPPERS and type(part).__name__ != saved["class"]:
+                settings[kind][name] = {"class": type(part).__name__}
+                unwrapped.append((kind, name))
     if not unwrapped:
         return state
     converted = {**state, "records": {**state["records"], "settings": settings}}
-    return _use_copies(converted, [name for what, name in unwrapped if what == "optimizer"], module, is_main)
+    return _use_copies(converted, [name for kind, name in unwrapped if kind == "optimizer"], module, is_main)
 
 
 def _use_copies(

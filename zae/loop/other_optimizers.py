@@ -40,13 +40,13 @@ def naming_other_optimizers(trainer: Trainer) -> Iterator[None]:
     for stateful_object in trainer.user_state.stateful_objects(trainer) if stepped else ():
         stepped.pop(id(stateful_object), None)
     trained = set(map(id, trainer.optimization.parameters))
-    others = [other for other in stepped.values() if any(id(weight) in trained for weight in parameters_of(other))]
-    if others and trainer.is_main:
+    untracked = [other for other in stepped.values() if any(id(weight) in trained for weight in parameters_of(other))]
+    if untracked and trainer.is_main:
         _log.warning(
             "weights move that no optimizer of the trainer steps, but %s of the class %s, in a hook for "
             "instance. Its state is in no checkpoint, so that a resume differs, and gradient_clip, grad_norm and "
             "schedules do not reach it. Give it to the trainer: optimizer=..., or keep it in an attribute of the task, "
             "which is saved",
-            "an optimizer" if len(others) == 1 else f"{len(others)} optimizers",
-            type(others[0]).__name__,
+            "an optimizer" if len(untracked) == 1 else f"{len(untracked)} optimizers",
+            type(untracked[0]).__name__,
         )

@@ -127,8 +127,8 @@ class _OwnLoop(Proxy):
         """Return the class whose ``run_epoch`` is called."""
         return next(cls for cls in type(self._run.trainer).__mro__ if "run_epoch" in vars(cls))
 
-    def _error(self, what: str) -> TaskError:
-        return TaskError(f"{self._owner().__name__}.run_epoch {what}")
+    def _error(self, fault: str) -> TaskError:
+        return TaskError(f"{self._owner().__name__}.run_epoch {fault}")
 
 
 @contextmanager

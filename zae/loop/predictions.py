@@ -158,17 +158,17 @@ def _rows_of(size: int | None, values: Mapping[str, Any]) -> dict[str, Tensor]:
     rows: dict[str, Tensor] = {}
     for name, value in values.items():
         is_array = isinstance(value, np.ndarray) and value.dtype != object
-        each = torch.from_numpy(value) if is_array else value
-        is_number = isinstance(each, (int, float, np.number)) or (isinstance(each, Tensor) and not each.dim())
-        if is_number or is_typed(each):
+        tensor = torch.from_numpy(value) if is_array else value
+        is_number = isinstance(tensor, (int, float, np.number)) or (isinstance(tensor, Tensor) and not tensor.dim())
+        if is_number or is_typed(tensor):
             continue
-        if not isinstance(each, Tensor) or (size is not None and len(each) != size):
-            of = "" if size is None else f" for a batch of {size} samples"
+        if not isinstance(tensor, Tensor) or (size is not None and len(tensor) != size):
+            expected = "" if size is None else f" for a batch of {size} samples"
             raise StepError(
-                f"predict_step returned {name!r}, {describe_value(value)},{of}; predict takes tensors with one row for "
-                f"each sample: leave it out, {_INSTEAD}"
+                f"predict_step returned {name!r}, {describe_value(value)},{expected}; predict takes tensors with one "
+                f"row for each sample: leave it out, {_INSTEAD}"
             )
-        rows[name] = each
+        rows[name] = tensor
     if not rows:
         raise StepError(
             f"predict_step returned no tensor with a row for each sample, only {', '.join(values) or 'nothing'}; write "

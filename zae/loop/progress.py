@@ -75,17 +75,17 @@ class Every:
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
-            both = "" if self.steps is None else "; on a command line write the steps alone: --save_every=100"
+            hint = "" if self.steps is None else "; on a command line write the steps alone: --save_every=100"
             raise ConfigError(
-                f"{self} must have either steps or epochs; write Every(steps=100) or Every(epochs=1){both}"
+                f"{self} must have either steps or epochs; write Every(steps=100) or Every(epochs=1){hint}"
             )
         for name, kind in {"steps": Count | None, "epochs": Count | None, "after": CountOrZero}.items():
             object.__setattr__(self, name, check_argument(f"Every: {name}", getattr(self, name), kind))
 
     def __repr__(self) -> str:
         """Return it as it is written in a script."""
-        given = {"steps": self.steps, "epochs": self.epochs, "after": self.after or None}
-        arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
+        values = {"steps": self.steps, "epochs": self.epochs, "after": self.after or None}
+        arguments = [f"{name}={value}" for name, value in values.items() if value is not None]
         return f"Every({', '.join(arguments)})"
 
     @classmethod
@@ -320,19 +320,19 @@ def _fault_of(counters: Mapping[str, Any]) -> str:
     for name, value in counters.items():
         if name not in ("run_starts", "stop_reason") and not (type(value) is int and 0 <= value <= _LARGEST):
             return f"{name}={value!r:.40} is not a whole number from 0"
-    for part, whole in _NEVER_MORE:
-        if counters.get(part, 0) > counters.get(whole, _LARGEST):
-            return f"{part}={counters[part]} is more than {whole}={counters[whole]}"
+    for part, total in _NEVER_MORE:
+        if counters.get(part, 0) > counters.get(total, _LARGEST):
+            return f"{part}={counters[part]} is more than {total}={counters[total]}"
     reason = counters.get("stop_reason")
     if not (reason is None or isinstance(reason, str)):
         return f"stop_reason={reason!r:.40} is not text"
     before = [0, 0]
-    now = [counters.get("epoch", 0), counters.get("step", 0)]
+    present = [counters.get("epoch", 0), counters.get("step", 0)]
     for start in counters.get("run_starts", ()):
         numbers = list(start) if isinstance(start, (list, tuple)) else []
         is_pair = len(numbers) == 2 and all(type(number) is int for number in numbers)
         # Calls follow each other, and none begins after the state.
-        if not is_pair or not all(a <= b <= c for a, b, c in zip(before, numbers, now, strict=True)):
-            return f"a call of run began at {start!r:.40}, and the state is of epoch and step {now}"
+        if not is_pair or not all(a <= b <= c for a, b, c in zip(before, numbers, present, strict=True)):
+            return f"a call of run began at {start!r:.40}, and the state is of epoch and step {present}"
         before = numbers
     return ""

@@ -92,21 +92,23 @@ class RankStates:
         name = engine_of(type(trainer))
         world = trainer.engine.dp_world_size
         varying = _varying_entries(type(trainer))
-        for key, each in state.items():
+        for key, value in state.items():
             if key in varying or not in_parts:
-                state[key] = trainer.engine.full_tensors(each, key in varying or trainer.is_main)
+                state[key] = trainer.engine.full_tensors(value, key in varying or trainer.is_main)
         if world == 1 or name not in state or len(state[name]["ranks"]) != world:
             return state
-        own: dict[str, Any] = {}
+        own_entries: dict[str, Any] = {}
         for owner, keys in varying.items():
             if owner in state:
-                own[owner] = state[owner] if keys is None else {key: state[owner][key] for key in keys}
-        digests = gather_dp(trainer.engine, {owner: digest(entry) for owner, entry in own.items()})
-        differing = [owner for owner in own if any(other.get(owner) != digests[0].get(owner) for other in digests)]
+                own_entries[owner] = state[owner] if keys is None else {key: state[owner][key] for key in keys}
+        digests = gather_dp(trainer.engine, {owner: digest(entry) for owner, entry in own_entries.items()})
+        differing = [
+            owner for owner in own_entries if any(of_rank.get(owner) != digests[0].get(owner) for of_rank in digests)
+        ]
         entries: list[Any] = [{}] * world
         if differing:
-            entries = gather_dp(trainer.engine, {owner: to_host(own[owner]) for owner in differing})
-        ranks = [{**each, "add_ons": entry} for each, entry in zip(state[name]["ranks"], entries, strict=True)]
+            entries = gather_dp(trainer.engine, {owner: to_host(own_entries[owner]) for owner in differing})
+        ranks = [{**rank, "add_ons": entry} for rank, entry in zip(state[name]["ranks"], entries, strict=True)]
         return {**state, name: {**state[name], "ranks": ranks}}
 
     # ------------------------------------------------------------------------------------------------- loading
@@ -141,8 +143,8 @@ class RankStates:
     def _merge(self, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """Return a state for another number of ranks: rank 0 gets all records."""
         logs = [EpochLog("log_train") for _ in self.ranks]
-        for log, each in zip(logs, self.ranks):
-            log.load_state_dict(each["log_train"])
+        for log, rank_entry in zip(logs, self.ranks):
+            log.load_state_dict(rank_entry["log_train"])
         records = dict(state["records"])
         if rank or logs:
             records["log_train"] = (EpochLog("log_train") if rank else merge_logs(logs)).state_dict()
@@ -152,11 +154,11 @@ class RankStates:
         """Return the entries for a rank of add-ons that can merge the entries of another number of ranks."""
         merged = {}
         for name, owner in _merging(type(trainer)).items():
-            whole = state.get(name)
-            if isinstance(whole, Mapping):
+            common = state.get(name)
+            if isinstance(common, Mapping):
                 is_saved = self.ranks and all("add_ons" in saved for saved in self.ranks)
                 # Those that were the same on all ranks are saved once.
-                entries = [{**whole, **entry.get(name, {})} for entry in self._entries()] if is_saved else [whole]
+                entries = [{**common, **entry.get(name, {})} for entry in self._entries()] if is_saved else [common]
                 merged[name] = owner.merge_ranks(trainer, entries, rank)
         return merged
 
@@ -173,11 +175,11 @@ class RankStates:
 
     def _entries(self) -> list[Mapping[str, Any]]:
         """Return the entries of add-ons that each rank has saved."""
-        found = []
+        add_ons = []
         for saved in self.ranks:
             entries = saved.get("add_ons") if isinstance(saved, Mapping) else None
-            found.append(entries if isinstance(entries, Mapping) else {})
-        return found
+            add_ons.append(entries if isinstance(entries, Mapping) else {})
+        return add_ons
 
     @classmethod
     def any_in(cls, state: Mapping[str, Any]) -> RankStates:
@@ -245,8 +247,8 @@ def _of_one_process(trainer: Trainer, state: Mapping[str, Any]) -> Mapping[str, 
     """Return a state that an engine has saved as a class without one continues from it: with all of the data."""
     for key, entry in _entries_of_ranks(state).items():
         if "world_size" in entry:
-            rest = {name: each for name, each in state.items() if name != key}
-            return RankStates.parse(key, entry).state_for(trainer, rest, 0, 1, is_known=False)
+            other_entries = {name: value for name, value in state.items() if name != key}
+            return RankStates.parse(key, entry).state_for(trainer, other_entries, 0, 1, is_known=False)
     return state
 
 
@@ -305,9 +307,9 @@ def _complete(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str,
     """Complete the entries of a rank: of an add-on with rank_state_attributes a rank has saved only these."""
     complete = {}
     for name, entry in entries.items():
-        whole = state.get(name)
+        common = state.get(name)
         # What the user's objects hold is whole: rank 0 may have a value that this rank has not.
-        if isinstance(whole, Mapping) and isinstance(entry, Mapping) and name != USER_STATE:
-            entry = {**whole, **entry}
+        if isinstance(common, Mapping) and isinstance(entry, Mapping) and name != USER_STATE:
+            entry = {**common, **entry}
         complete[name] = entry
     return complete

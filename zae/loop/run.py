@@ -148,8 +148,8 @@ class Run:
     @property
     def _progress(self) -> ProgressChecker:
         """The counters of the trainer, which are another object once a state was loaded."""
-        found: ProgressChecker = self.trainer.progress_checker
-        return found
+        progress: ProgressChecker = self.trainer.progress_checker
+        return progress
 
     def new_call(self, loader: Any, valid_loader: Any, limits: RunLimits) -> Run:
         """Return a call of ``run``; the trainer may be set up already."""

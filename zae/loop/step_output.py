@@ -225,51 +225,51 @@ def explain_failure(error: Exception, out: Any, batch: Any, owner: type, optimiz
         )
 
 
-def _check_output(out: Mapping[str, Any], where: str, keys: list[str]) -> None:
+def _check_output(out: Mapping[str, Any], place: str, keys: list[str]) -> None:
     """Refuse a mapping whose loss cannot be differentiated, or whose number of targets is not one."""
     if "loss" not in out:
         keys_in_words = ", ".join(map(repr, out)) or "none"
         near = difflib.get_close_matches("loss", list(map(str, out)), n=1)
         remedy = f"rename {near[0]!r} to 'loss'" if near else "return {'loss': loss, ...}"
-        raise StepError(f"{where} returned a dict without 'loss'; its keys are {keys_in_words}; {remedy}")
+        raise StepError(f"{place} returned a dict without 'loss'; its keys are {keys_in_words}; {remedy}")
     loss = out["loss"]
     if isinstance(loss, Mapping):
         if not keys or set(map(str, loss)) != set(keys):
             raise StepError(
-                f"{where} returned losses for {list(loss)}, but the optimizers are {keys or ['0']}; "
+                f"{place} returned losses for {list(loss)}, but the optimizers are {keys or ['0']}; "
                 "return one scalar loss, or a dict with one loss for each optimizer"
             )
-        for key, each in loss.items():
-            _check_loss(f"{where}, loss[{key!r}]", each)
+        for key, scalar in loss.items():
+            _check_loss(f"{place}, loss[{key!r}]", scalar)
     else:
-        _check_loss(where, loss)
-    _check_targets(where, out.get("num_targets"))
+        _check_loss(place, loss)
+    _check_targets(place, out.get("num_targets"))
 
 
-def _check_targets(where: str, count: Any) -> Any:
+def _check_targets(place: str, count: Any) -> Any:
     """Return a number of targets, read from its tensor, or refuse what cannot be one."""
     if isinstance(count, Tensor) and count.numel() == 1:
         count = count.item()
     good = isinstance(count, (int, float, np.integer, np.floating)) and 0 <= count < math.inf
     if count is not None and not good:
         raise StepError(
-            f"{where} returned num_targets {describe_value(count)}; return the number of targets that the loss is "
+            f"{place} returned num_targets {describe_value(count)}; return the number of targets that the loss is "
             "averaged over, for instance 'num_targets': targets.numel()"
         )
     return count
 
 
-def _check_loss(where: str, loss: Any) -> None:
+def _check_loss(place: str, loss: Any) -> None:
     """Refuse a loss that cannot be differentiated."""
     if not isinstance(loss, Tensor):
         raise StepError(
-            f"{where} returned a loss of type {type(loss).__name__}; return the tensor, without .item() or float()"
+            f"{place} returned a loss of type {type(loss).__name__}; return the tensor, without .item() or float()"
         )
     if loss.numel() != 1:
-        raise StepError(f"{where} returned a loss of shape {tuple(loss.shape)}; reduce it to a scalar: loss.mean()")
+        raise StepError(f"{place} returned a loss of shape {tuple(loss.shape)}; reduce it to a scalar: loss.mean()")
     if not loss.requires_grad:
         raise StepError(
-            f"{where} returned a loss with requires_grad=False; compute it from self.model(...), without .detach(), "
+            f"{place} returned a loss with requires_grad=False; compute it from self.model(...), without .detach(), "
             "torch.no_grad() and torch.inference_mode(). If all parameters are frozen, unfreeze some: "
             "model.requires_grad_(True)"
         )
@@ -366,10 +366,10 @@ def say_uncounted(run: Run, batch: Any, values: Mapping[str, Any]) -> None:
     trainer = run.trainer
     if values.get("num_targets") is not None or is_overridden(trainer, "sample_weight"):
         return
-    why = _why_uncounted(batch) or _why_length(run.user_loader, batch)
-    if why and trainer.history.is_first_remark("the weight of a batch"):
+    reason = _why_uncounted(batch) or _why_length(run.user_loader, batch)
+    if reason and trainer.history.is_first_remark("the weight of a batch"):
         run.say(
-            f"cannot tell how many samples a batch has: {why}. The means of an epoch weigh each sample alike only "
+            f"cannot tell how many samples a batch has: {reason}. The means of an epoch weigh each sample alike only "
             "if all batches have as many samples; else return 'num_targets' from the step, or override "
             "sample_weight(batch, num_targets)",
             logging.WARNING,

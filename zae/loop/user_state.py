@@ -197,10 +197,10 @@ def check_user_state(state: Any) -> dict[str, Any]:
         for owner, key in entries.get("removed", ()):
             if (type(owner), type(key)) != (str, str):
                 raise TypeError(f"a name is {owner!r:.40}, {key!r:.40}")
-        for each in (entries.get("states", {}), entries.get("gradients", {})):
-            if not all(type(key) is str for key in each):
-                raise TypeError(f"a name is {next(iter(each))!r:.40}")
-        if not all(isinstance(each, Tensor) for each in entries.get("gradients", {}).values()):
+        for part in (entries.get("states", {}), entries.get("gradients", {})):
+            if not all(type(key) is str for key in part):
+                raise TypeError(f"a name is {next(iter(part))!r:.40}")
+        if not all(isinstance(part, Tensor) for part in entries.get("gradients", {}).values()):
             raise TypeError("a gradient is no tensor")
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise CheckpointMismatch(
@@ -232,13 +232,13 @@ def _walk(trainer: Trainer, changes: Changes, is_begin: bool = False) -> Walk:
 def _tensors_of(trainer: Trainer) -> dict[str, Tensor]:
     """Return the tensors that the state of the model has."""
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     for path, module in trainer.unwrap().named_modules():
         unsaved = unsaved_buffers(module)
-        for name, each in [*module._parameters.items(), *module._buffers.items()]:
-            if each is not None and name not in unsaved and id(each) not in seen:
-                seen.add(id(each))
-                tensors[f"{path}.{name}" if path else name] = each
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and name not in unsaved and id(tensor) not in visited:
+                visited.add(id(tensor))
+                tensors[f"{path}.{name}" if path else name] = tensor
     return tensors
 
 
