@@ -71,15 +71,10 @@ class GradientAccumulationAddon(AddOnBase):
 
     The gradient of a window is the mean over its true number of batches: with 5 batches and
     ``gradient_accumulation_steps=4``, the first step divides by 4 and the second by 1. Where ``train_step`` returns
-    ``num_targets``, each target of a window has the same weight instead.
+    ``num_targets``, each target of a window has the same weight instead; with ``global_batch_size``, each sample.
 
-    Of a loader with a length, one batch is in memory at a time. Of a loader without one, all batches of a window are,
-    because their number must be known before the first backward; so are they where your class overrides ``gradients``,
-    which may compute those of one window twice (SAM, a closure).
-
-    With ``global_batch_size`` the number of batches follows from the number of ranks, so that a run that loses or gets
-    ranks makes the same steps. Each sample of a step has the same weight, unless ``train_step`` returns
-    ``num_targets``.
+    One batch is in memory at a time. All batches of a window are where the loader has no length, and where your class
+    overrides ``gradients``, which may compute those of one window twice (SAM, a closure).
 
     Parameters
     ----------

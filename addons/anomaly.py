@@ -31,15 +31,13 @@ _OF_BACKWARD = "returned nan values"
 class AnomalyAddon(AddOnBase):
     """Name the module and the operation in which a number of a step first becomes NaN or infinite.
 
-    In the steps that it watches, it looks at the output of each module, at the loss before the backward, and at each
-    gradient; torch's anomaly mode names the operation whose derivative is NaN, and a warning beside it shows the line
-    of its forward. With ``on_nonfinite="raise"`` the run ends with NonFiniteError before the optimizer steps, also for
-    a gradient whose norm is not computed. With "skip" and "warn", and with the loss scale of float16, whose overflows
-    are no errors, training continues, and a warning names the module. An infinity that does not reach the loss, in a
-    mask for instance, is not an error. Weights are bitwise the same with and without the add-on.
+    It looks at the output of each module, at the loss, and at each gradient; torch's anomaly mode names the operation
+    whose derivative is NaN. With ``on_nonfinite="raise"`` the run ends with NonFiniteError before the optimizer steps.
+    With "skip" and "warn", and with the loss scale of float16, whose overflows are no errors, a warning names the
+    module, and training continues. An infinity that does not reach the loss, in a mask for instance, is not an error.
+    Weights are bitwise the same with and without the add-on.
 
-    A step takes twice as long, a short one more, and on an accelerator the host waits for each module. Add it to a run
-    that has failed: from its last checkpoint it comes to the same step again. Or give ``anomaly_steps``.
+    A step takes twice as long, a short one more, and on an accelerator the host waits for each module.
 
     Parameters
     ----------

@@ -32,11 +32,8 @@ _in_use: dict[str, tuple[int, Any]] = {}  # How many trainers use a setting, and
 class CompileAddon(AddOnBase):
     """Compile the model, or the training step, with ``torch.compile``.
 
-    Training alone is compiled: evaluation runs eagerly, with the weights of the moment. What the compiler cannot trace
-    (a branch on ``.item()``, ``print``) it leaves to Python, between two graphs. The module itself is not changed, and
-    a checkpoint has its keys: a run can resume from it with or without this add-on. Each shape of a batch gets graphs
-    of its own, so that a resumed run computes as the run before; ``compile_dynamic`` allows others. Compiled and eager
-    arithmetic differ in the last bits.
+    Training alone is compiled. The module itself is not changed, and a checkpoint has its keys: a run can resume from
+    it with or without this add-on.
 
     Parameters
     ----------

@@ -33,14 +33,14 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 class EMAAddon(AddOnBase):
     """Average the weights, exponentially or uniformly, and evaluate with the average.
 
-    After each optimizer step that took place, ``average = decay * average + (1 - decay) * weights`` (Polyak &
-    Juditsky 1992; the exponential form of Izmailov et al. 2018, section 3.1, and Tarvainen & Valpola 2017, eq. 1).
-    An accumulation window counts once, a skipped step not at all. Of weights in bfloat16 or float16 the average is in
-    float32: in their type, a step of ``1 - decay`` would be rounded away. Buffers are copied. The saved model file
-    contains the training weights; the average is saved beside them.
+    After each optimizer step that took place, ``average = decay * average + (1 - decay) * weights`` (Polyak & Juditsky
+    1992; the exponential form of Izmailov et al. 2018, section 3.1, and Tarvainen & Valpola 2017, eq. 1). The average
+    of weights in bfloat16 or float16 is in float32. Buffers are copied. The saved model file contains the training
+    weights; the average is saved beside them.
 
     ``averaging="uniform"`` is stochastic weight averaging (Izmailov et al. 2018, algorithm 1): the mean of the weights
-    at the end of each epoch after ``average_start``. Call `update_batch_norm` after the run if the model has BatchNorm.
+    at the end of each epoch after ``average_start``. Call ``update_batch_norm`` after the run if the model has
+    BatchNorm.
 
     Parameters
     ----------

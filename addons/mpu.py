@@ -23,17 +23,14 @@ _DIVIDED = {
 class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
     """Train one copy of the model on each of several devices, with averaged gradients (DistributedDataParallel).
 
-    With ``device=["cuda:0", "cuda:1"]``, or ``["cpu", "cpu"]``, ``run`` starts a process for each device. When it
-    returns, the caller's objects have the state of rank 0: weights, optimizer, scheduler, counters, history and the
-    state of every add-on; other attributes that a step sets are lost with the ranks. Under torchrun it joins the ranks
-    of the launcher. A script that starts ranks calls ``run`` under ``if __name__ == "__main__":``.
+    With ``device=["cuda:0", "cuda:1"]``, or ``["cpu", "cpu"]``, ``run`` starts a process for each device; under
+    torchrun it joins the ranks of the launcher. When ``run`` returns, the caller's objects have the state of rank 0:
+    weights, optimizer, scheduler, counters, history and the state of every add-on; other attributes that a step sets
+    are lost with the ranks.
 
-    The batch size of the loader is that of each rank: with W ranks, a step has W times as many samples, and leaves the
-    weights that one process would with batches of that size. In training and in evaluation each sample is used once,
-    with the same weight, and all ranks make the same number of steps. With a stream, or a DataLoader with
-    ``batch_size=None``, ranks do not know the batch sizes of the others: there each batch of a step weighs the same,
-    unless steps return ``num_targets``. ``evaluate`` and ``inference`` outside of ``run`` use the first device, or,
-    under torchrun, all.
+    With a stream, or a DataLoader with ``batch_size=None``, ranks do not know the batch sizes of the others: each batch
+    of a step then weighs the same, unless steps return ``num_targets``. ``evaluate`` and ``inference`` outside of
+    ``run`` use the first device, or, under torchrun, all.
 
     Parameters
     ----------

@@ -185,18 +185,12 @@ class TensorParallelEngine(Engine):
 class TensorParallelAddon(DistributedAddon):
     """Divide layers among several devices, which compute them together on the same batches.
 
-    ``tensor_plan`` says how each layer is divided, with the styles of ``torch.distributed.tensor.parallel``. The ranks
-    exchange activations: put them on devices with a fast connection. Parameters that the plan leaves out are the same
-    on each rank. The batch size of the loader is that of the step.
+    The ranks exchange activations: put them on devices with a fast connection. Parameters that the plan leaves out are
+    the same on each rank. The batch size of the loader is that of the step.
 
-    With `FSDPAddon`, ``Task.add_on(FSDPAddon, TensorParallelAddon)`` and ``mesh={"shard": 4, "tensor": 2}``, groups of
-    two ranks divide layers and get the same batches, and the parts are sharded over the four groups. All ranks call
-    ``state_dict``, ``save_model`` and ``evaluate``.
-
-    In the first step of each run, random numbers that are drawn for an activation of which each rank has another part
-    are refused: a dropout there would not be that of one process. Put it behind the layer that ends the division. At
-    the first batch of each epoch the ranks compare their batches, and in the first step the gradients of what each has
-    whole: a layer that the plan has left out is named.
+    In the first step of each run, random numbers that are drawn for a divided activation are refused: a dropout there
+    would not be that of one process. Put it behind the layer that ends the division. At the first batch of each epoch
+    the ranks compare their batches.
 
     Where the last layer leaves its output in parts, ``ColwiseParallel(output_layouts=Shard(-1),
     use_local_output=False)``, the cross entropy is computed in parts (``loss_parallel`` of torch).

@@ -253,40 +253,18 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @classmethod
     def make_from(cls, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        """Return a trainer that an add-on makes of what the constructor was given; None makes it as usual.
+        """Return a trainer made by an add-on from the arguments of the constructor; None makes it as usual.
 
         An add-on overrides it where an argument asks for further add-ons, which the class does not have.
-
-        Parameters
-        ----------
-        args : tuple
-            What was given by position.
-        options : mapping
-            What was given by name.
-
-        Returns
-        -------
-        Trainer or None
-            A trainer of a class composed of this one and of further add-ons.
         """
         return None
 
     @classmethod
     def expand_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of the constructor, with those replaced that stand for others.
+        """Return the keyword arguments of the constructor, which every ``__init__`` gets, with aliases expanded.
 
         It is called before anything is checked or made. An add-on overrides it for an option that sets options of
         other add-ons.
-
-        Parameters
-        ----------
-        options : mapping
-            What was written.
-
-        Returns
-        -------
-        dict
-            What every ``__init__`` gets.
         """
         return dict(options)
 
@@ -294,12 +272,12 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @abstractmethod
     def train_step(self, batch: Any) -> Mapping[str, Any] | Tensor:
-        """Compute the loss of one batch; it is differentiated and the optimizer is stepped for you.
+        """Compute the loss of one batch; the trainer does the backward and the optimizer step.
 
         Parameters
         ----------
         batch : object
-            What the loader gave, on the trainer's device.
+            A batch of the loader, on the trainer's device.
 
         Returns
         -------
@@ -311,14 +289,9 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """
 
     def test_step(self, batch: Any) -> Mapping[str, Any] | Tensor | float:
-        """Compute what is to be recorded of one batch, under ``torch.no_grad()`` and in evaluation mode.
+        """Compute the metrics of one batch, under ``torch.no_grad()`` and in evaluation mode.
 
         A class that evaluates nothing leaves it out.
-
-        Parameters
-        ----------
-        batch : object
-            What the loader gave, on the trainer's device.
 
         Returns
         -------
@@ -332,11 +305,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
     def predict_step(self, batch: Any) -> Any:
         """Compute what `predict` and `inference` return for one batch, as ``test_step`` is called; by default it is.
 
-        Parameters
-        ----------
-        batch : object
-            What the loader gave, on the trainer's device.
-
         Returns
         -------
         mapping or Tensor
@@ -346,16 +314,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def metric_on_epoch_end(self) -> Mapping[str, float]:
-        """Return further metrics of an epoch, of what ``log_train`` or ``log_test`` hold.
+        """Return further metrics of an epoch, computed from ``log_train`` or ``log_test``.
 
         It is called at the end of each epoch of training, and of each evaluation; ``self.mode`` says which. When it
         asks a log for an entry that no step of that mode has recorded yet, it adds nothing to this epoch. What
         ``train_step`` returns beside numbers is kept only with ``keep_train_outputs=True``.
-
-        Returns
-        -------
-        mapping
-            Numbers by name.
         """
         return {}
 
@@ -457,16 +420,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
         An override calls ``super().run_epoch(loader)``, or makes the loop itself with the loader that ``run`` gives
         it: ``for batch in loader: self.run_batch(batch)``. Between two batches that loader logs, validates and saves
         what is due, and its end, or a ``break``, ends the epoch.
-
-        Parameters
-        ----------
-        loader : iterable
-            Batches.
-
-        Returns
-        -------
-        Metrics
-            The epoch's means.
         """
         self.current_run.set_up()
         if self.mode == "test":
@@ -485,13 +438,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         return run.close_epoch(loader, is_complete)
 
     def run_batch(self, batch: Any) -> None:
-        """Make one optimizer step of what ``batches`` gave (in mode "test": evaluate one batch).
-
-        Parameters
-        ----------
-        batch : object
-            One batch, or the batches of one accumulation window.
-        """
+        """Make one optimizer step from a batch, or an accumulation window (in mode "test": evaluate one batch)."""
         run = self.current_run
         if not run.is_ready:  # Called by itself: nothing has set the trainer up, and no epoch was opened.
             run.set_up()
@@ -531,11 +478,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
         Called by ``run_batch``. An add-on for an engine that does forward and backward in one (a pipeline) replaces
         it.
-
-        Parameters
-        ----------
-        batch : object
-            What ``run_batch`` was given.
 
         Returns
         -------
@@ -591,18 +533,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def micro_batches(self, batch: Any) -> Sequence[Any]:
-        """Split what ``run_batch`` was given into the loader batches it is made of. ``len()`` is asked first.
-
-        Parameters
-        ----------
-        batch : object
-            A batch of the loader, or the window that ``batches`` made of several.
-
-        Returns
-        -------
-        sequence
-            The batches; each gets its own forward and backward.
-        """
+        """Split a window into batches of the loader, each with its own forward and backward."""
         return (batch,)
 
     @hook
@@ -612,36 +543,12 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def to_device(self, batch: Any) -> Any:
-        """Move a batch, however nested, to the trainer's device, without waiting for the copy where that may be.
-
-        Parameters
-        ----------
-        batch : object
-            What the loader gave: tensors in lists, tuples and dicts, or objects with a ``to`` method.
-
-        Returns
-        -------
-        object
-            What ``train_step`` gets.
-        """
+        """Move a batch, however nested, to the trainer's device, without waiting for the copy where possible."""
         return to_device(batch, self.device, self.loader_position.pinned and can_copy_async(self.device))
 
     @hook
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
-        """Add the gradient of one micro-batch, of ``count`` in the window, to every ``.grad``.
-
-        Parameters
-        ----------
-        batch : object
-            One batch of the loader, on the trainer's device.
-        count : int
-            The true number of micro-batches in the window.
-
-        Returns
-        -------
-        (mapping, float)
-            What ``train_step`` returned, and its weight in the epoch's means.
-        """
+        """Add the gradient of one of the window's ``count`` micro-batches to every ``.grad``; return its entry."""
         with self.forward_context():
             out = self.train_step(batch)
         try:
@@ -655,13 +562,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def forward_context(self) -> AbstractContextManager[None]:
-        """Enclose ``train_step`` and ``test_step``, not the backward: the place of autocast.
-
-        Returns
-        -------
-        context manager
-            A new one for each call: it is entered once for each batch.
-        """
+        """Return a new context around one ``train_step`` or ``test_step``, not the backward: the place of autocast."""
         return NULL_CONTEXT
 
     # Hooks that `read_output` calls; they stand beside it, in step_output.py.
@@ -704,7 +605,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def unscale(self) -> None:
-        """Remove a loss scale from the gradients, which are the true ones from here on."""
+        """Divide the gradients by the loss scale: from here on they are the true ones."""
 
     @hook
     def clip(self) -> None:
@@ -713,7 +614,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def should_step(self, outputs: Sequence[StepOutput]) -> bool:
-        """Decide whether the optimizers step; by default, what ``on_nonfinite`` says of losses and norm that are not.
+        """Decide whether the optimizers step; by default ``on_nonfinite`` decides where loss or norm is not finite.
 
         Parameters
         ----------
@@ -750,18 +651,12 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def scheduler_step(self, when: str) -> None:
-        """Step the schedulers whose turn it is.
-
-        Parameters
-        ----------
-        when : {"batch", "epoch"}
-            After an optimizer step, or after an epoch.
-        """
+        """Step the schedulers that are due after an optimizer step ("batch") or an epoch ("epoch")."""
         self.optimization.scheduler_step(when)
 
     @hook
     def zero_grad(self) -> None:
-        """Drop every gradient. An optimizer that overrides ``zero_grad`` is called as well."""
+        """Clear every gradient. An optimizer that overrides ``zero_grad`` is called as well."""
         self.optimization.zero_grad()
 
     @hook
@@ -772,13 +667,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
-        """Called by ``run_batch`` after a step was made, or left out, and logged.
-
-        Parameters
-        ----------
-        outputs : sequence of StepOutput
-            One for each micro-batch; tensors among the values are freed afterwards.
-        """
+        """Called after a step was made or skipped, and logged, with the ``outputs`` of `should_step`."""
 
     # ---------------------------------------------------------------------------------- the hooks around the step
 
@@ -815,18 +704,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def wrap_model(self, model: nn.Module) -> Any:
-        """Return what ``train_step`` calls as ``self.model``; ``unwrap()`` stays the module that was given.
-
-        Parameters
-        ----------
-        model : Module
-            The model that was given, on its device.
-
-        Returns
-        -------
-        callable
-            The model, or an object around it that is called in the same way.
-        """
+        """Return what ``train_step`` calls as ``self.model``: the module, or a callable around it."""
         return model
 
     @hook
@@ -844,18 +722,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """Return the loader to iterate over, for instance with a sampler for this rank.
 
         For training, ``set_epoch`` of the loader, its samplers and its dataset is called where they have it.
-
-        Parameters
-        ----------
-        loader : iterable
-            What ``run`` or ``evaluate`` was given.
-        training : bool
-            False for an evaluation.
-
-        Returns
-        -------
-        iterable
-            Batches.
         """
         if not training:
             return loader
@@ -916,22 +782,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
         The model has the training weights; use those that were evaluated in ``with self.averaged():``. A validation
         that a signal interrupts has no end: the resumed run begins it again.
-
-        Parameters
-        ----------
-        metrics : mapping of str to float
-            Means by sample, and what ``metric_on_epoch_end`` added.
         """
 
     @hook
     def on_exception(self, error: BaseException) -> None:
-        """Called when a run ends by an exception, which is raised again with a note of where it happened.
-
-        Parameters
-        ----------
-        error : BaseException
-            The exception, for instance KeyboardInterrupt.
-        """
+        """Called when a run ends by an exception, which is raised again with a note of where it happened."""
         from zae.loop.error_notes import add_notes
 
         add_notes(error, self.current_run)
@@ -950,17 +805,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """Decide whether to validate now: after a step or, where ``progress_checker.epoch_batch`` is 0, an epoch.
 
         It is asked where ``run`` has a ``valid_loader``. Of several ranks, the answer of rank 0 counts. A validation
-        that was asked for by `request` takes place in any case, and so does one that a resumed run repeats.
-
-        Parameters
-        ----------
-        is_due : bool
-            What ``valid_every`` says.
-
-        Returns
-        -------
-        bool
-            By default ``is_due``.
+        requested by `request` takes place in any case, and so does one that a resumed run repeats. ``is_due`` is what
+        ``valid_every`` says, and what it returns by default.
         """
         return is_due
 
@@ -968,17 +814,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
     def should_checkpoint(self, is_due: bool) -> bool:
         """Decide whether StateManagerAddon saves a checkpoint now; it is asked as `should_validate`, and after that.
 
-        The end of a run, a signal that ends it, and what was asked for by `request` are saved in any case.
-
-        Parameters
-        ----------
-        is_due : bool
-            Whether ``save_every`` says so, or the validation of this moment was the best so far.
-
-        Returns
-        -------
-        bool
-            By default ``is_due``.
+        ``is_due`` is true when ``save_every`` says so, or the validation of this moment was the best so far. The end
+        of a run, a signal that ends it, and a save requested by `request` are saved in any case.
         """
         return is_due
 
@@ -993,15 +830,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @hook
     @explained_call("log({name: number}, self.progress_checker.step), or return a number of a batch from the step")
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step.
-
-        Parameters
-        ----------
-        metrics : mapping of str to float
-            Numbers by name.
-        step : int
-            Optimizer steps so far.
-        """
+        """Record metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step."""
         self.history.log.append({"step": step, "batch": self.progress_checker.batch, **plain(metrics)})
 
     @property
@@ -1024,25 +853,14 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def check_better(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether the monitored metric is better than ever before; called with each epoch's validation.
-
-        Parameters
-        ----------
-        metrics : mapping
-            The validation's metrics, or those of training where nothing is validated.
-
-        Returns
-        -------
-        bool
-            NaN is never better.
-        """
+        """Return whether the monitored metric is the best so far, after each validation; NaN never is."""
         return self.history.is_better(self.score_of(metrics))
 
     # -------------------------------------------------------------------------------- evaluation and inference
 
     @explained_call("evaluate(loader)")
     def evaluate(self, loader: Any) -> dict[str, float]:
-        """Return the means of what ``test_step`` gives over a loader; training is left exactly as it is.
+        """Return the means of what ``test_step`` returns over a loader; training is left exactly as it is.
 
         Nothing is recorded; ``on_validation_begin`` and ``on_validation_end``, which are of ``run``, are not called.
 
@@ -1063,20 +881,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @explained_call("inference(loader)")
     def inference(self, loader: Iterable[Any], *, seed: int | None = None) -> list[dict[str, Any]]:
-        """Return what ``predict_step`` gives for each batch, detached and on the host; no log is touched.
-
-        Parameters
-        ----------
-        loader : iterable
-            Batches.
-        seed : int, optional
-            As for `predict`.
-
-        Returns
-        -------
-        list of dict
-            One for each batch.
-        """
+        """Return what ``predict_step`` returns for each batch, on the host; ``seed`` is that of `predict`."""
         self.engine.rendezvous("inference")
         outputs: list[dict[str, Any]] = []
         with self.ready():
@@ -1087,7 +892,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
     def predict(
         self, loader: Iterable[Any], path: str | Path | None = None, *, seed: int | None = None
     ) -> dict[str, Tensor] | Path:
-        """Return what ``predict_step`` gives for all samples, in the order of the loader, or write it to a file.
+        """Return what ``predict_step`` returns for all samples, in the order of the loader, or write it to a file.
 
         The result is the same on any number of ranks; rank 0 writes the file, while it holds a few batches in memory.
 
@@ -1144,11 +949,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
         An override may add numbers to those of ``super().validate()``, or return others. Of several ranks, what rank 0
         returns counts.
-
-        Returns
-        -------
-        dict of str to float
-            Means by sample, and what ``metric_on_epoch_end`` added.
         """
         run = self.current_run
         return Evaluation(self, run.stop_signals).metrics(run.valid_loader)
@@ -1159,11 +959,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
         It has the averaged weights of ``EMAAddon``, or the evaluation weights of a schedule-free optimizer, and is in
         evaluation mode, without gradients. Afterwards weights and modes are those of training again. Without an average
         the weights stay as they are. Random streams are not restored.
-
-        Returns
-        -------
-        context manager
-            For one ``with`` statement.
 
         Examples
         --------
@@ -1188,13 +983,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         return evaluated_model(self)
 
     def toggle(self, mode: str | None = None) -> None:
-        """Switch between training and evaluation; back in training, each module has the mode that it had before.
-
-        Parameters
-        ----------
-        mode : {"train", "test"}, optional
-            The mode; None takes the other one.
-        """
+        """Switch to a mode, or to the other one; back in training, each module has the mode that it had before."""
         before = self.mode
         root = self.model if isinstance(self.model, nn.Module) else self._module
         self.mode = mode or ("test" if before == "train" else "train")
@@ -1315,11 +1104,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
         ----------
         path : str or Path
             A file; its folder is created if needed.
-
-        Returns
-        -------
-        Path
-            The file.
 
         Raises
         ------

@@ -35,15 +35,8 @@ __all__ = ["AccelerateAddon"]
 class AccelerateAddon(ReplicatedAddon, DistributedAddon):
     """Train with an ``Accelerator`` of Hugging Face Accelerate, which the steps have as ``self.accelerator``.
 
-    Ranks are started by ``accelerate launch``, by torchrun, or by ``run`` for a list of devices; one process works too.
-    Batches, steps, records and checkpoints are those of `MultiGPUAddon`, and so are the weights, to the last bit: the
-    loaders are not prepared, because every sample counts once here, and a resume within an epoch is exact. The
-    Accelerator decides about the precision: with ``mixed_precision="bf16"`` the forward of the model is in autocast,
-    and what it returns in float32, in training and in evaluation. Of its ``kwargs_handlers``, those for
-    DistributedDataParallel and autocast are used.
-
-    ``self.accelerator.print``, ``is_main_process``, ``gather_for_metrics``, ``log`` and its trackers,
-    ``sync_gradients`` and ``unwrap_model(self.model)`` work as in a loop of your own.
+    Its ``print``, ``is_main_process``, ``gather_for_metrics``, ``log`` and trackers, ``sync_gradients`` and
+    ``unwrap_model(self.model)`` work as in a loop of your own. One process works too.
 
     Parameters
     ----------

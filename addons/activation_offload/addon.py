@@ -24,14 +24,10 @@ _log = logging.getLogger("zae")
 class ActivationOffloadAddon(AddOnBase):
     """Keep saved activations of chosen modules in host memory: less memory on the device.
 
-    In the forward, saved tensors are copied to pinned memory, and the backward copies them back, in the order of the
+    The forward copies saved tensors to pinned memory, and the backward copies them back, in the order of the
     computation: the device does not compute meanwhile, and the host does not wait. Weights are bitwise the same with
-    and without it. Parameters and buffers stay on the device. With GradientCheckpointingAddon on the same modules, only
-    their inputs are saved, and these are offloaded.
-
-    On a CPU it does nothing, and warns once: what is saved is in the memory of the host already. In what is compiled,
-    the compiler decides what is kept, and nothing is offloaded. The same holds for modules within a call of
-    ``torch.utils.checkpoint`` of your own: offload a module around the call instead.
+    and without it. Parameters and buffers stay on the device. Nothing is offloaded of compiled modules, nor of those
+    within a call of ``torch.utils.checkpoint`` of your own: offload a module around the call instead.
 
     **The gain has not been measured on a real device**; the copies are tested on an emulated one.
 

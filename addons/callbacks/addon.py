@@ -31,20 +31,9 @@ _BY_STEP = ("should_save", "should_evaluate", "should_log")
 class CallbackAddon(AddOnBase):
     """Call callbacks at the events of a run: plain objects, and those of Transformers and Forgather as they are.
 
-    A plain callback is any object with methods named as zae's events, which get the trainer and what the hook of that
-    name gets: ``on_step_end(trainer, outputs)``, ``on_validation_end(trainer, metrics)``, ``on_log(trainer, metrics,
-    step)`` and the others. It asks by ``trainer.stop(reason)`` and ``trainer.request(action)``.
-
-    A method ``(args, state, control, **kwargs)`` is called as Transformers does, at its events and in its order, with
-    `TrainerState`, `TrainerControl` and the keywords model, processing_class, optimizer, lr_scheduler,
-    train_dataloader, eval_dataloader, metrics and logs; it needs no Transformers. A flag that any rank sets counts on
-    all of them: at once after a validation, an epoch and the last step, else after the next step, because no step waits
-    for the ranks to agree.
-
-    A callback that sets should_save and should_training_stop together pauses the run: a resume continues it.
-
-    Checkpoints contain ``log_history``, and for each rank the state of each callback that has ``state_dict`` and
-    ``load_state_dict``, names attributes in ``state_attributes``, or is an ``ExportableState`` of Transformers.
+    A plain callback has methods with the names of zae's events, ``on_step_end(trainer, outputs)`` for instance. A
+    method ``(args, state, control, **kwargs)`` is called as Transformers calls it, without Transformers being
+    installed.
 
     Parameters
     ----------

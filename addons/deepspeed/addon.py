@@ -71,11 +71,8 @@ class DeepSpeedEngine(Engine):
 class DeepSpeedAddon(DistributedAddon):
     """Train with DeepSpeed: ZeRO divides optimizer states (1), gradients too (2), and parameters too (3).
 
-    Stage 0 divides nothing. Batches, steps and records are those of `MultiGPUAddon`. Ranks are started by ``run``, or
-    by torchrun; one process trains without DeepSpeed. DeepSpeed steps a copy of the optimizer in float32, clips to
-    ``gradient_clip``, and is given the learning rates of ``scheduler``. Checkpoints contain whole float32 tensors under
-    the names of the plain model, and load into any other engine. All ranks call ``state_dict``, ``save_model`` and
-    ``evaluate``.
+    Batches, steps and records are those of `MultiGPUAddon`. DeepSpeed steps a copy of the optimizer in float32, clips
+    to ``gradient_clip``, and is given the learning rates of ``scheduler``. One process trains without DeepSpeed.
 
     Parameters
     ----------

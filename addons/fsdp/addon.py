@@ -169,12 +169,8 @@ class FSDPEngine(Engine):
 class FSDPAddon(DistributedAddon):
     """Divide parameters, gradients and optimizer states among several devices (``fully_shard``, FSDP2).
 
-    A block of the model is gathered just before it computes, and freed afterwards. With W ranks, each holds a W-th of
-    the state, and two gathered blocks. Batches, steps and records are those of `MultiGPUAddon`, and so are the
-    weights: a rank gets every W-th sample. Ranks are started by ``run``, or by torchrun.
-
-    ``mesh={"replicate": 2, "shard": 4}`` divides the state among groups of four ranks, and averages gradients over all
-    eight (hybrid sharding). All ranks call ``state_dict``, ``save_model`` and ``evaluate``, since each gathers shards.
+    A block of the model is gathered just before it computes, and freed afterwards. Batches, steps, records and weights
+    are those of `MultiGPUAddon`.
 
     Parameters
     ----------

@@ -23,11 +23,8 @@ class GradientCheckpointingAddon(AddOnBase):
     """Keep only the inputs of chosen modules for the backward, which computes their forward again: less memory.
 
     A step takes about a third longer where all layers are computed again. Weights are bitwise the same with and without
-    it: the forward in the backward has the random numbers of the first one, also those of Python and NumPy, and the
-    buffers of before it, so that statistics of BatchNorm and the vectors of spectral normalization move once. What a
-    module changes elsewhere, such as a counter in an attribute, it changes twice: do not choose it. Evaluations are as
-    without the add-on. In what is compiled, the compiler itself decides what is computed again, and the modules are not
-    checkpointed.
+    it: the second forward has the random numbers and the buffers of the first. What a module changes elsewhere, such as
+    a counter in an attribute, it changes twice: do not choose it. Evaluations are unchanged.
 
     Parameters
     ----------

@@ -48,20 +48,13 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
     """Train a model of Transformers on datasets: the steps, the loaders, and ``train()``.
 
     ``Trainer.add_on(HuggingFaceAddon)`` is a whole trainer: the loss is that of the model, or of ``compute_loss``,
-    which a class of yours may override as it does in Transformers. So it may ``create_optimizer``,
-    ``create_scheduler``, ``get_optimizer_cls_and_kwargs`` and ``get_decay_parameter_names``; a class with an override
-    that Transformers calls and nothing here would is refused. Options have the names of ``transformers.Trainer`` and
-    ``TrainingArguments``. Where your class has a ``train_step`` or ``test_step``, that one is called.
-
-    ``args=TrainingArguments(...)`` is taken too, or a dict of them: the class gets the add-ons that they ask for, and a
-    warning names those without effect.
+    which a class of yours may override. Where your class has a ``train_step`` or ``test_step``, that one is called.
+    Options have the names of ``transformers.Trainer`` and ``TrainingArguments``. ``args=TrainingArguments(...)``, or a
+    dict of them, adds the add-ons that they ask for; a warning names those without effect.
 
     ``optimizer_cls_and_kwargs=(AdamW, {"lr": 1e-3})`` is taken in the place of ``optim``. A ``scheduler`` is stepped
-    after each optimizer step, as Transformers steps it: for one that counts epochs, give
-    ``scheduler_step_on_batch=False``.
-
-    Batches weigh by their targets: with gradient accumulation and on several ranks, each label that is not -100 has
-    the same weight, as with ``num_items_in_batch`` of Transformers.
+    after each optimizer step: for one that counts epochs, give ``scheduler_step_on_batch=False``. With gradient
+    accumulation and on several ranks, each label that is not -100 has the same weight.
 
     Parameters
     ----------

@@ -21,10 +21,7 @@ __all__ = ["PEFTAddon"]
 class PEFTAddon(AddOnBase):
     """Train an adapter of ``peft`` (LoRA, DoRA, IA3, prompts and others), or the part of a model that is not frozen.
 
-    Checkpoints and ``save_model(file)`` contain only what is trained: parameters that require gradients, ``modules_to_
-    save``, and buffers that have changed, such as those of BatchNorm. They also contain a hash of each frozen weight,
-    and refuse to load into another base model, which the script has to build again. ``apply_weights`` loads the trained
-    part into any base. `EMAAddon` averages only what is trained.
+    Checkpoints and ``save_model(file)`` contain only what is trained, and a hash of each frozen weight.
 
     Parameters
     ----------

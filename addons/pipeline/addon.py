@@ -135,19 +135,8 @@ def check_stages(model: nn.Module, arrangement: Arrangement, trains: bool, pipel
 class PipelineAddon(DistributedAddon):
     """Divide the model into stages, which several devices compute in turn on parts of each batch.
 
-    Each rank holds the parameters, gradients and optimizer states of its stages, and sends activations to the rank with
-    the next one. A batch is divided into micro-batches, so that the stages compute at the same time. The batch size of
-    the loader is that of the step; with ``mesh={"replicate": 2, "pipeline": 2}`` two pipelines of two ranks train on
-    different samples, as `MultiGPUAddon` does.
-
-    ``train_step`` stays as it is. It calls ``self.model(...)`` once. On each rank it runs up to this call, for the
-    inputs of the model; on the rank with the last stage it runs again for each micro-batch, where the call returns what
-    the model has computed. So what comes before the call must not change anything outside. Losses and metrics of the
-    micro-batches are averaged by samples, or by ``num_targets``; other values that ``train_step`` returns are kept with
-    ``keep_train_outputs=True`` alone.
-
-    Dropout draws from a stream of its stage and micro-batch: its masks are those of no other number of stages or
-    micro-batches, and the same with each schedule.
+    The batch size of the loader is that of the step. Losses and metrics of the micro-batches are averaged by samples,
+    or by ``num_targets``; other values that ``train_step`` returns are kept with ``keep_train_outputs=True`` alone.
 
     Parameters
     ----------

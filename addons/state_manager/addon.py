@@ -50,17 +50,12 @@ _log = logging.getLogger("zae")
 class StateManagerAddon(AddOnBase):
     """Save the whole state of a run, and resume from it to bitwise the same end.
 
-    A checkpoint is a folder ``step-00000012`` under ``save_path``: the weights under the keys of the model's own
-    ``state_dict``, everything else, and a manifest with the SHA-256 of each file. It is written under a hidden name
-    and renamed, and no file of it is ever read by pickle. It is saved when ``save_every`` is due, when a validation was
-    the best so far, and at the end of a run. At SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the step is finished, the state is
-    saved, and the process ends with status 143, 129 or 130; a validation stops between two batches, and the resumed
-    run repeats it first. After an exception the state is saved in ``crash-00000012``. A run resumes from it if
-    ``resume`` names it, or if it is the newest and exact: where a validation has failed, or workers of the loader, in
-    one process. Of several ranks the one that fails first saves it, without the others' random streams.
+    A checkpoint is a folder ``step-00000012`` under ``save_path``. It is saved when ``save_every`` is due, when a
+    validation was the best so far, at the end of a run, and at SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, which end the
+    process with status 143, 129 or 130. After an exception the state is saved in ``crash-00000012``.
 
     ``trainer.checkpoints`` knows which checkpoints there are, and ``trainer.checkpointer`` stores them (see
-    `zae.addons.state_manager.Checkpointer`).
+    ``zae.addons.state_manager.Checkpointer``).
 
     Parameters
     ----------

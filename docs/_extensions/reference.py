@@ -17,15 +17,12 @@ HOOKS = hooks_of(Trainer)
 
 def shorten(app: Sphinx, what: str, name: str, value: object, options: Any, lines: list[str]) -> None:
     """Leave out of a class what its page, or that of the options, says elsewhere: text, options and example."""
-    if what != "class" or not (has_own_page(app) or value is Trainer):
+    if what != "class" or not (has_own_page(app) or value in (Trainer, AddOnBase)):
         return
     titles = [at - 1 for at, line in enumerate(lines) if at and line and set(line) == {"-"}]
-    text = lines[: titles[0]] if titles and value is Trainer else []
-    kept = [
-        lines[at:end]
-        for at, end in zip(titles, [*titles[1:], len(lines)])
-        if lines[at] not in ("Parameters", "Raises", "Examples")
-    ]
+    text = [] if has_own_page(app) else lines[: titles[0]] if titles else lines
+    left_out = ("Attributes",) if value is AddOnBase else ("Parameters", "Raises", "Examples")
+    kept = [lines[at:end] for at, end in zip(titles, [*titles[1:], len(lines)]) if lines[at] not in left_out]
     lines[:] = [line for section in (text, *kept) for line in section]
 
 

@@ -73,10 +73,10 @@ class Processes:
 
     @hook
     def request(self, action: str) -> None:
-        """Ask for something that is done after this step, before the next one; of several ranks, any may ask.
+        """Request an action after this step, before the next one; any of several ranks may request it.
 
-        Several ranks agree on it as on `stop`: it is done after the next step, except after a validation, an epoch and
-        the last step of the run, where it is done at once. What was done at that step already is not done twice.
+        Several ranks do it after the next step, except after a validation, an epoch and the last step of the run,
+        where it is done at once. What was done at that step already is not done twice.
 
         Parameters
         ----------
@@ -130,18 +130,8 @@ class Processes:
     def weights_to_save(self, names: Collection[str]) -> Collection[str]:
         """Return the names of the weights that checkpoints and ``save_model`` contain: by default all names.
 
-        An override leaves out weights that the script builds as they were, of a frozen model for instance. Loading
-        then leaves these as they are.
-
-        Parameters
-        ----------
-        names : collection of str
-            All keys of the plain module.
-
-        Returns
-        -------
-        collection of str
-            Some of them. The same object where nothing is left out.
+        An override leaves out weights that the script builds again, those of a frozen model for instance; loading
+        leaves them as they are. Where nothing is left out it returns the same object.
         """
         return names
 
