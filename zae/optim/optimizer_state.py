@@ -87,10 +87,13 @@ def _in_layout_of_parameters(optimizer: Optimizer, state: Mapping[str, Any]) -> 
         return state
     indices = [index for group in state["param_groups"] for index in group["params"]]
     parameter_at = dict(zip(indices, parameters))
+    # Parameters of other ranks are on the meta device; where all are there, they are of a model without memory.
+    others = [] if all(each.is_meta for each in parameters) else [each for each in parameters if each.is_meta]
+    ids_of_others = set(map(id, others))
     states = {}
     for index, values in state["state"].items():
         parameter = parameter_at.get(index)
-        if parameter is None or not parameter.is_meta:  # A parameter of another rank is on the meta device.
+        if id(parameter) not in ids_of_others:
             states[index] = map_tensors(partial(redistribute_like, reference=parameter), values)
     return {**state, "state": states}
 
