@@ -9,7 +9,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -24,7 +23,7 @@ from zae.values.walk import flatten, json_safe
 __all__ = ["ClientSink", "JSONLSink", "RunInfo", "Sink"]
 
 _log = logging.getLogger("zae")
-_OTHERS = ("run", "image", "histogram")  # A line that is not a record has a dict under one of these.
+_OTHERS = ("run", "image", "histogram")  # A line that is no record has a dict there; the last two are of older files.
 
 
 @dataclass(frozen=True)
@@ -132,34 +131,6 @@ class Sink:
             Their optimizer step. It never decreases, except after a state is loaded.
         """
         raise NotImplementedError
-
-    def write_image(self, name: str, pixels: Any, step: int) -> None:
-        """Write an image; the default leaves it out.
-
-        Parameters
-        ----------
-        name : str
-            As a metric has one.
-        pixels : ndarray of uint8, shape (height, width, channels)
-            With 1, 3 or 4 channels.
-        step : int
-            Its optimizer step.
-        """
-
-    def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
-        """Write a histogram; the default leaves it out.
-
-        Parameters
-        ----------
-        name : str
-            As a metric has one.
-        counts : ndarray, shape (bins,)
-            How many values are in each bin.
-        edges : ndarray, shape (bins + 1,)
-            The limits of the bins.
-        step : int
-            Its optimizer step.
-        """
 
     def flush(self) -> None:
         """Write buffered records to the disk; called before a state is saved."""
@@ -283,20 +254,6 @@ class JSONLSink(Sink):
             self._append(header)
         self._append({"step": step, **{key: value for key, value in metrics.items() if key != "step"}})
 
-    def write_image(self, name: str, pixels: Any, step: int) -> None:
-        """Write a PNG file into a folder beside the file, and a line with its name."""
-        from PIL import Image
-
-        folder = self.path.with_name(f"{self.path.stem}-images")
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)}-{step:08d}.png"
-        Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(path)
-        self._append({"step": step, "image": {name: f"{folder.name}/{path.name}"}})
-
-    def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
-        """Append a line with the counts and the edges."""
-        self._append({"step": step, "histogram": {name: {"counts": counts.tolist(), "edges": edges.tolist()}}})
-
     def _append(self, line: dict[str, Any]) -> None:
         assert self._file is not None
         now = {"unix_time": round(self.logged_at or time.time(), 6)}
@@ -354,7 +311,7 @@ def _keep_lines(path: Path, records: int | None, step: int | None) -> None:
 
 
 def _place_of(line: bytes) -> tuple[float | None, bool]:
-    """Return the step of a complete line, else None, and whether it is a record, not a description or an image."""
+    """Return the step of a complete line, else None, and whether it is a record, not a description of the run."""
     try:
         row: Any = json.loads(line) if line.endswith(b"\n") else None
         step = row["step"]

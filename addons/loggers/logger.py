@@ -15,7 +15,6 @@ from torch import Tensor
 from zae import random_state
 from zae.addon import AddOnBase, hook
 from zae.addons.loggers.base import ClientSink, RunInfo, Sink
-from zae.addons.loggers.media import figure_pixels, histogram_of, image_pixels
 from zae.addons.loggers.worker import SinkGroup
 from zae.arguments import Interval
 from zae.description import describe
@@ -130,62 +129,7 @@ class LoggerAddon(AddOnBase):
             progress = self.progress_checker
             at = {"epoch": progress.epoch + bool(progress.epoch_batch), "batch": progress.batch}
             record = {**at, **{str(key): _plain(value) for key, value in metrics.items()}}
-            self._group.write("write", record, step)
-
-    def log_image(self, name: str, image: Any, step: int | None = None) -> None:
-        """Pass an image to every sink that has images; `JSONLLoggerAddon` writes a PNG file beside its own.
-
-        Parameters
-        ----------
-        name : str
-            As a metric has one: ``"valid/samples"``.
-        image : Tensor, ndarray or Pillow image
-            A tensor has the shape (channels, height, width), an array (height, width, channels); both may have two
-            axes only. uint8, or floats between 0 and 1.
-        step : int, optional
-            An optimizer step; by default the present one.
-
-        Raises
-        ------
-        ConfigError
-            It is not an image.
-        AddOnRequirement
-            Pillow is not installed.
-        """
-        if self.is_main:
-            self._pass("write_image", name, image_pixels(name, image), step=step)
-
-    def log_figure(self, name: str, figure: Any, step: int | None = None) -> None:
-        """Draw a matplotlib figure, and pass it on as an image; close it yourself.
-
-        Parameters
-        ----------
-        name : str
-            As a metric has one.
-        figure : matplotlib.figure.Figure
-            It is not changed.
-        step : int, optional
-            An optimizer step; by default the present one.
-        """
-        if self.is_main:
-            self._pass("write_image", name, figure_pixels(name, figure), step=step)
-
-    def log_histogram(self, name: str, values: Any, step: int | None = None, bins: int = 64) -> None:
-        """Pass a histogram of values to every sink that has histograms; infinite ones and NaN are left out.
-
-        Parameters
-        ----------
-        name : str
-            As a metric has one: ``"weights/head"``.
-        values : Tensor or array
-            Of any shape.
-        step : int, optional
-            An optimizer step; by default the present one.
-        bins : int
-            Of equal width, between the least and the largest value.
-        """
-        if self.is_main:
-            self._pass("write_histogram", name, *histogram_of(name, values, bins), step=step)
+            self._group.write(record, step)
 
     @property
     def clients(self) -> dict[str, Any]:
@@ -196,11 +140,6 @@ class LoggerAddon(AddOnBase):
         another thread. The dict is empty before and after a run.
         """
         return {} if self._group is None else self._group.clients
-
-    def _pass(self, call: str, *args: Any, step: int | None) -> None:
-        self._open_sinks()
-        if self._group is not None:
-            self._group.write(call, *args, self.progress_checker.step if step is None else step)
 
     def on_exception(self, error: BaseException) -> None:
         """Note that the run has failed, for sinks that show it."""

@@ -106,12 +106,6 @@ class MLflowSink(ClientSink):
         ]
         client.log_batch(run_id, metrics=numbers, tags=texts)
 
-    def write_image(self, name: str, pixels: Any, step: int) -> None:
-        """Log an image among the artifacts of the run."""
-        client, run_id = self.client
-        pixels = pixels[..., 0] if pixels.shape[2] == 1 else pixels
-        client.log_image(run_id, pixels, key=_name_for(name), step=step, synchronous=True)
-
     def close(self, failed: bool) -> None:
         """End the run, which may be continued later."""
         if self.client is not None:
@@ -126,7 +120,7 @@ class MLflowLoggerAddon(WebLoggerAddon):
     ``web_logger["mlflow"]`` has the experiment_name, and optionally tracking_uri, run_name, run_id and tags. Without a
     tracking_uri it is that of MLflow: MLFLOW_TRACKING_URI, or a database in the present folder. Options are parameters
     of the run, versions are tags, records are metrics over optimizer steps. A resumed run continues the run of MLflow
-    with its tag ``zae.run_id``; steps after the loaded state are there twice then. MLflow has no histograms.
+    with its tag ``zae.run_id``; steps after the loaded state are there twice then.
 
     Parameters
     ----------

@@ -68,12 +68,6 @@ class NeptuneSink(ClientSink):
             else:
                 self.client[key].append(value, step=step)
 
-    def write_image(self, name: str, pixels: Any, step: int) -> None:
-        """Append to a series of files; Neptune has no histograms."""
-        from neptune.types import File
-
-        self.client[name].append(File.as_image(pixels / 255), step=step)
-
     def flush(self) -> None:
         """Wait until the client has written its calls to the disk, from where it sends them."""
         if self.client is not None:

@@ -107,18 +107,6 @@ class TensorBoardSink(Sink):
             else:
                 self.client.add_scalar(key, value, step)
 
-    def write_image(self, name: str, pixels: Any, step: int) -> None:
-        """Add an image."""
-        self.client.add_image(name, pixels, step, dataformats="HWC")
-
-    def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
-        """Add a histogram; its moments are those of the middles of the bins."""
-        middles = (edges[:-1] + edges[1:]) / 2
-        sums = {"num": counts.sum(), "sum": (counts * middles).sum(), "sum_squares": (counts * middles**2).sum()}
-        self.client.add_histogram_raw(
-            name, edges[0], edges[-1], **sums, bucket_limits=edges[1:], bucket_counts=counts, global_step=step
-        )
-
     def flush(self) -> None:
         """Flush the writer."""
         self.client.flush()

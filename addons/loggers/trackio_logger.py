@@ -46,18 +46,6 @@ class TrackioSink(ClientSink):
         self.client.log(dict(metrics), step=step)
         self._is_new = True
 
-    def write_image(self, name: str, pixels: Any, step: int) -> None:
-        """Log an image, in a separate row."""
-        import trackio
-
-        self.write({name: trackio.Image(pixels.repeat(3, axis=2) if pixels.shape[2] == 1 else pixels)}, step)
-
-    def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
-        """Log a histogram, in a separate row."""
-        import trackio
-
-        self.write({name: trackio.Histogram(np_histogram=(counts, edges))}, step)
-
     def flush(self) -> None:
         """Finish the run and continue it: there is no other call that waits until the rows are written."""
         if self._is_new:

@@ -95,18 +95,6 @@ class WandBSink(ClientSink):
         self.client.log({**metrics, "step": step})
         self._written = True
 
-    def write_image(self, name: str, pixels: Any, step: int) -> None:
-        """Log an image, in a separate row."""
-        import wandb
-
-        self.write({name: wandb.Image(pixels[..., 0] if pixels.shape[2] == 1 else pixels)}, step)
-
-    def write_histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
-        """Log a histogram, in a separate row."""
-        import wandb
-
-        self.write({name: wandb.Histogram(np_histogram=(counts, edges))}, step)
-
     def flush(self) -> None:
         """Wait until the file of the client has grown; there is no call for that."""
         interval = getattr(self.client.settings, _INTERVAL, 0.0)

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,12 +140,12 @@ class GuardedSink:
             self._has_begun = True
             self.submit("open", self.info)
 
-    def write(self, name: str, *arguments: Any) -> None:
-        """Call a method whose name begins with "write"; the arguments must not change afterwards."""
+    def write(self, record: Mapping[str, Any], step: int) -> None:
+        """Write a record, which must not change afterwards."""
         if self.sink.has_queue and not self.has_failed:
-            self.make(Call(self, name, arguments, time.time()))
+            self.make(Call(self, "write", (record, step), time.time()))
         else:
-            self.submit(name, *arguments)
+            self.submit("write", record, step)
             if self._required:
                 self._queue.wait()
         self.raise_error()
@@ -156,7 +156,7 @@ class GuardedSink:
         with self._queue.lock:
             if not self.has_failed:
                 self._queue.submit(call)
-            elif name.startswith("write"):
+            elif name == "write":
                 self._keep(call)
 
     def make(self, call: Call) -> None:
@@ -220,11 +220,11 @@ class GuardedSink:
             text = "the logger %s failed: %s. Training continues, and its records go to %s. To fix it, %s"
             _log.warning(text, name, reason, self.path, remedy)
             for row in unconfirmed:
-                if row.name.startswith("write"):
+                if row.name == "write":
                     self._keep(row)
 
     def _keep(self, call: Call) -> None:
-        """Write one record, image or histogram to the local file."""
+        """Write one record to the local file."""
         if self._required:
             return
         if self._dropped:
@@ -235,7 +235,7 @@ class GuardedSink:
                 self._local = JSONLSink(self.path)
                 self._local.open(replace(self.info, continued=True, records=None))
             self._local.logged_at = call.submitted_at
-            getattr(self._local, call.name)(*call.arguments)
+            self._local.write(*call.arguments)
             self._kept += 1
         except Exception as error:
             self._dropped = 1
@@ -274,10 +274,10 @@ class SinkGroup:
             sink.open()
         self._wait()
 
-    def write(self, name: str, *arguments: Any) -> None:
-        """Write a record, an image or a histogram to each sink."""
+    def write(self, record: Mapping[str, Any], step: int) -> None:
+        """Write a record to each sink."""
         for sink in self.sinks:
-            sink.write(name, *arguments)
+            sink.write(record, step)
 
     def flush(self) -> None:
         """Wait until all sinks have written what they were given."""

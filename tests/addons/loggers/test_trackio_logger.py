@@ -7,7 +7,6 @@ import signal
 import sys
 
 import pytest
-import torch
 
 from kit.loggers import Killed, Task, build, digest, forked, loader
 from zae import AddOnRequirement, ConfigError
@@ -59,20 +58,15 @@ def test_killed_and_resumed_no_record_is_lost(project):
     assert [row["step"] for row in rows(project)][-6:] == list(range(7, 13))
 
 
-def test_media_and_the_client(project):
+def test_the_client_logs_what_is_no_record(project):
     class Shown(Task):
         def train_step(self, batch):
             if self.progress_checker.step == 1:
-                self.log_image("image", torch.zeros(1, 4, 5))
-                self.log_histogram("values", torch.arange(10.0), bins=5)
                 self.clients["trackio"].log({"mine": 1.0}, step=1)
             return super().train_step(batch)
 
     logger(project, task=Shown).run(1, loader())
-    found = {key: row[key] for row in rows(project) for key in ("image", "values", "mine") if key in row}
-    assert found["image"]["_type"] == "trackio.image"
-    assert found["values"]["values"] == [2, 2, 2, 2, 2]
-    assert found["mine"] == 1.0
+    assert [row["mine"] for row in rows(project) if "mine" in row] == [1.0]
 
 
 def test_the_weights_are_those_without_it(project):

@@ -93,7 +93,7 @@ def drive(group, count=10, flushes=1):
     hurry(group, "open")
     group.open()
     for step in range(1, count + 1):
-        group.write("write", {"x": step / 2}, step)
+        group.write({"x": step / 2}, step)
     hurry(group, "write")
     hurry(group, "flush")
     for _ in range(flushes):
@@ -167,7 +167,7 @@ def test_a_slow_sink_is_no_failed_one(caplog):
     group = group_of(sink)
     group.open()
     for step in range(20):
-        group.write("write", {}, step)
+        group.write({}, step)
     assert sink.rows == []
     sink.free.set()
     group.close(False)
@@ -182,7 +182,7 @@ def test_fault_a_sink_that_blocks_holds_up_no_other_one(caplog, method):
     group = group_of(blocking, other, direct, timeout=0.3)
     group.open()
     for step in range(1, 4):
-        group.write("write", {"x": step}, step)
+        group.write({"x": step}, step)
         assert [at for _, at in direct.rows] == [*range(1, step + 1)]
     group.flush()
     group.close(False)
@@ -230,7 +230,7 @@ def test_fault_required_raises_instead(caplog, make):
     assert isinstance(caught.value, ZaeError)
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None  # the client's own error, with what it was given, is not shown
-    group.write("write", {"x": 1}, 1)
+    group.write({"x": 1}, 1)
     group.close(True)
     assert not warned(caplog)
     assert not FOLDER.exists()
@@ -244,9 +244,9 @@ def test_fault_required_raises_at_the_record(caplog, has_queue):
     group = group_of(sink, required=True)
     group.open()
     for step in range(1, 7):
-        group.write("write", {"x": 1}, step)
+        group.write({"x": 1}, step)
     with pytest.raises(LoggerError, match="list failed: ValueError: bad"):
-        group.write("write", {"x": 1}, 7)
+        group.write({"x": 1}, 7)
     group.close(True)
 
 
@@ -290,7 +290,7 @@ def test_a_forked_process_leaves_it_alone(caplog):
     begin = time.monotonic()
     assert forked(group._close_at_exit) == 0
     assert time.monotonic() - begin < 100
-    group.write("write", {"x": 1}, 1)
+    group.write({"x": 1}, 1)
     group.close(False)
     assert len(sink.rows) == 1
 
@@ -308,7 +308,7 @@ def test_an_exit_writes_what_is_pending(tmp_path):
         "        print('close', failed, flush=True)\n"
         "group = SinkGroup([Slow()], RunInfo('r1', timeout=60), Path('offline'))\n"
         "group.open()\n"
-        "for step in range(5): group.write('write', {}, step)\n"
+        "for step in range(5): group.write({}, step)\n"
     )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert output.splitlines() == [*(f"write {step}" for step in range(5)), "close False"]
