@@ -7,9 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .check import Options, Result, check
+from .check import Options, check
 from .errors import Refused
-from .matrix import table
 from .report import as_json, as_markdown, as_text
 
 __all__ = ["main"]
@@ -24,7 +23,6 @@ is compared to the bit. The command that starts it is to resume it, unless
   resumecheck -- python train.py --epochs 3
   resumecheck --resume-with "--resume {newest:out/step_*}" -- python train.py
   resumecheck -- torchrun --nproc-per-node 2 train.py
-  resumecheck matrix FILE     a table of the scripts that an INI file names
 """
 
 
@@ -55,8 +53,6 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check a script; return 0 if it resumes to the same run, 1 if not, 2 if it could not be judged."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["matrix"] and len(words) > 1:
-        return _main_matrix(*words[1:])
     if "--resume-with" in words[:-1]:  # Its value begins with a dash, which argparse takes for an option.
         place = words.index("--resume-with")
         words[place : place + 2] = [f"--resume-with={words[place + 1]}"]
@@ -67,26 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Refused as error:
         print(f"resumecheck: {error}", file=sys.stderr)
         return 2
-    _print(result, as_object, page)
-    return result.status
-
-
-def _main_matrix(file: str, *names: str) -> int:
-    """Print the table of several scripts."""
-    try:
-        text, status = table(file, names)
-    except Refused as error:
-        print(f"resumecheck: {error}", file=sys.stderr)
-        return 2
-    print(text)
-    return status
-
-
-def _print(result: Result, as_object: bool, page: str | None) -> None:
     print(as_json(result) if as_object else as_text(result))
     if page:
         with open(os.path.expandvars(page), "a", encoding="utf-8") as file:
             file.write(as_markdown(result))
+    return result.status
 
 
 if __name__ == "__main__":

@@ -21,20 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "CHANGES",
-    "WRITES",
-    "Guard",
-    "changed_paths",
-    "has_landlock",
-    "is_within",
-    "map_paths",
-    "place_of",
-    "read_refusal",
-    "restrict",
-    "when_imported",
-    "writable_caches",
-]
+__all__ = ["Guard", "has_landlock", "is_within", "map_paths", "read_refusal", "when_imported", "writable_caches"]
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CHANGES: dict[str, tuple[str, tuple[tuple[int, int | None], ...]]] = {
@@ -43,7 +30,7 @@ CHANGES: dict[str, tuple[str, tuple[tuple[int, int | None], ...]]] = {
     "os.symlink": ("link", ((1, 2),)),
     "os.remove": ("remove", ((0, 1),)),
     "os.rmdir": ("remove", ((0, 1),)),
-    "os.mkdir": ("make", ((0, 2),)),
+    "os.mkdir": ("mkdir", ((0, 2),)),
     "os.truncate": ("truncate", ((0, None),)),
 }
 """Each audit event of a change: what it does, and the places of its paths and of the folders they are relative to."""
@@ -133,14 +120,6 @@ def is_within(path: str, folder: str) -> bool:
     return os.path.join(path, "").startswith(os.path.join(folder, ""))
 
 
-def changed_paths(event: str, arguments: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return each path that a change is about, and the descriptor of the folder that it is relative to, or -1."""
-    return [
-        (arguments[index], arguments[folder] if folder is not None and folder < len(arguments) else -1)
-        for index, folder in CHANGES[event][1]
-    ]
-
-
 def place_of(path: Any, folder: Any = -1) -> str:
     """Return a path without links but at its end; it may be relative to the folder of a descriptor."""
     text = os.fsdecode(path)
@@ -167,41 +146,61 @@ def read_refusal(path: str) -> dict[str, str] | None:
 
 
 class Guard:
-    """Watch what this process changes, by an audit hook and around the writers that open files without an event."""
+    """Watch what this process changes, by an audit hook and around the writers that open files without an event.
 
-    def __init__(self, folders: Sequence[str], refusal: str) -> None:
+    Parameters
+    ----------
+    folders : sequence of str
+        Where it may change files.
+    refusal : str
+        The file that says what was refused.
+    then : callable, optional
+        Takes each change that is allowed: what it does, and its paths.
+    """
+
+    def __init__(
+        self, folders: Sequence[str], refusal: str, then: Callable[..., None] = lambda operation, *paths: None
+    ) -> None:
         self.roots = tuple(os.path.join(os.path.realpath(each), "") for each in folders)
-        self.refusal = refusal
+        self.refusal, self.then = refusal, then
         self.is_refusing = False
         sys.addaudithook(self.audit)
-        when_imported("torch", lambda torch: self._wrap(torch, "save", 1, "f"))
-        when_imported("safetensors", lambda safetensors: self._wrap(safetensors, "serialize_file", 1, "filename"))
-        before_hdf5_writes(lambda path: self.check("write", path))
+        when_imported("torch", lambda torch: self._wrap(torch, "save", "f"))
+        when_imported("safetensors", lambda safetensors: self._wrap(safetensors, "serialize_file", "filename"))
+        when_imported("h5py", lambda h5py: self._wrap(h5py.File, "__init__", "name", "mode"))
 
     def audit(self, event: str, arguments: Any) -> None:
-        """Refuse an event that would change a file outside of the folders."""
+        """See an event that would change a file."""
         if event == "open":
             path, _, flags = arguments
             if isinstance(flags, int) and flags & WRITES:
-                self.check("write", path)
+                self.change("append" if flags & os.O_APPEND else "write", (path, -1))
         elif event in CHANGES:
-            for path, folder in changed_paths(event, arguments):
-                self.check(CHANGES[event][0], path, folder)
+            operation, places = CHANGES[event]
+            relative = [folder if folder is not None and folder < len(arguments) else None for _, folder in places]
+            folders = [-1 if place is None else arguments[place] for place in relative]
+            self.change(operation, *zip((arguments[path] for path, _ in places), folders))
 
-    def check(self, operation: str, path: Any, relative_to: int = -1) -> None:
+    def change(self, operation: str, *places: tuple[Any, Any]) -> None:
+        """Refuse to change what is outside of the folders, and tell of all other changes."""
+        if self.is_refusing or not all(isinstance(path, (str, bytes, os.PathLike)) for path, _ in places):
+            return
+        paths = [place_of(*each) for each in places]
+        for each in paths:
+            self.check(operation, each)
+        self.then(operation, *paths)
+
+    def check(self, operation: str, path: str) -> None:
         """Refuse to change a path outside of the folders, unless that would change nothing."""
-        if not isinstance(path, (str, bytes, os.PathLike)) or self.is_refusing:
+        if operation in ("append", "write", "truncate"):  # A link is renamed or removed itself, not what it leads to.
+            path = os.path.realpath(path)
+        if os.path.join(path, "").startswith(self.roots) or _is_device(path):
             return
-        real = place_of(path, relative_to)
-        if operation in ("write", "truncate"):  # A link itself is renamed or removed, and not what it leads to.
-            real = os.path.realpath(real)
-        if os.path.join(real, "").startswith(self.roots) or _is_device(real):
+        if operation in ("mkdir", "remove") and os.path.lexists(path) == (operation == "mkdir"):
             return
-        if operation in ("make", "remove") and os.path.lexists(real) == (operation == "make"):
-            return
-        if os.path.basename(os.path.dirname(real)) == "__pycache__":
-            raise PermissionError(f"{real} is outside of the copy of the working folder")
-        self.refuse(operation, real)
+        if os.path.basename(os.path.dirname(path)) == "__pycache__":
+            raise PermissionError(f"{path} is outside of the copy of the working folder")
+        self.refuse(operation, path)
 
     def refuse(self, operation: str, path: str) -> None:
         """Write down what is refused, and end this process at once."""
@@ -216,13 +215,14 @@ class Guard:
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _wrap(self, module: Any, name: str, index: int, keyword: str) -> None:
-        """Check the path that a function of a module gets."""
+    def _wrap(self, module: Any, name: str, keyword: str, mode: str = "") -> None:
+        """See the path that a writer of a module gets as its second argument; a third one, "r", is to read."""
         original = getattr(module, name)
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.check("write", args[index] if len(args) > index else kwargs.get(keyword))
+            if not mode or (args[2] if len(args) > 2 else kwargs.get(mode, "r")) != "r":
+                self.change("write", (args[1] if len(args) > 1 else kwargs.get(keyword), -1))
             return original(*args, **kwargs)
 
         setattr(module, name, call)
@@ -264,23 +264,6 @@ def when_imported(name: str, action: Callable[[Any], None]) -> None:
         action(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Finder(name, action))
-
-
-def before_hdf5_writes(action: Callable[[Any], None]) -> None:
-    """Call a function with each file that h5py is about to open for writing: it does so in C, without an event."""
-
-    def wrap(module: Any) -> None:
-        original = module.File.__init__
-
-        @functools.wraps(original)
-        def call(file: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-            if mode != "r":
-                action(name)
-            original(file, name, mode, *args, **kwargs)
-
-        module.File.__init__ = call
-
-    when_imported("h5py", wrap)
 
 
 def _main(folders: str, *command: str) -> None:

@@ -24,7 +24,7 @@ __all__ = [
 
 _LOGS = (".csv", ".json", ".jsonl", ".log", ".md", ".png", ".svg", ".tsv", ".txt", ".yaml", ".yml", ".lock", ".out")
 _CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors", ".distcp", ".pkl", ".h5", ".keras", ".tar", ".npz")
-_WRITES = ("write", "append", "torch.save", "safetensors")
+_WRITES = ("write", "append")
 _LEAST_BYTES = 256
 
 Event = dict[str, Any]
@@ -171,7 +171,7 @@ def _after(event: Event, names: set[str]) -> set[str]:
         source = event["source"]
         moved = {path + name[len(source) :] for name in names if _is_below(name, source)}
         return {name for name in names if not _is_below(name, source)} | (moved or {path})
-    if operation in ("remove", "rmdir"):
+    if operation == "remove":
         return {name for name in names if not _is_below(name, path)}
     return names | {path} if operation in _WRITES else names
 

@@ -40,52 +40,27 @@ class Watch:
     def __init__(self, plan: Plan, fork: Fork | None = None) -> None:
         self.plan, self.fork = plan, fork
         self.work = os.path.join(plan["work"], "")
-        self.busy_threads: set[int] = set()
         self.counts: dict[str, int] = {}
         self.file: int | None = None
         self.pid = os.getpid()
         self.recorder: Any = None
-        sys.addaudithook(self.audit)
+        guard.Guard(plan["writable"], plan["refusal"], then=self.change)
         guard.when_imported("torch", self.watch_torch)
-        guard.when_imported("safetensors", self.watch_safetensors)
-        guard.before_hdf5_writes(self.watch_hdf5)
-        guard.when_imported("safetensors.torch", self.watch_safetensors_of_torch)
+        guard.when_imported("safetensors.torch", self.watch_safetensors)
 
     # --- files
 
-    def audit(self, event: str, arguments: Any) -> None:
-        """Tell each change of a file in the copy."""
-        if event == "open":
-            path, _, flags = arguments
-            if isinstance(flags, int) and flags & guard.WRITES and isinstance(path, (str, bytes, os.PathLike)):
-                self.change("append" if flags & os.O_APPEND else "write", path)
-        elif event in guard.CHANGES and self.plan["snapshots"]:
-            *_, (path, folder) = guard.changed_paths(event, arguments)
-            source = arguments[0] if event == "os.rename" else None
-            if isinstance(path, (str, bytes, os.PathLike)):
-                self.change(event.partition(".")[2], path, folder, source)
-
-    def change(self, operation: str, path: Any, folder: Any = -1, source: Any = None, **more: Any) -> None:
+    def change(self, operation: str, *paths: str) -> None:
         """Tell the parent of a change before it is made, and wait until it has taken a snapshot."""
-        thread = threading.get_ident()
-        if thread in self.busy_threads or not self.plan["snapshots"]:
+        *sources, path = paths
+        if not self.plan["snapshots"] or not path.startswith(self.work) or f"{os.sep}__pycache__" in path:
             return
-        self.busy_threads.add(thread)
-        try:
-            real = guard.place_of(path, folder)
-            if not real.startswith(self.work) or f"{os.sep}__pycache__" in real:
-                return
-            if operation == "mkdir" and os.path.isdir(real):
-                return
-            if self._is_busy_log(real, operation):
-                return
-            message = {"kind": "file", "operation": operation, "path": real[len(self.work) :], **more}
-            if source is not None:
-                origin = guard.place_of(source, folder)
-                message["source"] = origin[len(self.work) :] if origin.startswith(self.work) else origin
-            self.tell({**message, **self._situation()})
-        finally:
-            self.busy_threads.discard(thread)
+        if self._is_busy_log(path, operation) or (operation == "mkdir" and os.path.isdir(path)):
+            return
+        message = {"kind": "file", "operation": operation, "path": path[len(self.work) :]}
+        if operation == "rename":
+            message["source"] = sources[0][len(self.work) :] if sources[0].startswith(self.work) else sources[0]
+        self.tell({**message, **self._situation()})
 
     def _is_busy_log(self, path: str, operation: str) -> bool:
         """Return whether a file is a log whose first changes were told."""
@@ -99,7 +74,7 @@ class Watch:
     def _situation(self) -> dict[str, Any]:
         """Return who changes a file, and when."""
         is_aside = threading.current_thread() is not threading.main_thread() or os.getpid() != self.plan["pid"]
-        situation: dict[str, Any] = {"row": self.recorder.count if self.recorder else 0, "aside": is_aside}
+        situation: dict[str, Any] = {"row": self.recorder.count if self.recorder else 0}
         situation["thread"] = f"{os.getpid()}-{threading.get_ident()}" if is_aside else ""
         situation["line"] = line_of_the_script(self.work)
         if self.recorder is not None and not is_aside:
@@ -131,62 +106,21 @@ class Watch:
         os.register_at_fork(after_in_child=self.begin_process)
         torch.save = steps.wrap(torch.save, self.save)
 
-    def save(self, original: Any, value: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tell what is saved, by its weights; a path is opened in C++ without an event."""
-        if isinstance(f, (str, os.PathLike)):
-            self.change_content("torch.save", f, value)
-        else:
-            self.tell_content(getattr(f, "name", ""), value)
-        result = original(value, f, *args, **kwargs)
-        if self.plan["snapshots"] and self._situation()["aside"]:
-            self.tell({"kind": "written", **self._situation()})
-        return result
-
-    def watch_safetensors_of_torch(self, module: Any) -> None:
-        """See the tensors that are given to save_file."""
-
-        def call(original: Any, tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-            self.change_content("safetensors", filename, dict(tensors))
-            return original(tensors, filename, *args, **kwargs)
-
-        module.save_file = steps.wrap(module.save_file, call)
-
     def watch_safetensors(self, module: Any) -> None:
-        """See files that are written in Rust, by libraries that call it themselves."""
+        """See the tensors that are given to save_file."""
+        module.save_file = steps.wrap(module.save_file, self.save)
 
-        def call(original: Any, tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-            self.change("safetensors", filename)
-            return original(tensors, filename, *args, **kwargs)
-
-        module.serialize_file = steps.wrap(module.serialize_file, call)
-
-    def watch_hdf5(self, path: Any) -> None:
-        """See files that h5py writes, such as those of Keras."""
-        if isinstance(path, (str, os.PathLike)):
-            self.change("write", path)
-
-    def change_content(self, operation: str, path: Any, value: Any) -> None:
-        """Tell of a file before it is written, and what is written to it."""
-        if self.plan["snapshots"]:
-            self.change(operation, path, **self._content(value))
-        else:
-            self.tell_content(path, value)
-
-    def tell_content(self, path: Any, value: Any) -> None:
-        """Tell what is written to a file that is open, or of which no snapshot is taken."""
-        message = {"kind": "content", "path": os.path.basename(str(path)), **self._content(value)}
-        self.tell(message | self._situation())
-
-    def _content(self, value: Any) -> dict[str, Any]:
-        """Return the fingerprints of the tensors in an object, and what its entries are."""
-        thread = threading.get_ident()
-        self.busy_threads.add(thread)
-        try:
-            with self.recorder.torch.no_grad():
-                tensors = self.recorder.fingerprints_in(value)
-            return {"tensors": tensors, "holds": describe(self.recorder.torch, value)}
-        finally:
-            self.busy_threads.discard(thread)
+    def save(self, original: Any, value: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tell what is saved, by its weights; where another thread saves, also when the file is whole."""
+        with self.recorder.torch.no_grad():
+            content = {"tensors": self.recorder.fingerprints_in(value), "holds": describe(self.recorder.torch, value)}
+        situation = self._situation()
+        name = str(f) if isinstance(f, (str, os.PathLike)) else str(getattr(f, "name", ""))
+        self.tell({"kind": "content", "path": os.path.basename(name), **content, **situation})
+        result = original(value, f, *args, **kwargs)
+        if situation["thread"]:
+            self.tell({"kind": "written", **situation})
+        return result
 
     # --- rows
 
@@ -199,10 +133,8 @@ class Watch:
         """Append a row to the file of this process, and stop where the plan says so."""
         if self.file is None or self.pid != os.getpid():
             self.pid = os.getpid()  # A forked process has a file of its own.
-            self.busy_threads.add(threading.get_ident())
             path = os.path.join(self.plan["folder"], f"rows-{rank_of_process()}-{os.getpid()}.jsonl")
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            self.busy_threads.discard(threading.get_ident())
         os.write(self.file, (json.dumps(row) + "\n").encode())
         if row["kind"] != "step":
             return
@@ -389,7 +321,6 @@ def start() -> None:
     """Watch this process as the environment says, then run the ``sitecustomize`` that was hidden by the watcher's."""
     if PLAN in os.environ:
         plan = {**json.loads(os.environ[PLAN]), "pid": os.getpid()}
-        guard.Guard(plan["writable"], plan["refusal"])
         Watch(plan, Fork(plan) if plan["orders"] else None)
     own = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     others = [each for each in sys.path if os.path.realpath(each or ".") != own]
