@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import os
 import re
 import resource
@@ -204,18 +205,11 @@ class _Check:
         """Run the script to its end, with a snapshot at each change of a file."""
         _say(f"the reference: {shlex.join(self.result.command)}")
         self._run_reference()
-        has_failed = self.reference.status != 0 and not self.reference.is_limited
-        if self.runner.forks and (has_failed or self.reference.is_stuck):
-            _say("a fork of the script does not go on: once more, with a start of its own for each run")
-            self.runner.close(can_wait=False)
-            self._run_reference()
-        self._check_reference()
         if not self.reference.rows and self.reference.saw_backward:
             _say("no step of torch.optim is seen: once more, with a row for each backward")
             self.runner.close()
             self.runner.by = "backward"
             self._run_reference()
-            self._check_reference()
         if not self.reference.rows:
             raise Refused(
                 "no step of an optimizer of torch.optim and no backward was seen. Does the folder hold the checkpoint "
@@ -237,10 +231,13 @@ class _Check:
         )
 
     def _run_reference(self) -> None:
-        self.reference = self.runner.start(self.workspace.base, snapshots=True, limit=self.options.steps)
-
-    def _check_reference(self) -> None:
-        if self.reference.status != 0 and not self.reference.is_limited:
+        start = functools.partial(self.runner.start, self.workspace.base, snapshots=True, limit=self.options.steps)
+        self.reference = start()
+        if self.runner.forks and (self.reference.has_failed or self.reference.is_stuck):
+            _say("a fork of the script does not go on: once more, with a start of its own for each run")
+            self.runner.close(can_wait=False)
+            self.reference = start()
+        if self.reference.has_failed:
             raise Refused(f"the script fails without any kill: {_last_words(self.reference)}")
 
     def _note_random_states(self) -> None:
@@ -349,7 +346,7 @@ class _Check:
         if run.is_stuck:
             message = f"started again it makes {run.count()} steps, and then nothing for a long time: it was ended"
             return fail("cannot start", message, run.count())
-        if run.status != 0 and not run.is_limited:
+        if run.has_failed:
             return _judge_failure(instant, run)
         is_first_fault = instant.kind == "save" and not self.result.causes("step")
         saved = {each.row for each in self.result.saves} if is_first_fault else set[int]()

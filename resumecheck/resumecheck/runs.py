@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Union
@@ -55,6 +55,11 @@ class Run:
     output: str = ""
     seconds: float = 0.0
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended with an error."""
+        return self.status != 0 and not self.is_limited
+
     def count(self) -> int:
         """Return the steps of the first rank."""
         return len(self.rows.get(0, []))
@@ -71,15 +76,17 @@ class Runner:
         *,
         allow: Sequence[str] = (),
         deadline: float = float("inf"),
-        by: str = "optimizer",
     ) -> None:
-        self.home, self.workspace, self.allow, self.deadline, self.by = home, workspace, list(allow), deadline, by
+        self.home, self.workspace, self.allow, self.deadline = home, workspace, list(allow), deadline
+        self.by = "optimizer"
         self.logs, self.temporary = home / "logs", home / "tmp"
         self.refusal = str(self.logs / "refusal.json")
         for each in (self.logs, self.temporary):
             each.mkdir()
         write_watcher(home / "watch")
-        self.spellings = _spellings(workspace.origin)
+        origin, shell = str(workspace.origin), os.environ.get("PWD", "")
+        is_spelling = os.path.isabs(shell) and os.path.realpath(shell) == origin  # A shell may come through a link.
+        self.spellings = {origin, shell} if is_spelling else {origin}
         self.command = self._find(command)
         self.same: list[str] = []
         """The files that no instant changes: to look at them is no look at an instant."""
@@ -219,7 +226,7 @@ class Runner:
             else:
                 pid = early.fork(plan)
             until = min(time.monotonic() + _FORK_TIMEOUT_S, self.deadline)
-            while _is_running(pid) and time.monotonic() < until:
+            while _stat(pid)[0] not in "ZX" and time.monotonic() < until:
                 with contextlib.suppress(socket.timeout):
                     line = server.accept()[0]
                     _read_line(line)
@@ -274,7 +281,7 @@ class Runner:
         """Return whether a fork has not computed for a long time: it may wait for a thread that it does not have."""
         if not isinstance(process, ForkedProcess):
             return False
-        now, ticks = time.monotonic(), _cpu_ticks(process.pid)
+        now, ticks = time.monotonic(), sum(map(int, _stat(process.pid)[11:15]))
         if ticks != process.ticks:
             process.ticks, process.idle_since = ticks, now
         return now - process.idle_since > _IDLE_TIMEOUT_S
@@ -385,13 +392,6 @@ def _read_rows(run: Run, folder: Path) -> None:
                 run.saw_backward = True
 
 
-def _spellings(folder: Path) -> list[str]:
-    """Return the names of the working folder: a shell may have come to it through a link."""
-    shell = os.environ.get("PWD", "")
-    is_other = os.path.isabs(shell) and shell != str(folder) and os.path.realpath(shell) == str(folder)
-    return [shell, str(folder)] if is_other else [str(folder)]
-
-
 def write_watcher(folder: Path) -> None:
     """Write what runs in each Python process that has a folder on its path."""
     package = folder / "resumecheck_watcher"
@@ -411,31 +411,19 @@ def _stopped(pid: int) -> Iterator[None]:
     _signal(pids, signal.SIGSTOP)
     until = time.monotonic() + 1
     for each in pids:
-        with contextlib.suppress(OSError):
-            while _state(each) not in "TtZX" and time.monotonic() < until:
-                time.sleep(0.0005)
+        while _stat(each)[0] not in "TtZX" and time.monotonic() < until:
+            time.sleep(0.0005)
     try:
         yield
     finally:
         _signal(pids, signal.SIGCONT)
 
 
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return _state(pid) not in "ZX"
-    except OSError:
-        return False
-
-
-def _cpu_ticks(pid: int) -> int:
-    """Return what a process and its ended children have computed."""
+def _stat(pid: int) -> list[str]:
+    """Return what Linux says of a process: its state, its parent, ...; "X" of one that is gone."""
     with contextlib.suppress(OSError):
-        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
-    return -1
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return ["X", *["0"] * 20]
 
 
 def _signal(pids: Sequence[int], number: int) -> None:
@@ -447,9 +435,8 @@ def _signal(pids: Sequence[int], number: int) -> None:
 def _descendants(pid: int) -> list[int]:
     """Return what a process has started, and what these have, as they are now."""
     children: dict[int, list[int]] = {}
-    for each in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{each}/stat") as file:  # It may have ended.
-            children.setdefault(int(file.read().rpartition(")")[2].split()[1]), []).append(int(each))
+    for each in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        children.setdefault(int(_stat(each)[1]), []).append(each)
     result, left = [], [pid]
     while left:
         new = children.get(left.pop(), [])
@@ -467,11 +454,11 @@ def _end(process: AnyProcess) -> None:
     process.wait()
 
 
-def end_processes(home: str, is_other: Callable[[int], bool] = lambda pid: pid != os.getpid()) -> None:
+def end_processes(home: str) -> None:
     """Kill each process that was started for a check, by its environment: also those that have left their parents."""
     mark = os.path.join(home, "").encode()
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             pid = int(file.parent.name)
-            if is_other(pid) and watch.PLAN.encode() in (content := file.read_bytes()) and mark in content:
+            if pid != os.getpid() and watch.PLAN.encode() in (content := file.read_bytes()) and mark in content:
                 os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ import fcntl
 import fnmatch
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ _CLONE = 0x40049409  # FICLONE: a copy that shares its blocks.
 
 
 class Entry(NamedTuple):
-    """What is at a path of a folder: a "dir", a "link" to its source, or a "file" or "torn" with its content there."""
+    """What is at a path: a "dir", a "link" to its source, a "file" or "torn" with its content there, or "other"."""
 
     kind: str
     source: str = ""
@@ -104,14 +104,18 @@ class Workspace:
 
     def snapshot(self) -> Tree:
         """Keep what is in the copy now; only what is new is stored."""
+        return {name: each for name, each in self._read(self._content).items() if each.kind != "other"}
+
+    def _read(self, content: Callable[[Path, os.stat_result], str]) -> Tree:
+        """Return what is in the copy now, with the content of each file as a function gives it."""
         tree: Tree = {}
         for name, path, status in self.files():
             if path.is_symlink():
                 tree[name] = Entry("link", os.readlink(path))
             elif path.is_dir():
                 tree[name] = Entry("dir")
-            elif path.is_file():
-                tree[name] = Entry("file", self._content(path, status))
+            else:
+                tree[name] = Entry("file", content(path, status)) if path.is_file() else Entry("other")
         return tree
 
     def _content(self, path: Path, status: os.stat_result) -> str:
@@ -132,14 +136,7 @@ class Workspace:
 
     def restore(self, tree: Tree) -> None:
         """Make the copy what it was at an instant; what is there already stays."""
-        here: Tree = {}
-        for name, path, status in self.files():
-            if path.is_symlink():
-                here[name] = Entry("link", os.readlink(path))
-            elif path.is_dir():
-                here[name] = Entry("dir")
-            else:
-                here[name] = Entry("file", self.contents.get(_identity(status), "?"))
+        here = self._read(lambda path, status: self.contents.get(_identity(status), "?"))
         for name in sorted(here, reverse=True):
             if tree.get(name) != here[name]:
                 path = self.work / name
