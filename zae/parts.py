@@ -164,11 +164,6 @@ class Engine(_Interface):
     A new engine defines of `SingleProcess` what it does in another way, and calls the same of ``self.inner`` for the
     rest.
 
-    Parameters
-    ----------
-    inner : SingleProcess or Engine
-        The engine inside.
-
     Examples
     --------
     >>> import torch
@@ -301,10 +296,5 @@ class StepWindow:
             The samples of its batches on each rank; None is unknown.
         ranks : int
             How many ranks have other batches.
-
-        Returns
-        -------
-        int or None
-            None where that is not known yet.
         """
         return self.batches

@@ -842,13 +842,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @hook
     @explained_call("stop(reason), for instance stop('it has converged')")
     def stop(self, reason: str = "stop() was called") -> None:
-        """End the run after this step.
-
-        Parameters
-        ----------
-        reason : str
-            Kept as ``metrics["stop_reason"]``.
-        """
+        """End the run after this step; the reason is kept as ``metrics["stop_reason"]``."""
         self.progress_checker.stop_reason = reason
 
     @hook
@@ -869,11 +863,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
         loader : iterable, or dict of them
             Batches. Of several loaders the metrics are named ``"<loader>/<metric>"``, and the plain name is the mean
             over the loaders, or of a typed metric its sum, largest, smallest or last value.
-
-        Returns
-        -------
-        dict of str to float
-            Means by sample, and what ``metric_on_epoch_end`` adds.
         """
         self.engine.rendezvous("evaluate")
         with self.ready():
@@ -1305,11 +1294,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """Return what is to be known of the trainer: an add-on adds its facts to those of ``super()``.
 
         It is called by ``plan``, by loggers, and for reports and checkpoints; before a run as well as in one.
-
-        Returns
-        -------
-        list of Fact
-            The options, the model and the optimizers, and what add-ons tell.
         """
         from zae.description import facts_of
 

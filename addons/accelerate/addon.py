@@ -185,11 +185,6 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         folder : str or Path
             A new folder, or one that Accelerate has written, which is replaced.
 
-        Returns
-        -------
-        Path
-            The folder.
-
         Raises
         ------
         CheckpointError

@@ -112,13 +112,7 @@ class Sink:
         """Import the client, in the main thread; the time limit does not apply."""
 
     def open(self, info: RunInfo) -> None:
-        """Begin a run, or continue it.
-
-        Parameters
-        ----------
-        info : RunInfo
-            The run.
-        """
+        """Begin a run, or continue it."""
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Write one record.
@@ -136,13 +130,7 @@ class Sink:
         """Write buffered records to the disk; called before a state is saved."""
 
     def close(self, failed: bool) -> None:
-        """End the run, which may be continued later.
-
-        Parameters
-        ----------
-        failed : bool
-            Whether an exception ended it.
-        """
+        """End the run, which may be continued later; ``failed`` says whether an exception ended it."""
 
 
 class ClientSink(Sink):

@@ -10,6 +10,7 @@ from typing import Any
 from sphinx.application import Sphinx
 
 from zae import AddOnBase, Trainer
+from zae.addons.distributed import DistributedAddon
 from zae.compose.introspect import hooks_of
 
 HOOKS = hooks_of(Trainer)
@@ -37,9 +38,8 @@ def shorten_signature(
     is_result = "Attributes" in sections and "Parameters" not in sections
     if has_table or (what == "class" and is_result):
         return "", None
-    if "Parameters" not in sections:
-        return None
-    return without_types(signature), None if "Returns" in sections else returned
+    returned = None if returned == "None" or "Returns" in sections else returned
+    return without_types(signature) if "Parameters" in sections else signature, returned
 
 
 def sections_of(value: Any) -> set[str]:
@@ -62,7 +62,8 @@ def without_types(signature: str) -> str:
 
 def skip_hooks(app: Sphinx, what: str, name: str, value: object, skip: bool, options: Any) -> bool | None:
     """Leave out of the page of an add-on the hooks that it overrides: the page of the trainer has them."""
-    return True if shows_add_ons(app) and (name in HOOKS or hasattr(AddOnBase, name)) else None
+    is_inherited = name in HOOKS or hasattr(AddOnBase, name) or hasattr(DistributedAddon, name)
+    return True if shows_add_ons(app) and is_inherited else None
 
 
 def has_own_page(app: Sphinx) -> bool:

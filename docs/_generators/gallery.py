@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _generators import DOCS, ROOT, title_of
-from kit.gallery import CPU_SECONDS, Example, Outcome, Plot, check, run
+from kit.gallery import Example, Outcome, Plot, check, run
 from kit.gallery_list import GALLERY
 from zae.display.html import COLORS
 
@@ -183,13 +183,14 @@ def page(example: Example, result: dict[str, Any]) -> str:
     """Return the page of an example."""
     script, texts = example.path.relative_to(ROOT).as_posix(), example.texts(result["output"])
     said = [each for each in about(example).split("\n\n") if not each.startswith("python ")]
-    used = f"{result['seconds']} s of processor time (the limit is {CPU_SECONDS} s), on {result['date']}"
+    is_usual = example.extras == "examples"  # What the list of all says.
+    extras = "" if is_usual else f', after `pip install -c constraints.txt -e ".[{example.extras}]"`'
     rows = {
         "score": example.score.format(**texts),
         "floor": example.floor.format(**texts),
-        "time": f"{used}: {result['machine']}",
+        "time": f"{result['seconds']} s of processor time",
         "writes": ", ".join(f"`{each}`" for each in example.files),
-        "run it": f'`python {script}`, after `pip install -c constraints.txt -e ".[{example.extras}]"`',
+        "run it": f"`python {script}`" + extras,
     }
     lines = result["output"].rstrip().splitlines()
     printed = "\n".join(line for line in lines if not re.match(r"\[\d{4}-", line))  # Not what a library logs.
@@ -229,7 +230,7 @@ runs all of them and writes these pages.
 
 def index(results: dict[str, dict[str, Any]]) -> str:
     """Return the page that lists all examples."""
-    rows = ["| | example | score | floor | time |", "|---|---|---|---|---|"]
+    rows = ["| | example | score | time |", "|---|---|---|---|"]
     for each in GALLERY:
         result = results[each.name]
         texts = each.texts(result["output"])
@@ -237,14 +238,15 @@ def index(results: dict[str, dict[str, Any]]) -> str:
             f"![{each.plots[0].title}]({each.name}-small.svg)",
             f"[{each.title}]({each.name}.md)",
             each.score.format(**texts),
-            each.floor.format(**texts),
             f"{result['seconds']} s",
         )
         rows.append("| " + " | ".join(cells) + " |")
     total = sum(result["seconds"] for result in results.values())
+    machines = "; ".join(sorted({result["machine"] for result in results.values()}))
     pages = "\n".join(each.name for each in GALLERY)
     contents = f":::{{toctree}}\n:hidden:\n{pages}\n:::\n"
-    return "\n".join([INTRODUCTION, *rows, "", f"All of them together take {total} s of processor time.", "", contents])
+    sum_up = f"All of them together take {total} s of processor time ({machines})."
+    return "\n".join([INTRODUCTION, *rows, "", sum_up, "", contents])
 
 
 def files() -> dict[Path, str]:

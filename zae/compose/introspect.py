@@ -61,11 +61,6 @@ else:
 def hook(function: AnyFunction) -> AnyFunction:
     """Mark a method as a hook: a verb that add-ons override, calling ``super()``.
 
-    Parameters
-    ----------
-    function : callable
-        The method, or a property.
-
     Examples
     --------
     >>> from zae import Trainer
@@ -78,11 +73,6 @@ def hook(function: AnyFunction) -> AnyFunction:
 
 def replaces(function: AnyFunction) -> AnyFunction:
     """Mark an override that does the whole work of a hook: it does not call ``super()``, or in some calls only.
-
-    Parameters
-    ----------
-    function : callable
-        The overriding method, or property.
 
     Examples
     --------
@@ -101,11 +91,6 @@ def replaces(function: AnyFunction) -> AnyFunction:
 
 def repeats(function: AnyFunction) -> AnyFunction:
     """Mark an override that calls ``super()`` several times on purpose: it does the hook's work more than once.
-
-    Parameters
-    ----------
-    function : callable
-        The overriding method.
 
     Examples
     --------

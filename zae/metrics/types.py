@@ -40,11 +40,6 @@ class Mean(NamedTuple):
 class Sum(NamedTuple):
     """A number that is added up over the batches of all ranks.
 
-    Parameters
-    ----------
-    value : float or Tensor
-        Of one batch.
-
     Examples
     --------
     >>> import torch
@@ -65,11 +60,6 @@ class Sum(NamedTuple):
 class Max(NamedTuple):
     """A number of which the largest is kept; NaN where one is NaN.
 
-    Parameters
-    ----------
-    value : float or Tensor
-        Of one batch.
-
     Examples
     --------
     >>> from zae.loop.epoch_log import EpochLog
@@ -85,11 +75,6 @@ class Max(NamedTuple):
 
 class Min(NamedTuple):
     """A number of which the smallest is kept; NaN where one is NaN.
-
-    Parameters
-    ----------
-    value : float or Tensor
-        Of one batch.
 
     Examples
     --------
@@ -108,11 +93,6 @@ class Last(NamedTuple):
     """A number of which the last is kept: that of the last batch in the order of the loader.
 
     In training on several ranks it is that of the highest rank that has a batch in the last step.
-
-    Parameters
-    ----------
-    value : float or Tensor
-        Of one batch.
 
     Examples
     --------

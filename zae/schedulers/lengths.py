@@ -66,11 +66,6 @@ def own_length(scheduler: object) -> int | None:
     It is ``total_steps``, ``total_iters`` or ``T_max``. A ``SequentialLR`` ends with its last part, a
     ``ChainedScheduler`` with the longest of its parts.
 
-    Returns
-    -------
-    int or None
-        None for one without an end, such as ``StepLR`` or ``LambdaLR``.
-
     Examples
     --------
     >>> import torch
@@ -96,11 +91,6 @@ def steps_taken(scheduler: object) -> int:
     ----------
     scheduler : object
         A scheduler with ``last_epoch``, as torch's have, or torch's ``ChainedScheduler``, which has none itself.
-
-    Returns
-    -------
-    int
-        Number of calls.
 
     Raises
     ------
@@ -131,11 +121,6 @@ def steps_taken(scheduler: object) -> int:
 
 def is_plateau(scheduler: object) -> bool:
     """Return whether a scheduler's ``step`` needs a metric, as that of ``ReduceLROnPlateau`` does.
-
-    Returns
-    -------
-    bool
-        True for ``ReduceLROnPlateau`` and what is derived from it.
 
     Examples
     --------
