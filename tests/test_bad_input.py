@@ -101,6 +101,8 @@ def test_unknown_arguments_of_run():
     before = whole(trainer)
     with pytest.raises(OptionError, match=r"unknown argument 'epochs' for run\(\); write run\(1, loader\)"):
         trainer.run(1, loader(), epochs=3)
+    with pytest.raises(OptionError, match=r"'resume' for run.*an option of StateManagerAddon; add it with .add_on"):
+        trainer.run(1, loader(), resume="auto")
     with pytest.raises(OptionError, match=r"run\(\) needs 'loader'; write run\(3, loader\)"):
         trainer.run(3)
     assert whole(trainer) == before
@@ -116,6 +118,7 @@ def test_unknown_arguments_of_run():
         ((), {"epochs": 3, "train_loader": "loader", "val_loader": "loader", "steps": 5},
          "run(3, loader, valid_loader, max_steps=5)"),
         ((3, "loader"), {"valid_loder": "loader"}, "run(3, loader, valid_loader)"),
+        ((3, "loader"), {"valid": "loader"}, "run(3, loader, valid_loader)"),
         ((3, "loader"), {"n_epoch": 3}, "run(3, loader)"),
     ],
 )  # fmt: skip
@@ -158,6 +161,7 @@ def test_a_factory_that_cannot_be_called(options, line):
         (-1, "is not the index of a CUDA device"),
         ("cpuu", "is not a device; write 'auto', 'cpu', 'cuda:0' or 'mps'"),
         (1.5, "is a float, not a device"),
+        (torch.nn.Linear(2, 1), "device is a model .*Linear.*; the first argument is the model"),
         ([], "names no device"),
         (["cpu", "cuda"], "mixes cpu and cuda"),
     ],
@@ -211,6 +215,26 @@ def other_parameters():
 def test_optimizers_and_schedulers(options, match):
     with pytest.raises(ConfigError, match=match):
         make(**options)
+
+
+@pytest.mark.parametrize(
+    ("factory", "match"),
+    [
+        (lambda parameters: other_parameters(), "has 2 parameters, none of which is among the 2 of the model"),
+        (
+            lambda parameters: {"a": torch.optim.SGD(parameters)},
+            "returned a dict; for several, give a dict of functions: optimizer={'name': lambda parameters: ...}",
+        ),
+        (lambda parameters: [torch.optim.SGD(parameters)], "returned a list; for several, give a dict of functions"),
+    ],
+)
+def test_what_a_factory_must_not_return(factory, match):
+    """It is refused before the first step."""
+    trainer = make(optimizer=factory)
+    before = copy.deepcopy(trainer.model.state_dict())
+    with pytest.raises(ConfigError, match=re.escape(match)):
+        trainer.run(1, loader())
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
 def test_none_is_fine_where_it_can_be_meant():

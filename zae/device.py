@@ -221,6 +221,11 @@ def _parse_entry(entry: object, argument: str) -> torch.device:
                 f"{argument} is an optimizer ({type(entry).__name__}); the second argument is the device, so give it "
                 "by its name: optimizer=..."
             )
+        if isinstance(entry, torch.nn.Module):
+            raise ConfigError(
+                f"{argument} is a model ({type(entry).__name__}); the first argument is the model, and the second one "
+                "the device"
+            )
         raise ConfigError(
             f"{argument}={entry!r} is a {type(entry).__name__}, not a device; "
             f"write a str, an int, a torch.device, or a list of those, for example device='cpu'"

@@ -263,7 +263,7 @@ OF_HUGGINGFACE = {
     "max_epochs": "num_train_epochs, or",
     "batch_size": "per_device_train_batch_size or per_device_eval_batch_size, or",
     "train_batch_size": "per_device_train_batch_size, or",
-    "lr": "learning_rate, or the optimizer's own lr",
+    "lr": "learning_rate, or optimizer=lambda parameters: AdamW(parameters, lr=...)",
     "max_gradient_norm": "max_grad_norm, or gradient_clip",
     "gradient_clip_val": "gradient_clip (the largest norm)",
     "collate_fn": "data_collator or processing_class",

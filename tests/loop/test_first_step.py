@@ -295,6 +295,67 @@ def test_what_may_be_meant_is_warned_of_in_the_first_step(
     assert sum(said in each for each in caplog.messages) == 1
 
 
+class WithPart(nn.Module):
+    """Has a part that is trained and, as ``from_pretrained`` returns one, in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4))).eval()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.body(x))
+
+
+def layer_alone(model: WithPart) -> None:
+    model.body.train()
+    model.body[1][0].eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_named"),
+    [
+        (lambda model: None, True),
+        (lambda model: model.train(), False),
+        (lambda model: model.eval(), False),  # A run puts the whole model into training mode.
+        (lambda model: model.body.requires_grad_(False), False),
+        (layer_alone, False),
+    ],
+)
+def test_a_part_that_is_trained_in_evaluation_mode_is_named(
+    change: Any, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = WithPart()
+    change(model)
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
+    Task(model, "cpu", optimizer=optimizer).run(2, BATCHES)
+    texts = [text for text in caplog.messages if "evaluation mode" in text]
+    assert [text.startswith("body is trained in evaluation mode") for text in texts] == [True] * is_named
+    assert all("model.train()" in text and "body[" not in text for text in texts)
+
+
+class WithExtra(Task):
+    """Has a module beside the model, and uses it in its loss."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.extra = nn.Linear(1, 1)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": self.extra(self.model(batch)).square().mean()}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_module_of_the_task_that_no_optimizer_trains_is_named(
+    is_frozen: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = make(WithExtra)
+    task.extra.requires_grad_(not is_frozen)
+    task.run(2, BATCHES)
+    texts = [text for text in caplog.messages if "self.extra" in text]
+    assert len(texts) == (not is_frozen)
+
+
 class LeftInTraining(Task):
     def test_step(self, batch: Any) -> dict[str, Any]:
         out = self.train_step(batch)

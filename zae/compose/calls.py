@@ -8,7 +8,7 @@ from functools import wraps
 from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
-from zae.compose.options import join, options_of
+from zae.compose.options import join, options_of, owners_of_options
 from zae.errors import OptionError, did_you_mean
 
 __all__ = ["explained_call", "of_class_or_instance", "run_call"]
@@ -112,6 +112,8 @@ def _hint_for(cls: Any, name: str) -> str:
         return f": {name!r} is an option of the constructor, {cls.__name__}(model, ..., {name}=...)"
     from zae.compose.hints import hint
 
+    if owner := owners_of_options(cls).get(name):
+        return f": {name!r} is an option of {owner.__name__}; add it with .add_on({owner.__name__})"
     here = hint(name)
     return f": {here}" if here else ""
 

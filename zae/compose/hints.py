@@ -81,7 +81,7 @@ HINTS = HOOKS | _by_name(
     {
         # The model and what computes its loss.
         "model, which may be a function that returns one": "model_init",
-        "train_step(batch), which computes the loss": "label_smoothing_factor label_names",
+        "train_step(batch), which computes the loss": "label_smoothing_factor label_smoothing label_names",
         "task_of(unit)(unit, ...), or from_arguments(unit=unit, ...), of zae.addons.fairseq2": "unit",
         "an option of from_arguments(unit=unit, ...) of zae.addons.fairseq2": "valid_units",
         "metric_on_epoch_end()": "batch_eval_metrics include_for_metrics",
@@ -97,7 +97,7 @@ HINTS = HOOKS | _by_name(
         "run(n_epoch, loader), with a loader over that dataset": "train_dataset task_datasets",
         "valid_loader of run(n_epoch, loader, valid_loader)": "eval_dataset eval_dataloader val_dataloaders "
         "val_dataloader valid_dataloader valid_data_readers get_eval_dataloader val_loader validation_loader "
-        "validation_data eval_loader val_data valid_data test_loader",
+        "validation_data eval_loader val_data valid_data test_loader valid val validation",
         "n_epoch of run(n_epoch, loader)": "max_epochs num_train_epochs epochs num_epochs n_epochs nb_epochs max_epoch",
         "loader of run(n_epoch, loader)": "train_dataloader train_dataloaders data_reader train_loader dataloader "
         "data_loader train_data get_train_dataloader",
@@ -128,7 +128,7 @@ HINTS = HOOKS | _by_name(
         "run(n_epoch, loader, max_steps=...)": "max_num_data_epochs",
         "valid_every of run(n_epoch, loader, valid_loader), Every(steps=...) or Every(epochs=...)": "eval_steps "
         "eval_strategy evaluation_strategy val_check_interval check_val_every_n_epoch validate_every_n_steps "
-        "eval_interval val_every eval_every validate_every",
+        "eval_interval val_every eval_every validate_every valid_every val_interval",
         "run(..., valid_every=Every(epochs=1, after=...))": "eval_delay",
         "evaluate(loader) before run(n_epoch, loader)": "eval_on_start num_sanity_val_steps",
         # Precision.
@@ -141,57 +141,59 @@ HINTS = HOOKS | _by_name(
         # Optimizer and scheduler.
         "gradient_accumulation_steps (GradientAccumulationAddon)": "accumulate_grad_batches gradient_accumulation "
         "accumulation_steps grad_accum accumulate grad_accum_steps",
-        "gradient_clip (the largest norm)": "gradient_clip_val max_grad_norm max_gradient_norm clip_grad_norm",
+        "gradient_clip (the largest norm)": "gradient_clip_val max_grad_norm max_gradient_norm clip_grad_norm "
+        "clip_grad grad_clip",
         "clip(), a method to override": "gradient_clip_algorithm",
         "scheduler": "lr_scheduler lr_schedulers",
         "scheduler=lambda optimizer: ..., with scheduler_step_on_batch=True": "lr_scheduler_factory",
         "scheduler, for instance zae.schedulers.cosine(warmup=0.05)": "lr_scheduler_type "
-        "lr_scheduler_kwargs warmup_steps warmup_ratio",
+        "lr_scheduler_kwargs warmup_steps warmup_ratio warmup",
         "scheduler_step_on_batch": "step_scheduler_with_optimizer",
         "optimizer, one or a list or a dict of several, and scheduler": "optimizers",
         "optimizer, a function of the parameters, or of named_parameters": "optimizer_factory",
-        "optimizer=lambda parameters: AdamW(parameters, lr=...)": "optimizer_cls_and_kwargs",
+        "optimizer=lambda parameters: AdamW(parameters, lr=...)": "optimizer_cls_and_kwargs learning_rate lr",
         "optimizer=lambda parameters: AdamW(parameters, lr=...), with all of its arguments": "optim_args",
         "optimizer, for instance torch.optim.AdamW or a function of the parameters": "optim optim_target_modules",
-        "the optimizer's own lr": "learning_rate lr",
         "the optimizer's own weight_decay": "weight_decay",
         "the optimizer's own betas": "adam_beta1 adam_beta2",
         "the optimizer's own eps": "adam_epsilon",
         # Checkpoints.
         "save_every=Every(steps=...) or Every(epochs=...) (StateManagerAddon)": "save_steps save_strategy "
-        "save_interval checkpoint_every_n_steps",
+        "save_interval checkpoint_every_n_steps checkpoint_every save_freq",
         "save_path (StateManagerAddon)": "output_dir save_dir save_folder default_root_dir project_dir "
         "checkpoint_dir checkpoint_path ckpt_dir",
         "keep_last (StateManagerAddon)": "save_total_limit keep_last_n_checkpoints",
-        "keep_best (StateManagerAddon)": "keep_best_n_checkpoints save_top_k",
-        "StateManagerAddon": "enable_checkpointing checkpoint_manager save_optimizer_state save_scheduler_state",
+        "keep_best (StateManagerAddon)": "keep_best_n_checkpoints save_top_k save_best save_best_only",
+        "StateManagerAddon": "enable_checkpointing checkpoint_manager save_optimizer_state save_scheduler_state "
+        "checkpointing",
         "resume='auto', True or a path (StateManagerAddon)": "resume_from_checkpoint ckpt_path",
         "trainer.restore_best() after run (StateManagerAddon)": "load_best_model_at_end",
         "save_weights_every (StateManagerAddon), or save_model(path) for one file": "save_only_model",
         "start_from=path, with the parts in start_with (StateManagerAddon)": "restore_optimizer_state "
         "restore_scheduler_state",
+        "EMAAddon": "ema use_ema",
         # The best epoch.
         "monitor": "metric_for_best_model optimization_metric score_metric_descriptor",
         "monitor_mode='max' or 'min'": "greater_is_better",
         "monitor_mode='min' or 'max'": "lower_better",
-        "patience (EarlyStoppingAddon)": "early_stopping_patience",
+        "patience (EarlyStoppingAddon)": "early_stopping_patience early_stopping",
         # Logs.
         "log_every=Every(steps=...) or Every(epochs=...)": "logging_steps logging_strategy log_every_n_steps "
-        "publish_metrics_every_n_steps",
-        "log_bar": "enable_progress_bar progress_bar",
+        "publish_metrics_every_n_steps log_interval",
+        "log_bar": "enable_progress_bar progress_bar verbose",
         "log_bar='lines'": "disable_tqdm",
-        "log_dir (TensorBoardLoggerAddon)": "logging_dir tb_dir log_dir",
+        "log_dir (TensorBoardLoggerAddon)": "logging_dir tb_dir log_dir tensorboard",
         "jsonl_path (JSONLLoggerAddon)": "metrics_dir",
         "a logger add-on, for instance JSONLLoggerAddon": "logger loggers init_trackers end_training",
         "a logger add-on, for instance WandBLoggerAddon": "report_to log_with",
-        "web_logger={'wandb': {...}} (WandBLoggerAddon)": "run_name project wandb_project",
+        "web_logger={'wandb': {...}} (WandBLoggerAddon)": "run_name project wandb_project wandb",
         "zae.summary(model, batch)": "enable_model_summary",
         "on_nonfinite": "logging_nan_inf_filter",
         # Devices and processes.
         "device; or accelerator (AccelerateAddon), an object of Hugging Face Accelerate": "accelerator",
         "accelerator_args (AccelerateAddon)": "accelerator_args kwargs_handlers accelerator_config",
         "device='cpu'": "use_cpu cpu no_cuda",
-        "device, one or a list (a list needs MultiGPUAddon)": "devices gpus",
+        "device, one or a list (a list needs MultiGPUAddon)": "devices gpus n_gpus num_gpus",
         "device; the model and the batches are moved there": "device_placement",
         "an add-on, for instance MultiGPUAddon": "strategy use_distributed_sampler split_batches",
         "device, a list with one entry for each rank, or torchrun, which says who the ranks are": "distributed_env",
@@ -209,6 +211,7 @@ HINTS = HOOKS | _by_name(
         "mesh={'pipeline': ...} (PipelineAddon)": "pipeline_parallel_size",
         "zae.find_batch_size(...)": "auto_find_batch_size",
         # Reproducibility and debugging.
+        "seed": "seed_everything random_seed manual_seed",
         "seed, and torch.use_deterministic_algorithms(True)": "deterministic full_determinism",
         "torch.backends.cudnn.benchmark = True": "benchmark",
         "AnomalyAddon": "detect_anomaly anomaly_detection",
@@ -269,7 +272,7 @@ HINTS = HOOKS | _by_name(
         "rank of the launcher: os.environ['LOCAL_RANK']": "local_process_index node_rank",
         "world_size": "num_processes num_devices",
         "min_epochs (EarlyStoppingAddon)": "min_epochs",
-        "precision (AMPAddon)": "precision scaler",
+        "precision (AMPAddon)": "precision scaler amp_dtype",
         "the loader, whose share of each rank is taken for you": "split_between_processes even_batches "
         "dispatch_batches",
         "the loader, whose position is kept and restored": "skip_first_batches",

@@ -26,6 +26,7 @@ __all__ = [
     "option_values",
     "options_of",
     "own_options",
+    "owners_of_options",
 ]
 
 _Options: TypeAlias = "Mapping[str, tuple[inspect.Parameter, type]]"
@@ -197,7 +198,7 @@ def _hint_for(cls: Any, name: str, options: Collection[str]) -> str:
         return reason
     from zae.compose.hints import HINTS
 
-    owners = _owners(cls)
+    owners = owners_of_options(cls)
     owner = owners[name].__name__ if name in owners else ""
     is_same_option = owner and HINTS.get(name, "").startswith(f"{name} (")
     if name in HINTS and not is_same_option:
@@ -249,7 +250,7 @@ def _not_passed_on(cls: Any, name: str) -> str:
     return ""
 
 
-def _owners(cls: Any) -> dict[str, Any]:
+def owners_of_options(cls: Any) -> dict[str, Any]:
     """Return the options of the add-ons that are known, with their owners."""
     owners: dict[str, Any] = {}
     for add_on in _known_add_ons(cls):  # The last owner wins, so that a derived class of a user does not.
@@ -268,7 +269,7 @@ def meant_class(cls: Any, kwargs: Mapping[str, Any]) -> str:
     from zae.compose.hints import HINTS
 
     unknown = [name for name in kwargs if name not in options_of(cls)]
-    owners = _owners(cls)
+    owners = owners_of_options(cls)
     wanted = list(dict.fromkeys(owners[name] for name in unknown if name in owners))
     bringing = [add_on for add_on in wanted if _brings_steps(cls, add_on)]
     text = ""

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zae.compose.first_call import check_properties
@@ -35,6 +35,15 @@ __all__ = ["FirstEpoch", "FirstStep"]
 
 _log = logging.getLogger("zae")
 _SHOWN = 16  # Numbers of each parameter that are kept for an epoch.
+_ACTS_BY_MODE = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+)
 _CLIPS = {"clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"}
 _WATCHED = ("forward_context", "micro_step", "backward", "clip", "optimizer_step")
 _OF_GRADIENTS = (
@@ -62,6 +71,7 @@ class FirstStep:
         with self._watching(), naming_other_optimizers(trainer):
             type(trainer).run_batch(trainer, batch)
         check_properties(trainer)
+        self._warn_of_modules_beside()
         say_not_numbers(trainer.current_run, trainer.log_train, "train_step")
 
     @contextmanager
@@ -192,6 +202,22 @@ class FirstStep:
                 clips[0],
             )
 
+    def _warn_of_modules_beside(self) -> None:
+        """Warn of modules in attributes of the task that got gradients, and that no optimizer trains."""
+        trainer = self._trainer
+        held = set(map(id, trainer.optimization.parameters))
+        names = []
+        for name, value in vars(trainer).items():
+            weights = value.parameters() if isinstance(value, nn.Module) else ()
+            if any(weight.grad is not None and id(weight) not in held for weight in weights):
+                names.append(f"self.{name}")
+        if names and trainer.is_main:
+            _log.warning(
+                "%s gets gradients, and no optimizer of the trainer trains it: make it a part of the model, "
+                "or freeze it: requires_grad_(False)",
+                ", ".join(names),
+            )
+
     def _gradients(self) -> dict[int, tuple[int, int]]:
         """Return which parameters of the optimizers have a gradient, and how often it was changed in place."""
         gradients = {}
@@ -269,6 +295,8 @@ class FirstEpoch:
         if is_begin:
             self._length = None if progress.epoch else length_of(wrapped_loader)
         self._weights = _weights_of(trainer) if run.watches_next_step and is_begin else {}
+        if self._weights and trainer.is_main:
+            _warn_of_evaluation_mode(trainer)
         self._skipped_steps = progress.skipped_steps
 
     def close(self, run: Run, wrapped_loader: Any, is_complete: bool) -> None:
@@ -301,6 +329,28 @@ class FirstEpoch:
             count,
             describe(wrapped_loader),
             made_for,
+        )
+
+
+def _warn_of_evaluation_mode(trainer: Trainer) -> None:
+    """Warn of parts that are trained in evaluation mode, in which ``from_pretrained`` returns a model.
+
+    A layer alone, a BatchNorm for instance, is in evaluation mode on purpose.
+    """
+    trained = set(map(id, trainer.optimization.parameters))
+    names: list[str] = []
+    for name, part in trainer.unwrap().named_modules():
+        if part.training or not part._modules or any(name.startswith(f"{outer}.") for outer in names):
+            continue
+        is_trained = any(id(weight) in trained and weight.requires_grad for weight in part.parameters())
+        if is_trained and any(isinstance(layer, _ACTS_BY_MODE) for layer in part.modules()):
+            names.append(name)
+    if names:
+        _log.warning(
+            "%s is trained in evaluation mode, in which from_pretrained() returns a model: without dropout, and with "
+            "fixed statistics of BatchNorm. Write model.train() before the run, or requires_grad_(False) for what is "
+            "not to be trained",
+            ", ".join(names),
         )
 
 

@@ -386,10 +386,10 @@ class Run:
         progress.pending_validation = ""
         optimization.begin_training()
         trainer.zero_grad()  # An exception may have left the gradients of a step.
-        self.first_epoch.open(self, wrapped_loader)
         # A script may have left the model in evaluation mode; modules that it has frozen one by one stay so.
         if isinstance(trainer.model, nn.Module) and not trainer.model.training:
             trainer.model.train()
+        self.first_epoch.open(self, wrapped_loader)
         trainer.user_state.open_epoch(trainer)
         self.display.open(RunView(self, wrapped_loader))
 

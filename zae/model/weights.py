@@ -167,7 +167,8 @@ def fit_weights(
     if parts:
         raise CheckpointMismatch(
             f"the weights do not fit {type(module).__name__}: {'; '.join(parts)}; nothing was loaded. "
-            "Build the model as it was saved" + ("" if shapes else ", or load what fits with strict=False")
+            "Build the model as it was saved, or load "
+            + ("the others: apply_weights(those others, strict=False)" if shapes else "what fits with strict=False")
         )
     if not strict and (missing or unexpected):
         _log.warning("weights missing: %s; unexpected: %s", missing[:_SHOWN], unexpected[:_SHOWN])

@@ -22,6 +22,7 @@ __all__ = [
     "backward_each",
     "call_factories",
     "check_closures",
+    "check_parameters",
     "gradient_norm",
     "has_lazy",
     "label",
@@ -85,7 +86,7 @@ def make(factory: Callable[..., Any], module: nn.Module) -> Any:
     by_name = {"model": module, "named_parameters": module.named_parameters}
     name = argument_of(factory)
     try:
-        return factory(by_name.get(name, module.parameters()))
+        made = factory(by_name.get(name, module.parameters()))
     except (AttributeError, TypeError, ValueError) as error:
         passed = {"model": "the model", "named_parameters": "model.named_parameters, a method"}.get(name)
         error.add_note(
@@ -94,6 +95,21 @@ def make(factory: Callable[..., Any], module: nn.Module) -> Any:
             "well, and any other name model.parameters()"
         )
         raise
+    if isinstance(made, Optimizer):
+        check_parameters("what the function given as optimizer returned", made, module)
+    return made
+
+
+def check_parameters(place: str, optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer that has no parameter of the model."""
+    inside = {id(p) for p in model.parameters()}
+    parameters = parameters_of(optimizer)
+    if inside and not any(id(p) in inside for p in parameters):
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"{place} ({name}) has {len(parameters)} parameters, none of which is among the {len(inside)} of the "
+            f"model; make it from the same model: {name}(model.parameters(), ...)"
+        )
 
 
 def takes_model(factory: Callable[..., Any]) -> bool:
@@ -125,9 +141,10 @@ def call_factories(
             return entry
         result = call(entry, argument(name))
         if not isinstance(result, (kind, ReduceLROnPlateau)):
+            several = f"for several, give a dict of functions: {option}={{'name': lambda parameters: ...}}"
+            remedy = several if isinstance(result, (Mapping, list, tuple)) else f"return a torch {kind.__name__}"
             raise ConfigError(
-                f"the function given as {label(option, value, name)} returned {kind_of(result)}; return a "
-                f"torch {kind.__name__}"
+                f"the function given as {label(option, value, name)} returned {kind_of(result)}; {remedy}"
             )
         return result
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from zae.errors import ConfigError, kind_of
-from zae.optim import as_dict, label, optimizer_for, parameters_of
+from zae.optim import as_dict, check_parameters, label, optimizer_for, parameters_of
 from zae.schedulers.lengths import (
     is_per_step,
     is_plateau,
@@ -49,7 +49,7 @@ def check_optimizers(optimizer: Any, scheduler: Any, model: nn.Module, mode: str
     present = [entry for entry in as_dict(optimizer).values() if isinstance(entry, Optimizer)]
     for name, part in as_dict(optimizer).items():
         if isinstance(part, Optimizer):
-            _check_parameters(label("optimizer", optimizer, name), part, model)
+            check_parameters(label("optimizer", optimizer, name), part, model)
         elif part is getattr(torch.optim, "Muon", None) and any(
             p.requires_grad and p.ndim != 2 for p in model.parameters()
         ):
@@ -99,18 +99,6 @@ def check_disjoint(optimizers: Mapping[str, Optimizer], model: nn.Module) -> Non
                     "which both would update in each step; give each parameter to one of them, for instance "
                     "torch.optim.AdamW(model.first.parameters()) and torch.optim.SGD(model.second.parameters())"
                 )
-
-
-def _check_parameters(place: str, optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer that has no parameter of the model."""
-    inside = {id(p) for p in model.parameters()}
-    parameters = parameters_of(optimizer)
-    if inside and not any(id(p) in inside for p in parameters):
-        name = type(optimizer).__name__
-        raise ConfigError(
-            f"{place} ({name}) has {len(parameters)} parameters, none of which is among the {len(inside)} of the "
-            f"model; make it from the same model: {name}(model.parameters(), ...)"
-        )
 
 
 def _check_kinds(option: str, argument: Any, kinds: tuple[type, ...]) -> None:
