@@ -163,7 +163,7 @@ class Recorder:
         row["inputs"] = fingerprints(numbers["inputs"])
         row["buffers"] = digest(sorted(numbers["buffers"]))
         row.setdefault("before", self.weights_after.get(name, ""))
-        row["unchanged"] = row["before"] == row["after"]
+        row["unchanged"] = row["before"] == row["after"] and not any(map(_may_change_between_blocks, weights))
         row["parts"] = fingerprints(numbers["after"])
         if is_first:
             row["parts_before"] = fingerprints(numbers["before"])
@@ -385,6 +385,12 @@ def tensors_in(torch: Any, value: Any, is_deep: bool = False) -> Iterator[Any]:
             yield from tensors_in(torch, each, is_deep)
     elif is_deep and isinstance(value, torch.nn.Module):
         yield from tensors_in(torch, value.state_dict(), is_deep)
+
+
+def _may_change_between_blocks(weight: Any) -> bool:
+    """Return whether a step changes a weight that is summed in part, such as a row of a table: its gradient says so."""
+    is_summed_in_part = weight.numel() * weight.element_size() > 8 * _MAX_WORDS
+    return is_summed_in_part and weight.grad is not None and bool(number(ordered_sum(weight.grad)))
 
 
 def number(value: Any) -> Any:

@@ -393,6 +393,26 @@ import threading
 
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
+ROWS_OF_A_TABLE = """
+import os
+import torch
+
+torch.manual_seed(0)
+table = torch.nn.Embedding(4096, 64)
+optimizer = torch.optim.SGD(table.parameters(), 0.1)
+first = 0
+if os.path.exists("last.pt"):
+    state = torch.load("last.pt")
+    table.load_state_dict(state["table"])
+    first = state["step"]
+for step in range(first, 20):
+    optimizer.zero_grad()
+    table(torch.tensor([8 + step])).square().mean().backward()  # One row of many.
+    optimizer.step()
+    if step % 5 == 4:
+        torch.save({"table": table.state_dict(), "step": step + 1}, "new.pt")
+        os.replace("new.pt", "last.pt")
+"""
 REPLAYS = """
 import os
 import random
@@ -574,6 +594,7 @@ KINDS = {
         "31 steps are made in all",
     ),
     "one weight of many": (ONE_WEIGHT, {"gradients"}, set(), "the same weights, as far as they are summed"),
+    "rows of a table": (ROWS_OF_A_TABLE, set(), set(), "resumed after step 15"),
     "HDF5": (HDF5.replace("FIRST", 'int(file.attrs["step"])'), set(), set(), "resumed after step 18"),
     "probes before it loads": (
         PROBES.replace('    optimizer.load_state_dict(state["optimizer"])\n', "") + "train()",
