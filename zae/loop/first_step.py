@@ -20,7 +20,6 @@ from zae.compose.first_call import check_properties
 from zae.compose.introspect import is_add_on, is_base
 from zae.data.loaders import describe, length_of
 from zae.errors import StepError, TaskError
-from zae.loop.other_optimizers import naming_other_optimizers
 from zae.loop.step_output import say_not_numbers, say_uncounted
 from zae.optim import needs_closure, parameters_of
 from zae.schedulers.lengths import steps_taken
@@ -68,7 +67,7 @@ class FirstStep:
     def run_batch(self, batch: Any) -> None:
         """Make the step, with some of its hooks watched."""
         trainer = self._trainer
-        with self._watching(), naming_other_optimizers(trainer):
+        with self._watching():
             type(trainer).run_batch(trainer, batch)
         check_properties(trainer)
         self._warn_of_modules_beside()

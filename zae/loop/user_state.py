@@ -122,10 +122,6 @@ class UserState:
         """Forget them."""
         self._snapshot_before = None
 
-    def stateful_objects(self, trainer: Trainer) -> list[Any]:
-        """Return the objects of the user that save a state of their own, other optimizers for instance."""
-        return list(_walk(trainer, self._changes).stateful.values())
-
     # --------------------------------------------------------------------------------------------- saving and loading
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
