@@ -11,7 +11,6 @@ from zae.arguments import Interval, checked
 from zae.display.text import number
 from zae.errors import ConfigError
 from zae.optim import as_dict
-from zae.tuning.text_plot import draw
 from zae.tuning.trials import trial, trial_loader
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ _SHORTEST = 5  # Losses in a row of falling ones, for a suggestion.
 
 @dataclass(repr=False)
 class RangeTest:
-    """The losses of a learning-rate range test; it prints as a plot.
+    """The losses of a learning-rate range test; it prints as what follows from them.
 
     Attributes
     ----------
@@ -69,26 +68,12 @@ class RangeTest:
     def __str__(self) -> str:
         if not self.losses:
             return f"learning-rate range test: {self.stopped}"
-        return "\n".join([*draw(self._curves(), self._ends()), self._conclusion()])
+        suggestion = self.suggestion
+        if suggestion is None:
+            return f"no suggestion: the loss does not fall; {self.stopped}"
+        return f"suggestion: lr={number(suggestion, 3)}; {self.stopped}"
 
     __repr__ = __str__
-
-    def _curves(self) -> list[list[float]]:
-        """Return the losses and their average, cut off where they are so high that nothing else could be seen."""
-        low = min(self.losses)
-        first = self.smoothed[0]
-        top = first + max(first - low, 0.1 * abs(first))
-        return [[min(value, top) for value in values] for values in (self.losses, self.smoothed)]
-
-    def _ends(self) -> tuple[str, str]:
-        return f"lr {number(self.learning_rates[0], 3)}", f"lr {number(self.learning_rates[-1], 3)}"
-
-    def _conclusion(self) -> str:
-        suggestion = self.suggestion
-        text = (
-            "no suggestion: the loss does not fall" if suggestion is None else f"suggestion: lr={number(suggestion, 3)}"
-        )
-        return f"{text}; {self.stopped}"
 
 
 @checked
