@@ -16,10 +16,10 @@ from _generators import addons, title_of
 from kit.blocks import DOCS, FIRST, README, ROOT, list_pages
 from zae import schedulers, testing
 from zae.addons.huggingface import transformers
-from zae.tuning import batch_size, learning_rate, model_summary
+from zae.tuning import batch_size, learning_rate
 
 MODULES = (zae, zae.addons, zae.errors, zae.search, schedulers, testing, transformers, batch_size,
-           learning_rate, model_summary)  # fmt: skip
+           learning_rate)  # fmt: skip
 
 
 def documented():

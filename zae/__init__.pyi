@@ -31,6 +31,5 @@ from zae.loop.progress import ProgressChecker as ProgressChecker
 from zae.trainer import Trainer as Trainer
 from zae.tuning.batch_size import find_batch_size as find_batch_size
 from zae.tuning.learning_rate import find_lr as find_lr
-from zae.tuning.model_summary import summary as summary
 
 __version__: str

@@ -15,7 +15,7 @@ from zae.values.walk import redistribute_like
 
 __all__ = ["MetaInit", "is_meta"]
 
-_AS_CLASS = "Task(Net, ...), or Task(functools.partial(Net, width=8), ...)"
+_AS_CLASS = "Task(Net, ...), or Task(functools.partial(Net, 8), ...)"
 
 
 def is_meta(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from optuna import Trial
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from zae import AddOnBase, Every, MetricsDict, Trainer, ZaeError, find_lr, schedulers, summary
+from zae import AddOnBase, Every, MetricsDict, Trainer, ZaeError, find_lr, schedulers
 from zae.addons import AMPAddon, EMAAddon, GradientAccumulationAddon, JSONLLoggerAddon, StateManagerAddon
 from zae.search import PruningAddon, search
 from zae.testing import check_addon
@@ -118,7 +118,7 @@ def stated(folder: Path) -> None:
 
 def tools(folder: Path) -> None:
     trainer = Digits(make_model, "cpu", optimizer=torch.optim.AdamW)
-    print(summary(make_model(), torch.ones(1, 4)), find_lr(trainer, make_loader(), steps=10))
+    print(find_lr(trainer, make_loader(), steps=10))
     check_addon(NoiseAddon, noise=0.1)
 
     def objective(trial: Trial) -> float:

@@ -187,7 +187,7 @@ HINTS = HOOKS | _by_name(
         "a logger add-on, for instance JSONLLoggerAddon": "logger loggers init_trackers end_training",
         "a logger add-on, for instance WandBLoggerAddon": "report_to log_with",
         "web_logger={'wandb': {...}} (WandBLoggerAddon)": "run_name project wandb_project wandb",
-        "zae.summary(model, batch)": "enable_model_summary",
+        "print(model), or torchinfo.summary(model)": "enable_model_summary",
         "on_nonfinite": "logging_nan_inf_filter",
         # Devices and processes.
         "device; or accelerator (AccelerateAddon), an object of Hugging Face Accelerate": "accelerator",

@@ -26,7 +26,6 @@ from zae.addons import (
 from zae.addons.fairseq2 import ReaderLoader, task_of
 from zae.tuning.batch_size import find_batch_size
 from zae.tuning.learning_rate import find_lr
-from zae.tuning.model_summary import summary
 
 
 class Unit:
@@ -213,13 +212,12 @@ def _looks(trainer, loader, valid):
     trainer.plan(2, loader, valid)
     find_lr(trainer, loader, steps=10)
     find_batch_size(trainer, loader)
-    summary(trainer, next(iter(loader)))
     assert trainer.explain()
     trainer.evaluate(valid)
 
 
 def test_what_looks_at_a_trainer_leaves_its_units_alone():
-    """A plan, the searches, a summary and an evaluation before a run; the run is that of a trainer nobody looked at."""
+    """A plan, the searches and an evaluation before a run; the run is that of a trainer nobody looked at."""
 
     def train(looks):
         unit = Unit(model())
