@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 import time
 from array import array
@@ -16,32 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zae.addon import AddOnBase, Fact
 from zae.arguments import Interval
-from zae.device import name_of_device
 from zae.errors import ConfigError, kind_of
 from zae.loop.step_output import StepOutput
 from zae.values.describe import describe_batch
 from zae.values.walk import leading_dimension
 
-__all__ = ["PEAK_FLOPS", "ThroughputAddon", "peak_flops_of"]
-
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A40": 150e12,
-    "A10": 125e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-}
-"""Dense bfloat16 matrix products a second by words of a device's name, as its maker states them."""
-
-_SLOWER = {"Laptop", "Mobile", "MIG", "D"}
-"""Words of the names of devices that are slower than the one whose name they have in theirs."""
+__all__ = ["ThroughputAddon"]
 
 
 class _Meter:
@@ -81,8 +60,7 @@ class ThroughputAddon(AddOnBase):
     - ``throughput/step_seconds_p50`` and ``step_seconds_p99``: the median and the 99th percentile of a step, with the
       wait for its batches, without validations and saves;
     - ``throughput/data_wait_share``: the share of that time in which the loader was waited for;
-    - ``throughput/flops_per_second`` of one rank, and ``mfu``, the share of the peak of its device, where that is
-      known;
+    - ``throughput/flops_per_second`` of one rank, and with ``peak_flops`` ``mfu``, the share of the peak of its device;
     - ``throughput/peak_memory_mib``: allocated on an accelerator, else resident in the process.
 
     Every logger, ``log_history`` and the report show them. Rank 0 measures: its samples are multiplied by the number of
@@ -101,8 +79,8 @@ class ThroughputAddon(AddOnBase):
         computed again in the backward; recurrent layers are not. That step takes longer, and is not in the rates.
         Other steps count by their samples. A compiled step hides operations: with CompileAddon they are not counted.
     peak_flops : float, optional
-        The operations a second that one device can make; by default those of bfloat16 for the devices in
-        ``PEAK_FLOPS``.
+        The operations a second that one device can make, as its maker states them for the type of the matrix products:
+        989e12 in bfloat16 for an H100 SXM.
 
     Raises
     ------
@@ -265,8 +243,7 @@ class ThroughputAddon(AddOnBase):
             of_one = self._meter.counted_samples
             steps = samples / of_one if samples is not None and of_one else len(ordered)
             rates["flops_per_second"] = self.step_flops * steps / seconds
-            peak = self.peak_flops or peak_flops_of(name_of_device(self.device))
-            rates |= {"mfu": rates["flops_per_second"] / peak} if peak else {}
+            rates |= {"mfu": rates["flops_per_second"] / self.peak_flops} if self.peak_flops else {}
         memory = _peak_memory(self.device)
         return rates | ({"peak_memory_mib": memory / 2**20} if memory else {})
 
@@ -279,8 +256,7 @@ class ThroughputAddon(AddOnBase):
         why_not = self._why_not_counted()
         if self.count_flops and why_not:
             return [*super().describe(), Fact("operations are not counted", why_not, where="on_step_end")]
-        peak = self.peak_flops or peak_flops_of(name_of_device(self.device))
-        share = f"the share of {peak:.4g} FLOP/s" if peak else None
+        share = f"the share of {self.peak_flops:.4g} FLOP/s" if self.peak_flops else None
         return [*super().describe(), Fact("throughput/mfu", share, where="on_step_end")]
 
     def _why_not_counted(self) -> str:
@@ -304,27 +280,6 @@ def _count(tokens: Callable[[Any], Any], batch: Any) -> Any:
             "lambda batch: batch['input_ids'].numel()"
         )
     return count
-
-
-def peak_flops_of(name: str) -> float | None:
-    """Return the bfloat16 operations a second of a device by its name; None where they are not known.
-
-    Parameters
-    ----------
-    name : str
-        The name, as of ``torch.cuda.get_device_name()``.
-
-    Examples
-    --------
-    >>> peak_flops_of("NVIDIA A100-SXM4-80GB")
-    312000000000000.0
-    >>> peak_flops_of("NVIDIA RTX A4000") is None
-    True
-    """
-    words = set(re.split(r"[^A-Za-z0-9]+", name))
-    if words & _SLOWER:
-        return None
-    return next((peak for part, peak in PEAK_FLOPS.items() if words.issuperset(part.split())), None)
 
 
 def _peak_memory(device: torch.device) -> int:
