@@ -24,7 +24,7 @@ LEFT_OUT: dict[str, str] = {
     "ranks": """
         a_number_of_ranks_ a_signal_to_ another_number_of_ranks any_number_of_ranks engines_train_to_the_same
         each_rank_gets_ its_loader_is_the_share_of_its_rank of_two_ranks one_rank_has_saved_alone rank_0_decides_
-        ranks_plan_ shards_are_refused two_ranks_
+        ranks_plan_ shards_are_refused shards_of_two_types_are_refused two_ranks_
     """,
     # They fork: a child of a process that has used CUDA cannot use it. On_device/test_resume.py kills processes.
     "forks": """
@@ -41,7 +41,7 @@ LEFT_OUT: dict[str, str] = {
     # Their task, model, add-on or optimizer makes tensors on the host, or arrays of NumPy of those on the device.
     "host": """
         [an_array an_array_ a_closure_that_leaves_ a_copy_of_a_trainer_goes_on a_loop_that_is_not_an_epoch
-        a_metric_that_is_not_a
+        a_metric_that_is_not_a a_module_of_the_task_that_
         a_network_that_is_frozen_for_a_while a_resumed_run_logs_the_same a_trainer_without_add_ons_takes_a_state
         an_engine_may_return_plain_pairs an_evaluation_moves_no_generator backward_passes_its_arguments_on
         batches_whose_samples_are_not_known batches_without_samples generators_ less_is_kept_for_the_backward
@@ -49,7 +49,7 @@ LEFT_OUT: dict[str, str] = {
     """,
     # They compare with a loop by hand on the CPU, whose stream draws other dropout than the device's.
     "by hand": """
-        a_fused_optimizer_is_not_called_ classes_are_factories_ evaluation_and_files_have_
+        a_fused_optimizer_is_not_called_ a_step_evaluates_as_often_ classes_are_factories_ evaluation_and_files_have_
         steps_and_epochs_without_run the_average_is_that_of_torch the_weights_are_those_of_the_loop_by_hand
         training_is_left_as_it_is
     """,

@@ -33,7 +33,7 @@ from zae.checkpoint import filesystem
 from zae.checkpoint.encoding import encode
 from zae.checkpoint.filesystem import FileSystem
 from zae.checkpoint.manifest import seal
-from zae.checkpoint.tensor_bytes import byte_view
+from zae.checkpoint.tensor_bytes import byte_view, dense
 
 OPERATIONS = [name for name in vars(FileSystem) if not name.startswith("_")]
 CHANGING = ("mkdir", "create", "write", "link", "fsync", "rename")  # What a full disk refuses.
@@ -383,7 +383,7 @@ def fingerprint(*values: Any) -> str:
     sha = hashlib.sha256(json.dumps(structure, sort_keys=True).encode())
     for name in sorted(tensors):
         sha.update(name.encode())
-        sha.update(byte_view(tensors[name]))
+        sha.update(byte_view(dense(tensors[name], name)))
     return sha.hexdigest()
 
 

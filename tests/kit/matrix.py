@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -223,7 +224,7 @@ def first_difference(a: Any, b: Any, where: str = "") -> str | None:
         if a.keys() != b.keys():
             return f"{where}: {sorted(map(str, a))} by hand, {sorted(map(str, b))} here"
         return next((f for k in a if (f := first_difference(a[k], b[k], f"{where}[{k!r}]")) is not None), None)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+    if isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)):
         if len(a) != len(b):
             return f"{where}: {len(a)} by hand, {len(b)} here"
         return next((f for i, x in enumerate(a) if (f := first_difference(x, b[i], f"{where}[{i}]")) is not None), None)
