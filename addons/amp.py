@@ -260,7 +260,7 @@ class AMPAddon(AddOnBase):
 
     @property
     def precision(self) -> str:
-        """The precision: "bf16", "fp16" or "fp32". Where "auto" or a list was given, it is chosen in ``setup``."""
+        """The precision, "bf16", "fp16" or "fp32"; ``setup`` chooses it where "auto" or a list was given."""
         return self.precision_part.name
 
     @property

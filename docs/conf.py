@@ -36,6 +36,7 @@ default_role = "py:obj"
 napoleon_use_param = napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style"), ("Raises", "params_style")]
 
+toc_object_entries_show_parents = "hide"
 html_theme = "furo"
 html_static_path, html_css_files = ["_static"], ["site.css"]
 html_title = "zae"

@@ -244,7 +244,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @property
     def mode(self) -> str:
-        """What ``run``, ``run_epoch`` and ``run_batch`` do: "train" or "test"; in an evaluation it is "test"."""
+        """What ``run``, ``run_epoch`` and ``run_batch`` do, "train" or "test"; "test" in an evaluation."""
         return self._mode
 
     @mode.setter

@@ -67,7 +67,7 @@ class RunInfo:
 
     @property
     def flat_config(self) -> dict[str, bool | int | float | str]:
-        """The config for a client that takes no nested values: ``{"optimizer/lr": 0.1}``."""
+        """The config without nested values, ``{"optimizer/lr": 0.1}``."""
         flat = flatten(self.config, "/")
         return {name: v if isinstance(v, (bool, int, float, str)) else str(v) for name, v in flat.items()}
 
