@@ -14,7 +14,7 @@ import yaml
 import zae
 from kit import imports
 from kit.blocks import read_setup
-from zae.checkpoint import manifest
+from zae.checkpoint import json_text, manifest
 
 ROOT = imports.ROOT
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
@@ -75,7 +75,7 @@ def test_what_the_papers_name_is_there(name):
 def test_the_limits_of_the_security_policy_are_those_of_the_code():
     text = " ".join(read("SECURITY.md").split())
     sizes = re.search(r"A manifest has at most (\d+) MiB, a state at most (\d+) MiB", text)
-    assert [int(size) << 20 for size in sizes.groups()] == [manifest.MANIFEST_LIMIT, manifest.STATE_LIMIT]
+    assert [int(size) << 20 for size in sizes.groups()] == [manifest.MANIFEST_LIMIT, json_text.STATE_LIMIT]
 
 
 def test_the_lowest_versions_are_those_of_the_page():

@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from zae.checkpoint.weights import Weights
     from zae.explain import Text
     from zae.fact import Fact
-    from zae.loop.trainer_state import CoreState
     from zae.plan.page import RunPreview
 
 __all__ = ["Trainer"]
@@ -984,12 +983,6 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """Return the module itself: without what the trainer, ``torch.compile``, DataParallel or DDP put around it."""
         return without_wrappers(self._module)
 
-    def _core_state(self) -> CoreState:
-        """Return what reads and loads the state; a run that saves nothing does not import it."""
-        from zae.loop.trainer_state import CoreState
-
-        return CoreState(self)
-
     @hook
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs; an add-on adds an entry under its own class name.
@@ -1000,7 +993,9 @@ class Trainer(Processes, metaclass=TrainerMeta):
             "model", "optimizer", "scheduler", "progress", "records", "position", and one entry for each add-on;
             "validation" where that of this moment is still to be made.
         """
-        return self._core_state().read()
+        from zae.loop.trainer_state import read_state  # A run that saves nothing does not import it.
+
+        return read_state(self)
 
     @hook
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -1018,12 +1013,16 @@ class Trainer(Processes, metaclass=TrainerMeta):
         CheckpointMismatch
             With what differs.
         """
-        self._core_state().load(state, strict)
+        from zae.loop.trainer_state import load_state
+
+        load_state(self, state, strict)
 
     @hook
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:
         """Load only the weights of a state, for an evaluation; training would continue from them."""
-        self._core_state().load_weights({**state["model"], **state.get("extra_state", {})}, strict=True)
+        from zae.loop.trainer_state import load_weights
+
+        load_weights(self, {**state["model"], **state.get("extra_state", {})}, strict=True)
 
     @explained_call("continue_from(state)")
     def continue_from(self, state: Any) -> None:
@@ -1100,12 +1099,13 @@ class Trainer(Processes, metaclass=TrainerMeta):
             No file is named, or its suffix stands for no format.
         """
         from zae.checkpoint.weights import save_weights
+        from zae.loop.trainer_state import weights_of
 
         if path is None:
             raise ConfigError("save_model() needs a file; write save_model('weights.safetensors')")
         step = str(self.progress_checker.step)
         writes = self.is_main or self.engine.can_save_alone
-        return save_weights(Path(path), self._core_state().weights(), {"step": step}, writes)
+        return save_weights(Path(path), weights_of(self), {"step": step}, writes)
 
     @explained_call("apply_weights(path)")
     def apply_weights(self, weights: Weights, strict: bool = True) -> tuple[list[str], list[str]]:
@@ -1129,8 +1129,9 @@ class Trainer(Processes, metaclass=TrainerMeta):
             The model is unchanged.
         """
         from zae.checkpoint.weights import read_weights
+        from zae.loop.trainer_state import load_weights
 
-        return self._core_state().load_weights(read_weights(weights), strict)
+        return load_weights(self, read_weights(weights), strict)
 
     # ------------------------------------------------------------------------------------------- what is shown
 

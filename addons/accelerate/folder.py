@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from zae.addons.accelerate.accelerator import Prepared, load_library
-from zae.checkpoint.directories import install
 from zae.checkpoint.filesystem import make_directory
+from zae.checkpoint.folder import install
 from zae.checkpoint.group import Group
 from zae.checkpoint.names import aside_name, staging_name
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound

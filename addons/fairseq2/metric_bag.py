@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zae.errors import CheckpointMismatch
-from zae.loop.epoch_log import to_host
 from zae.metrics.torchmetrics_values import numbers_of
+from zae.values.host import to_host
 
 __all__ = ["check_names", "compute_over_ranks", "metrics_of", "reset", "states_of"]
 

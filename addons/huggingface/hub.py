@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from zae.checkpoint.filesystem import make_directory, not_saved, replace_file
+from zae.checkpoint.folder import is_whole
 from zae.checkpoint.names import MANIFEST
-from zae.checkpoint.reader import is_whole
 from zae.checkpoint.tensor_bytes import byte_count
 from zae.checkpoint.weights import save_weights
 from zae.errors import CheckpointError, ConfigError, kind_of, printable

@@ -17,7 +17,7 @@ from zae.compose.calls import explained_call
 from zae.compose.introspect import AddOnPart
 from zae.compose.options import options_of
 from zae.errors import ConfigError
-from zae.loop.trainer_state import CoreState
+from zae.loop.trainer_state import weights_of
 
 __all__ = ["SavingPart"]
 
@@ -135,7 +135,7 @@ class SavingPart(AddOnPart):
     ) -> Path:
         """Save the folder; rank 0 writes, and if it fails, all ranks that call it raise its error."""
         folder = self._folder(path, "save_model")
-        weights = CoreState(self).weights()
+        weights = weights_of(self)
         group = Group(self.rank, self.gather) if all_call else Group()
         group.together(lambda: self._write_folder(folder, weights, metadata or {}) if self.is_main else None, folder)
         return folder

@@ -18,9 +18,8 @@ from typing import Any, ClassVar, TypeAlias
 from torch import Tensor
 
 from zae.addons.state_manager.crash import crashes_in
-from zae.checkpoint.directories import remove_checkpoint
 from zae.checkpoint.filesystem import make_directory, stage
-from zae.checkpoint.folder import list_checkpoints, sweep
+from zae.checkpoint.folder import list_checkpoints, remove_checkpoint, sweep
 from zae.checkpoint.manifest import Manifest, read_manifest
 from zae.checkpoint.names import MANIFEST
 from zae.checkpoint.reader import load_checkpoint

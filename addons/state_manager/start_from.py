@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from zae import optim, random_state
-from zae.checkpoint.folder import list_checkpoints, newest_valid
+from zae.checkpoint.folder import list_checkpoints, newest_valid, verify
 from zae.checkpoint.manifest import read_manifest
 from zae.checkpoint.names import MODEL_FILES, STATE, STATE_TENSORS
-from zae.checkpoint.reader import load_state, verify
+from zae.checkpoint.reader import load_state
 from zae.checkpoint.tensor_files import format_of
 from zae.checkpoint.weights import load_weights
 from zae.compose.introspect import add_ons_of, is_engine_slot

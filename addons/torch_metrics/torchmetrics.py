@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from zae.errors import CheckpointMismatch
-from zae.loop.epoch_log import to_host
 from zae.metrics.torchmetrics_values import metrics_in
+from zae.values.host import to_host
 from zae.values.walk import copy_of, has_same_bits
 
 __all__ = [

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from kit.checkpoints import save_checkpoint
 from kit.faults import RefusingDisk, installed
 from zae.checkpoint import filesystem
-from zae.checkpoint.directories import remove_checkpoint
 from zae.checkpoint.filesystem import FileSystem, make_directory
-from zae.checkpoint.folder import list_checkpoints, newest_valid, sweep
+from zae.checkpoint.folder import list_checkpoints, newest_valid, remove_checkpoint, sweep, verify
 from zae.checkpoint.names import checkpoint_name, staging_name
-from zae.checkpoint.reader import load_checkpoint, verify
+from zae.checkpoint.reader import load_checkpoint
 from zae.checkpoint.tensor_files import parse_format
 from zae.checkpoint.weights import load_weights, save_weights
 from zae.errors import (

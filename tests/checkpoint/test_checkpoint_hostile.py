@@ -15,9 +15,9 @@ from test_tensor_files import HOSTILE, payloads, wrapped
 
 from kit.faults import reseal
 from kit.limits import within
-from zae.checkpoint.folder import list_checkpoints, newest_valid
+from zae.checkpoint.folder import list_checkpoints, newest_valid, verify
 from zae.checkpoint.manifest import read_manifest, seal
-from zae.checkpoint.reader import load_checkpoint, verify
+from zae.checkpoint.reader import load_checkpoint
 from zae.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
 
 # ---------------------------------------------------------------- damage

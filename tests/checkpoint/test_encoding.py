@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zae.checkpoint.encoding import decode, encode, strict_json
+from zae.checkpoint.encoding import decode, encode
+from zae.checkpoint.json_text import strict_json
 from zae.errors import CheckpointDamaged, CheckpointError
 
 few = settings(max_examples=60, deadline=None, derandomize=True)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from zae.errors import CheckpointDamaged
 def test_pieces_of_every_size_are_written_and_hashed_in_order() -> None:
     data = os.urandom(3 << 20)
     written: list[bytes] = []
-    with Output(lambda piece: written.append(bytes(piece))) as output:
+    with closing(Output(lambda piece: written.append(bytes(piece)))) as output:
         for piece in (b"", data[:1], data[1:1000], data, data[:5], memoryview(data).cast("I"), data[:10], data * 4):
             output.write(piece)
         output.flush()
@@ -31,7 +32,7 @@ def test_pieces_of_every_size_are_written_and_hashed_in_order() -> None:
 
 def test_a_thousand_small_pieces_are_few_writes() -> None:
     written: list[int] = []
-    with Output(lambda piece: written.append(len(piece))) as output:
+    with closing(Output(lambda piece: written.append(len(piece)))) as output:
         for _ in range(3000):
             output.write(b"x" * 1000)
         output.flush()
@@ -53,14 +54,17 @@ def test_the_first_error_is_kept_and_no_write_follows_it(size: int) -> None:
         output.write(b"x" * size)
         output.flush()
 
-    with output:
+    with closing(output):
         with pytest.raises(OSError, match="full") as first:
             write_all()
         with pytest.raises(OSError, match="full") as second:
             output.write(b"more")
     assert output.error is first.value is second.value
     assert len(calls) == 1
-    assert not [thread for thread in threading.enumerate() if thread.name == "zae-sha256"]
+    for thread in threading.enumerate():
+        if thread.name == "zae-sha256":  # It ends by itself, also that of a test before.
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_it_works_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +72,7 @@ def test_it_works_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with Output(lambda piece: None) as output:
+    with closing(Output(lambda piece: None)) as output:
         output.write(b"x" * (3 << 20))
     assert output.hexdigest() == hashlib.sha256(b"x" * (3 << 20)).hexdigest()
 
@@ -88,7 +92,7 @@ def test_a_slow_hash_holds_the_writing_back(monkeypatch: pytest.MonkeyPatch) -> 
 
     output = Output(lambda piece: ahead.append(output._queue.qsize()))
     output._digest = Slow()  # type: ignore[assignment]
-    with output:
+    with closing(output):
         for index in range(20):
             output.write(bytes([index]) * (2 << 20))
     assert max(ahead) == 2

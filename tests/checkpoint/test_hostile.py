@@ -23,9 +23,10 @@ from kit.limits import within
 from zae import Trainer
 from zae.addons import JSONLLoggerAddon, LedgerAddon, StateManagerAddon
 from zae.addons.state_manager.crash import crashes_in
-from zae.checkpoint.encoding import decode, encode, strict_json
+from zae.checkpoint.encoding import decode, encode
 from zae.checkpoint.folder import list_checkpoints, newest_valid
 from zae.checkpoint.hashed_files import open_input
+from zae.checkpoint.json_text import strict_json
 from zae.checkpoint.locks import FolderLock
 from zae.checkpoint.manifest import parse, seal
 from zae.checkpoint.reader import load_checkpoint

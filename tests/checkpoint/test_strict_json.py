@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.limits import within
-from zae.checkpoint.encoding import strict_json
+from zae.checkpoint.json_text import strict_json
 from zae.errors import CheckpointDamaged
 
 plain = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text()

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from kit.engines import ENGINES, Task, build, data, net, weights
 from kit.faults import RefusingDisk, installed
 from zae.addons import EMAAddon, HuggingFaceAddon, PEFTAddon, StateManagerAddon
-from zae.checkpoint.folder import list_checkpoints
-from zae.checkpoint.reader import verify
+from zae.checkpoint.folder import list_checkpoints, verify
 from zae.errors import CheckpointError, ConfigError, ZaeError
 
 STEPS, NEVER = 3, 1 << 20

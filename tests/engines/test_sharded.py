@@ -33,11 +33,11 @@ from zae.__main__ import main
 from zae.addons import EMAAddon, StateManagerAddon
 from zae.addons.state_manager import resume
 from zae.addons.state_manager.checkpointer import FolderCheckpointer
-from zae.checkpoint.folder import newest_valid
+from zae.checkpoint.folder import newest_valid, verify
 from zae.checkpoint.group import Group
 from zae.checkpoint.manifest import parse, read_manifest, seal
 from zae.checkpoint.names import SHARDS
-from zae.checkpoint.reader import load_checkpoint, verify
+from zae.checkpoint.reader import load_checkpoint
 from zae.checkpoint.weights import load_weights
 from zae.checkpoint.writer import SavePlan, plan
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, NonFiniteError

@@ -23,7 +23,8 @@ from kit.faults import answer, build, wait_for
 from zae import Every
 from zae.addons import GradientAccumulationAddon, JSONLLoggerAddon, StateManagerAddon
 from zae.checkpoint import filesystem
-from zae.checkpoint.reader import load_checkpoint, verify
+from zae.checkpoint.folder import verify
+from zae.checkpoint.reader import load_checkpoint
 
 # --- exceptions
 

@@ -18,8 +18,7 @@ from zae.addons import (
     GradientAccumulationAddon,
     StateManagerAddon,
 )
-from zae.checkpoint.folder import list_checkpoints
-from zae.checkpoint.reader import verify
+from zae.checkpoint.folder import list_checkpoints, verify
 from zae.checkpoint.weights import load_weights
 from zae.errors import ConfigError, NonFiniteError
 from zae.loop.nonfinite import LATEST, NonFiniteGuard

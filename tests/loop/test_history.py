@@ -21,9 +21,10 @@ from kit.hand import network
 from kit.table import Task
 from zae import AddOnBase, ConfigError, Every, MonitorError, Trainer
 from zae.addons import GradientAccumulationAddon, StateManagerAddon
-from zae.loop.epoch_log import EpochLog, plain, to_host
+from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.history import Metrics, MetricsDict, direction_of, split_prefix
 from zae.metrics.reductions import Partial, merge_sums
+from zae.values.host import to_host
 
 
 class Returning(Trainer):

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from zae.checkpoint.encoding import decode, encode, strict_json
+from zae.checkpoint.encoding import decode, encode
+from zae.checkpoint.json_text import strict_json
 from zae.errors import CheckpointMismatch
 from zae.random_state import read_stream
 from zae.user_state.marks import LARGE, mark_of

@@ -132,25 +132,23 @@ def stage(target: Path, needed: int) -> Iterator[Path]:
         staging_now.discard(staging.name)
 
 
-def write_file(
-    path: Path, writer: Callable[[Callable[[Any], object]], object], hashing: contextlib.ExitStack | None = None
-) -> Output:
-    """Write one new file and wait until the disk has it; its hash is complete when ``hashing`` is closed."""
+def write_file(path: Path, writer: Callable[[Callable[[Any], object]], object]) -> Output:
+    """Write one new file and wait until the disk has it; a thread may still compute the hash of what it returns."""
     handle = disk.create(path)
     output = Output(partial(disk.write, handle))
-    with contextlib.ExitStack() as here:
-        (hashing or here).enter_context(output)
-        try:
-            writer(output.write)
-            output.flush()
-            disk.fsync(handle)
-        except BaseException:
-            with contextlib.suppress(OSError):  # The first error is the one to report.
-                disk.close(handle)
-            if output.error is not None:
-                raise output.error from None
-            raise
-        disk.close(handle)
+    try:
+        writer(output.write)
+        output.flush()
+        disk.fsync(handle)
+    except BaseException:
+        with contextlib.suppress(OSError):  # The first error is the one to report.
+            disk.close(handle)
+        if output.error is not None:
+            raise output.error from None
+        raise
+    finally:
+        output.close()
+    disk.close(handle)
     return output
 
 

@@ -1,23 +1,141 @@
-"""The checkpoints in the folder of a run: listed, the newest that can be read, and what killed processes have left."""
+"""The folders of checkpoints on the disk: found, verified, put into their place, and removed, each at once."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zae.checkpoint.directories import holds_checkpoint, install
+from zae.checkpoint import filesystem
 from zae.checkpoint.filesystem import clear, entries_of, staging_now
-from zae.checkpoint.names import is_abandoned, original_name, set_aside, step_of
-from zae.checkpoint.reader import is_whole, verify
-from zae.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
+from zae.checkpoint.hashed_files import open_input, reason
+from zae.checkpoint.manifest import Manifest, read_manifest
+from zae.checkpoint.names import (
+    MANIFEST,
+    aside_name,
+    has_checkpoint_name,
+    is_abandoned,
+    is_known,
+    original_name,
+    set_aside,
+    step_of,
+)
+from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
 
-__all__ = ["list_checkpoints", "newest_valid", "put_back", "refuse_links", "sweep"]
+__all__ = [
+    "holds_checkpoint",
+    "install",
+    "is_whole",
+    "list_checkpoints",
+    "locate",
+    "newest_valid",
+    "put_back",
+    "refuse_foreign",
+    "refuse_links",
+    "remove_checkpoint",
+    "sweep",
+    "verify",
+]
 
 _Content = TypeVar("_Content")
+
+# -------------------------------------------------------------------------------------------------- one checkpoint
+
+
+def holds_checkpoint(directory: Path) -> bool:
+    """Return whether a directory is a checkpoint, perhaps a damaged one, and not only a user's own files."""
+    try:
+        names = {entry.name for entry in entries_of(directory)}
+    except OSError:  # Without permission to list it; reading it will say so.
+        return True
+    return not names or any(map(is_known, names))  # An empty one has lost its files.
+
+
+def locate(directory: Path) -> Path:
+    """Return the directory, or the one that a killed save has moved aside to replace it; raise if there is neither."""
+    if directory.is_dir():
+        return directory
+    with contextlib.suppress(ConfigError):
+        twins = [entry for entry in entries_of(directory.parent) if set_aside(entry.name, "replaced") == directory.name]
+        twins = [entry for entry in twins if holds_checkpoint(Path(entry.path))]
+        if twins and not os.path.lexists(directory):
+            return Path(max(twins, key=lambda entry: entry.stat(follow_symlinks=False).st_mtime).path)
+    raise CheckpointNotFound(f"there is no checkpoint at {directory}; give the directory that holds {MANIFEST}")
+
+
+def verify(directory: str | os.PathLike[str], *, skip: Collection[str] = ()) -> Manifest:
+    """Read every byte of a checkpoint and compare its hashes with the manifest, which is returned.
+
+    Files that `skip` names are not read, because the caller is going to. Errors are those of `load_checkpoint`.
+    """
+    directory = locate(Path(directory))
+    manifest = read_manifest(directory)
+    for name, entry in manifest["files"].items():
+        if name not in skip:
+            with open_input(directory / name, size=entry["size"]) as source:
+                source.finish(entry["sha256"])
+    return manifest
+
+
+def is_whole(directory: Path) -> bool:
+    """Return whether a checkpoint stands at this place and verifies."""
+    try:
+        return directory.is_dir() and bool(verify(directory))
+    except CheckpointError:
+        return False
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Raise if a directory to be replaced or removed contains a user's files and is not named like a checkpoint."""
+    if not os.path.lexists(directory) or has_checkpoint_name(original_name(directory.name)):
+        return
+    foreign = sorted(entry.name for entry in entries_of(directory) if not is_known(entry.name))
+    if foreign:
+        raise CheckpointError(
+            f"{directory} contains {foreign[0]!r}, which is not part of a checkpoint; it is neither replaced nor "
+            "removed: choose another directory"
+        )
+
+
+def install(staging: Path, directory: Path) -> Path | None:
+    """Rename a staged directory to its place; what stands there is moved aside, and its new path returned."""
+    aside = directory.with_name(aside_name(directory.name, "replaced")) if os.path.lexists(directory) else None
+    if aside is not None:
+        # If the process is killed between the two renames, `locate` finds the old one under its new name.
+        filesystem.disk.rename(directory, aside)
+        filesystem.disk.fsync_directory(directory.parent)
+    try:
+        filesystem.disk.rename(staging, directory)
+    except OSError:
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                filesystem.disk.rename(aside, directory)
+        raise
+    filesystem.disk.fsync_directory(directory.parent)
+    return aside
+
+
+def remove_checkpoint(directory: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint, whole or damaged; a process that is killed during this leaves it whole or gone.
+
+    What a user has put into its directory stays there, and the directory with it. Raise CheckpointError if it is not
+    named like a checkpoint and contains such files, or if it cannot be removed.
+    """
+    directory = locate(Path(directory))
+    refuse_foreign(directory)
+    gone = directory.with_name(aside_name(directory.name, "deleting"))
+    try:
+        filesystem.disk.rename(directory, gone)
+        filesystem.disk.fsync_directory(directory.parent)
+        clear(gone)
+    except OSError as error:
+        raise CheckpointError(f"{directory} was not removed: {reason(error)}; remove it yourself") from error
+
+
+# ------------------------------------------------------------------------------------ the checkpoints of a run
 
 
 def list_checkpoints(save_path: str | os.PathLike[str]) -> list[Path]:

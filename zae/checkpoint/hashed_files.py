@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from zae.errors import CheckpointDamaged
 
@@ -29,8 +29,8 @@ _BATCH = 1 << 20  # smaller pieces are collected: one write for a thousand small
 class Output:
     """Counts and hashes what is written, and passes it on in large pieces.
 
-    Large pieces are hashed by a thread while they are written; leaving the context ends that thread. After a failed
-    write, ``error`` is what it raised, and every later one raises it again.
+    Large pieces are hashed by a thread while they, and other files, are written. After a failed write, ``error`` is
+    what it raised, and every later one raises it again. `close` must be called in any case, and then `hexdigest`.
     """
 
     def __init__(self, write: Callable[[memoryview], object]) -> None:
@@ -42,17 +42,8 @@ class Output:
         self._hasher: threading.Thread | None = None
         self._queue: queue.Queue[memoryview | None] = queue.Queue(_AHEAD)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._hasher is not None:
-            self._queue.put(None)
-            self._hasher.join()
-            self._hasher = None
-
     def write(self, data: Any) -> None:
-        """Write a buffer, which must not change before the context is left; small ones are collected."""
+        """Write a buffer, which must not change before it is hashed; small ones are collected."""
         if self.error is not None:
             raise self.error
         view = memoryview(data)
@@ -75,8 +66,15 @@ class Output:
         if pending:
             self._emit(memoryview(pending))
 
+    def close(self) -> None:
+        """Let the thread end once it has hashed what was written."""
+        if self._hasher is not None:
+            self._queue.put(None)
+
     def hexdigest(self) -> str:
-        """Return the SHA-256 of everything written; the context must have been left."""
+        """Return the SHA-256 of everything written, when the thread has ended."""
+        if self._hasher is not None:
+            self._hasher.join()
         return self._digest.hexdigest()
 
     def _emit(self, data: memoryview) -> None:

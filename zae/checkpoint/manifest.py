@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from zae.checkpoint.encoding import decode, encode, strict_json
+from zae.checkpoint.encoding import decode, encode
 from zae.checkpoint.hashed_files import REMEDY, read_whole
+from zae.checkpoint.json_text import STATE_LIMIT, strict_json
 from zae.checkpoint.names import MANIFEST, MODEL_FILES, PIECE, SHARDS, STATE, STATE_TENSORS, shard_name
 from zae.checkpoint.tensor_files import SUFFIXES
 from zae.errors import (
@@ -31,12 +32,10 @@ __all__ = [
     "MANIFEST_LIMIT",
     "ROWS_FORMAT",
     "SHARDED_FORMAT",
-    "STATE_LIMIT",
     "FileEntry",
     "Manifest",
     "check_progress",
     "draft",
-    "json_text",
     "parse",
     "read_manifest",
     "seal",
@@ -53,9 +52,6 @@ ROWS_FORMAT = 3
 
 MANIFEST_LIMIT = 16 << 20
 """The largest manifest that is written or read, in bytes."""
-
-STATE_LIMIT = 256 << 20
-"""The largest state.json that is written, and the largest file of JSON beside the manifest that is read, in bytes."""
 
 _LAST = b',\n "sha256": "%s"\n}\n'
 _SEALED = re.compile(rb',\n "sha256": "[0-9a-f]{64}"\n}\n')
@@ -94,17 +90,6 @@ def draft(model_format: str, tied: Mapping[str, str], about: Mapping[str, Any], 
     fixed = {"format": number, "zae": _version(), "model_format": model_format, "tied": dict(tied)}
     content = {**about, **fixed, "files": {}, "info": info, "sha256": ""}
     return cast(Manifest, {key: content[key] for key in Manifest.__annotations__})
-
-
-def json_text(directory: Path, structure: Any) -> bytes:
-    """Return the text of state.json for an encoded state, or that of shards.json."""
-    text = json.dumps(structure, allow_nan=False, separators=(",", ":")).encode()
-    if len(text) > STATE_LIMIT:
-        raise CheckpointError(
-            f"{directory}: the state takes {len(text)} bytes as JSON, the limit is {STATE_LIMIT}; "
-            "keep long lists of numbers as tensors or numpy arrays"
-        )
-    return text
 
 
 def seal(content: Mapping[str, Any]) -> bytes:

@@ -10,17 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
-from zae.checkpoint.directories import locate
-from zae.checkpoint.encoding import decode, strict_json
-from zae.checkpoint.hashed_files import REMEDY, open_input, read_whole
+from zae.checkpoint.encoding import decode
+from zae.checkpoint.folder import locate
+from zae.checkpoint.hashed_files import REMEDY, read_whole
+from zae.checkpoint.json_text import strict_json
 from zae.checkpoint.manifest import Manifest, read_manifest
 from zae.checkpoint.names import KNOWN, MANIFEST, MODEL_FILES, PIECE, STATE, STATE_TENSORS
 from zae.checkpoint.rows import add_rows
 from zae.checkpoint.shards import read_parts
 from zae.checkpoint.tensor_files import load_safetensors, read_model
-from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
+from zae.errors import CheckpointDamaged, ConfigError
 
-__all__ = ["is_whole", "load_checkpoint", "load_state", "verify"]
+__all__ = ["load_checkpoint", "load_state"]
 
 
 def load_checkpoint(
@@ -77,25 +78,3 @@ def load_state(
         raise CheckpointDamaged(f"{directory / STATE}: contains a {type(state).__name__}, not a dict. {REMEDY}")
     add_rows(state, directory, manifest, allow_partial)
     return state
-
-
-def verify(directory: str | os.PathLike[str], *, skip: Collection[str] = ()) -> Manifest:
-    """Read every byte of a checkpoint and compare its hashes with the manifest, which is returned.
-
-    Files that `skip` names are not read, because the caller is going to. Errors are those of `load_checkpoint`.
-    """
-    directory = locate(Path(directory))
-    manifest = read_manifest(directory)
-    for name, entry in manifest["files"].items():
-        if name not in skip:
-            with open_input(directory / name, size=entry["size"]) as source:
-                source.finish(entry["sha256"])
-    return manifest
-
-
-def is_whole(directory: Path) -> bool:
-    """Return whether a checkpoint stands at this place and verifies."""
-    try:
-        return directory.is_dir() and bool(verify(directory))
-    except CheckpointError:
-        return False

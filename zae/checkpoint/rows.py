@@ -17,9 +17,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zae.checkpoint.encoding import decode, encode, strict_json
+from zae.checkpoint.encoding import decode, encode
 from zae.checkpoint.hashed_files import REMEDY, read_whole
-from zae.checkpoint.manifest import FileEntry, Manifest, json_text
+from zae.checkpoint.json_text import json_text, strict_json
+from zae.checkpoint.manifest import FileEntry, Manifest
 from zae.checkpoint.names import PIECE
 from zae.errors import CheckpointDamaged
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from zae.checkpoint.encoding import strict_json
 from zae.checkpoint.group import Group
 from zae.checkpoint.hashed_files import REMEDY, read_whole
+from zae.checkpoint.json_text import strict_json
 from zae.checkpoint.manifest import FileEntry, Manifest
 from zae.checkpoint.names import SHARDS, shard_name
 from zae.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES

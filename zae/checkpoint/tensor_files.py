@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from zae.checkpoint.encoding import strict_json
 from zae.checkpoint.hashed_files import Input, open_input, read_whole
+from zae.checkpoint.json_text import strict_json
 from zae.checkpoint.names import MODEL_FILES
 from zae.checkpoint.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, byte_view, dense, separate
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError

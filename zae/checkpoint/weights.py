@@ -13,9 +13,8 @@ from typing import TypeAlias
 from torch import Tensor
 
 from zae.arguments.paths import check_url
-from zae.checkpoint.directories import holds_checkpoint
 from zae.checkpoint.filesystem import replace_file
-from zae.checkpoint.folder import list_checkpoints, sweep
+from zae.checkpoint.folder import holds_checkpoint, list_checkpoints, sweep
 from zae.checkpoint.hashed_files import read_whole
 from zae.checkpoint.manifest import read_manifest
 from zae.checkpoint.shards import read_parts

@@ -35,13 +35,13 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from zae.checkpoint import filesystem
-from zae.checkpoint.directories import install, refuse_foreign
 from zae.checkpoint.encoding import encode
 from zae.checkpoint.filesystem import clear, make_directory, share_file, stage, write_file
-from zae.checkpoint.folder import sweep
+from zae.checkpoint.folder import install, refuse_foreign, sweep
 from zae.checkpoint.group import Group
-from zae.checkpoint.hashed_files import Output, open_input
-from zae.checkpoint.manifest import FileEntry, Manifest, draft, json_text, seal
+from zae.checkpoint.hashed_files import open_input
+from zae.checkpoint.json_text import json_text
+from zae.checkpoint.manifest import FileEntry, Manifest, draft, seal
 from zae.checkpoint.names import MANIFEST, MODEL_FILES, PIECE, SHARDS, STATE, STATE_TENSORS, shard_name
 from zae.checkpoint.rows import Piece
 from zae.checkpoint.shards import OF_MODEL, OF_STATE, divide
@@ -151,7 +151,8 @@ def write(save: SavePlan, directory: Path | None = None, reads_back: bool = Fals
     """
     directory = Path(os.path.abspath(directory or save.target))
     manifest = save.manifest
-    together = partial(save.group.together, where=directory, needed=save.byte_count)
+    needed = save.byte_count
+    together = partial(save.group.together, where=directory, needed=needed)
 
     def prepare() -> str | None:
         if manifest is None:
@@ -166,12 +167,12 @@ def write(save: SavePlan, directory: Path | None = None, reads_back: bool = Fals
             return {}, None
         for entries in written:
             manifest["files"] |= entries
-        text = seal(manifest)
-        output = write_file(staging / MANIFEST, lambda write: write(text))
+        output = write_file(staging / MANIFEST, partial(_write_text, text=seal(manifest)))
         filesystem.disk.fsync_directory(staging)  # The names of the files, before the directory gets its own.
-        return {MANIFEST: _entry_of(output)}, install(staging, directory)
+        entry = FileEntry(size=output.size, sha256=output.hexdigest())
+        return {MANIFEST: entry}, install(staging, directory)
 
-    with stage(directory, save.byte_count) if manifest is not None else contextlib.nullcontext(Path()) as staging:
+    with stage(directory, needed) if manifest is not None else contextlib.nullcontext(Path()) as staging:
         # Each step ends on all ranks before the next begins: rank 0 renames nothing that another has not brought to
         # the disk, and where one rank fails, no rank goes on.
         staging = Path(together(prepare)[0] or "")
@@ -195,31 +196,33 @@ def _write_files(staging: Path, save: SavePlan) -> dict[str, FileEntry]:
     tied = save.manifest["tied"] if save.manifest else {}
     entries = {}
     outputs = {}
-    with contextlib.ExitStack() as hashing:  # Each file is hashed while the next is written, and during the check.
-        for name, content in save.files.items():
-            path = staging / name
-            if isinstance(content, Piece):
-                entries[name] = content.entry
-                if content.source is not None and share_file(content.source / name, path, content.entry["size"]):
-                    continue
-                content = content.text
-            outputs[name] = write_file(path, _writer(name, content, tied), hashing)
-        save.check(save.weights())
-    return {**{name: _entry_of(output) for name, output in outputs.items()}, **entries}
-
-
-def _entry_of(output: Output) -> FileEntry:
-    return FileEntry(size=output.size, sha256=output.hexdigest())
+    for name, content in save.files.items():
+        path = staging / name
+        if isinstance(content, Piece):
+            entries[name] = content.entry
+            if content.source is not None and share_file(content.source / name, path, content.entry["size"]):
+                continue
+            content = content.text
+        outputs[name] = write_file(path, _writer(name, content, tied))
+    save.check(save.weights())  # Each file is hashed while the next is written, and during the check.
+    for name, output in outputs.items():
+        entries[name] = FileEntry(size=output.size, sha256=output.hexdigest())
+    return entries
 
 
 def _writer(
     name: str, content: dict[str, Tensor] | bytes, tied: Mapping[str, str]
 ) -> Callable[[Callable[[Any], object]], object]:
+    """Return what writes the content of a file with a function for buffers."""
     if isinstance(content, bytes):
-        return lambda write: write(content)
+        return partial(_write_text, text=content)
     if name == MODEL_FILES["ckpt"]:
         return partial(write_ckpt, tensors=content)
     return partial(write_safetensors, tensors=content, tied=tied if name in MODEL_FILES.values() else {})
+
+
+def _write_text(write: Callable[[Any], object], text: bytes) -> None:
+    write(text)
 
 
 def _read_back(directory: Path, written: Mapping[str, FileEntry]) -> None:

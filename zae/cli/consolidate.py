@@ -22,8 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     """Verify the checkpoint, and write its weights."""
     # It imports torch, which takes seconds: not for --help.
-    from zae.checkpoint.folder import newest_valid
-    from zae.checkpoint.reader import verify
+    from zae.checkpoint.folder import newest_valid, verify
     from zae.checkpoint.weights import load_weights, save_weights
     from zae.doctor.checkpoints import folders_below
 

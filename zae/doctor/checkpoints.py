@@ -99,7 +99,7 @@ def folders_below(folder: Path) -> list[str]:
 
 def _examine_one(path: Path) -> dict[str, Any]:
     """Read the manifest of one checkpoint, and verify it."""
-    from zae.checkpoint.reader import verify
+    from zae.checkpoint.folder import verify
 
     entry: dict[str, Any] = {"name": path.name, "whole": False, "bytes": _size(path)}
     try:

@@ -2,103 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import logging
 import math
-import operator
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zae.errors import MonitorError, StepError, did_you_mean, printable
+from zae.loop.series import Series
 from zae.loop.step_output import NotNumber, not_number
 from zae.metrics.reductions import KIND_OF, Partial, is_typed, means_of
+from zae.values.host import to_host
 
-__all__ = ["EpochLog", "in_turn", "merge_logs", "plain", "to_host"]
+__all__ = ["EpochLog", "in_turn", "merge_logs", "plain"]
 
 _log = logging.getLogger("zae")
-_CHUNK = 64  # Values that wait on an accelerator before they are packed into one tensor.
 _HINTS = {
     "log_train": "write keep_train_outputs=True, an option of the trainer, to keep it for metric_on_epoch_end",
     "log_test": "override metric_on_epoch_end, which it is kept for, or call inference(loader)",
 }
-
-
-class _PendingDeviceValues:
-    """Numbers that wait on an accelerator: reading one at once would make the host wait for the device."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Tensor] = []
-        self._chunks: list[Tensor] = []
-
-    def add(self, value: Tensor) -> None:
-        # A buffer that the step continues to use, or the static output of a CUDA graph, has changed until it is read.
-        self._waiting.append(value.detach().clone())
-        if len(self._waiting) == _CHUNK:
-            self._chunks.append(torch.stack(self._waiting))
-            self._waiting = []
-
-    def read(self) -> list[float]:
-        """Copy them to the host, at once if they are of one type: not all devices have float64."""
-        parts = self._chunks
-        if self._waiting:
-            parts.append(torch.stack(self._waiting))
-        self._waiting = []
-        self._chunks = []
-        if len({part.dtype for part in parts}) == 1:
-            parts = [torch.cat(parts)]
-        numbers = []
-        for part in parts:
-            numbers += part.tolist()
-        return numbers
-
-
-class _Series:
-    """The values of one scalar in one epoch, and what they come to in float64, whenever they are read."""
-
-    def __init__(self, kind: str = "mean") -> None:
-        self.values = array("d")
-        self.weights = array("d")
-        self.kind = kind
-        self.is_mean = kind == "mean"
-        self.sums = Partial.empty(kind)
-        self.waits = False  # Whether any value waits on its device.
-        self.pending = _PendingDeviceValues()
-        self.pending_weights = _PendingDeviceValues()
-        self.owed: list[int] = []  # The indices of the weights that wait as well.
-
-    def add(self, value: float, weight: float | Tensor) -> None:
-        if self.waits:  # The values before this one come first.
-            self.read()
-        self.values.append(value)
-        self.weights.append(float(weight))
-
-    def wait(self, value: Tensor, weight: float | Tensor) -> None:
-        """Keep a value on its device, and its weight too where that is there."""
-        self.waits = True
-        self.pending.add(value)
-        if isinstance(weight, Tensor):
-            self.owed.append(len(self.weights))
-            self.pending_weights.add(weight)
-            weight = math.nan
-        self.weights.append(weight)
-
-    def read(self) -> None:
-        """Copy the waiting values to the host, and add up what is new, always in the same order."""
-        if self.waits:
-            self.values.extend(self.pending.read())
-            for index, weight in zip(self.owed, self.pending_weights.read(), strict=True):
-                self.weights[index] = weight
-            self.waits = False
-            self.owed = []
-        first_new = self.sums.seen
-        self.sums = self.sums.extend(self.values[first_new:], self.weights[first_new:])
 
 
 class EpochLog(Mapping[str, list[Any]]):
@@ -124,6 +48,7 @@ class EpochLog(Mapping[str, list[Any]]):
 
     Examples
     --------
+    >>> import torch
     >>> log = EpochLog()
     >>> log.record({"loss": torch.tensor(1.0), "output": torch.zeros(4, 2)}, weight=4)
     >>> log.record({"loss": torch.tensor(4.0), "output": torch.zeros(1, 2)}, weight=1)
@@ -134,7 +59,7 @@ class EpochLog(Mapping[str, list[Any]]):
     def __init__(self, name: str = "log", keeps: bool = True) -> None:
         self._name = name
         self.keeps = keeps
-        self._series: dict[str, _Series] = {}
+        self._series: dict[str, Series] = {}
         self._outputs: dict[str, list[Any]] = {}
         self._dropped: dict[str, bool] = {}  # Entries that are not kept, and whether their values are tensors.
         self.not_numbers: dict[str, NotNumber] = {}
@@ -176,7 +101,7 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def _add(self, key: str, value: float | Tensor, weight: Any, kind: str = "mean") -> None:
         """Add a number to its series; refuse a number that is to be combined in another way than the series."""
-        series = self._series.setdefault(key, _Series(kind))
+        series = self._series.setdefault(key, Series(kind))
         if series.kind != kind:
             raise StepError(
                 f"the step returned {key!r} to be combined by {kind}, and before by {series.kind}; return it as the "
@@ -340,12 +265,8 @@ class EpochLog(Mapping[str, list[Any]]):
         if not is_open:
             carried = {key: partial.as_saved() for key, partial in self._since().items()}
             return {"series": {}, "kept": {}, "seen": {}, "carried": carried}
-        series = {}
-        for key, entry in self._series.items():
-            entry.read()
-            series[key] = [_float64(entry.values), _float64(entry.weights)]
         state: dict[str, Any] = {
-            "series": series,
+            "series": {key: series.as_saved() for key, series in self._series.items()},
             "kept": self._kept_to_save(),
             "seen": dict(self._counts_recorded),
             "carried": {key: partial.as_saved() for key, partial in self._carried.items()},
@@ -377,11 +298,8 @@ class EpochLog(Mapping[str, list[Any]]):
         """Load what ``state_dict`` returned."""
         self.clear()
         kinds = state.get("kinds", {})
-        for key, (values, weights) in state["series"].items():
-            series = _Series(kinds.get(key, "mean"))
-            for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-                series.add(value, weight)
-            self._series[key] = series
+        for key, saved in state["series"].items():
+            self._series[key] = Series.from_saved(kinds.get(key, "mean"), *saved)
         for key, was_tensor in state.get("dropped", {}).items():
             self._dropped[key] = bool(was_tensor)
         for key, values in state["kept"].items():
@@ -392,16 +310,7 @@ class EpochLog(Mapping[str, list[Any]]):
         for key, count in state["seen"].items():
             self._counts_recorded[key] = int(count)
         for key, saved in state["carried"].items():
-            self._carried[key] = _as_partial(*saved)
-
-
-def _float64(values: array[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def _as_partial(total: Any, weight: Any, count: Any = 0, kind: Any = "mean") -> Partial:
-    """Return the sums of a state, or raise KeyError, TypeError or ValueError where they cannot be such."""
-    return Partial(float(total), float(weight), int(count), Partial.empty(kind).kind)
+            self._carried[key] = Partial.from_saved(*saved)
 
 
 def _one_number(key: str, metric: Any, value: Any) -> Any:
@@ -421,69 +330,6 @@ def _one_number(key: str, metric: Any, value: Any) -> Any:
 def _is_scalar_array(value: Any) -> bool:
     """Return whether a value is an array without dimensions of a real number: what ``np.asarray(mean)`` returns."""
     return isinstance(value, np.ndarray) and not value.ndim and value.dtype.kind in "biuf"
-
-
-def _can_be_saved(value: Any) -> bool:
-    """Return whether a checkpoint can hold a value."""
-    if isinstance(value, Mapping):
-        return all(map(_can_be_saved, value.values()))
-    if type(value) in (list, tuple):
-        return all(map(_can_be_saved, value))
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.dtype.kind in "biufcSU"
-    return value is None or isinstance(value, (Tensor, str, bytes, bool, int, float, complex))
-
-
-def to_host(value: Any) -> Any:
-    """Detach a tensor, or the tensors in a container or an object, and bring them to the host; copy an array."""
-    if isinstance(value, Tensor):
-        # A view of what the step continues to use would change later.
-        return value.detach().clone() if value.is_cpu else value.detach().cpu()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_host(item) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(to_host(item) for item in value)
-    if isinstance(value, Mapping):
-        return {key: to_host(item) for key, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(twin, field.name, to_host(getattr(value, field.name)))
-        return twin
-    return _free(value, {}) if hasattr(value, "__dict__") else value
-
-
-def _free(value: Any, twins: dict[int, Any]) -> Any:
-    """Return an object of any class without a graph or memory of a device: itself, or a copy where it holds some.
-
-    A distribution is such an object, and the cache of keys and values that a language model returns. ``twins`` has the
-    copies by the ids of what they are of, so that objects which refer to each other are copied once.
-    """
-    if isinstance(value, Tensor):
-        return value.detach().cpu() if value.requires_grad or not value.is_cpu else value
-    kind = type(value)
-    if kind in (list, tuple):
-        items = [_free(item, twins) for item in value]
-        is_same = all(map(operator.is_, items, value))
-        return value if is_same else kind(items)
-    members = value if kind is dict else getattr(value, "__dict__", None)
-    # Modules stay alive in any case.
-    if not members or type(members) is not dict or isinstance(value, (nn.Module, ModuleType)):
-        return value
-    if id(value) not in twins:
-        try:
-            twin = copy.copy(value)
-            twins[id(value)] = twin  # Before its attributes are looked at, which may refer back to it.
-            inner = {key: _free(item, twins) for key, item in members.items()}
-            if all(inner[key] is item for key, item in members.items()):
-                return value
-            attributes = twin if kind is dict else vars(twin)
-            attributes.update(inner)
-        except Exception:  # Of the user's classes: what cannot be copied is kept as it is.
-            return value
-    return twins[id(value)]
 
 
 def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -536,3 +382,14 @@ def in_turn(parts: list[list[Any]]) -> list[Any]:
     for index in range(max(map(len, parts), default=0)):
         entries += [part[index] for part in parts if index < len(part)]
     return entries
+
+
+def _can_be_saved(value: Any) -> bool:
+    """Return whether a checkpoint can hold a value."""
+    if isinstance(value, Mapping):
+        return all(map(_can_be_saved, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_can_be_saved, value))
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.kind in "biufcSU"
+    return value is None or isinstance(value, (Tensor, str, bytes, bool, int, float, complex))

@@ -18,13 +18,14 @@ from zae.data.loaders import check_ended, check_loader, describe, has_pinned_bat
 from zae.data.workers import abandon_workers
 from zae.errors import LoaderError, StepError
 from zae.loop.activity import EvaluationSettings
-from zae.loop.epoch_log import in_turn, to_host
+from zae.loop.epoch_log import in_turn
 from zae.loop.history import Metrics
 from zae.loop.progress import EvaluationAborted
 from zae.loop.step_output import read_output, say_not_numbers, say_uncounted
 from zae.metrics.reductions import combine_loaders
 from zae.null_context import NULL_CONTEXT
 from zae.parts import gather_dp
+from zae.values.host import to_host
 from zae.values.walk import leading_dimension
 
 if TYPE_CHECKING:

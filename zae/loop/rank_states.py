@@ -26,8 +26,9 @@ from zae.loop.addon_state import (
     key_of,
     state_mode,
 )
-from zae.loop.epoch_log import EpochLog, merge_logs, to_host
+from zae.loop.epoch_log import EpochLog, merge_logs
 from zae.parts import gather_dp
+from zae.values.host import to_host
 from zae.values.walk import is_of_zae
 
 if TYPE_CHECKING:

@@ -86,6 +86,11 @@ class Partial(NamedTuple):
         """Return what `Partial` is called with: of a mean the first two, as all versions have saved them."""
         return tuple(self)[:2] if self.kind == "mean" else tuple(self)
 
+    @classmethod
+    def from_saved(cls, total: Any, weight: Any, seen: Any = 0, kind: Any = "mean") -> Partial:
+        """Return what a state has, or raise KeyError, TypeError or ValueError where it cannot be such."""
+        return cls(float(total), float(weight), int(seen), cls.empty(kind).kind)
+
 
 def _combine(kind: str, first: float, second: float) -> float:
     """Combine two numbers; NaN stays NaN."""

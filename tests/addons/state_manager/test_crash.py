@@ -23,8 +23,8 @@ import torch
 from kit import faults, hand
 from kit.faults import JournalDisk, KillingDisk, RefusingDisk, answer, everything, forked, installed
 from zae.addons import StateManagerAddon
-from zae.checkpoint.folder import list_checkpoints, newest_valid
-from zae.checkpoint.reader import load_checkpoint, verify
+from zae.checkpoint.folder import list_checkpoints, newest_valid, verify
+from zae.checkpoint.reader import load_checkpoint
 from zae.errors import CheckpointDamaged, CheckpointError, ConfigError
 
 Saving = faults.Task.add_on(StateManagerAddon)

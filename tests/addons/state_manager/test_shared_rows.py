@@ -18,8 +18,8 @@ from kit import faults, hand
 from kit.faults import Disk, JournalDisk, KillingDisk, RefusingDisk, everything, forked, installed, reseal
 from zae.addons import StateManagerAddon
 from zae.addons.state_manager import FsspecCheckpointer
-from zae.checkpoint.folder import list_checkpoints, newest_valid
-from zae.checkpoint.reader import load_checkpoint, verify
+from zae.checkpoint.folder import list_checkpoints, newest_valid, verify
+from zae.checkpoint.reader import load_checkpoint
 from zae.errors import CheckpointDamaged, CheckpointError
 
 ROWS = 150  # An epoch records more than a file of rows begins with.
