@@ -105,7 +105,10 @@ def exchange_current(device: torch.device | None) -> torch.device | None:
 @contextmanager
 def as_current(device: torch.device) -> Iterator[None]:
     """Make a device the current one of this process for the block; an accelerator that is not in use stays so."""
-    before = exchange_current(device) if count_devices(device.type, begun=True) else None
+    if _module_with_current(device) is None or not count_devices(device.type, begun=True):
+        yield
+        return
+    before = exchange_current(device)
     try:
         yield
     finally:

@@ -286,8 +286,11 @@ class Checkpoints:
             self.settle()
             return self.saver.has_failed
 
-        if self.saver.learn_of_failure(Group(gather=gather).together(settle, self.folder)[0]):
+        has_failed = Group(gather=gather).together(settle, self.folder)[0]  # That of rank 0 counts.
+        if has_failed and not self.saver.has_failed:
             self._forget_save()
+        self.saver.is_pending = False
+        self.saver.has_failed = has_failed
 
     def _fail(self, error: BaseException) -> None:
         """Forget a save that failed with the error that is handled, and raise that unless a warning is enough."""

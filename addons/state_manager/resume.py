@@ -63,9 +63,10 @@ def find(
         return None
     checkpointer = checkpoints.checkpointer
     folder = checkpoints.folder if resume in (True, "auto") else Path(resume).expanduser()  # type: ignore[arg-type]
-    if folder != checkpoints.folder and not checkpointer.list_saved(folder):
+    paths = checkpointer.list_saved(folder)
+    if folder != checkpoints.folder and not paths:
         return folder, read(checkpointer, folder, allow_partial, held)
-    found = newest_valid(folder, partial(read, checkpointer, held=held), checkpointer.list_saved)
+    found = newest_valid(folder, partial(read, checkpointer, held=held), paths)
     refuse_links(folder, found[0] if found else None)
     newest = None if found is None else found[1][0]
     failed = _exact_crash(checkpointer, folder, newest, held)
@@ -111,7 +112,7 @@ def newest_whole(
     checkpointer: Checkpointer, path: Path, allow_partial: Collection[str], held: _Held
 ) -> tuple[Path, Content]:
     """Read a checkpoint as `read` does, or the newest whole one in a folder of them."""
-    found = newest_valid(path, partial(read, checkpointer, held=held), checkpointer.list_saved)
+    found = newest_valid(path, partial(read, checkpointer, held=held), checkpointer.list_saved(path))
     if found is None:
         return path, read(checkpointer, path, allow_partial, held)
     for damaged, why in found[2]:

@@ -115,10 +115,3 @@ class Saver:
     def has_ended(self, gather: Callable[[Any], list[Any]]) -> bool:
         """Return whether nothing is being written, by any rank; all call it."""
         return all(gather(self._future is None or self._future.done()))
-
-    def learn_of_failure(self, has_failed: bool) -> bool:
-        """Take the outcome of rank 0; return whether that save has failed and this rank has not known it."""
-        is_news = has_failed and not self.has_failed
-        self.is_pending = False
-        self.has_failed = has_failed
-        return is_news

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from zae.checkpoint import filesystem
 from zae.checkpoint.filesystem import clear, entries_of, staging_now
@@ -160,11 +160,14 @@ def list_checkpoints(save_path: str | os.PathLike[str]) -> list[Path]:
 def newest_valid(
     save_path: str | os.PathLike[str],
     read: Callable[[Path], _Content] = verify,  # type: ignore[assignment]
-    list_all: Callable[[Any], list[Path]] = list_checkpoints,
+    paths: Iterable[Path] | None = None,
 ) -> tuple[Path, _Content, list[tuple[Path, str]]] | None:
-    """Find the newest checkpoint that can be read, among those that ``list_all`` returns."""
+    """Find the newest checkpoint in a folder that can be read, and those that were passed over, and why.
+
+    ``paths`` are the checkpoints in it, where they are listed already.
+    """
     passed_over: list[tuple[Path, str]] = []
-    for path in list_all(save_path):
+    for path in list_checkpoints(save_path) if paths is None else paths:
         try:
             return path, read(path), passed_over
         except (CheckpointDamaged, CheckpointNotFound) as error:

@@ -6,14 +6,15 @@ import gc
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from zae.checkpoint.hashed_files import read_whole
 from zae.errors import CheckpointDamaged, CheckpointError
 
-__all__ = ["DEPTH_LIMIT", "STATE_LIMIT", "json_text", "strict_json", "without_collector"]
+__all__ = ["DEPTH_LIMIT", "STATE_LIMIT", "json_text", "read_json", "strict_json", "without_collector"]
 
 DEPTH_LIMIT = 200
 """The deepest nesting of brackets in a text that is written or read."""
@@ -51,6 +52,11 @@ def strict_json(data: bytes, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: not JSON as zae writes it ({str(error)[:200]}).") from None
     return content
+
+
+def read_json(path: Path, entry: Mapping[str, Any]) -> Any:
+    """Read a file of JSON that has an entry in a manifest, and verify it."""
+    return strict_json(read_whole(path, size=entry["size"], sha256=entry["sha256"]), str(path))
 
 
 @contextmanager

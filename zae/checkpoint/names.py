@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -99,6 +100,7 @@ def original_name(name: str) -> str:
     return set_aside(name, "replaced") or name
 
 
+@functools.cache
 def _host() -> str:
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 

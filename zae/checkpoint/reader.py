@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zae.checkpoint.encoding import decode
 from zae.checkpoint.folder import locate
-from zae.checkpoint.hashed_files import REMEDY, read_whole
-from zae.checkpoint.json_text import strict_json
+from zae.checkpoint.hashed_files import REMEDY
+from zae.checkpoint.json_text import read_json
 from zae.checkpoint.manifest import Manifest, read_manifest
 from zae.checkpoint.names import KNOWN, MANIFEST, MODEL_FILES, PIECE, STATE, STATE_TENSORS
 from zae.checkpoint.rows import add_rows
@@ -66,10 +66,8 @@ def load_state(
     try:
         tensors = load_safetensors(directory / STATE_TENSORS, manifest["files"][STATE_TENSORS])
         reading = STATE
-        entry = manifest["files"][STATE]
-        where = str(directory / STATE)
-        text = read_whole(directory / STATE, size=entry["size"], sha256=entry["sha256"])
-        state = decode(strict_json(text, where), {**tensors, **parts}, where=where)
+        structure = read_json(directory / STATE, manifest["files"][STATE])
+        state = decode(structure, {**tensors, **parts}, where=str(directory / STATE))
     except CheckpointDamaged:
         if reading not in allow_partial:
             raise

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zae.checkpoint.encoding import decode, encode
-from zae.checkpoint.hashed_files import REMEDY, read_whole
-from zae.checkpoint.json_text import json_text, strict_json
+from zae.checkpoint.hashed_files import REMEDY
+from zae.checkpoint.json_text import json_text, read_json
 from zae.checkpoint.manifest import FileEntry, Manifest
 from zae.checkpoint.names import PIECE
 from zae.errors import CheckpointDamaged
@@ -115,8 +115,7 @@ def add_rows(state: dict[Any, Any], directory: Path, manifest: Manifest, allow_p
 
 def _read_piece(path: Path, entry: FileEntry, count: int) -> list[Any]:
     """Return the rows of a piece."""
-    text = read_whole(path, size=entry["size"], sha256=entry["sha256"])
-    rows = decode(strict_json(text, str(path)), {}, where=str(path))
+    rows = decode(read_json(path, entry), {}, where=str(path))
     if not isinstance(rows, list) or len(rows) != count:
         raise CheckpointDamaged(f"{path}: is not a list of {count} rows. {REMEDY}")
     return rows

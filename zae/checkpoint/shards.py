@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from zae.checkpoint.group import Group
-from zae.checkpoint.hashed_files import REMEDY, read_whole
-from zae.checkpoint.json_text import strict_json
+from zae.checkpoint.hashed_files import REMEDY
+from zae.checkpoint.json_text import read_json
 from zae.checkpoint.manifest import FileEntry, Manifest
 from zae.checkpoint.names import SHARDS, shard_name
 from zae.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES
@@ -84,12 +84,10 @@ def read_parts(
     """
     if manifest["model_format"] != "sharded":
         return {}, {}
-    entry = manifest["files"][SHARDS]
     where = str(directory / SHARDS)
-    text = read_whole(directory / SHARDS, size=entry["size"], sha256=entry["sha256"])
+    plan = read_json(directory / SHARDS, manifest["files"][SHARDS])
     files = {name: manifest["files"][name] for name in map(shard_name, range(manifest["world_size"]))}
     try:
-        plan = strict_json(text, where)
         tensors = _allocate(plan, sum(file["size"] for file in files.values()), held)
         _fill(tensors, plan, directory, files)
     # Hostile text may have any type anywhere.

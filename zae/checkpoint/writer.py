@@ -126,9 +126,11 @@ def plan(
             manifest = draft(model_format, tied, about, has_rows=bool(pieces))
         return [name for name, tensor in named.items() if in_parts and (is_sharded(tensor) or tensor.is_meta)]
 
-    # What some rank has a part of, or nothing at all: the others must not write it as a whole tensor.
-    divided = {*itertools.chain(*group.together(encode_all, target))}
-    if in_parts:
+    if not in_parts:
+        encode_all()
+    else:
+        # What some rank has a part of, or nothing at all: the others must not write it as a whole tensor.
+        divided = {*itertools.chain(*group.together(encode_all, target))}
         parts = {name: tensor for name, tensor in named.items() if name in divided and not tensor.is_meta}
         chunks, described = divide(parts, group, target)
         for file, content in files.items():

@@ -101,6 +101,7 @@ class LoaderPosition:
             return {key: value for key, value in self._loaded.items() if key not in _NOT_SAVED}
         of_reading = {} if self._reading is None else self._reading.state_dict()
         streams = self._streams
+        loader = streams.loader
         state: dict[str, Any] = {
             "begin": streams.with_changed(streams.begin),
             "present": streams.with_changed(streams.capture()),
@@ -108,9 +109,9 @@ class LoaderPosition:
             "pad": 0 if self._padding is None else self._padding.count,
             "absent": list(self._absent),
             "absent_before": 0,
-            "facts": {} if self.loader is None else facts_of(self.loader),
+            "facts": {} if loader is None else facts_of(loader),
         }
-        if not has_order(self.loader):
+        if not has_order(loader):
             state["has_no_order"] = True
         return state | of_reading | self._first_batches.state_dict()
 

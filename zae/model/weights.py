@@ -54,7 +54,10 @@ def _inner_name(module: nn.Module) -> str:
 
 def without_wrappers(module: nn.Module) -> nn.Module:
     """Return the module inside one or several wrappers; a plain one itself."""
-    while (name := _inner_name(module)) and isinstance(inner := getattr(module, name), nn.Module):
+    while module._modules and (name := _inner_name(module)):  # A wrapper has a module inside.
+        inner = getattr(module, name)
+        if not isinstance(inner, nn.Module):
+            break
         module = inner
     return module
 
