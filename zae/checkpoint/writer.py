@@ -16,9 +16,9 @@ Where tensors lie in parts on several ranks, it has more::
 Where a run has recorded many rows, most of these are in files of their own, which checkpoints share
 (see zae.checkpoint.rows).
 
-A save goes down this file. `plan` makes files of a state: bytes, and tensors by name; of a tensor in parts, those of
-this rank by their offsets. `write` brings them to the disk under a hidden name, each hashed while it is written, lists
-the hashes of all ranks in the manifest, and renames the directory.
+A save goes down this file. `plan` stages the files in memory: bytes, and tensors by name; of a tensor in parts, those
+of this rank by their offsets. `write` brings them to the disk under a hidden name, each hashed while it is written,
+lists the hashes of all ranks in the manifest, and renames the directory.
 """
 
 from __future__ import annotations
@@ -107,40 +107,55 @@ def plan(
 
     Tensors stay where they are until they are copied or written.
     """
-    in_parts = model_format == "sharded"
+
+    def stage() -> tuple[Files, Manifest | None, dict[str, Tensor]]:
+        structure, tensors = encode(dict(state), with_parts=model_format == "sharded")
+        if group.rank:
+            return {}, None, tensors
+        untied, tied = separate(weights)
+        files: Files = {
+            MODEL_FILES[model_format]: dict(weights) if model_format == "ckpt" else untied,
+            STATE_TENSORS: tensors,
+            STATE: json_text(target, structure),
+            **pieces,
+        }
+        return files, draft(model_format, tied, about, has_rows=bool(pieces)), tensors
+
+    if model_format == "sharded":
+        return SavePlan(target, *_stage_in_parts(stage, weights, group, target), group, check)
+    return SavePlan(target, *stage()[:2], group, check)
+
+
+def _stage_in_parts(
+    stage: Callable[[], tuple[Files, Manifest | None, dict[str, Tensor]]],
+    weights: Mapping[str, Tensor],
+    group: Group,
+    target: Path,
+) -> tuple[Files, Manifest | None]:
+    """Return the files of this rank and the manifest; what some rank has a part of is in the shards alone."""
     files: Files = {}
     manifest: Manifest | None = None
     named: dict[str, Tensor] = {}  # All tensors of this rank, by their names in shards.json.
 
-    def encode_all() -> list[str]:
-        nonlocal manifest
-        structure, tensors = encode(dict(state), with_parts=in_parts)
+    def stage_own() -> list[str]:
+        nonlocal files, manifest
+        files, manifest, tensors = stage()
         named.update({OF_MODEL + name: tensor for name, tensor in weights.items()})
         named.update({OF_STATE + name: tensor for name, tensor in tensors.items()})
-        if group.rank == 0:
-            untied, tied = separate(weights)
-            files[MODEL_FILES[model_format]] = dict(weights) if model_format == "ckpt" else untied
-            files[STATE_TENSORS] = tensors
-            files[STATE] = json_text(target, structure)
-            files.update(pieces)
-            manifest = draft(model_format, tied, about, has_rows=bool(pieces))
-        return [name for name, tensor in named.items() if in_parts and (is_sharded(tensor) or tensor.is_meta)]
+        return [name for name, tensor in named.items() if is_sharded(tensor) or tensor.is_meta]
 
-    if not in_parts:
-        encode_all()
-    else:
-        # What some rank has a part of, or nothing at all: the others must not write it as a whole tensor.
-        divided = {*itertools.chain(*group.together(encode_all, target))}
-        parts = {name: tensor for name, tensor in named.items() if name in divided and not tensor.is_meta}
-        chunks, described = divide(parts, group, target)
-        for file, content in files.items():
-            if isinstance(content, dict):
-                kind = OF_STATE if file == STATE_TENSORS else OF_MODEL
-                files[file] = {name: tensor for name, tensor in content.items() if kind + name not in divided}
-        files = {shard_name(group.rank): chunks, **files}
-        if group.rank == 0:
-            files[SHARDS] = json_text(target, described)
-    return SavePlan(target, files, manifest, group, check)
+    # What some rank has a part of, or nothing at all: the others must not write it as a whole tensor.
+    divided = {*itertools.chain(*group.together(stage_own, target))}
+    parts = {name: tensor for name, tensor in named.items() if name in divided and not tensor.is_meta}
+    chunks, described = divide(parts, group, target)
+    for file, content in files.items():
+        if isinstance(content, dict):
+            kind = OF_STATE if file == STATE_TENSORS else OF_MODEL
+            files[file] = {name: tensor for name, tensor in content.items() if kind + name not in divided}
+    files = {shard_name(group.rank): chunks, **files}
+    if group.rank == 0:
+        files[SHARDS] = json_text(target, described)
+    return files, manifest
 
 
 def write(save: SavePlan, directory: Path | None = None, reads_back: bool = False) -> None:

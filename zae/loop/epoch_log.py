@@ -29,10 +29,9 @@ class EpochLog(Mapping[str, list[Any]]):
     """What the steps of one epoch returned: each entry is the list of its values, one for each batch.
 
     Scalars are kept as floats, and their mean is by sample: ``trainer.log_train["loss"]``. The typed ones of
-    `zae.metrics` are combined as their type says. Anything else, an output of
-    the model for instance, is kept where something is to read it, tensors detached and on the host, until the epoch or
-    the evaluation ends: in ``log_test`` for an override of ``metric_on_epoch_end``, in ``log_train`` with
-    ``keep_train_outputs=True``.
+    `zae.metrics` are combined as their type says. Anything else, an output of the model for instance, is kept where
+    something is to read it, tensors detached and on the host, until the epoch or the evaluation ends: in ``log_test``
+    for an override of ``metric_on_epoch_end``, in ``log_train`` with ``keep_train_outputs=True``.
 
     Parameters
     ----------
@@ -63,9 +62,7 @@ class EpochLog(Mapping[str, list[Any]]):
         self._outputs: dict[str, list[Any]] = {}
         self._dropped: dict[str, bool] = {}  # Entries that are not kept, and whether their values are tensors.
         self.not_numbers: dict[str, NotNumber] = {}
-        # For the means since the last record: how many values it has seen, and the sums of those of an earlier epoch.
-        self._counts_recorded: dict[str, int] = {}
-        self._carried: dict[str, Partial] = {}
+        self._carried: dict[str, Partial] = {}  # The sums of an earlier epoch that no record has seen yet.
 
     def record(self, step_dict: Mapping[str, Any], weight: Any = 1) -> None:
         """Record what one step returned; its numbers are means over ``weight`` samples (or targets)."""
@@ -161,14 +158,7 @@ class EpochLog(Mapping[str, list[Any]]):
     def __setitem__(self, key: str, values: Iterable[Any]) -> None:
         """Replace the values of an entry; of numbers, each has the weight 1 in the mean."""
         values = list(values)
-        for part in (
-            self._series,
-            self._outputs,
-            self._dropped,
-            self._counts_recorded,
-            self._carried,
-            self.not_numbers,
-        ):
+        for part in (self._series, self._outputs, self._dropped, self._carried, self.not_numbers):
             part.pop(key, None)
         for value in values:
             self.record({key: value})
@@ -201,7 +191,6 @@ class EpochLog(Mapping[str, list[Any]]):
         self._series.clear()
         self._outputs.clear()
         self._dropped.clear()
-        self._counts_recorded.clear()
         self._carried.clear()
 
     def free(self) -> None:
@@ -222,7 +211,8 @@ class EpochLog(Mapping[str, list[Any]]):
     def take_sums(self) -> dict[str, Partial]:
         """Return the sums since the last call, and reset them."""
         sums = self._since()
-        self._counts_recorded = {key: len(series.values) for key, series in self._series.items()}
+        for series in self._series.values():
+            series.recorded = len(series.values)
         self._carried = {}
         return sums
 
@@ -234,8 +224,7 @@ class EpochLog(Mapping[str, list[Any]]):
             before = sums.get(key)
             if before is None or before.kind != series.kind:
                 before = Partial.empty(series.kind)
-            first_new = self._counts_recorded.get(key, 0)
-            sums[key] = before.extend(series.values[first_new:], series.weights[first_new:])
+            sums[key] = before.extend(series.values[series.recorded :], series.weights[series.recorded :])
         return {key: partial for key, partial in sums.items() if partial.has_value}
 
     def sums(self) -> dict[str, Partial]:
@@ -268,7 +257,7 @@ class EpochLog(Mapping[str, list[Any]]):
         state: dict[str, Any] = {
             "series": {key: series.as_saved() for key, series in self._series.items()},
             "kept": self._kept_to_save(),
-            "seen": dict(self._counts_recorded),
+            "seen": {key: series.recorded for key, series in self._series.items() if series.recorded},
             "carried": {key: partial.as_saved() for key, partial in self._carried.items()},
         }
         if self._dropped:
@@ -308,7 +297,7 @@ class EpochLog(Mapping[str, list[Any]]):
         if not self.keeps:
             self.free()
         for key, count in state["seen"].items():
-            self._counts_recorded[key] = int(count)
+            self._series[key].recorded = int(count)
         for key, saved in state["carried"].items():
             self._carried[key] = Partial.from_saved(*saved)
 

@@ -53,6 +53,7 @@ class Series:
         self.kind = kind
         self.is_mean = kind == "mean"
         self.sums = Partial.empty(kind)
+        self.recorded = 0  # How many values a record has seen.
         self.waits = False  # Whether any value waits on its device.
         self.pending = _PendingDeviceValues()
         self.pending_weights = _PendingDeviceValues()
