@@ -110,14 +110,15 @@ class Watch:
         """See the tensors that are given to save_file."""
         module.save_file = steps.wrap(module.save_file, self.save)
 
-    def save(self, original: Any, value: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Tell what is saved, by its weights; where another thread saves, also when the file is whole."""
+        value, f, *_ = [*args, *(kwargs[name] for name in ("obj", "tensors", "f", "filename") if name in kwargs)]
         with self.recorder.torch.no_grad():
             content = {"tensors": self.recorder.fingerprints_in(value), "holds": describe(self.recorder.torch, value)}
         situation = self._situation()
         name = str(f) if isinstance(f, (str, os.PathLike)) else str(getattr(f, "name", ""))
         self.tell({"kind": "content", "path": os.path.basename(name), **content, **situation})
-        result = original(value, f, *args, **kwargs)
+        result = original(*args, **kwargs)
         if situation["thread"]:
             self.tell({"kind": "written", **situation})
         return result

@@ -111,7 +111,7 @@ def save(state):
     for index, values in state["optimizer"]["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in values.items()}
     tensors["step"] = torch.tensor(state["step"])
-    save_file(tensors, "new.tmp")
+    save_file(tensors, filename="new.tmp")
     os.replace("new.tmp", "last.safetensors")
 
 def load(model, optimizer):
@@ -447,7 +447,7 @@ def save(state):
     global saved
     time.sleep(0.05)
     if time.monotonic() > saved + 0.4:
-        torch.save(state, "new.pt")
+        torch.save(obj=state, f="new.pt")
         os.replace("new.pt", "last.pt")
         saved = time.monotonic()
 
