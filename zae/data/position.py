@@ -372,6 +372,6 @@ def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
 def _another_loader(changes: Sequence[str]) -> CheckpointMismatch:
     return CheckpointMismatch(
         f"the loader is not the one that this run was saved with: {'; '.join(changes)}. Build it as it was; "
-        "give each run its own save_path, for each batch size that is tried as well; or begin a new run from the "
-        "weights alone: apply_weights(path)"
+        "give each run its own save_path, also when you try several batch sizes; or begin a new run from the weights "
+        "alone: apply_weights(path)"
     )

@@ -200,8 +200,8 @@ class Changes:
         if name not in self._reported:
             self._reported.add(name)
             _log.warning(
-                "%s has changed, and no checkpoint can hold %s: where training reads it before it writes it, a resume "
-                "is not exact. Give that object state_dict() and load_state_dict(), or write unsaved_attributes = "
+                "%s has changed, and no checkpoint can hold %s: a resume is not exact unless training sets it before "
+                "it reads it. Give that object state_dict() and load_state_dict(), or write unsaved_attributes = "
                 "(%r,) in the class that has it",
                 _shown(name),
                 reason,
