@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from zae import optim
-from zae.addon import AddOnBase, Fact, replaces
+from zae.addon import AddOnBase, Description, replaces
 from zae.device import cpu_computes_in_bf16
 from zae.errors import CheckpointMismatch, ConfigError, did_you_mean
 from zae.null_context import NULL_CONTEXT, both
@@ -344,15 +344,15 @@ class AMPAddon(AddOnBase):
         if self.precision_part.is_unscaled:
             self.precision_part.update()
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell which weights the optimizers step."""
-        facts = super().describe()
+        descriptions = super().describe()
         if self.dtype is None:
-            return facts
+            return descriptions
         text = (
             "weights in bfloat16; steps smaller than 1/256 of a weight are lost, unless the optimizer rounds at random"
         )
-        return [*facts, Fact(text, where="optimizer_step")]
+        return [*descriptions, Description(text, where="optimizer_step")]
 
     @property
     def _scaler(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from zae.addon import AddOnBase, Fact
+from zae.addon import AddOnBase, Description
 from zae.arguments import Count, Interval, check_argument
 from zae.errors import ConfigError, NonFiniteError
 from zae.loop.step_output import StepOutput, loss_numbers
@@ -135,12 +135,12 @@ class AnomalyAddon(AddOnBase):
             _log.warning("step %d: %s", self.progress_checker.step + 1, anomaly)
         return may
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell which steps are watched."""
         first, last = self.anomaly_steps
         steps = "every step" if (first, last) == (1, math.inf) else f"steps {first} to {last}"
         watched = f"{steps}, which makes them slower"
-        return [*super().describe(), Fact("AnomalyAddon watches", watched, where="gradients")]
+        return [*super().describe(), Description("AnomalyAddon watches", watched, where="gradients")]
 
     @property
     def _ends_run(self) -> bool:

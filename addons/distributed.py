@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae import random_state
-from zae.addon import AddOnBase, Fact, replaces
+from zae.addon import AddOnBase, Description, replaces
 from zae.addons.data_shards import DataShardsAddon
 from zae.arguments import Interval
 from zae.checkpoint.group import Group
@@ -321,13 +321,13 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         in_parts = any(map(is_sharded, self.unwrap().parameters()))
         return f"the parameters of {type(self.unwrap()).__name__} lie in parts" if in_parts else ""
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell which ranks there are, or will be, and how they divide the work."""
         return [
             *super().describe(),
-            Fact("world_size", self._planned_size, where="ranks"),
-            Fact("dp_world_size", lambda plan: self._mesh().dp_world_size, where="ranks"),
-            Fact("mesh", lambda plan: self._mesh().sizes, where="ranks"),
+            Description("world_size", self._planned_size, where="ranks"),
+            Description("dp_world_size", lambda plan: self._mesh().dp_world_size, where="ranks"),
+            Description("mesh", lambda plan: self._mesh().sizes, where="ranks"),
         ]
 
     def _planned_size(self, plan: Any) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, NoReturn
 
-from zae.addon import AddOnBase, Fact
+from zae.addon import AddOnBase, Description
 from zae.arguments import Count, CountOrZero, NonNegative
 from zae.errors import MonitorError
 
@@ -128,11 +128,11 @@ class EarlyStoppingAddon(AddOnBase):
         gain = self._best - score if self.history.direction == "min" else score - self._best
         return gain > self.delta
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell when the run may end earlier."""
         condition = f"after {self.patience} consecutive validations without a better {self.monitor}"
         condition += f", not before {self.min_epochs} epochs" if self.min_epochs else ""
-        return [*super().describe(), Fact("may end earlier", condition, where="check_better")]
+        return [*super().describe(), Description("may end earlier", condition, where="check_better")]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Reset the count where another metric is monitored than in the saved run."""

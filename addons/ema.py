@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zae import random_state
-from zae.addon import AddOnBase, Fact
+from zae.addon import AddOnBase, Description
 from zae.arguments import CountOrZero, Interval
 from zae.checkpoint.encoding import name_of_key
 from zae.checkpoint.group import Group
@@ -292,13 +292,15 @@ class EMAAddon(AddOnBase):
             else Group(self.rank, self.gather).together(save, Path(path))[self.rank]
         )
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell what a uniform average needs afterwards."""
-        facts = super().describe()
+        descriptions = super().describe()
         if self.averaging == "uniform" and any(isinstance(module, _NORMS) for module in self.unwrap().modules()):
             later = "trainer.update_batch_norm(loader) afterwards"
-            facts.append(Fact("the uniform average needs BatchNorm statistics", later, where="on_run_end"))
-        return facts
+            descriptions.append(
+                Description("the uniform average needs BatchNorm statistics", later, where="on_run_end")
+            )
+        return descriptions
 
     def adapt_state(self, entry: Any) -> Any:
         """Refuse an average of another model; replace names of wrappers, which older versions saved."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zae.addon import AddOnBase, Fact
+from zae.addon import AddOnBase, Description
 from zae.data.loaders import describe, has_pinned_batches
 from zae.device import can_copy_async, plain_tensors
 from zae.trainer import Trainer
@@ -89,9 +89,9 @@ class PrefetchAddon(AddOnBase):
             tensor.record_stream(computing)
         return moved
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell the reason, where it does nothing."""
-        return [*super().describe(), Fact("PrefetchAddon does nothing", self._why_no_prefetch, where="batches")]
+        return [*super().describe(), Description("PrefetchAddon does nothing", self._why_no_prefetch, where="batches")]
 
     def _why_no_prefetch(self, plan: Any) -> str | None:
         """Return the reason, which may be known only when the loader of a plan was looked at."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
-from zae.addon import AddOnBase, Fact
+from zae.addon import AddOnBase, Description
 from zae.arguments import Count, CountOrZero, check_argument
 from zae.arguments.paths import check_folder
 from zae.checkpoint.hashed_files import reason
@@ -166,9 +166,9 @@ class ProfilerAddon(AddOnBase):
         finally:
             super().teardown()
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell which steps are profiled."""
-        return [*super().describe(), Fact("the profiler records", self._profiled_steps, where="on_step_end")]
+        return [*super().describe(), Description("the profiler records", self._profiled_steps, where="on_step_end")]
 
     def _profiled_steps(self, plan: Any) -> str:
         """Return which steps of a planned run are recorded."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 
 import torch
 
-from zae.addon import AddOnBase, Fact
+from zae.addon import AddOnBase, Description
 from zae.arguments import Count, Interval, check_argument
 from zae.errors import ConfigError, did_you_mean
 from zae.loop.step_output import StepOutput
@@ -186,10 +186,10 @@ class SpikeGuardAddon(AddOnBase):
         if count >= self.max_spikes:
             self.stop(f"{count} spikes one after the other (max_spikes={self.max_spikes})")
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell which steps are left out."""
         limits = ", ".join(f"{name} {limit:g}" for name, limit in self.spike_threshold.items())
-        return [*super().describe(), Fact("spikes are skipped", f"scores above {limits}", where="should_step")]
+        return [*super().describe(), Description("spikes are skipped", f"scores above {limits}", where="should_step")]
 
 
 def _check_thresholds(argument: Any) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.addon import Fact
+from zae.addon import Description
 from zae.addons.distributed import DistributedAddon
 from zae.distributed import shards
 from zae.distributed.blocks import check_divisible, check_even, check_shapes, class_name
@@ -340,11 +340,11 @@ class TensorParallelAddon(DistributedAddon):
             for group in mixed:
                 group["foreach"] = None
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Name the layers that are divided."""
         return [
             *super().describe(),
-            Fact("divided layers", self._describe_layers, where="wrap_model"),
+            Description("divided layers", self._describe_layers, where="wrap_model"),
         ]
 
     def _describe_layers(self, plan: Any) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from zae.addon import AddOnBase, Fact
+from zae.addon import AddOnBase, Description
 from zae.arguments import Interval
 from zae.errors import ConfigError, kind_of
 from zae.loop.step_output import StepOutput
@@ -251,13 +251,13 @@ class ThroughputAddon(AddOnBase):
         """Return the attributes of a copy, which measures for itself."""
         return {**super().__getstate__(), "_meter": _Meter()}
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell what the share of the peak is of."""
         why_not = self._why_not_counted()
         if self.count_flops and why_not:
-            return [*super().describe(), Fact("operations are not counted", why_not, where="on_step_end")]
+            return [*super().describe(), Description("operations are not counted", why_not, where="on_step_end")]
         share = f"the share of {self.peak_flops:.4g} FLOP/s" if self.peak_flops else None
-        return [*super().describe(), Fact("throughput/mfu", share, where="on_step_end")]
+        return [*super().describe(), Description("throughput/mfu", share, where="on_step_end")]
 
     def _why_not_counted(self) -> str:
         """Return why the operations of a step are not counted; empty where they are."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kit import hand
-from zae import AddOnBase, Fact, Trainer
+from zae import AddOnBase, Description, Trainer
 from zae.addons import EMAAddon, JSONLLoggerAddon, StateManagerAddon
 from zae.checkpoint.manifest import read_manifest
 from zae.cli import main
@@ -21,15 +21,15 @@ class TellingAddon(AddOnBase):
 
     layer = "observe"
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell one fact of each kind."""
         return [
             *super().describe(),
-            Fact("corpus", "wiki-2024", where="trainer"),
-            Fact("looks at the outputs", where="on_step_end"),
-            Fact("window", 3, "steps", where="on_step_end"),
-            Fact("the last step looked at", lambda plan: plan.last_step, where="on_step_end"),
-            Fact("nothing", None, where="on_step_end"),
+            Description("corpus", "wiki-2024", where="trainer"),
+            Description("looks at the outputs", where="on_step_end"),
+            Description("window", 3, "steps", where="on_step_end"),
+            Description("the last step looked at", lambda plan: plan.last_step, where="on_step_end"),
+            Description("nothing", None, where="on_step_end"),
         ]
 
 

@@ -48,7 +48,7 @@ def test_a_trainer_loads_what_its_loop_needs():
         loaded.add(module)
         waiting += edges[module] - loaded
     packages = {imports.package_of(module) for module in loaded}
-    assert not packages & {*imports.LAST, "checkpoint", "description", "fact", "optimizers"}
+    assert not packages & {*imports.LAST, "checkpoint", "description", "optimizers"}
     assert not loaded & {
         "zae.display.notebook",
         "zae.compose.hints",

@@ -2,7 +2,7 @@
 
 from zae import schedulers as schedulers
 from zae.addon import AddOnBase as AddOnBase
-from zae.addon import Fact as Fact
+from zae.addon import Description as Description
 from zae.addon import hook as hook
 from zae.addon import repeats as repeats
 from zae.addon import replaces as replaces

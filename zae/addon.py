@@ -11,15 +11,15 @@ import torch
 
 from zae.compose.composition import mix
 from zae.compose.introspect import LAYERS, hook, repeats, replaces
+from zae.description import Description
 from zae.errors import CheckpointMismatch
-from zae.fact import Fact
 from zae.loop.addon_state import GENERATORS, Generators, as_saved, check_declared, declaring, read_declared
 from zae.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["LAYERS", "AddOnBase", "Fact", "as_saved", "hook", "repeats", "replaces"]
+__all__ = ["LAYERS", "AddOnBase", "Description", "as_saved", "hook", "repeats", "replaces"]
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 

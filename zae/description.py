@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,28 +14,71 @@ import zae
 from zae.compose.introspect import add_ons_of
 from zae.compose.options import option_values
 from zae.device import name_of_device
-from zae.fact import Fact
 from zae.optim import has_lazy
 
-__all__ = ["describe", "facts_of", "trainer_text"]
+__all__ = ["Description", "describe", "descriptions_of", "trainer_text"]
 
 _OBJECTS = ("model", "optimizer", "scheduler", "web_logger")  # Options that the config describes in another form.
 
 
-def facts_of(instance: Any) -> list[Fact]:
+@dataclass(frozen=True)
+class Description:
+    """One thing that a trainer, or an add-on, tells about itself in ``describe``.
+
+    Plans, reports, loggers and checkpoints get the same descriptions, and each makes its own text of them.
+
+    Parameters
+    ----------
+    name : str
+        What is told; in a plan, the beginning of a note.
+    value : object
+        A number or text, or a list or dict of them; True where the name says all, and None where there is nothing to
+        tell. A function is given the ``RunPreview`` of a call of ``plan``, and returns the value: for what depends on
+        the run, its ranks for instance, and for what takes long to find.
+    unit : str
+        Of a number, for instance "samples".
+    where : str
+        Where it acts: the name of a hook, or one of these.
+
+        - "option", "optimizer", "trainer": how the trainer is made, which logs, reports and checkpoints record.
+        - "ranks": how the processes divide the work. The name is an attribute of the RunPreview that is set.
+
+    Examples
+    --------
+    >>> from zae.description import Description
+    >>> str(Description("may end earlier", "after 3 validations", where="should_stop"))
+    'may end earlier: after 3 validations'
+    >>> str(Description("buffer", 4, "samples"))
+    'buffer: 4 samples'
+    """
+
+    name: str
+    value: Any = True
+    unit: str = ""
+    where: str = ""
+
+    def __str__(self) -> str:
+        if self.value is True:
+            return self.name
+        return f"{self.name}: {self.value} {self.unit}".rstrip()
+
+
+def descriptions_of(instance: Any) -> list[Description]:
     """Return how a trainer was made: its options, its model, its optimizers and its add-ons."""
-    facts = [Fact(name, value, where="option") for name, value in option_values(instance).items()]
+    descriptions = [Description(name, value, where="option") for name, value in option_values(instance).items()]
     module = instance.unwrap()
-    facts.append(Fact("model", type(module).__name__, where="trainer"))
+    descriptions.append(Description("model", type(module).__name__, where="trainer"))
     if not has_lazy(module.parameters()):  # Else the first batch creates them.
-        facts.append(Fact("parameters", sum(parameter.numel() for parameter in module.parameters()), where="trainer"))
+        descriptions.append(
+            Description("parameters", sum(parameter.numel() for parameter in module.parameters()), where="trainer")
+        )
     for name, optimizer in instance.optimizers.items():
         rates = {key: value for key, value in optimizer.defaults.items() if isinstance(value, (int, float))}
         key = "optimizer" if name == "0" else f"optimizer_{name}"
-        facts.append(Fact(key, {"name": type(optimizer).__name__, **rates}, where="optimizer"))
+        descriptions.append(Description(key, {"name": type(optimizer).__name__, **rates}, where="optimizer"))
     composition = [add_on.__name__ for add_on in add_ons_of(type(instance))]
-    facts.append(Fact("composition", composition, where="trainer"))
-    return [*facts, Fact("world_size", instance.world_size, where="trainer")]
+    descriptions.append(Description("composition", composition, where="trainer"))
+    return [*descriptions, Description("world_size", instance.world_size, where="trainer")]
 
 
 def describe(instance: Any) -> dict[str, Any]:
@@ -42,9 +86,9 @@ def describe(instance: Any) -> dict[str, Any]:
 
     Secrets are in it where options hold them.
     """
-    told = {fact.name: fact for fact in instance.describe() if fact.where in ("option", "optimizer", "trainer")}
-    shown = [fact for fact in told.values() if fact.where != "option" or fact.name not in _OBJECTS]
-    config = {fact.name: _plain(fact.value) for fact in shown}
+    by_name = {each.name: each for each in instance.describe() if each.where in ("option", "optimizer", "trainer")}
+    shown = [each for each in by_name.values() if each.where != "option" or each.name not in _OBJECTS]
+    config = {each.name: _plain(each.value) for each in shown}
     return {"config": config, "explain": str(instance.explain()), "environment": _environment(instance.device)}
 
 

@@ -63,8 +63,8 @@ from zae.record.run_record import RunRecord
 if TYPE_CHECKING:
     from zae.addon import AddOnBase, Composed
     from zae.checkpoint.weights import Weights
+    from zae.description import Description
     from zae.explain import Text
-    from zae.fact import Fact
     from zae.plan.page import RunPreview
 
 __all__ = ["Trainer"]
@@ -1291,14 +1291,14 @@ class Trainer(Processes, metaclass=TrainerMeta):
         return plan(self, loader, valid_loader, limits)
 
     @hook
-    def describe(self) -> list[Fact]:
-        """Return what is to be known of the trainer: an add-on adds its facts to those of ``super()``.
+    def describe(self) -> list[Description]:
+        """Return what is to be known of the trainer: an add-on adds its own to those of ``super()``.
 
         It is called by ``plan``, by loggers, and for reports and checkpoints; before a run as well as in one.
         """
-        from zae.description import facts_of
+        from zae.description import descriptions_of
 
-        return facts_of(self)
+        return descriptions_of(self)
 
     def __repr__(self) -> str:
         from zae.description import trainer_text

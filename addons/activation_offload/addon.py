@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from zae.addon import AddOnBase, Fact
+from zae.addon import AddOnBase, Description
 from zae.addons.activation_offload.offload import HostStorage, offload
 from zae.arguments import CountOrZero
 from zae.distributed.blocks import choose_outermost, describe_blocks, parse_blocks
@@ -128,12 +128,12 @@ class ActivationOffloadAddon(AddOnBase):
         self._restore_saving()
         super().teardown()
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Name the modules, and tell why nothing is offloaded."""
         return [
             *super().describe(),
-            Fact("kept on the host until the backward", self._describe_offloaded, where="backward"),
-            Fact("ActivationOffloadAddon does nothing", lambda plan: self._why_idle() or None, where="backward"),
+            Description("kept on the host until the backward", self._describe_offloaded, where="backward"),
+            Description("ActivationOffloadAddon does nothing", lambda plan: self._why_idle() or None, where="backward"),
         ]
 
     def _describe_offloaded(self, plan: Any) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.addon import Fact
+from zae.addon import Description
 from zae.addons.deepspeed import config as settings
 from zae.addons.deepspeed.zero import Zero, load_library
 from zae.addons.distributed import DistributedAddon
@@ -212,11 +212,11 @@ class DeepSpeedAddon(DistributedAddon):
             self.model = self._zero.engine
             self.current_run.wrapped_model = self.model
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell the stage."""
         return [
             *super().describe(),
-            Fact("DeepSpeed, ZeRO stage", self._planned_stage, where="optimizer_step"),
+            Description("DeepSpeed, ZeRO stage", self._planned_stage, where="optimizer_step"),
         ]
 
     def _planned_size(self, plan: Any) -> int:

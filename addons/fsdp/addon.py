@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from zae.addon import Fact
+from zae.addon import Description
 from zae.addons.distributed import DistributedAddon
 from zae.addons.fsdp.meta_init import MetaInit, is_meta
 from zae.distributed import shards
@@ -346,11 +346,11 @@ class FSDPAddon(DistributedAddon):
         """
         return choose_blocks(self.unwrap(), self.fsdp_blocks)
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Name the blocks."""
         return [
             *super().describe(),
-            Fact("sharded in blocks", self._describe_sharded, where="wrap_model"),
+            Description("sharded in blocks", self._describe_sharded, where="wrap_model"),
         ]
 
     def _describe_sharded(self, plan: Any) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zae.addon import AddOnBase, Fact
+from zae.addon import AddOnBase, Description
 from zae.addons.gradient_checkpointing.recompute import MATMULS, operation_of, recompute
 from zae.distributed.blocks import choose_outermost, describe_blocks, parse_blocks
 from zae.errors import ConfigError
@@ -113,7 +113,7 @@ class GradientCheckpointingAddon(AddOnBase):
         finally:
             self._restore_forwards()
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Name the modules that are computed again."""
 
         def blocks(plan: Any) -> str:
@@ -121,7 +121,7 @@ class GradientCheckpointingAddon(AddOnBase):
             policy = "what a policy keeps" if callable(keep) else f"{len(keep)} operations"
             return describe_blocks(self.checkpointed()) + (f", but for {policy}" if keep else "")
 
-        return [*super().describe(), Fact("computed again in the backward", blocks, where="backward")]
+        return [*super().describe(), Description("computed again in the backward", blocks, where="backward")]
 
     def _restore_forwards(self) -> None:
         undo = self._undo_checkpointing

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zae.addon import Fact
+from zae.addon import Description
 from zae.addons.distributed import DistributedAddon
 from zae.addons.pipeline import parts
 from zae.addons.pipeline.arrangement import Arrangement, check_split
@@ -403,11 +403,11 @@ class PipelineAddon(DistributedAddon):
 
     # ---------------------------------------------------------------------------------------------------- the plan
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Name the stages, and how long the ranks wait for each other."""
         return [
             *super().describe(),
-            Fact("stages", self._describe_stages, where="gradients"),
+            Description("stages", self._describe_stages, where="gradients"),
         ]
 
     def _describe_stages(self, plan: Any) -> list[str] | None:

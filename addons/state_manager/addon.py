@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
-from zae.addon import AddOnBase, Fact
+from zae.addon import AddOnBase, Description
 from zae.addons.state_manager.checkpointer import (
     Checkpointer,
     Content,
@@ -587,9 +587,9 @@ class StateManagerAddon(AddOnBase):
 
     # ------------------------------------------------------------------------------------------- state and plan
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell when it saves, and what it keeps."""
-        return [*super().describe(), Fact("checkpoints", self._plan_lines, where="checkpoint")]
+        return [*super().describe(), Description("checkpoints", self._plan_lines, where="checkpoint")]
 
     def _plan_lines(self, plan: Any) -> list[str]:
         """Set in a plan when is saved, and describe what is kept."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zae.addon import AddOnBase, Fact
+from zae.addon import AddOnBase, Description
 from zae.addons.torch_metrics.torchmetrics import (
     combine_ranks,
     load_states,
@@ -213,12 +213,15 @@ class TorchMetricsAddon(AddOnBase):
         self._reset(split)
         return numbers
 
-    def describe(self) -> list[Fact]:
+    def describe(self) -> list[Description]:
         """Tell which entries the steps have to return."""
         entries = dict.fromkeys(entry for inputs in self.torch_metrics_inputs.values() for entry in inputs)
         steps = " and ".join({"train": "train_step", "valid": "test_step"}[split] for split in self._torch_metrics)
         updated = f"updated with {', '.join(map(repr, entries))} of {steps}"
-        return [*super().describe(), Fact(", ".join(self.torch_metrics_inputs), updated, where="metric_on_epoch_end")]
+        return [
+            *super().describe(),
+            Description(", ".join(self.torch_metrics_inputs), updated, where="metric_on_epoch_end"),
+        ]
 
     def _reset(self, split: str) -> None:
         for group in self._torch_metrics.get(split, {}).values():

@@ -24,7 +24,7 @@ EVERYBODY = frozenset(
     {"arguments", "errors", "lazy", "metrics", "null_context", "random_state", "schedulers", "torch_private"}
 )
 _BELOW = frozenset(
-    {"checkpoint", "compose", "data", "device", "display", "fact", "loop", "model", "optim", "parts", "record"}
+    {"checkpoint", "compose", "data", "device", "display", "loop", "model", "optim", "parts", "record"}
     | {"user_state", "values"}
 )
 CORE = _BELOW | {"addon", "description", "distributed", "trainer"}
@@ -41,7 +41,6 @@ RULES: dict[str, frozenset[str]] = {
     "device": frozenset({"values"}),
     "model": frozenset({"values"}),
     "display": frozenset(),
-    "fact": frozenset(),
     "compose": frozenset(),
     "optim": frozenset({"model", "values"}),
     "parts": frozenset({"model", "optim"}),
@@ -53,7 +52,7 @@ RULES: dict[str, frozenset[str]] = {
     "loop": _BELOW - {"loop"},
     "description": _BELOW,
     "trainer": _BELOW | {"description"},
-    "addon": _BELOW | {"trainer"},
+    "addon": _BELOW | {"description", "trainer"},
     "addons": CORE,
     "explain": CORE,
     "plan": CORE,

@@ -25,13 +25,13 @@ from zae.plan.page import RunPreview
 from zae.schedulers.lengths import is_per_step, is_plateau
 
 if TYPE_CHECKING:
-    from zae.fact import Fact
+    from zae.description import Description
     from zae.loop.run import Run
     from zae.trainer import Trainer
 
 __all__ = ["Preview", "plan"]
 
-_SHOWN_OTHERWISE = ("option", "optimizer", "trainer", "ranks")  # Of facts: they are no notes.
+_SHOWN_OTHERWISE = ("option", "optimizer", "trainer", "ranks")  # They are no notes.
 _LONGEST = 200_000  # Steps whose learning rates are simulated; longer runs show those of the first ones.
 
 
@@ -47,96 +47,97 @@ class Preview:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.trainer = run.trainer
-        self.found = RunPreview(type(self.trainer).__name__, monitor=self.trainer.monitor)
+        self.page = RunPreview(type(self.trainer).__name__, monitor=self.trainer.monitor)
 
     def plan(self) -> RunPreview:
         """Fill the page; another line of it is a method called here, a field of RunPreview, and one of its rows."""
-        facts = self.found
+        page = self.page
         trainer = self.trainer
         run = self.run
-        facts.batch_size = batch_size_of(run.loader) if trainer.mode == "train" else None
-        self.facts = trainer.describe()
+        page.batch_size = batch_size_of(run.loader) if trainer.mode == "train" else None
+        self.descriptions = trainer.describe()
         self.set_ranks()
         if trainer.mode == "test":
             self.describe_evaluation()
-            return facts
+            return page
         trainer.optimization.check_given()
         self.count_steps()
         self.simulate_schedules()
-        facts.logs_at = facts.due(trainer.log_every)
-        facts.validates_at = [] if run.valid_loader is None else facts.due(run.limits.valid_every)
+        page.logs_at = page.due(trainer.log_every)
+        page.validates_at = [] if run.valid_loader is None else page.due(run.limits.valid_every)
         for name, option in (("should_validate", "valid_every"), ("should_checkpoint", "save_every")):
             if is_overridden(trainer, name):
-                facts.notes.append(f"{name} is overridden: it decides, and what follows from {option} may differ")
-        self.note_facts()
+                page.notes.append(f"{name} is overridden: it decides, and what follows from {option} may differ")
+        self.note_descriptions()
         reason = why_not(run.loader) if trainer.loader_position.is_fast else "fast_data=False"
         if reason is not None and hasattr(run.loader, "dataset"):
-            facts.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
-        return facts
+            page.notes.append(f"batches come from the loader itself, not over the exact data path: {reason}")
+        return page
 
     # ---------------------------------------------------------------------------------------- what add-ons tell
 
-    def told(self, *where: str) -> Iterator[Fact]:
-        """Yield the facts of some places, each with its value for this run."""
-        for fact in self.facts:
-            if fact.where in where:
-                yield self.for_this_run(fact)
+    def descriptions_at(self, *where: str) -> Iterator[Description]:
+        """Yield the descriptions of some places, each with its value for this run."""
+        for description in self.descriptions:
+            if description.where in where:
+                yield self.for_this_run(description)
 
-    def for_this_run(self, fact: Fact) -> Fact:
-        """Return a fact with its value for this run."""
-        return replace(fact, value=fact.value(self.found)) if callable(fact.value) else fact
+    def for_this_run(self, description: Description) -> Description:
+        """Return a description with its value for this run."""
+        value = description.value
+        return replace(description, value=value(self.page)) if callable(value) else description
 
     def set_ranks(self) -> None:
         """Set how many processes the run will have, how they divide the work, and how many batches make a step."""
-        facts = self.found
-        for fact in self.told("ranks"):
-            setattr(facts, fact.name, fact.value)
-        batches = self.trainer.step_window.batches_of(facts.batch_size, facts.dp_world_size)
-        facts.batches_per_step = batches or 1
+        page = self.page
+        for description in self.descriptions_at("ranks"):
+            setattr(page, description.name, description.value)
+        batches = self.trainer.step_window.batches_of(page.batch_size, page.dp_world_size)
+        page.batches_per_step = batches or 1
 
-    def note_facts(self) -> None:
-        """Note what else is told."""
-        elsewhere = [fact for fact in self.facts if fact.where not in _SHOWN_OTHERWISE]
-        for fact in map(self.for_this_run, elsewhere):
-            if fact.value is not None:
-                self.found.notes += fact.value if isinstance(fact.value, list) else [str(fact)]
+    def note_descriptions(self) -> None:
+        """Note the rest of the descriptions."""
+        elsewhere = [description for description in self.descriptions if description.where not in _SHOWN_OTHERWISE]
+        for description in map(self.for_this_run, elsewhere):
+            if description.value is not None:
+                self.page.notes += description.value if isinstance(description.value, list) else [str(description)]
 
     # ------------------------------------------------------------------------------------------- steps and epochs
 
     def describe_evaluation(self) -> None:
         """Describe a run in mode "test"."""
-        facts = self.found
-        facts.batches_per_epoch = length_of(self.run.loader)
-        facts.steps_per_epoch = 0
-        facts.last_step = self.trainer.progress_checker.step
-        facts.first_step = facts.last_step + 1
-        facts.notes.append("the mode is 'test': the loader is evaluated, and nothing is trained")
+        page = self.page
+        page.batches_per_epoch = length_of(self.run.loader)
+        page.steps_per_epoch = 0
+        page.last_step = self.trainer.progress_checker.step
+        page.first_step = page.last_step + 1
+        page.notes.append("the mode is 'test': the loader is evaluated, and nothing is trained")
 
     def count_steps(self) -> None:
         """Count steps and epochs as `Run` and the loop do."""
-        facts = self.found
+        page = self.page
         run = self.run
         progress = self.trainer.progress_checker
         last_epoch, last_step = run.extent.end_of_call()
         wrapped = self._wrapped_loader()
         in_loader = self.trainer.steps_per_epoch(wrapped)
         in_epoch = run.extent.steps_per_epoch(wrapped)
-        facts.batches_per_epoch = length_of(wrapped)
-        facts.steps_per_epoch = in_epoch
-        facts.first_step = progress.step + 1
+        page.batches_per_epoch = length_of(wrapped)
+        page.steps_per_epoch = in_epoch
+        page.first_step = progress.step + 1
         if run.limits.max_time is not None:
-            facts.notes.append(
+            page.notes.append(
                 f"may end earlier: after the step in which max_time={run.limits.max_time:g} s have passed"
             )
             if last_epoch == last_step == NO_LIMIT:
-                facts.last_step = None
+                page.last_step = None
                 return
         if in_epoch is None:
-            facts.last_step = None if last_step == NO_LIMIT else max(last_step, progress.step)
-            facts.notes.append(f"the loader has no length ({describe(run.loader)}): where an epoch ends is not known")
+            page.last_step = None if last_step == NO_LIMIT else max(last_step, progress.step)
+            page.notes.append(f"the loader has no length ({describe(run.loader)}): where an epoch ends is not known")
             return
         if run.limits.steps_per_epoch is not None and (in_loader is None or in_epoch < in_loader):
-            facts.batches_per_epoch = None if in_loader is None else facts.batches_per_epoch
+            page.batches_per_epoch = None if in_loader is None else page.batches_per_epoch
         epoch = progress.epoch
         step = progress.step
         done = progress.epoch_step  # Steps of the present epoch that are done.
@@ -151,51 +152,49 @@ class Preview:
             epoch += 1
             step += in_epoch - done
             done = 0
-            facts.epoch_ends.append((epoch, step))
-        facts.last_step = step
+            page.epoch_ends.append((epoch, step))
+        page.last_step = step
         sampler = own_batch_sampler(facts_of(run.loader))
-        if sampler and len(facts.epoch_ends) > 1:
-            facts.notes.append(
-                f"each epoch is counted with the {facts.batches_per_epoch} batches that {sampler} has now; it may make "
+        if sampler and len(page.epoch_ends) > 1:
+            page.notes.append(
+                f"each epoch is counted with the {page.batches_per_epoch} batches that {sampler} has now; it may make "
                 "another number of them later"
             )
 
     def _wrapped_loader(self) -> Any:
         """Return the loader of this rank, or that of the first one where the ranks are still to be started."""
-        facts = self.found
-        if self.run.is_ready or facts.dp_world_size == 1:
+        page = self.page
+        if self.run.is_ready or page.dp_world_size == 1:
             return self.trainer.wrap_loader(self.run.loader, True)
-        shared = sharding.shard(self.run.loader, True, sharding.Ranks(0, facts.dp_world_size, list, bool))
+        shared = sharding.shard(self.run.loader, True, sharding.Ranks(0, page.dp_world_size, list, bool))
         shares = sharding.shares_of(shared)
-        facts.leaves_out = shares is not None and shares.leaves_out
+        page.leaves_out = shares is not None and shares.leaves_out
         return shared
 
     # -------------------------------------------------------------------------------------------- learning rates
 
     def simulate_schedules(self) -> None:
         """Step copies of the schedulers as the run will."""
-        facts = self.found
+        page = self.page
         run = self.run
         optimization = self.trainer.optimization
-        total_steps = run.limits.total_steps(facts.steps_per_epoch)
+        total_steps = run.limits.total_steps(page.steps_per_epoch)
         optimizers, schedulers = optimization.simulate(self.trainer.unwrap(), total_steps)
         on_batch, is_set = optimization.scheduler_step_on_batch, optimization.is_step_explicit
         has_metric = run.valid_loader is not None or self.trainer.history.watches_training
-        facts.notes += check_schedules(
-            schedulers, on_batch, is_set, *run.extent.spans(facts.steps_per_epoch), has_metric
-        )
+        page.notes += check_schedules(schedulers, on_batch, is_set, *run.extent.spans(page.steps_per_epoch), has_metric)
         stepped = [candidate for candidate in schedulers.values() if not is_plateau(candidate)]
         if len(stepped) < len(schedulers):
-            facts.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")
-        ends = {step for _, step in facts.epoch_ends}
-        last = 0 if facts.steps is None else facts.first_step + min(facts.steps, _LONGEST) - 1
+            page.notes.append("ReduceLROnPlateau goes by the monitored metric: its cuts are not in the learning rates")
+        ends = {step for _, step in page.epoch_ends}
+        last = 0 if page.steps is None else page.first_step + min(page.steps, _LONGEST) - 1
         with random_state.isolated(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The copies of the schedulers see no optimizer step.
-            for step in range(facts.first_step, last + 1):
+            for step in range(page.first_step, last + 1):
                 for name, rate in optim.learning_rates(optimizers).items():
-                    facts.learning_rates.setdefault(name, []).append(rate)
+                    page.learning_rates.setdefault(name, []).append(rate)
                 for scheduler in stepped:
                     if step in ends or is_per_step(scheduler, on_batch):
                         scheduler.step()
-        if facts.steps is not None and facts.steps > _LONGEST:
-            facts.notes.append(f"the learning rates are those of the first {_LONGEST} steps")
+        if page.steps is not None and page.steps > _LONGEST:
+            page.notes.append(f"the learning rates are those of the first {_LONGEST} steps")
