@@ -298,7 +298,7 @@ class StateManagerAddon(AddOnBase):
             self.current_run.signals = self._stop_signals.install()
         news = self._resumption.take_news(self.current_run, self.checkpointer.shown)
         if news:
-            self.current_run.say(news)
+            self.current_run.report(news)
 
     def _open_folder(self) -> None:
         """Take the folder on the main rank."""
@@ -360,15 +360,17 @@ class StateManagerAddon(AddOnBase):
         if self.checkpoints.saved_at != self.progress_checker.moment:
             self.save_state()
         if signal is not None:
-            self._say_saved(signal)
+            self._report_saved(signal)
             self._stop_signals.end(signal)
 
-    def _say_saved(self, signal: int) -> None:
+    def _report_saved(self, signal: int) -> None:
         """Say what was saved because of a signal, and where."""
         where = "nowhere" if self.last_path is None else self.checkpointer.shown(self.last_path)
         is_resumed = self._resumption.resume is not False
         then = "started again, the run continues from there" if is_resumed else "resume='auto' continues from there"
-        self.current_run.say(f"signal {signal}: saved at {self.current_run.place}, in {where}; {then}", logging.WARNING)
+        self.current_run.report(
+            f"signal {signal}: saved at {self.current_run.place}, in {where}; {then}", logging.WARNING
+        )
 
     def on_exception(self, error: BaseException) -> None:
         """Save the state apart; nothing that fails here hides the error."""
@@ -384,7 +386,7 @@ class StateManagerAddon(AddOnBase):
         signal = self._stop_signals.first
         if signal is not None and not in_step and self.world_size == 1:
             self.save_state()  # The signal has hit a worker of the loader too: the state is that of the last step.
-            self._say_saved(signal)
+            self._report_saved(signal)
             self._stop_signals.end(signal)
 
         def write(target: Path, older: Sequence[Path], info: Mapping[str, Any]) -> None:

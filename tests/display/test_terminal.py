@@ -369,8 +369,8 @@ def test_a_sentence_does_not_break_the_bar(monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     shown, run = Terminal(), Steps()
     shown.open(run)
-    shown.say(run, "resumed from \x1b[2J step 3")
-    shown.say(run, "word " * 40)
+    shown.report(run, "resumed from \x1b[2J step 3")
+    shown.report(run, "word " * 40)
     assert screen(seen.getvalue())[0] == "resumed from \\x1b[2J step 3"
     assert max(map(len, screen(seen.getvalue()))) <= 100
     assert screen(seen.getvalue())[-1].startswith("epoch 1/2 |")

@@ -62,7 +62,7 @@ class Lines(Display):
         self._write_row(run, row, row, mark)
         self._has_rows = True
 
-    def say(self, run: Source, text: str, level: int = logging.INFO) -> None:
+    def report(self, run: Source, text: str, level: int = logging.INFO) -> None:
         self._write(f"warning: {text}" if level >= logging.WARNING else text)
 
     def fail(self, run: Source, error: BaseException) -> None:

@@ -85,7 +85,7 @@ class Notebook(Display):
         if self.due():
             self.update(run)
 
-    def say(self, run: Source, text: str, level: int = logging.INFO) -> None:
+    def report(self, run: Source, text: str, level: int = logging.INFO) -> None:
         self._sentences.append(text)
         self._draw(run, "")
 

@@ -79,7 +79,7 @@ class Display:
     def line(self, run: Source) -> None:
         """Show the row of a finished epoch."""
 
-    def say(self, run: Source, text: str, level: int = logging.INFO) -> None:
+    def report(self, run: Source, text: str, level: int = logging.INFO) -> None:
         """Show a sentence about the run; ``level`` is that of the log, where nothing is shown."""
         _log.log(level, "%s", text)
 
@@ -200,7 +200,7 @@ class Terminal(Display):
         cells = [cell(row.get(name)).rjust(self._widths[name]) for name in columns]
         self._write("  ".join(cells) + (f"  {mark}" if mark else ""))
 
-    def say(self, run: Source, text: str, level: int = logging.INFO) -> None:
+    def report(self, run: Source, text: str, level: int = logging.INFO) -> None:
         if self._bar is not None:
             self._bar.clear()
         self._wrap(text)

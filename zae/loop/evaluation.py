@@ -21,7 +21,7 @@ from zae.loop.activity import EvaluationSettings
 from zae.loop.epoch_log import in_turn
 from zae.loop.history import Metrics
 from zae.loop.progress import EvaluationAborted
-from zae.loop.step_output import read_output, say_not_numbers, say_uncounted
+from zae.loop.step_output import read_output, report_not_numbers, report_uncounted
 from zae.metrics.reductions import combine_loaders
 from zae.null_context import NULL_CONTEXT
 from zae.parts import gather_dp
@@ -199,7 +199,7 @@ class Evaluation:
                     count = None
             if count is not None:
                 further = trainer.metric_on_epoch_end
-                say_not_numbers(trainer.current_run, trainer.log_test, "test_step")
+                report_not_numbers(trainer.current_run, trainer.log_test, "test_step")
                 metrics = trainer.history.summarize("test", trainer.engine, further)
         if count is None:  # Raised here, where every context has been left as after any evaluation.
             trainer.log_test.clear()
@@ -304,7 +304,7 @@ class Evaluation:
                     out = step(batch)
                 values, weight = read_output(out, batch, sample_weight, type(trainer), mode)
                 if not count and weighs:
-                    say_uncounted(run, batch, values)
+                    report_uncounted(run, batch, values)
                 take(values, weight)
                 activity.batch = None
                 count += 1

@@ -20,7 +20,7 @@ from zae.compose.first_call import check_properties
 from zae.compose.introspect import is_add_on, is_base
 from zae.data.loaders import describe, length_of
 from zae.errors import StepError, TaskError
-from zae.loop.step_output import say_not_numbers, say_uncounted
+from zae.loop.step_output import report_not_numbers, report_uncounted
 from zae.optim import needs_closure, parameters_of
 from zae.schedulers.lengths import steps_taken
 from zae.torch_private import version_of
@@ -71,7 +71,7 @@ class FirstStep:
             type(trainer).run_batch(trainer, batch)
         check_properties(trainer)
         self._warn_of_modules_beside()
-        say_not_numbers(trainer.current_run, trainer.log_train, "train_step")
+        report_not_numbers(trainer.current_run, trainer.log_train, "train_step")
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -97,7 +97,7 @@ class FirstStep:
         result = hook(*args, **kwargs)
         self._called.append(name)
         if name == "micro_step":
-            say_uncounted(self._trainer.current_run, args[0], result[0])
+            report_uncounted(self._trainer.current_run, args[0], result[0])
         elif name == "forward_context":
             return self._forward(result)
         return result

@@ -104,7 +104,7 @@ class _OwnLoop(Proxy):
     def _warn_of_wrapper(self) -> None:
         """Warn, once, of a loader around that of the run, which a resume looks for in vain."""
         if self._run.trainer.history.is_first_remark("the loader of run_epoch"):
-            self._run.say(
+            self._run.report(
                 f"{self._owner().__name__}.run_epoch gives super().run_epoch(...) something else than its loader, and "
                 "a checkpoint of this run cannot be resumed within it; write the loop itself: for batch in loader: "
                 "self.run_batch(batch), with what you change of the batch, or give run() that other loader",

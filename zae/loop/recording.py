@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from zae.loop.history import Metrics
-from zae.loop.step_output import say_not_numbers
+from zae.loop.step_output import report_not_numbers
 from zae.metrics.reductions import means_of, merge_sums
 from zae.parts import gather_dp
 
@@ -32,7 +32,7 @@ def record_epoch(run: Run) -> Metrics:
     progress.close_epoch()
     run.extent.reset_epoch()
     trainer.loader_position.start_next_epoch(progress.batch)
-    say_not_numbers(run, trainer.log_train, "train_step")
+    report_not_numbers(run, trainer.log_train, "train_step")
     recorded: Metrics = history.train_metrics
     return recorded
 

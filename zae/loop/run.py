@@ -233,10 +233,10 @@ class Run:
         """Whether anything was shown yet; `display` is made when it is first asked for."""
         return "display" in vars(self)
 
-    def say(self, text: str, level: int = logging.INFO) -> None:
+    def report(self, text: str, level: int = logging.INFO) -> None:
         """Show a sentence about the run beside its progress, on the main rank; with ``log_bar=False``, log it."""
         if self.trainer.is_main:
-            self.display.say(RunView(self), text, level)
+            self.display.report(RunView(self), text, level)
 
     @property
     def place(self) -> str:

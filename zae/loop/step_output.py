@@ -40,9 +40,9 @@ __all__ = [
     "loss_numbers",
     "not_number",
     "read_output",
+    "report_not_numbers",
+    "report_uncounted",
     "sample_weight",
-    "say_not_numbers",
-    "say_uncounted",
 ]
 
 _SILENT = (bool, int, float, np.number, np.bool_, type(None))  # A batch of these, in a range(100) for instance.
@@ -351,24 +351,24 @@ def _why_length(loader: Any, batch: Any) -> str:
     )
 
 
-def say_not_numbers(run: Run, log: EpochLog, step: str) -> None:
+def report_not_numbers(run: Run, log: EpochLog, step: str) -> None:
     """Name, once each, the entries of a step that are no numbers and look like metrics."""
     trainer = run.trainer
     if log.keeps or is_overridden(trainer, "metric_on_epoch_end"):  # Something may read them.
         return
     for key, entry in log.not_numbers.items():
         if entry.may_be_metric and trainer.history.is_first_remark(key):
-            run.say(f"{type(trainer).__name__}.{step} returned {entry.text(key)}", logging.WARNING)
+            run.report(f"{type(trainer).__name__}.{step} returned {entry.text(key)}", logging.WARNING)
 
 
-def say_uncounted(run: Run, batch: Any, values: Mapping[str, Any]) -> None:
+def report_uncounted(run: Run, batch: Any, values: Mapping[str, Any]) -> None:
     """Say, once, that the means of an epoch cannot weigh the batches by their samples."""
     trainer = run.trainer
     if values.get("num_targets") is not None or is_overridden(trainer, "sample_weight"):
         return
     reason = _why_uncounted(batch) or _why_length(run.user_loader, batch)
     if reason and trainer.history.is_first_remark("the weight of a batch"):
-        run.say(
+        run.report(
             f"cannot tell how many samples a batch has: {reason}. The means of an epoch weigh each sample alike only "
             "if all batches have as many samples; else return 'num_targets' from the step, or override "
             "sample_weight(batch, num_targets)",
