@@ -520,7 +520,10 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         return self.engine.dp_rank if self._is_parallel else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Add the position, random streams and log of each rank; all ranks call it."""
+        """Add the position, random streams and log of each rank.
+
+        All ranks call it.
+        """
         asks = self._is_parallel and not self._is_failing() and not is_in_mode(self, ENTRIES)
         if asks:
             self.engine.rendezvous("state_dict")

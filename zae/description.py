@@ -23,17 +23,17 @@ _OBJECTS = ("model", "optimizer", "scheduler", "web_logger")  # Options that the
 
 @dataclass(frozen=True)
 class Description:
-    """One thing that a trainer, or an add-on, tells about itself in ``describe``.
+    """A fact about a trainer or an add-on, which ``describe`` returns.
 
-    Plans, reports, loggers and checkpoints get the same descriptions, and each makes its own text of them.
+    Plans, reports, loggers and checkpoints get the same descriptions, and each formats them.
 
     Parameters
     ----------
     name : str
-        What is told; in a plan, the beginning of a note.
+        The name of the fact; in a plan, the beginning of a note.
     value : object
-        A number or text, or a list or dict of them; True where the name says all, and None where there is nothing to
-        tell. A function is given the ``RunPreview`` of a call of ``plan``, and returns the value: for what depends on
+        A number or text, or a list or dict of them; True where the name is enough, and None where there is nothing to
+        show. A function is given the ``RunPreview`` of a call of ``plan``, and returns the value: for what depends on
         the run, its ranks for instance, and for what takes long to find.
     unit : str
         Of a number, for instance "samples".

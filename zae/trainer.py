@@ -83,7 +83,7 @@ def _of_part(part: str, name: str, doc: str) -> Any:
 
 
 class Trainer(Processes, metaclass=TrainerMeta):
-    """The training loop of PyTorch, with its hooks open: subclass it with ``train_step`` and ``test_step``.
+    """A training loop with overridable hooks: subclass it, and define ``train_step`` and ``test_step``.
 
     Parameters
     ----------
@@ -96,25 +96,24 @@ class Trainer(Processes, metaclass=TrainerMeta):
     optimizer : Optimizer, callable, or a list or dict of them
         One or several, or functions that make them of the model's parameters; a function of ``model`` or of
         ``named_parameters`` gets the model itself, or this method of it, for groups by name. None is for mode "test".
-        Where one has ``train`` and ``eval`` (schedule-free ones), you call neither: evaluation, ``save_model`` and the
-        weights in a checkpoint are those of its evaluation mode, and training continues from its training weights,
-        bitwise.
+        Do not call ``train`` and ``eval`` of schedule-free ones: evaluation, ``save_model`` and the weights in a
+        checkpoint are those of its evaluation mode, and training continues from its training weights, bitwise.
     scheduler : LRScheduler, callable, or a list or dict of them, optional
         One or several, or functions that make them of the optimizer. A function of ``optimizer, total_steps`` gets the
         optimizer steps that the first call of ``run`` is planned to take; None where the loader has no length.
     log_bar : {"auto", "bar", "lines"} or bool
-        How a run shows its progress, on standard error and on rank 0 only. "bar" is a bar and a table. "lines" is a
-        plain line for each epoch, for each validation within an epoch (at most one a second), and after each minute
-        without one. "auto", and True, is the bar on a terminal and lines elsewhere: in a pipe, a file, or a terminal
-        whose output a CI service keeps. In a notebook it is one output, with "bar" too. False shows nothing.
+        How a run shows its progress, on standard error of rank 0. "bar" is a bar and a table. "lines" is a plain line
+        for each epoch, for each validation within an epoch (at most one per second), and after each minute without one.
+        "auto", and True, is the bar on a terminal, one output in a notebook, and lines elsewhere: in a pipe, a file, or
+        CI. False shows nothing.
     scheduler_step_on_batch : bool, optional
         Step the schedulers after each optimizer step, as warm-up and OneCycleLR need, instead of after each epoch. None
         is False, except that a schedule as long as the run has optimizer steps is then refused before the first batch.
         Schedules of ``zae.schedulers.cosine`` and the like are stepped after each optimizer step, and
         ``ReduceLROnPlateau`` after each validation, whatever this says.
     gradient_clip : float
-        The largest gradient norm; 0 does not clip. Several optimizers are clipped each on its own. The norm before the
-        clipping is logged as ``grad_norm``: ``math.inf`` logs it and does not clip.
+        The largest gradient norm, of each optimizer; 0 does not clip. The norm before clipping is logged as
+        ``grad_norm``; ``math.inf`` only logs it.
     monitor : str
         The metric that decides which epoch is best, of the validation where there is one.
     monitor_mode : {"auto", "min", "max"}
@@ -127,14 +126,13 @@ class Trainer(Processes, metaclass=TrainerMeta):
     log_every : Every or int, optional
         When ``log`` is called with the training metrics: steps, or ``Every(epochs=1)``, the default.
     on_nonfinite : {"raise", "skip", "warn"}
-        What a loss that is NaN or infinite does, or a gradient norm where ``gradient_clip`` computes one: raise before
-        the optimizer steps, leave the step out, or only warn. See ``zae.loop.nonfinite.NonFiniteGuard``.
+        What to do about a loss, or a gradient norm computed for ``gradient_clip``, that is not finite: raise before the
+        optimizer steps, skip the step, or only warn.
     fast_data : bool
-        Take the batches of a DataLoader over tensors in memory with one gather each, bitwise as the loader gives them.
-        See ``zae.data.gather``.
+        Take each batch of a DataLoader over tensors in memory with one gather, bitwise as the loader does.
     keep_train_outputs : bool
-        Whether ``log_train`` keeps what ``train_step`` returns beside numbers, for ``metric_on_epoch_end``, until the
-        epoch ends. What ``test_step`` returns is kept if ``metric_on_epoch_end`` is overridden.
+        Whether ``log_train`` keeps what ``train_step`` returns besides numbers until the epoch ends, for
+        ``metric_on_epoch_end``. What ``test_step`` returns is kept if that is overridden.
 
     Raises
     ------
@@ -1026,15 +1024,13 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @explained_call("continue_from(state)")
     def continue_from(self, state: Any) -> None:
-        """Continue the call of ``run`` that is under way from another state, when the present step is done.
+        """Continue the current call of ``run`` from another state, after this step.
 
-        The run goes on as a script that is started again and resumes from this state: with its weights, counters,
-        random streams and position in the data. What was done since is not logged, validated or saved any more. It is
-        for a guard that goes back when training has gone wrong, and may be called in any method that a run calls, on
-        every rank. What the guard changes for the second time, a learning rate for instance, it changes in
-        ``on_epoch_begin``, which is called before the run continues, and in ``on_load`` where a checkpoint is loaded.
-        The attributes of the task go back as well, but those that its class names in ``unsaved_attributes``: the state
-        itself, and what counts the returns.
+        The run continues like a restarted script that resumes from this state. Call it on every rank, in any method
+        that a run calls, for instance in a guard that goes back when training has gone wrong. Change something for the
+        second attempt, a learning rate for instance, in ``on_epoch_begin``, which is called before the run continues,
+        or in ``on_load`` where a checkpoint is loaded. The attributes of the task go back as well, except those that
+        its class names in ``unsaved_attributes``: the state itself, and the count of returns.
 
         Parameters
         ----------
@@ -1135,8 +1131,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------- what is shown
 
-    optimizer: Any = _of_part("optimization", "optimizer", "What was given; once set up, with what the factories made.")
-    scheduler: Any = _of_part("optimization", "scheduler", "What was given; once set up, with what the factories made.")
+    optimizer: Any = _of_part("optimization", "optimizer", "The optimizers as given, or made by the factories.")
+    scheduler: Any = _of_part("optimization", "scheduler", "The schedulers as given, or made by the factories.")
     optimizers: dict[str, Optimizer] = _of_part(
         "optimization", "optimizers", "The optimizers by name; an only one is '0'."
     )
@@ -1292,9 +1288,9 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def describe(self) -> list[Description]:
-        """Return what is to be known of the trainer: an add-on adds its own to those of ``super()``.
+        """Return descriptions of the trainer; an add-on adds its own to those of ``super()``.
 
-        It is called by ``plan``, by loggers, and for reports and checkpoints; before a run as well as in one.
+        Plans, loggers, reports and checkpoints call it, before a run as well as in one.
         """
         from zae.description import descriptions_of
 

@@ -81,11 +81,11 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
     learning_rate : float
         The largest rate.
     weight_decay : float
-        Its weight decay.
+        The weight decay.
     adam_beta1 : float
         The first coefficient of Adam's averages.
     adam_beta2 : float
-        The second one.
+        The second coefficient.
     adam_epsilon : float
         Adam's epsilon.
     optim_args : str, optional
@@ -93,7 +93,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
     lr_scheduler_type : str
         The schedule by its name in Transformers, where neither ``optimizer`` nor ``scheduler`` is given.
     lr_scheduler_kwargs : dict, optional
-        What this schedule takes beside the steps.
+        Further arguments of the schedule.
     warmup_steps : float
         Steps of warm-up; below 1, the share of the run.
     max_grad_norm : float

@@ -242,7 +242,7 @@ class DatasetsPart(AddOnPart):
     dataloader_drop_last : bool
         Leave out a last batch that is smaller.
     dataloader_prefetch_factor : int, optional
-        How many batches each worker has ready.
+        Batches that each worker prefetches.
     dataloader_persistent_workers : bool
         Keep the workers between epochs.
     data_seed : int, optional

@@ -76,8 +76,8 @@ class Sink:
     """A destination of records; subclass it for another client.
 
     Its methods are called in sequence, all but ``load`` in a separate thread, so that training continues when they
-    block or fail. With ``has_queue`` records are written in the thread of training. A `zae.ZaeError` raised by ``load``
-    or ``open`` is a mistake of the user, and ends the run.
+    block or fail. With ``has_queue`` records are written in the training thread. A `zae.ZaeError` raised by ``load`` or
+    ``open`` is a user error, and ends the run.
 
     Attributes
     ----------

@@ -60,7 +60,7 @@ class StateManagerAddon(AddOnBase):
     Parameters
     ----------
     save_path : str or Path
-        The folder of the checkpoints; it is made if it is missing.
+        The folder of the checkpoints, created if missing.
     save_format : {"safetensors", "safetensor", "ckpt", "sharded"}
         The format of the weights. With "sharded" nothing is gathered: each rank writes the parts that it holds, of the
         weights, the optimizers and the averages, and rank 0 everything else; all ranks must share the disk. It loads

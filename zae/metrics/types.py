@@ -58,7 +58,7 @@ class Sum(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A number of which the largest is kept; NaN where one is NaN.
+    """A number whose maximum is kept; NaN if any is NaN.
 
     Examples
     --------
@@ -74,7 +74,7 @@ class Max(NamedTuple):
 
 
 class Min(NamedTuple):
-    """A number of which the smallest is kept; NaN where one is NaN.
+    """A number whose minimum is kept; NaN if any is NaN.
 
     Examples
     --------
@@ -90,9 +90,9 @@ class Min(NamedTuple):
 
 
 class Last(NamedTuple):
-    """A number of which the last is kept: that of the last batch in the order of the loader.
+    """A number whose last value is kept, in the order of the loader.
 
-    In training on several ranks it is that of the highest rank that has a batch in the last step.
+    In training on several ranks it is the value of the highest rank with a batch in the last step.
 
     Examples
     --------
