@@ -103,6 +103,10 @@ class _Comparison:
     ) -> None:
         self.expected, self.made, self.resume, self.names = expected, made, resume, names
         self.count = len(expected)
+        self.start = 0
+        """How many steps of the reference lie before the first row."""
+        self.rest = expected
+        """The rows of the reference after these."""
 
     def judge(self) -> Judgement:
         """Find where the run goes on in the reference, and whether it goes on as that."""
@@ -111,21 +115,21 @@ class _Comparison:
             missing = self.count - resume.done
             if missing <= 0 or self.count == resume.lowest:
                 return Judgement(PASSED, "nothing was left to do", resumed=resume.done)
-            return fail(
-                "skipped work", f"it ends without a step, and {missing} are missing", resume.done + 1, resume.done
-            )
+            message = f"it ends without a step, and {missing} are missing"
+            return fail("skipped work", message, resume.done + 1, resume.done)
         start = self._align()
         if start is None:
             return fail("weights", self._nearest(self.made[0]))
-        self.made = [self._without_probe(self.made[0], start), *self.made[1:]]
-        foreign = self._find_foreign_weights(start)
+        self.start, self.rest = start, self.expected[start:]
+        self.made = [self._without_probe(self.made[0]), *self.made[1:]]
+        foreign = self._find_foreign_weights()
         if foreign is not None:
             ends = {each["after"]: each["n"] for each in self.expected if each["optimizer"] == foreign["optimizer"]}
             is_of_a_save = bool(self.resume.saved) and foreign["before"] in ends
             return fail("two saves" if is_of_a_save else "weights", self._nearest(foreign))
         if start == 0 and resume.has_whole_save and resume.lowest:
             return self._judge_first_weights()
-        index, causes = self._part(start)
+        index, causes = self._part()
         total = start + len(self.made)
         if resume.is_to_end and total != self.count:
             counted = "repeated work" if total > self.count else "skipped work"
@@ -138,9 +142,8 @@ class _Comparison:
         if not causes:
             end = ", and the end" if resume.is_to_end else ""
             return Judgement(PASSED, f"{begun}, {len(self.made)} steps the same{end}", resumed=start)
-        if index == 0 and (
-            self._other_save(start) or ("optimizer state" in causes and self._has_state_of_a_step(start))
-        ):
+        has_other_state = "optimizer state" in causes and self._step_of_state(self.made[0]) not in (None, 0, start)
+        if index == 0 and (has_other_state or self._other_save()):
             causes.insert(0, "two saves")
         if lost > 0:
             causes.append("lost work")
@@ -148,7 +151,7 @@ class _Comparison:
         step = start + index + 1
         whose = self._whose(self.expected[step - 1]["optimizer"]) if step <= self.count else ""
         where = f"{step} ({whose})" if whose else str(step)
-        message = f"{begun}, parted at step {where}: {self._reason(causes, start, index)}{also}"
+        message = f"{begun}, parted at step {where}: {self._reason(causes, index)}{also}"
         return Judgement(FAILED, message, causes, step, start)
 
     def _judge_first_weights(self) -> Judgement:
@@ -156,8 +159,7 @@ class _Comparison:
         row, lowest = self.made[0], self.resume.lowest
         goes_on = lowest < self.count and row["inputs"] == self.expected[lowest]["inputs"] != self.expected[0]["inputs"]
         if goes_on:
-            whose = self._whose(row["optimizer"])
-            subject = f"the weights of {whose}," if whose else "the weights"
+            subject = self._subject(row["optimizer"])
             return fail("weights", f"it goes on after step {lowest}, with {subject} from before the first step")
         return fail("does not resume", "it begins with the first step, although a whole checkpoint was there", 1, 0)
 
@@ -179,20 +181,20 @@ class _Comparison:
 
         return max(places, key=score) if places else None
 
-    def _without_probe(self, row: Row, start: int) -> Row:
+    def _without_probe(self, row: Row) -> Row:
         """Leave out inputs of the first row with which the model is called at each start, before the first step."""
-        usual, first = self.expected[min(start, self.count - 1)], self.expected[0]
+        usual, first = self.rest[0], self.expected[0]
         probe = _LENGTH * (row["seen"] - usual["seen"])
         is_probe = first["inputs"][:probe] == row["inputs"][:probe] or row["inputs"][probe:] == usual["inputs"]
-        if start and usual["seen"] and probe > 0 and is_probe:
+        if self.start and usual["seen"] and probe > 0 and is_probe:
             return {**row, **{key: usual[key] for key in ("seen", "shapes")}, "inputs": row["inputs"][probe:]}
         return row
 
-    def _find_foreign_weights(self, start: int) -> Row | None:
+    def _find_foreign_weights(self) -> Row | None:
         """Return the first row of an optimizer that begins with weights that nobody else has changed."""
-        last = {each["optimizer"]: each["after"] for each in self.expected[:start]}
+        last = {each["optimizer"]: each["after"] for each in self.expected[: self.start]}
         begun = {self.made[0]["optimizer"]}
-        for one, other in zip(self.expected[start:], self.made):
+        for one, other in zip(self.rest, self.made):
             name = other["optimizer"]
             if one["optimizer"] != name:
                 return None
@@ -211,36 +213,39 @@ class _Comparison:
         kind = optimizer.partition("-")[0]
         return f"{kind}, optimizer {optimizers.index(optimizer) + 1} of {len(optimizers)}, of {names[0]}{more}"
 
-    def _part(self, start: int) -> tuple[int, list[str]]:
+    def _subject(self, optimizer: str) -> str:
+        whose = self._whose(optimizer)
+        return f"the weights of {whose}," if whose else "the weights"
+
+    def _part(self) -> tuple[int, list[str]]:
         """Return the first row from which on the runs part for good, and the causes."""
         frozen = {each["optimizer"]: each["frozen"] for each in self.expected if "frozen" in each}
         first, causes = None, list[str]()
-        last = min(self.count - start, len(self.made)) - 1
-        for index in range(last + 1):
-            one, other = self.expected[start + index], self.made[index]
+        last = min(len(self.rest), len(self.made)) - 1
+        for index, (one, other) in enumerate(zip(self.rest, self.made)):
             keys = _differing({**one, "frozen": frozen.get(other["optimizer"])}, other)
             if index == 0 and other["seen"] < one["seen"] and not any(key in _RESULTS for key in keys):
                 keys = [key for key in keys if key not in _OF_BATCHES]  # The gradients of the others were saved.
             if first is None and any(key != "random" for key in keys):
-                first, causes = index, self._rank(keys, start, index)
+                first, causes = index, self._rank(keys, index)
             if any(key in _RESULTS for key in keys):
                 return first or 0, causes
         if first is not None and last - first < _MIN_STEPS_WITHOUT_EFFECT:
             return first, causes
         return 0, []
 
-    def _rank(self, keys: Sequence[str], start: int, index: int) -> list[str]:
+    def _rank(self, keys: Sequence[str], index: int) -> list[str]:
         """Return the causes of a difference in a row, the likeliest first."""
-        row, other = self.expected[start + index], self.made[index]
+        row, other = self.rest[index], self.made[index]
         causes = _causes_of(keys)
         if index == 0 and "samples" in causes and other["seen"] > row["seen"] > 0:
             return ["other state", *(each for each in causes if each not in ("samples", "random state"))]
         if "random state" not in causes:
             return causes
-        lost = self._lost_streams(start, index)
+        lost = self._lost_streams(index)
         if not lost:
             return _causes_of(key for key in keys if key != "random")
-        if self._are_put_back(lost, start, index):
+        if self._are_put_back(lost, index):
             rest = [each for each in causes if each not in ("random state", "samples")]
             if other["shuffled"]:
                 return ["samples", *rest]
@@ -251,31 +256,36 @@ class _Comparison:
             return causes
         # The order of an epoch that begins here is drawn from the stream, or what the loaded samples are mixed with. Of
         # numpy and of Python no step draws: what draws is what makes the samples.
-        before = self.expected[start + index - 1]["random"] if start + index else {}
+        before = self._random_before(index)
         makes_samples = any(name not in ("torch", "cuda") and before.get(name) != row["random"][name] for name in lost)
         is_first = row["shuffled"] or row["batches"] == other["batches"] or makes_samples
         causes.remove("random state")
         causes.insert(0 if is_first else causes.index("samples") + 1, "random state")
         return causes
 
-    def _are_put_back(self, streams: Sequence[str], start: int, index: int) -> bool:
+    def _are_put_back(self, streams: Sequence[str], index: int) -> bool:
         """Return whether streams are put back exactly, so that something draws from them before the first step."""
-        saved = self.expected[start + index].get("saved_random") or {}
+        saved = self.rest[index].get("saved_random") or {}
         restored = self.made[index].get("restored") or {}
         return index == 0 and all(name in saved and saved[name] == restored.get(name) for name in streams)
 
-    def _lost_streams(self, start: int, index: int) -> list[str]:
+    def _lost_streams(self, index: int) -> list[str]:
         """Return the random streams that differ and matter: something draws from them later, or made these samples."""
-        row, other = self.expected[start + index], self.made[index]
-        lost = _lost_streams(self.expected[start + index :], self.made[index:])
+        row, other = self.rest[index], self.made[index]
+        lost = _lost_streams(self.rest[index:], self.made[index:])
         lost = [name for name in lost if name in self._drawn_streams()]
-        if lost or not start + index or row["inputs"] == other["inputs"]:
+        before = self._random_before(index)
+        if lost or not before or row["inputs"] == other["inputs"]:
             return lost
-        before = self.expected[start + index - 1]["random"]
         differing = [name for name, state in row["random"].items() if state != other["random"].get(name, state)]
         return sorted(name for name in differing if row["random"][name] != before.get(name))
 
-    def _other_save(self, start: int) -> int | None:
+    def _random_before(self, index: int) -> Mapping[str, str]:
+        """Return the random streams one step before a row, if there is one."""
+        place = self.start + index
+        return self.expected[place - 1]["random"] if place else {}
+
+    def _other_save(self) -> int | None:
         """Return the step of another save than that of the weights, of which all is that differs in the first row."""
         drawn = self._drawn_streams()
 
@@ -283,8 +293,8 @@ class _Comparison:
             return {**row, "random": {name: each for name, each in row["random"].items() if name in drawn}}
 
         row, *rows = map(with_drawn_streams, [self.made[0], *self.expected])
-        keys = [key for key in _differing(rows[start], row) if key not in _FOLLOWS]
-        for place in sorted(set(self.resume.saved) - {0, start, self.count}):
+        keys = [key for key in _differing(rows[self.start], row) if key not in _FOLLOWS]
+        for place in sorted(set(self.resume.saved) - {0, self.start, self.count}):
             if keys and all(_is_same(rows[place].get(key), row.get(key)) for key in keys):
                 return place
         return None
@@ -294,27 +304,21 @@ class _Comparison:
         names = {name for each in self.expected for name in each["random"]}
         return [name for name in names if len({each["random"].get(name) for each in self.expected}) > 1]
 
-    def _has_state_of_a_step(self, start: int) -> bool:
-        same = self._places_of_state(self.made[0])
-        return bool(same) and same[-1] not in (0, start)
+    def _step_of_state(self, row: Row) -> int | None:
+        """Return the last step after which the optimizer had the state that a row begins with."""
+        keys = ("optimizer", "state_before")
+        places = [n for n, each in enumerate(self.expected) if all(each.get(key) == row.get(key) for key in keys)]
+        return places[-1] if places else None
 
-    def _places_of_state(self, row: Row) -> list[int]:
-        """Return where in the reference the optimizer had the state that it has before a row."""
-        return [
-            index
-            for index, each in enumerate(self.expected)
-            if each["optimizer"] == row["optimizer"] and each.get("state_before") == row.get("state_before")
-        ]
-
-    def _reason(self, causes: Sequence[str], start: int, index: int) -> str:
+    def _reason(self, causes: Sequence[str], index: int) -> str:
         """Say in words why the runs part."""
-        cause, place = causes[0], start + index
-        one = self.expected[min(place, self.count - 1)]
+        cause, start = causes[0], self.start
+        one = self.rest[min(index, len(self.rest) - 1)]
         other = self.made[min(index, len(self.made) - 1)]
         if cause == "random state":
-            lost = self._lost_streams(start, index)
+            lost = self._lost_streams(index)
             streams = ", ".join(lost)
-            if self._are_put_back(lost, start, index):
+            if self._are_put_back(lost, index):
                 return f"the random state ({streams}) is put back, and drawn from before the first step, as by a loader"
             drawn = ", and the samples are drawn from it" if "samples" in causes else ": other dropout, noise or order"
             return f"the random state ({streams}) is not resumed{drawn}"
@@ -322,20 +326,16 @@ class _Comparison:
             return f"{start + len(self.made)} steps are made in all, and {self.count} without a kill"
         if cause == "learning rate":
             return f"the lr is {_text(other['lr'])}, and {_text(one['lr'])} without a kill (or another option differs)"
-        if cause == "two saves" and (save := self._other_save(start)):
+        if cause == "two saves" and (save := self._other_save()):
             return f"the weights are those after step {start}, and all else is of the save after step {save}"
         if cause in ("optimizer state", "two saves"):
-            return self._reason_of_state(other, start)
+            return self._reason_of_state(other)
         if cause == "samples":
-            return self._reason_of_samples(one, other, place)
+            return self._reason_of_samples(one, other, start + index)
         if cause == "other state" and other["seen"] > one["seen"]:
-            return (
-                f"the model is called with {other['seen']} inputs before the first step, and with {one['seen']} "
-                "without a kill"
-            )
-        if cause == "other state":
-            return "the random state is put back exactly, and other samples are drawn from it"
+            return f"the model is called with {other['seen']} inputs before the step, and {one['seen']} without a kill"
         words = {
+            "other state": "the random state is put back exactly, and other samples are drawn from it",
             "gradients": "the same weights, as far as they are summed, samples and random numbers, and another update",
             "buffers": "buffers of the model (BatchNorm's running statistics) differ",
             "loss scale": "the loss scale of mixed precision differs",
@@ -343,19 +343,16 @@ class _Comparison:
         }
         return words.get(cause, cause)
 
-    def _reason_of_state(self, row: Row, start: int) -> str:
-        same = self._places_of_state(row)
-        if not same:
+    def _reason_of_state(self, row: Row) -> str:
+        step = self._step_of_state(row)
+        if step is None:
             return "the state of the optimizer (its moments) is not that of the run without a kill"
-        when = f"after step {same[-1]}" if same[-1] else "before the first step"
-        return f"the state of the optimizer is that {when}, the weights are those after step {start}"
+        return f"the state of the optimizer is that {_when(step)}, the weights are those after step {self.start}"
 
     def _reason_of_samples(self, one: Row, other: Row, place: int) -> str:
         if other["seen"] < one["seen"]:
-            return (
-                f"the step sees {other['seen']} inputs, and {one['seen']} without a kill: was it saved between the "
-                "batches of an accumulated step?"
-            )
+            begun = "was it saved between the batches of an accumulated step?"
+            return f"the step sees {other['seen']} inputs, and {one['seen']} without a kill: {begun}"
         same = [index for index, each in enumerate(self.expected) if each["inputs"] == other["inputs"]]
         if same and other["seen"]:
             return f"the batch of step {same[0] + 1} comes again instead of that of step {place + 1}"
@@ -363,8 +360,7 @@ class _Comparison:
 
     def _nearest(self, row: Row) -> str:
         """Name the weights that are others, where a run begins with weights of no step."""
-        whose = self._whose(row["optimizer"])
-        subject = f"the weights of {whose}," if whose else "its weights"
+        subject = self._subject(row["optimizer"])
         names, own = self.names.get(row["optimizer"], []), _chunks(row.get("parts_before", ""))
         rows = [each for each in self.expected if each["optimizer"] == row["optimizer"]] or list(self.expected)
         candidates = [(0, rows[0].get("parts_before", "")), *((each["n"], each["parts"]) for each in rows)]
@@ -373,13 +369,17 @@ class _Comparison:
             differing = [index for index, part in enumerate(_chunks(parts)) if own[index : index + 1] != [part]]
             if len(differing) < len(others):
                 best, others = step, differing
-        when = f"after step {best}" if best else "before the first step"
+        when = _when(best)
         if len(others) == len(own):
             return f"{subject} are those of no step of the run without a kill"
         if not others:
             return f"{subject} are those {when}"
         shown = ", ".join(names[index] for index in others[:4] if index < len(names))
         return f"{subject} are those {when}, but for {shown}{', ...' if len(others) > 4 else ''}"
+
+
+def _when(step: int) -> str:
+    return f"after step {step}" if step else "before the first step"
 
 
 def _chunks(text: str) -> list[str]:
