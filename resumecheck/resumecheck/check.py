@@ -24,7 +24,16 @@ from typing import Any
 from .errors import Refused, Stopped
 from .judge import FAILED, NOT_JUDGED, PASSED, Judgement, Resume, fail, first_difference, judge
 from .runs import Run, Runner, end_processes
-from .saves import Instant, Save, choose_instants, find_saves, is_log, is_named_as_checkpoint, last_saved_row
+from .saves import (
+    Instant,
+    Save,
+    choose_instants,
+    find_saves,
+    is_large,
+    is_log,
+    is_named_as_checkpoint,
+    last_saved_row,
+)
 from .workspace import Tree, Workspace
 
 __all__ = ["Options", "Result", "check"]
@@ -223,7 +232,6 @@ class _Check:
         self.runner.same = [name for name, entry in self.workspace.base.items() if self.end.get(name) == entry]
         if self.reference.is_limited:
             result.notes.append(f"only the first {result.steps} steps were tried")
-        self._note_random_states()
         snapshots = sum("tree" in each for each in self.reference.events)
         _say(
             f"  {result.steps} steps, {len(result.saves)} saves, {snapshots} snapshots "
@@ -240,20 +248,11 @@ class _Check:
         if self.reference.has_failed:
             raise Refused(f"the script fails without any kill: {_last_words(self.reference)}")
 
-    def _note_random_states(self) -> None:
-        """Let the row after a save have the random state in it."""
-        for save in self.result.saves:
-            states = next((each["random"] for each in save.events if each.get("random")), None)
-            for rows in self.reference.rows.values():
-                if states and save.row < len(rows) and save.events[0]["row"] == save.row:
-                    rows[save.row]["saved_random"] = states
-
     def _judge_without_saves(self) -> None:
         """Say what is there instead of a save before the last step."""
         new = [name for name in self.end if self.workspace.is_new(self.end, name) and self.end[name].kind == "file"]
         files = [name for name in new if not is_log(name)]
-        least = self.reference.weight_bytes // 4
-        large = [name for name in files if os.path.getsize(self.end[name].source) >= max(least, 256)]
+        large = [name for name in files if is_large(self.end[name], self.reference)]
         at_end = find_saves(self.reference, self.end)
         if self.reference.is_limited:
             message = (

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import select
-import selectors
 import shutil
 import signal
 import socket
@@ -217,7 +216,6 @@ class Runner:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(name)
             server.listen(1)
-            server.settimeout(_POLL_S)
             process = None
             if early is None:
                 process = self._open(plan, more)
@@ -227,8 +225,7 @@ class Runner:
                 pid = early.fork(plan)
             until = min(time.monotonic() + _FORK_TIMEOUT_S, self.deadline)
             while _stat(pid)[0] not in "ZX" and time.monotonic() < until:
-                with contextlib.suppress(socket.timeout):
-                    line = server.accept()[0]
+                if line := _accept(server):
                     _read_line(line)
                     return Waiting(pid, line)
         if process is not None:
@@ -249,33 +246,31 @@ class Runner:
     ) -> None:
         """Answer the processes of the script until they end, or are to be ended."""
         end = time.monotonic() + self.patience_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(server, selectors.EVENT_READ)
-            while process.poll() is None:
-                if time.monotonic() > self.deadline:
-                    raise Stopped("the time was over")
-                if time.monotonic() > end or self._is_idle(process):
-                    run.is_stuck = True
-                    return
-                if os.path.exists(self.refusal):
-                    return
-                if not selector.select(_POLL_S):
+        while process.poll() is None:
+            if time.monotonic() > self.deadline:
+                raise Stopped("the time was over")
+            if time.monotonic() > end or self._is_idle(process):
+                run.is_stuck = True
+                return
+            if os.path.exists(self.refusal):
+                return
+            line = _accept(server)
+            if line is None:
+                continue
+            with line:
+                message = json.loads(line.makefile("r").readline() or "null")
+                if message is None:
                     continue
-                line = server.accept()[0]
-                with line:
-                    message = json.loads(line.makefile("r").readline() or "null")
-                    if message is None:
-                        continue
-                    if message["kind"] == "limit":
-                        run.is_limited, run.handles_sigterm = True, message["handles_sigterm"]
-                        if not sigterm:
-                            return
-                        run.is_limited, end = False, min(end, time.monotonic() + _SIGTERM_TIMEOUT_S)
-                        os.kill(process.pid, signal.SIGTERM)
-                    else:
-                        self._take(message, process, run, plan)
-                    with contextlib.suppress(OSError):
-                        line.sendall(b".")
+                if message["kind"] == "limit":
+                    run.is_limited, run.handles_sigterm = True, message["handles_sigterm"]
+                    if not sigterm:
+                        return
+                    run.is_limited, end = False, min(end, time.monotonic() + _SIGTERM_TIMEOUT_S)
+                    os.kill(process.pid, signal.SIGTERM)
+                else:
+                    self._take(message, process, run, plan)
+                with contextlib.suppress(OSError):
+                    line.sendall(b".")
 
     def _is_idle(self, process: AnyProcess) -> bool:
         """Return whether a fork has not computed for a long time: it may wait for a thread that it does not have."""
@@ -359,6 +354,11 @@ class ForkedProcess:
         if self.returncode is None:
             self.returncode = int(_read_line(self.line) or -signal.SIGKILL)
         return self.returncode
+
+
+def _accept(server: socket.socket) -> socket.socket | None:
+    """Return the line of a process that calls, or None if none does for a moment."""
+    return server.accept()[0] if select.select([server], [], [], _POLL_S)[0] else None
 
 
 def _read_line(line: socket.socket) -> str:

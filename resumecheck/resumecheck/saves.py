@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .runs import Run
@@ -17,6 +17,7 @@ __all__ = [
     "choose_instants",
     "find_saves",
     "general_name",
+    "is_large",
     "is_log",
     "is_named_as_checkpoint",
     "last_saved_row",
@@ -40,7 +41,7 @@ class Save:
     events: list[Event]
     places: list[int]
     """Where its events are among those of the run."""
-    files: dict[str, Entry] = field(default_factory=dict)
+    files: dict[str, Entry]
     """The files that it leaves, as they are when it is whole."""
     whole_at: int | None = None
     """The first event of the run before which it was whole."""
@@ -70,7 +71,7 @@ class Instant:
 def find_saves(reference: Run, end: Tree) -> list[Save]:
     """Return the saves of a run, in their order."""
     groups = _group(reference.events)
-    saves = [_as_save(group, reference) for group in groups]
+    saves = [_as_save(group, reference, end) for group in groups]
     by_weights = [save for save in saves if save.is_known_by_weights]
     if not by_weights:  # A data cache and the files of others count where nothing else is seen.
         named = [
@@ -78,10 +79,8 @@ def find_saves(reference: Run, end: Tree) -> list[Save]:
             for save in saves
             if any(_is_write(each) and is_named_as_checkpoint(each["path"]) for each in save.events)
         ]
-        sized = [save for save in saves if _has_large_file(save, reference, end)]
+        sized = [save for save in saves if any(is_large(each, reference) for each in save.files.values())]
         by_weights = named or sized
-    for save in by_weights:
-        save.files = _settled_files(save, reference.events, end)
     result = [save for save in by_weights if save.files]
     for index, event in enumerate(reference.events):
         for save in result:
@@ -106,11 +105,11 @@ def _group(events: Sequence[Event]) -> list[list[tuple[int, Event]]]:
     return [group for group in groups if any(event["kind"] == "file" for _, event in group)]
 
 
-def _as_save(group: list[tuple[int, Event]], reference: Run) -> Save:
-    events = [event for _, event in group]
+def _as_save(group: list[tuple[int, Event]], reference: Run, end: Tree) -> Save:
+    places, events = [index for index, _ in group], [event for _, event in group]
     known = [row for each in events if (row := _row_of_weights(each, reference, each["row"])) is not None]
     row = max(known) if known else max(each["row"] for each in events)
-    return Save(row, bool(known), events, [index for index, _ in group])
+    return Save(row, bool(known), events, places, _settled_files(events, places, reference.events, end))
 
 
 def last_saved_row(events: Iterable[Event], reference: Run) -> int | None:
@@ -134,32 +133,26 @@ def _is_write(event: Event) -> bool:
     return event["kind"] == "file" and event["operation"] in (*_WRITES, "rename")
 
 
-def _has_large_file(save: Save, reference: Run, end: Tree) -> bool:
-    """Return whether a group leaves a file of the size of the model."""
-    least = max(reference.weight_bytes // 4, _LEAST_BYTES)
-    files = _settled_files(save, reference.events, end)
-    return any(not is_log(name) and _size(entry) >= least for name, entry in files.items())
+def is_large(entry: Entry, reference: Run) -> bool:
+    """Return whether a file may hold the model, by its size."""
+    return _size(entry) >= max(reference.weight_bytes // 4, _LEAST_BYTES)
 
 
 def _size(entry: Entry) -> int:
     return os.path.getsize(entry.source) if entry.kind == "file" else 0
 
 
-def _settled_files(save: Save, events: Sequence[Event], end: Tree) -> dict[str, Entry]:
-    """Return the files that a save leaves: as they are before something else touches them."""
+def _settled_files(own: Sequence[Event], places: Sequence[int], events: Sequence[Event], end: Tree) -> dict[str, Entry]:
+    """Return the files that changes leave, but logs: as they are before something else touches them."""
     names: set[str] = set()
-    own = set(save.places)
-    last = save.places[-1]
-    for event in save.events:
+    for event in own:
         if event["kind"] == "file":
             names = _after(event, names)
+    later = [event for index, event in enumerate(events) if index > places[-1]]
     files = {}
     for name in names:
-        if is_log(name):
-            continue
-        later = (event for index, event in enumerate(events) if index > last and index not in own)
         tree = next((event["tree"] for event in later if _touches(event, name)), end)
-        if name in tree and tree[name].kind == "file":
+        if name in tree and tree[name].kind == "file" and not is_log(name):
             files[name] = tree[name]
     return files
 

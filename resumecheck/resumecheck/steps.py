@@ -96,6 +96,7 @@ class Recorder:
         self.losses: list[Any] = []
         self.batches: list[Any] = []
         self.random: dict[str, str] | None = None
+        self.saved_random: dict[str, str] | None = None
         self.scale: Any = None
         self.is_shuffled = self.is_new_epoch = False
         self.models: dict[int, Any] = {}
@@ -171,7 +172,7 @@ class Recorder:
         row["loss"], row["scale"] = [number(each) for each in numbers["loss"]], numbers["scale"]
         row["lr"] = [number(each.get("lr")) for each in groups]
         row["options"] = digest([sorted((key, _option(value)) for key, value in each.items()) for each in groups])
-        row["random"] = self.random or random_streams()
+        row["random"], row["saved_random"] = self.random or random_streams(), self.saved_random
         row["shapes"], row["seen"] = digest(self.shapes), len(self.inputs)
         row["shuffled"], row["new_epoch"] = self.is_shuffled, self.is_new_epoch
         self.weights_after[name], self.versions[name] = row["after"], [each._version for each in weights]
@@ -322,7 +323,8 @@ class Recorder:
         return result
 
     def note_states(self) -> None:
-        """Note the state of each optimizer, as files are written that may hold it."""
+        """Note the random state and that of each optimizer, as files are written that may hold them."""
+        self.saved_random = self.saved_random or random_streams()
         for each in self.optimizers.values():
             if (optimizer := each()) is not None:
                 self.note_state(optimizer)

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from . import guard, hashes, steps
+from . import guard, steps
 
 PLAN = "RESUMECHECK_PLAN"
 """The environment variable that holds what to do, as JSON."""
@@ -78,7 +78,6 @@ class Watch:
         situation["thread"] = f"{os.getpid()}-{threading.get_ident()}" if is_aside else ""
         situation["line"] = line_of_the_script(self.work)
         if self.recorder is not None and not is_aside:
-            situation["random"] = hashes.random_streams()
             self.recorder.note_states()
         return situation
 
