@@ -9,7 +9,7 @@ from typing import Any
 from zae.addon import AddOnBase, replaces
 from zae.arguments import Count
 from zae.data.loaders import batch_size_of, describe, length_of
-from zae.data.sharding import shares_of
+from zae.data.sharding import shards_of
 from zae.errors import ConfigError, LoaderError, StepError
 from zae.parts import StepWindow
 from zae.values.walk import leading_dimension
@@ -166,8 +166,8 @@ class GradientAccumulationAddon(AddOnBase):
         samples = self.step_window.samples
         if samples is None:
             return window.batches
-        shares = shares_of(loader)
-        count = window.batches_of(batch_size_of(loader), self.engine.dp_world_size if shares is None else shares.size)
+        shards = shards_of(loader)
+        count = window.batches_of(batch_size_of(loader), self.engine.dp_world_size if shards is None else shards.size)
         if count is None:
             raise LoaderError(
                 f"global_batch_size={samples} needs the batch size of the loader, which it does not "

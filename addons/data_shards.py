@@ -22,14 +22,14 @@ from zae.record import between_ranks
 
 __all__ = ["DataShardsAddon"]
 
-_CACHED = 8  # Loaders of training, and of validation, whose shares are kept.
+_CACHED = 8  # Loaders of training, and of validation, whose shards are kept.
 
 
 class DataShardsAddon(AddOnPart):
     """Give each rank its share of every loader; a base of `DistributedAddon`."""
 
     layer = "parallel"
-    process_attributes = {"_shared": [], "_shares": None}
+    process_attributes = {"_shared": [], "_shards": None}
     _absent: int
     _leaves_out: bool
     _is_padded: bool
@@ -37,7 +37,7 @@ class DataShardsAddon(AddOnPart):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shared: list[tuple[Any, bool, Any]] = []
-        self._shares: sharding.Shares | None = None
+        self._shards: sharding.Shards | None = None
         self._absent = 0
         self._leaves_out = False
         self._is_padded = False
@@ -60,33 +60,33 @@ class DataShardsAddon(AddOnPart):
         loader = super().wrap_loader(loader, training)
         if not self._is_parallel or self.engine.dp_world_size == 1:
             return loader
-        shares = [share for shared_loader, use, share in self._shared if shared_loader is loader and use == training]
-        if not shares:
+        shards = [shard for whole, use, shard in self._shared if whole is loader and use == training]
+        if not shards:
             between_ranks.check_loader(loader, "loader", self.gather)
             ranks = sharding.Ranks(
                 self.engine.dp_rank, self.engine.dp_world_size, self._from_main, self._all_agree, self.gather
             )
-            shares = [sharding.shard(loader, training, ranks)]
+            shards = [sharding.shard(loader, training, ranks)]
             alike = [each for each in self._shared if each[1] == training]  # Each kind has its own limit.
             others = [each for each in self._shared if each[1] != training]
-            self._shared = [*others, *alike[-_CACHED + 1 :], (loader, training, shares[0])]
-        return shares[0]
+            self._shared = [*others, *alike[-_CACHED + 1 :], (loader, training, shards[0])]
+        return shards[0]
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Note how many samples the other ranks have in each batch."""
-        self._shares = sharding.shares_of(loader)
+        self._shards = sharding.shards_of(loader)
         try:
             yield from super().batches(loader)
         finally:
-            self._shares = None
+            self._shards = None
 
     def micro_batches(self, batch: Any) -> Sequence[Any]:
         """Leave out, or pad, the batch of a rank without samples; it still counts."""
         batches = super().micro_batches(batch)
         self._absent = 0
-        shares = self._shares
+        shards = self._shards
         last = self.progress_checker.epoch_batch + len(batches)
-        self._leaves_out = shares is not None and shares.leaves_out and last == len(shares)
+        self._leaves_out = shards is not None and shards.leaves_out and last == len(shards)
         if self._leaves_out and self.engine.needs_lockstep_forward:
             return self._padded(list(batches))
         return _PresentBatches(batches, self._note_absent) if self._leaves_out else batches
@@ -115,10 +115,11 @@ class DataShardsAddon(AddOnPart):
     def scale_loss(self, loss: Any, num_targets: Any, count: int) -> Any:
         """Scale the loss by this rank's share of the samples, so that each sample has the same weight."""
         loss = super().scale_loss(loss, num_targets, count)
-        if self._shares is None or (num_targets is not None and not self._is_padded):
+        if self._shards is None or (num_targets is not None and not self._is_padded):
             return loss
-        own, together = self._shares.share(self.progress_checker.epoch_batch + self.current_run.activity.micro_index)
-        share = own * self.engine.dp_world_size / together
+        step = self.progress_checker.epoch_batch + self.current_run.activity.micro_index
+        samples_here, samples = self._shards.samples_in(step)
+        share = samples_here * self.engine.dp_world_size / samples
         if share == 1:
             return loss
         return {key: each * share for key, each in loss.items()} if isinstance(loss, Mapping) else loss * share
@@ -170,8 +171,8 @@ class DataShardsAddon(AddOnPart):
 
     def _in_step(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
         """Yield the batches, with a forward of another one whenever this rank has none and others do."""
-        shares = sharding.shares_of(loader)
-        counts = self.gather(None if shares is None else len(shares))
+        shards = sharding.shards_of(loader)
+        counts = self.gather(None if shards is None else len(shards))
         longest = None if None in counts else max(counts)
         spare = None
         all_have_one = False

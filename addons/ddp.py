@@ -260,8 +260,8 @@ class DDPEngine(Engine):
 
     def left_out(self, names: list[str]) -> DistributedError:
         """Return the error of a step that has left these parameters without gradients."""
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-        which = f"{len(names)} parameters ({shown})" if names else "parameters in the last batch of a step"
+        listing = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        which = f"{len(names)} parameters ({listing})" if names else "parameters in the last batch of a step"
         remedy = (
             "Let the loss depend on all that the model returns, or detach the rest"
             if self.find_unused_parameters

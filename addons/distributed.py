@@ -357,14 +357,14 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         """Return the device of this rank."""
         local = launching.local_rank()
         first = self.devices[0]
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        if len(self.devices) not in (1, here, world):
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if len(self.devices) not in (1, local_world, world):
             raise ConfigError(
                 f"device is a list of {len(self.devices)}, and the launcher has started {world} ranks, "
-                f"{here} on this machine; write --nproc_per_node {len(self.devices)}, or device='{first.type}': each "
-                "rank then takes its own"
+                f"{local_world} on this machine; write --nproc_per_node {len(self.devices)}, or device='{first.type}': "
+                "each rank then takes its own"
             )
-        if len(self.devices) == here or first.type == "cpu":
+        if len(self.devices) == local_world or first.type == "cpu":
             return self.devices[local % len(self.devices)]
         # A launcher that shows each rank one device, as srun can, shows it as the first.
         device = torch.device(first.type, 0 if count_devices(first.type) == 1 else local)
@@ -540,10 +540,10 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the part of this rank; that of another number of ranks only where its position allows it."""
         name = engine_of(type(self), state)
-        own, rest = self.take(state, name, strict=False)
+        entry, rest = self.take(state, name, strict=False)
         if is_in_mode(self, ENTRIES):
             return super().load_state_dict(rest, strict)
-        saved = RankStates.parse(name, own)
+        saved = RankStates.parse(name, entry)
         world = self._mesh().dp_world_size
         is_known = self._is_parallel
         super().load_state_dict(saved.state_for(self, rest, self._own_share, world, is_known=is_known), strict)

@@ -87,9 +87,9 @@ class MultiGPUAddon(ReplicatedAddon, DistributedAddon):
 
 def _check_launched() -> None:
     """Refuse what `accelerate launch` was asked for and would not be done: the ranks hold whole models."""
-    for name, asked in _DIVIDED.items():
+    for name, plugin in _DIVIDED.items():
         if os.environ.get(name, "false").lower() in ("true", "1"):
             raise ConfigError(
-                f"accelerate launch was asked for {asked}. For whole copies of the model on each rank, which is what "
+                f"accelerate launch was asked for {plugin}. For whole copies of the model on each rank, which is what "
                 f"MultiGPUAddon trains, leave it out of the launch and its configuration ({name} is set)"
             )

@@ -321,11 +321,11 @@ class TensorParallelAddon(DistributedAddon):
         super().wrap_optimizers(optimizers)
         for optimizer in optimizers.values():
             for group in optimizer.param_groups:
-                asked = [name for name in ("foreach", "fused") if group.get(name)]
-                if asked and len(shards.by_mesh(group["params"])) > 1:
+                kernels = [name for name in ("foreach", "fused") if group.get(name)]
+                if kernels and len(shards.by_mesh(group["params"])) > 1:
                     raise ConfigError(
-                        f"{asked[0]}=True of {type(optimizer).__name__} takes all parameters of a group at once, and "
-                        f"some of them are divided in another way than others; leave {asked[0]} out"
+                        f"{kernels[0]}=True of {type(optimizer).__name__} takes all parameters of a group at once, and "
+                        f"some of them are divided in another way than others; leave {kernels[0]} out"
                     )
 
     def step_one(self, optimizer: Optimizer) -> bool:

@@ -67,16 +67,16 @@ def load_library() -> Any:
     return accelerate
 
 
-def _check(found: Mapping[str, Any], slots: Collection[str]) -> None:
+def _check(settings: Mapping[str, Any], slots: Collection[str]) -> None:
     """Refuse settings by name that ask for what zae does in another way, beside add-ons that fill these slots."""
     for name, remedy in _INSTEAD.items():
-        value = found.get(name)
+        value = settings.get(name)
         if value not in (None, False, "no", "NO", "DynamoBackend.NO") and (name[:8] != "gradient" or value > 1):
             raise ConfigError(
                 f"the Accelerator has {name}={value!r:.60}, which AccelerateAddon does not use; leave it out, also of "
                 f"the configuration of accelerate launch, and {remedy.format(value=value)}"
             )
-    precision = str(found.get("mixed_precision") or "no")
+    precision = str(settings.get("mixed_precision") or "no")
     if precision not in ("no", "bf16") or (precision != "no" and "precision" in slots):
         other = "fp16" if precision == "fp16" else "bf16"
         raise ConfigError(
@@ -103,9 +103,9 @@ def _launched_plugins() -> dict[str, Any]:
     return {name: True for switch, name in _SWITCHES.items() if os.environ.get(switch, "").lower() == "true"}
 
 
-def check_arguments(given: Any, slots: Collection[str]) -> dict[str, Any]:
+def check_arguments(source: Any, slots: Collection[str]) -> dict[str, Any]:
     """Return a copy of the arguments of an Accelerator; refuse what zae does in another way."""
-    arguments = dict(given or {})
+    arguments = dict(source or {})
     parameters = list(inspect.signature(load_library().Accelerator).parameters)
     _check(arguments, slots)
     if unknown := [name for name in arguments if name not in parameters]:
@@ -143,11 +143,11 @@ def check_made(accelerator: Any, device: torch.device, rank: int, world: int) ->
             f"rank {rank} of {world}; on CPUs write Accelerator(cpu=True), without which it does not join the ranks of "
             "a launcher, or let the trainer make it: accelerator_args={...}"
         )
-    found = torch.device(accelerator.device)
-    if found.type != device.type or (found.type != "cpu" and (found.index or 0) != (device.index or 0)):
+    own_device = torch.device(accelerator.device)
+    if own_device.type != device.type or (own_device.type != "cpu" and (own_device.index or 0) != (device.index or 0)):
         raise ConfigError(
-            f"the Accelerator uses {found}, and the trainer {device}; leave device out, or write "
-            f"device={found.type!r} under a launcher and device={str(found)!r} without one"
+            f"the Accelerator uses {own_device}, and the trainer {device}; leave device out, or write "
+            f"device={own_device.type!r} under a launcher and device={str(own_device)!r} without one"
         )
 
 
@@ -175,12 +175,12 @@ def make(arguments: Mapping[str, Any], device: torch.device, world: int) -> Any:
     library = load_library()
     _check(_launched_plugins(), ())  # That of FSDP fails on a CPU, in words of its own.
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    wanted = {"cpu": device.type == "cpu", **arguments}
-    wanted["mixed_precision"] = str(wanted.get("mixed_precision") or precision)
-    _forget_others(library.state, wanted["mixed_precision"], device, world)
+    options = {"cpu": device.type == "cpu", **arguments}
+    options["mixed_precision"] = str(options.get("mixed_precision") or precision)
+    _forget_others(library.state, options["mixed_precision"], device, world)
     try:
         with _threads_kept():
-            return library.Accelerator(**wanted)
+            return library.Accelerator(**options)
     except (TypeError, ValueError, ImportError, NotImplementedError) as error:
         raise ConfigError(f"Accelerate refuses accelerator_args={dict(arguments)!r:.200}: {error}") from error
 
@@ -272,6 +272,6 @@ class Prepared:
             vars(self._model).update(self._own_forward)
 
 
-def _drop(held: list[Any], several: Iterable[Any]) -> None:
+def _drop(objects: list[Any], several: Iterable[Any]) -> None:
     for part in several:
-        held[:] = [other for other in held if other is not part]
+        objects[:] = [other for other in objects if other is not part]

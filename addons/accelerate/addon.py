@@ -223,18 +223,18 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
             assert self._prepared_parts is not None
             self._load_folder(folders.Folder(folder, self._prepared_parts), parts)
 
-    def _load_folder(self, found: folders.Folder, parts: Sequence[str]) -> None:
+    def _load_folder(self, folder: folders.Folder, parts: Sequence[str]) -> None:
         state = dict(self.state_dict())
         if "model" in parts:
-            state["model"] = found.weights(self.unwrap())
+            state["model"] = folder.weights(self.unwrap())
             state.pop("training_weights", None)
-        for kind, own in (("optimizer", self.optimizers), ("scheduler", self.schedulers)):
+        for kind, present in (("optimizer", self.optimizers), ("scheduler", self.schedulers)):
             if kind in parts:
-                state[kind] = found.states(kind, list(own))
+                state[kind] = folder.states(kind, list(present))
         if "scheduler" in parts and "optimizer" in parts:
-            found.check_counts(state["optimizer"], state["scheduler"])
-        custom = found.custom_states() if "optimizer" in parts else []
-        several: list[Any] = self.gather(found.streams(self.rank)) if "random" in parts else [None]
+            folder.check_counts(state["optimizer"], state["scheduler"])
+        custom = folder.custom_states() if "optimizer" in parts else []
+        several: list[Any] = self.gather(folder.streams(self.rank)) if "random" in parts else [None]
         progress = self.progress_checker
         position = dict(vars(self.loader_position))
         self.load_state_dict(state)

@@ -144,17 +144,17 @@ class DeepSpeedAddon(DistributedAddon):
             self.precision_part = Precision("bf16")
         self._check_options()
 
-    def _option(self, name: str, given: Any, section: str, key: str, default: Any) -> Any:
+    def _option(self, name: str, argument: Any, section: str, key: str, default: Any) -> Any:
         """Return an option, by default that of the configuration."""
         value = self._config.get(section, {}).get(key, settings.AUTO)
-        if given is None:
+        if argument is None:
             return default if value == settings.AUTO else value
-        if value not in (settings.AUTO, given):
+        if value not in (settings.AUTO, argument):
             raise ConfigError(
-                f"deepspeed_config has {section}.{key}={value!r}, and the trainer {name}={given!r}; write 'auto' "
+                f"deepspeed_config has {section}.{key}={value!r}, and the trainer {name}={argument!r}; write 'auto' "
                 "there, or leave the option out"
             )
-        return given
+        return argument
 
     def _check_options(self) -> None:
         """Refuse what DeepSpeed cannot train."""
@@ -165,10 +165,10 @@ class DeepSpeedAddon(DistributedAddon):
             )
         if self.deepspeed_bf16 and not self.zero_stage:
             raise ConfigError("zero_stage=0 has no float32 weights beside those in bfloat16; write zero_stage=1")
-        asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if asked != "no" and not (asked == "bf16" and self.deepspeed_bf16):
+        requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if requested != "no" and not (requested == "bf16" and self.deepspeed_bf16):
             raise ConfigError(
-                f"accelerate launch was asked for mixed_precision={asked} (ACCELERATE_MIXED_PRECISION is set), and "
+                f"accelerate launch was asked for mixed_precision={requested} (ACCELERATE_MIXED_PRECISION is set), and "
                 f"DeepSpeedAddon was given deepspeed_bf16={self.deepspeed_bf16}; write deepspeed_bf16=True and "
                 "--mixed_precision bf16, or --mixed_precision no"
             )

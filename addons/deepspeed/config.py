@@ -53,23 +53,23 @@ _INSTEAD = {
 }
 
 
-def read(given: Any) -> dict[str, Any]:
+def read(source: Any) -> dict[str, Any]:
     """Return a copy of a configuration, given as a dict or a JSON file; None is an empty one."""
-    found = given
-    if isinstance(given, (str, Path)):
+    config = source
+    if isinstance(source, (str, Path)):
         try:
-            found = json.loads(Path(given).read_text(encoding="utf-8"))
+            config = json.loads(Path(source).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"deepspeed_config={str(given)!r} cannot be read as a JSON file ({error}); give the path of "
+                f"deepspeed_config={str(source)!r} cannot be read as a JSON file ({error}); give the path of "
                 "a configuration, or a dict"
             ) from error
-    if not isinstance(found, Mapping | None):
-        raise ConfigError(f"deepspeed_config is {found!r:.80}; give a dict, or the path of a JSON file with one")
-    found = copy.deepcopy(dict(found or {}))
-    for section, key, value in _entries(found):
+    if not isinstance(config, Mapping | None):
+        raise ConfigError(f"deepspeed_config is {config!r:.80}; give a dict, or the path of a JSON file with one")
+    config = copy.deepcopy(dict(config or {}))
+    for section, key, value in _entries(config):
         _check_entry(section, key, value)
-    return found
+    return config
 
 
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -92,8 +92,8 @@ def _check_entry(section: str, key: str, value: Any) -> None:
     if key in _INSTEAD and (settings.get("enabled") in (False, AUTO) or settings.get("device") == "none"):
         return
     sections = () if section else ("zero_optimization", "bf16")
-    known = [*_TUNING.get(section, ()), *(name for where, name in _TRUTHS if where == section), *sections]
-    remedy = _INSTEAD.get(key) or f"leave it out{did_you_mean(key, known)}"
+    names = [*_TUNING.get(section, ()), *(name for where, name in _TRUTHS if where == section), *sections]
+    remedy = _INSTEAD.get(key) or f"leave it out{did_you_mean(key, names)}"
     raise ConfigError(f"deepspeed_config: {place} is not used with DeepSpeedAddon; {remedy}")
 
 
@@ -119,17 +119,17 @@ def fill(config: Mapping[str, Any], truths: Mapping[str, tuple[Any, str]], batch
         sizes["train_batch_size"] = (whole, f"batch_size={batch} of the loader in {windows} batches on {world} ranks")
     for section, key, value in _entries(config):
         place = f"{section}.{key}" if section else key
-        own, option = {**truths, **sizes}.get(place, (value, ""))
-        if value != AUTO and (value != own or isinstance(value, bool) != isinstance(own, bool)):
+        truth, option = {**truths, **sizes}.get(place, (value, ""))
+        if value != AUTO and (value != truth or isinstance(value, bool) != isinstance(truth, bool)):
             raise ConfigError(
                 f"deepspeed_config has {place}={value!r}, and the trainer {option}; write 'auto' there, or the same "
                 "in both"
             )
-    made = {key: value for key, value in config.items() if key in _TUNING[""] and value != AUTO}
+    tuning = {key: value for key, value in config.items() if key in _TUNING[""] and value != AUTO}
     zero = config.get("zero_optimization", {})
     clip = truths["gradient_clipping"][0]
     return {
-        **made,
+        **tuning,
         "train_micro_batch_size_per_gpu": batch or 1,
         "gradient_accumulation_steps": 1,  # zae weighs the batches of a window by their samples.
         "gradient_clipping": 0.0 if clip == math.inf else clip,

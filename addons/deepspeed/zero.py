@@ -34,7 +34,7 @@ CHECKED_STEPS = 3  # The first steps in which weights are compared with those of
 
 def load_library(device: torch.device) -> Any:
     """Import DeepSpeed for a kind of device; it compiles nothing for a CPU."""
-    wanted = os.environ.setdefault("DS_ACCELERATOR", device.type)
+    kind_in_use = os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Of what it imports from torch.
@@ -48,7 +48,7 @@ def load_library(device: torch.device) -> Any:
     assert accelerator is not None
     if (kind := accelerator.device_name().partition(":")[0]) != device.type:
         raise ConfigError(
-            f"device is {device.type!r}, and DeepSpeed uses {kind!r} (DS_ACCELERATOR={wanted}); set "
+            f"device is {device.type!r}, and DeepSpeed uses {kind!r} (DS_ACCELERATOR={kind_in_use}); set "
             f"DS_ACCELERATOR={device.type} before deepspeed is imported"
         )
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -140,11 +140,11 @@ class Zero:
         rank = dist.get_rank()
         zero = self._zero
         pairs = zip(zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups)
-        is_changed = any(not torch.equal(own[rank], flat.detach().to(own[rank].dtype)) for own, flat in pairs)
+        is_changed = any(not torch.equal(parts[rank], flat.detach().to(parts[rank].dtype)) for parts, flat in pairs)
         # Each rank has looked at its part: where one has found a change, all of them refuse.
-        found = torch.tensor(float(is_changed), device=zero.device)
-        all_reduce(found)
-        if found:
+        ranks_with_changes = torch.tensor(float(is_changed), device=zero.device)
+        all_reduce(ranks_with_changes)
+        if ranks_with_changes:
             raise ConfigError(
                 "weights were changed in place between two steps, and DeepSpeed keeps them in the optimizer: the "
                 "change would be lost. Change them before run() or with apply_weights, or train with MultiGPUAddon"
@@ -280,8 +280,8 @@ class Zero:
         if self.stage == 3:
             for index in range(len(self._zero.fp16_groups)):
                 self._zero._reassign_or_swap_out_partitioned_parameters(index)
-            if kept := self._zero.persistent_parameters:
-                kept[0].all_gather(kept)
+            if persistent := self._zero.persistent_parameters:
+                persistent[0].all_gather(persistent)
         elif self.stage:
             self._zero.update_lp_params()
 

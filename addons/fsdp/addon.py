@@ -282,7 +282,7 @@ class FSDPAddon(DistributedAddon):
         return FSDPEngine(
             engine,
             mesh=partial(_data_mesh, ranks, self.device),
-            blocks=partial(choose_blocks, wanted=self.fsdp_blocks),
+            blocks=partial(choose_blocks, selection=self.fsdp_blocks),
             compile_block=partial(_compile, how=self.compile_blocks) if self.compile_blocks else None,
             methods=self.fsdp_methods,
             fill=partial(self._meta.send, seed=self.seed, device=self.device, is_main=self.is_main)

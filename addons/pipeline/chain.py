@@ -334,8 +334,8 @@ class Chain:
         left = list(places)
         for stage in range(1, count):
             free = left[: len(left) - (count - 1 - stage)]  # Those after it must do for the later stages.
-            wanted = before * stage / count
-            begin = min(free, key=lambda path: abs(places[path] - wanted))
+            target = before * stage / count
+            begin = min(free, key=lambda path: abs(places[path] - target))
             begins.append(begin)
             left = left[left.index(begin) + 1 :]
         return begins
@@ -355,10 +355,10 @@ class Chain:
 
     # -------------------------------------------------------------------------------------------- what they compute
 
-    def programs(self, arguments: Mapping[str, Any], own: Iterable[int]) -> dict[int, Program]:
+    def programs(self, arguments: Mapping[str, Any], own_stages: Iterable[int]) -> dict[int, Program]:
         """Return what the own stages compute in a call of the model with these arguments, in its present mode."""
         if self._chosen:
-            return {stage: self._call_of(stage, arguments) for stage in own}
+            return {stage: self._call_of(stage, arguments) for stage in own_stages}
         constants = constants_in(arguments)
         inputs = {name: _Input(name) for name in arguments if name not in constants}
         # Anew for each batch: a forward may decide by what has changed since.
@@ -369,7 +369,7 @@ class Chain:
                 f"called with {', '.join(f'{name}={each!r:.20}' for name, each in constants.items())}, "
                 f"{class_name(self._model)} calls other modules than with the defaults of its forward. {_REMEDY}"
             )
-        return {stage: self._program(stages, stage, recorded.returned) for stage in own}
+        return {stage: self._program(stages, stage, recorded.returned) for stage in own_stages}
 
     def _call_of(self, stage: int, arguments: Mapping[str, Any]) -> Program:
         """Return what a module of the split computes: the first is called as the model is."""
@@ -422,15 +422,15 @@ class Chain:
 
     def _names_of(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of a module of the split by their names in the model."""
-        known = {id(each): name for name, each in _tensors_of(self._model, "").items()}
+        name_by_id = {id(each): name for name, each in _tensors_of(self._model, "").items()}
         names = {}
         for name, each in _tensors_of(module, "").items():
-            if id(each) not in known:
+            if id(each) not in name_by_id:
                 raise ConfigError(
                     f"split returned a module with {name}, which is not a parameter or buffer of "
                     f"{class_name(self._model)}; make the stages of its own modules"
                 )
-            names[known[id(each)]] = each
+            names[name_by_id[id(each)]] = each
         return names
 
     def _check(self) -> None:

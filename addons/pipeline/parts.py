@@ -14,17 +14,17 @@ from zae.distributed.collectives import all_reduce
 __all__ = ["check_loss", "fill_states", "gradient_norm", "keep_own", "make_whole"]
 
 
-def keep_own(model: nn.Module, kept: Collection[int]) -> None:
+def keep_own(model: nn.Module, ids_to_keep: Collection[int]) -> None:
     """Put tensors of the meta device in the place of all parameters and buffers but those with these ids."""
-    made: dict[int, Tensor] = {}
+    twin_by_id: dict[int, Tensor] = {}
     for module in model.modules():
         for name, each in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(each) not in kept:
-                twin = made.setdefault(id(each), nn.Parameter(each.detach().to("meta"), each.requires_grad))
+            if id(each) not in ids_to_keep:
+                twin = twin_by_id.setdefault(id(each), nn.Parameter(each.detach().to("meta"), each.requires_grad))
                 setattr(module, name, twin)
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if id(buffer) not in kept:
-                setattr(module, name, made.setdefault(id(buffer), buffer.to("meta")))
+            if id(buffer) not in ids_to_keep:
+                setattr(module, name, twin_by_id.setdefault(id(buffer), buffer.to("meta")))
 
 
 def _tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
@@ -39,13 +39,13 @@ def _tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
             yield from _tensors(each, (*path, index))
 
 
-def _replace(value: Any, made: Mapping[tuple[Any, ...], Tensor], path: tuple[Any, ...] = ()) -> Any:
+def _replace(value: Any, tensor_at: Mapping[tuple[Any, ...], Tensor], path: tuple[Any, ...] = ()) -> Any:
     if isinstance(value, Tensor):
-        return made.get(path, value)
+        return tensor_at.get(path, value)
     if isinstance(value, Mapping):
-        return {key: _replace(each, made, (*path, key)) for key, each in value.items()}
+        return {key: _replace(each, tensor_at, (*path, key)) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_replace(each, made, (*path, index)) for index, each in enumerate(value))
+        return type(value)(_replace(each, tensor_at, (*path, index)) for index, each in enumerate(value))
     return value
 
 

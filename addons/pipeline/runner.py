@@ -330,7 +330,7 @@ class Runner:
         The schedules of torch do so too, but not where two stages in a row are on one rank (torch 2.13).
         """
         place = self.place
-        held = dict[tuple[int, int], Any]()
+        outputs = dict[tuple[int, int], Any]()
         sends = list[tuple[Any, Tensor]]()
 
         def send(tensor: Tensor, target: int) -> None:  # No rank waits here, so that none waits for another.
@@ -344,7 +344,7 @@ class Runner:
             for index in range(len(shapes)):
                 received: Sequence[Tensor] = ()
                 if stage - 1 in place.stages:
-                    received = held.pop((stage - 1, index))
+                    received = outputs.pop((stage - 1, index))
                 elif stage:
                     source = place.ranks[stage - 1]
                     if is_new[index]:
@@ -356,7 +356,7 @@ class Runner:
                 if stage == self._stages - 1:
                     self._loss(index)
                 elif stage + 1 in place.stages:
-                    held[stage, index] = values
+                    outputs[stage, index] = values
                 else:
                     target = place.ranks[stage + 1]
                     values = [value.contiguous() for value in values]

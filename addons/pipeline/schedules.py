@@ -37,34 +37,34 @@ class Schedule:
         micro-batches and the loss function, which returns a schedule with ``scale_grads=False``.
     """
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
-        if isinstance(given, str):
+    def __init__(self, choice: Any) -> None:
+        self._choice = choice
+        if isinstance(choice, str):
             names = {name.lower(): name for name in SCHEDULES}
-            if given.lower() not in names:
+            if choice.lower() not in names:
                 raise ConfigError(
-                    f"pipeline_schedule={given!r} is not known; available: {', '.join(SCHEDULES)}"
-                    f"{did_you_mean(given, SCHEDULES)}"
+                    f"pipeline_schedule={choice!r} is not known; available: {', '.join(SCHEDULES)}"
+                    f"{did_you_mean(choice, SCHEDULES)}"
                 )
-            self.name = names[given.lower()]
-        elif callable(given):
-            self.name = getattr(given, "__name__", type(given).__name__).removeprefix("Schedule")
+            self.name = names[choice.lower()]
+        elif callable(choice):
+            self.name = getattr(choice, "__name__", type(choice).__name__).removeprefix("Schedule")
         else:
-            raise ConfigError(f"pipeline_schedule={given!r}; give a name, {', '.join(SCHEDULES)}, or a function")
-        is_class = isinstance(given, type)
-        self.is_v_shaped = self.name in _V_SHAPED and (is_class or isinstance(given, str))
+            raise ConfigError(f"pipeline_schedule={choice!r}; give a name, {', '.join(SCHEDULES)}, or a function")
+        is_class = isinstance(choice, type)
+        self.is_v_shaped = self.name in _V_SHAPED and (is_class or isinstance(choice, str))
 
-    def stages_per_rank(self, wanted: int | None, option: str) -> int:
+    def stages_per_rank(self, count: int | None, option: str) -> int:
         """Return how many stages a rank has: what was asked for, if the schedule allows it."""
-        needed = SCHEDULES.get(self.name) if isinstance(self._given, (str, type)) else wanted or 1
-        if wanted is not None and needed not in (None, wanted):
-            counts = [f"{each} stage{'s' * (each > 1)}" for each in (wanted, needed)]
+        needed = SCHEDULES.get(self.name) if isinstance(self._choice, (str, type)) else count or 1
+        if count is not None and needed not in (None, count):
+            counts = [f"{each} stage{'s' * (each > 1)}" for each in (count, needed)]
             raise ConfigError(
                 f"{option} gives {counts[0]} to each rank, and the schedule {self.name} computes {counts[1]} there; "
-                f"write pipeline_schedule={'1F1B' if wanted == 1 else 'Interleaved1F1B'!r}, or divide the model into "
+                f"write pipeline_schedule={'1F1B' if count == 1 else 'Interleaved1F1B'!r}, or divide the model into "
                 f"{counts[1]} for each rank"
             )
-        return needed or wanted or 2
+        return needed or count or 2
 
     def ranks_of(self, count: int, ranks: int) -> list[int]:
         """Return the rank of each stage."""
@@ -76,7 +76,7 @@ class Schedule:
         """Return a schedule of torch for the stages of this rank."""
         from torch.distributed.pipelining import schedules
 
-        kind = schedules.get_schedule_class(self.name) if isinstance(self._given, str) else self._given
+        kind = schedules.get_schedule_class(self.name) if isinstance(self._choice, str) else self._choice
         try:
             if not isinstance(kind, type):
                 return self._check(kind([*stages], count, loss))
@@ -89,13 +89,13 @@ class Schedule:
                 "Leave pipeline_microbatches out, or write a multiple of the number of stages"
             ) from error
 
-    def _check(self, made: Any) -> Any:
-        if not hasattr(made, "step") or getattr(made, "scale_grads", None) is not False:
+    def _check(self, schedule: Any) -> Any:
+        if not hasattr(schedule, "step") or getattr(schedule, "scale_grads", None) is not False:
             raise ConfigError(
-                f"pipeline_schedule: {self.name} returned {made!r:.60}; return a schedule of "
+                f"pipeline_schedule: {self.name} returned {schedule!r:.60}; return a schedule of "
                 "torch.distributed.pipelining that was made with scale_grads=False, since a step weighs its own losses"
             )
-        return made
+        return schedule
 
     def idle_share(self, count: int, ranks: int, micro_batches: int) -> float | None:
         """Return for which part of a step a rank waits, if all stages take as long; None where that is not known."""

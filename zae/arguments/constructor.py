@@ -94,7 +94,7 @@ def check_mode(mode: Any) -> str:
             )
         hint = did_you_mean(str(mode), MODES)
         raise ConfigError(
-            f"mode={mode!r}; it must be 'train' or 'test'{hint}. It says what run() does: give an attribute of your "
-            "own another name"
+            f"mode={mode!r}; it must be 'train' or 'test', and says what run() does: give an attribute of your own "
+            f"another name{hint}"
         )
     return str(mode)

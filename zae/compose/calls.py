@@ -88,8 +88,8 @@ def _explain(names: list[str], cls: Any, args: list[Any], kwargs: Mapping[str, A
         plural = "s" if len(unknown) > 1 else ""
         return f"unknown argument{plural} {join(map(repr, unknown))} for run(){''.join(hints)}; {call}"
     if swapped or _is_loader(arguments.get("n_epoch")):
-        found = type(args[1] if swapped else arguments["n_epoch"]).__name__
-        return f"the first argument of run() is n_epoch, the number of epochs, and not a loader ({found}); {call}"
+        kind = type(args[1] if swapped else arguments["n_epoch"]).__name__
+        return f"the first argument of run() is n_epoch, the number of epochs, and not a loader ({kind}); {call}"
     twice = [name for name, _ in zip(names, args, strict=False) if name in kwargs]
     if twice:
         return f"run() got {join(map(repr, twice))} twice, by position and by name; {call}"
@@ -114,16 +114,16 @@ def _hint_for(cls: Any, name: str) -> str:
 
     if owner := owners_of_options(cls).get(name):
         return f": {name!r} is an option of {owner.__name__}; add it with .add_on({owner.__name__})"
-    here = hint(name)
-    return f": {here}" if here else ""
+    remedy = hint(name)
+    return f": {remedy}" if remedy else ""
 
 
-def _line(names: list[str], args: list[Any], given: Mapping[str, Any]) -> str:
+def _line(names: list[str], args: list[Any], by_name: Mapping[str, Any]) -> str:
     """Return the call that was meant."""
-    values = {**given, **dict(zip(names, args, strict=False))}
+    values = {**by_name, **dict(zip(names, args, strict=False))}
     n_epoch = values.get("n_epoch")
     if not isinstance(n_epoch, int):
-        n_epoch = None if "max_steps" in values and "n_epoch" not in given else 1
+        n_epoch = None if "max_steps" in values and "n_epoch" not in by_name else 1
     texts = [repr(n_epoch), "loader"]
     if "valid_loader" in values:
         texts.append("valid_loader")

@@ -166,8 +166,8 @@ def _check_init(cls: Any) -> None:
     parameters = list(inspect.signature(init).parameters.values())[1:]
     kinds = {p.kind for p in parameters}
     options = [p for p in parameters if p.kind in (*_POSITIONAL, p.KEYWORD_ONLY)]
-    shown = "".join(f", {p.name}" + ("" if p.default is p.empty else "=...") for p in options)
-    right = f"def __init__(self, *args{shown}, **kwargs)"
+    signature = "".join(f", {p.name}" + ("" if p.default is p.empty else "=...") for p in options)
+    right = f"def __init__(self, *args{signature}, **kwargs)"
     if kinds & set(_POSITIONAL):
         raise AddOnError(
             f"{cls.__name__}.__init__ takes {next(p.name for p in parameters if p.kind in _POSITIONAL)!r} by position, "
@@ -204,11 +204,11 @@ def _check_bases(cls: Any) -> None:
     for index, klass in enumerate(mro[1:], start=1):
         # A class derived from add-ons is meant to be outside of them.
         if is_trainer(klass) and not is_add_on(klass) and not add_ons_of(klass):
-            late = [a for a in mro[index:] if is_add_on(a) and a not in klass.__mro__]
-            if late:
+            inner = [a for a in mro[index:] if is_add_on(a) and a not in klass.__mro__]
+            if inner:
                 raise AddOnOrder(
-                    f"{cls.__name__} has {klass.__name__} outside of {late[0].__name__}, where it would see the loop "
-                    f"before the add-on does; write class {cls.__name__}({late[0].__name__}, {klass.__name__})"
+                    f"{cls.__name__} has {klass.__name__} outside of {inner[0].__name__}, where it would see the loop "
+                    f"before the add-on does; write class {cls.__name__}({inner[0].__name__}, {klass.__name__})"
                 )
         if (klass.__module__, klass.__name__) == ("torch.nn.modules.module", "Module"):
             raise TaskError(
@@ -234,11 +234,11 @@ def _check_methods(cls: Any, klass: Any) -> None:
     for name, value in klass.__dict__.items():
         inherited = any(name in c.__dict__ for c in behind)
         if is_marked(value, "__override__") and not inherited:
-            known: set[str] = set()
+            names: set[str] = set()
             for base in behind:
-                known.update(name for name in base.__dict__ if not name.startswith("_"))
+                names.update(name for name in base.__dict__ if not name.startswith("_"))
             raise _error(klass)(
-                f"{klass.__name__}.{name} is marked @override, but no base has {name!r}{did_you_mean(name, known)}"
+                f"{klass.__name__}.{name} is marked @override, but no base has {name!r}{did_you_mean(name, names)}"
             )
         if name.startswith("_"):
             continue
@@ -298,18 +298,18 @@ def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
     """Refuse an override that cannot be called as the loop calls it."""
     if isinstance(ours, property) or not isinstance(value, (FunctionType, staticmethod)):
         return
-    wanted = list(inspect.signature(function_of(ours)).parameters.values())
-    if any(p.kind is p.VAR_POSITIONAL for p in wanted):
+    parameters = list(inspect.signature(function_of(ours)).parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return
     if is_marked(ours, "__by_name__"):
-        wanted = [p for p in wanted if p.default is p.empty]
-    count = sum(p.kind in _POSITIONAL for p in wanted) - isinstance(value, staticmethod)
+        parameters = [p for p in parameters if p.default is p.empty]
+    count = sum(p.kind in _POSITIONAL for p in parameters) - isinstance(value, staticmethod)
     signature = inspect.signature(value)
     try:
         signature.bind(*range(count))
     except TypeError:
         right = ", ".join(
-            p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in wanted if p.kind in _POSITIONAL
+            p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters if p.kind in _POSITIONAL
         )
         raise _error(klass)(
             f"{klass.__name__}.{name}{signature} does not fit the call in the loop; write def {name}({right}), or give "

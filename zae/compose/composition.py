@@ -31,10 +31,10 @@ def compose(base: TrainerMeta, add_ons: Sequence[Any]) -> TrainerMeta:
     root, present = recipe_of(base)
     add_ons_of_root = add_ons_of(root)  # Those that the user's own class derives from.
     new = [a for a in named if not any(a in h.__mro__ for h in add_ons_of_root)]
-    wanted = _outermost_kinds([*present, *new])
-    if not wanted:
+    kinds = _outermost_kinds([*present, *new])
+    if not kinds:
         return root
-    ordered = arrange(wanted)
+    ordered = arrange(kinds)
     if "_compositions" not in root.__dict__:
         # Weak, so that a class made in a function is freed with its last user.
         root._compositions = WeakValueDictionary()

@@ -16,7 +16,7 @@ __all__ = ["HINTS", "HOOKS", "argument_of_run", "hint", "missing_attribute"]
 
 def _by_name(names_by_remedy: Mapping[str, str]) -> dict[str, str]:
     """Map each name to what to write here, from a table of the opposite direction."""
-    return {name: here for here, names in names_by_remedy.items() for name in names.split()}
+    return {name: remedy for remedy, names in names_by_remedy.items() for name in names.split()}
 
 
 HOOKS = _by_name(
@@ -328,7 +328,7 @@ def _of_part(owner: Any, name: str) -> str:
 def missing_attribute(owner: Any, name: str, is_class: bool = False) -> AttributeError:
     """Return the error for a name that nothing has; Python's own where nothing is known of it."""
     kind = owner if is_class else type(owner)
-    if here := _of_part(owner, name) or HINTS.get(name):
-        return MissingError(f"{kind.__name__} has no attribute {name!r}; here it is {here}")
+    if remedy := _of_part(owner, name) or HINTS.get(name):
+        return MissingError(f"{kind.__name__} has no attribute {name!r}; here it is {remedy}")
     description = f"type object {kind.__name__!r}" if is_class else f"{kind.__name__!r} object"
     return AttributeError(f"{description} has no attribute {name!r}", name=name, obj=owner)

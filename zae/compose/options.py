@@ -49,8 +49,8 @@ def options_of(cls: Any) -> _Options:
     # Cached on the class while its __init__ functions stay the same: each new trainer asks twice, and reading every
     # signature takes longer than a dozen steps of training.
     inits = [klass.__dict__.get("__init__") for klass in cls.__mro__]
-    known, options = cls.__dict__.get("__options__", (None, {}))
-    if known != inits:
+    cached_inits, options = cls.__dict__.get("__options__", (None, {}))
+    if cached_inits != inits:
         options_by_name: _Options = {}
         for klass in reversed(_classes_to_initialize(cls)):
             if isinstance(klass.__dict__.get("__init__"), FunctionType):
@@ -162,7 +162,7 @@ def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> No
     """Refuse an unknown, repeated or missing argument before any ``__init__`` runs."""
     options = options_of(cls)
     positional = _positional_names(options)
-    given = positional[: len(args)]
+    by_position = positional[: len(args)]
     named = {name: entry for name, entry in options.items() if name != "*"}
     if len(args) > len(positional) and "*" not in options:
         others = [name for name in named if name not in positional]
@@ -177,14 +177,14 @@ def check_call(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> No
         lines = "".join(f"\n  {name!r}{_hint_for(cls, name, named)}" for name in unknown)
         raise OptionError(f"unknown arguments for {cls.__name__}:{lines}")
     for name in kwargs:
-        if name in given:
-            value = args[given.index(name)]
+        if name in by_position:
+            value = args[by_position.index(name)]
             remedy = "keep one"
             if hasattr(value, "param_groups"):
                 remedy = f"by position it is an optimizer ({type(value).__name__}), so name that: optimizer=..."
             raise OptionError(f"{cls.__name__} got {name!r} twice: by position and by name; {remedy}")
     required = {name: owner for name, (parameter, owner) in named.items() if parameter.default is parameter.empty}
-    missing = {name: owner for name, owner in required.items() if name not in kwargs and name not in given}
+    missing = {name: owner for name, owner in required.items() if name not in kwargs and name not in by_position}
     if missing:
         names = [repr(name) if owner is cls else f"{name!r} ({owner.__name__})" for name, owner in missing.items()]
         example = getattr(cls, "_option_example", lambda name: "...")
@@ -205,27 +205,27 @@ def _hint_for(cls: Any, name: str, options: Collection[str]) -> str:
         alike = [option for option in options if HINTS.get(option) == HINTS[name]]
         near_alike = difflib.get_close_matches(name, alike, n=1)
         is_option = HINTS[name].split()[0] in options
-        shown = near_alike or ([] if is_option else alike)
-        first = f"{' or '.join(shown)}, or " if shown else ""
+        alternatives = near_alike or ([] if is_option else alike)
+        first = f"{' or '.join(alternatives)}, or " if alternatives else ""
         also = f", or the same option of {owner}" if owner and owner not in HINTS[name] else ""
         return f"; here it is {first}{HINTS[name]}{also}"
     if owner:
         return f": it is an option of {owner}; add it with .add_on({owner})"
     if near := did_you_mean(name, options):
         return near
-    for option, of in owners.items():
+    for option, add_on in owners.items():
         prefix = name.removesuffix(f"_{option}")  # Of ema_decay: ema, as in EMAAddon.
-        if prefix != name and prefix.replace("_", "") in of.__name__.lower():
-            return f"; did you mean {option!r}, an option of {of.__name__}? Add it with .add_on({of.__name__})"
+        if prefix != name and prefix.replace("_", "") in add_on.__name__.lower():
+            return f"; did you mean {option!r}, an option of {add_on.__name__}? Add it with .add_on({add_on.__name__})"
     if near := did_you_mean(name, owners):
         owner = owners[near.split("'")[1]].__name__
         return f"{near[:-1]}, an option of {owner}? Add it with .add_on({owner})"
-    there = f"; it has {', '.join(options)}"
+    listing = f"; it has {', '.join(options)}"
     user_class = next((klass for klass in _initialized(cls) if not klass.__module__.startswith("zae.")), None)
     if user_class is None:
-        return there
+        return listing
     return (
-        f"{there}; if {user_class.__name__}.__init__ takes it out of its **kwargs, write "
+        f"{listing}; if {user_class.__name__}.__init__ takes it out of its **kwargs, write "
         f"def __init__(self, *args, {name}=..., **kwargs) there"
     )
 
@@ -270,25 +270,26 @@ def meant_class(cls: Any, kwargs: Mapping[str, Any]) -> str:
 
     unknown = [name for name in kwargs if name not in options_of(cls)]
     owners = owners_of_options(cls)
-    wanted = list(dict.fromkeys(owners[name] for name in unknown if name in owners))
-    bringing = [add_on for add_on in wanted if _brings_steps(cls, add_on)]
+    add_ons = list(dict.fromkeys(owners[name] for name in unknown if name in owners))
+    bringing = [add_on for add_on in add_ons if _brings_steps(cls, add_on)]
     text = ""
-    found = cls
+    composed = cls
     if bringing:
         with suppress(AddOnConflict):
-            found = cls.add_on(*wanted)
-        of = ", ".join(name for name in unknown if owners.get(name) in bringing)
+            composed = cls.add_on(*add_ons)
+        options_given = ", ".join(name for name in unknown if owners.get(name) in bringing)
         root, present = recipe_of(cls)
-        names = ", ".join(add_on.__name__ for add_on in (*present, *wanted))
+        names = ", ".join(add_on.__name__ for add_on in (*present, *add_ons))
         text = (
-            f"\n\nOr take the steps of {bringing[0].__name__}, which has the options that were given ({of}):\n\n"
+            f"\n\nOr take the steps of {bringing[0].__name__}, which has the options that were given "
+            f"({options_given}):\n\n"
             f"trainer = {root.__name__}.add_on({names})(model, ...)"
         )
-    options = {name: entry for name, entry in options_of(found).items() if name != "*"}
+    options = {name: entry for name, entry in options_of(composed).items() if name != "*"}
     others = [name for name in unknown if name not in options and (name in HINTS or name in owners)]
     if others:
         text += "\n\nArguments of other trainers:"
-        text += "".join(f"\n  {name!r}{_hint_for(found, name, options)}" for name in others)
+        text += "".join(f"\n  {name!r}{_hint_for(composed, name, options)}" for name in others)
     return text
 
 

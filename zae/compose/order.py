@@ -42,11 +42,11 @@ def is_inside(a: TrainerMeta, b: TrainerMeta) -> bool:
 
 def is_named_in(add_on: TrainerMeta, names: Iterable[str | type]) -> bool:
     """Return whether a list of traits, slots, classes and their names has one of an add-on or of its bases."""
-    wanted = {*names}
-    if not wanted:
+    kinds_or_traits = {*names}
+    if not kinds_or_traits:
         return False
     kinds = {each for kind in add_on.__mro__ for each in (kind, kind.__name__)}
-    return not wanted.isdisjoint(kinds | traits_of(add_on))
+    return not kinds_or_traits.isdisjoint(kinds | traits_of(add_on))
 
 
 def relations_of(add_on: TrainerMeta) -> str:

@@ -25,7 +25,7 @@ from zae.data.loaders import Proxy, copy_with, describe, length_of, unwrap_sampl
 from zae.errors import LoaderError
 from zae.values.walk import leading_dimension
 
-__all__ = ["EMPTY", "Ranks", "Shares", "collate_of", "is_empty", "shard", "shares_of"]
+__all__ = ["EMPTY", "Ranks", "Shards", "collate_of", "is_empty", "shard", "shards_of"]
 
 _log = logging.getLogger("zae")
 
@@ -53,7 +53,7 @@ class Ranks(NamedTuple):
     gather: Callable[[Any], list[Any]] = lambda value: [value]
 
 
-class Shares:
+class Shards:
     """The number of samples of each rank in each step of an epoch."""
 
     _ranks: Ranks
@@ -68,7 +68,7 @@ class Shares:
         """Whether the last step has too few samples (or batches) for every rank."""
         raise NotImplementedError
 
-    def share(self, step: int) -> tuple[int, int]:
+    def samples_in(self, step: int) -> tuple[int, int]:
         """Return the number of samples of this rank, and of all ranks, in a step."""
         raise NotImplementedError
 
@@ -76,8 +76,8 @@ class Shares:
         raise NotImplementedError
 
 
-class _WholeBatches(Shares):
-    """Shares of so many whole batches, which come in turn; in evaluation a rank may have fewer than others."""
+class _WholeBatches(Shards):
+    """Shards of so many whole batches, which come in turn; in evaluation a rank may have fewer than others."""
 
     _training: bool
 
@@ -94,10 +94,10 @@ class _WholeBatches(Shares):
         return -(-count // self.size) if self._training else len(range(self._ranks.rank, count, self.size))
 
 
-def shares_of(loader: Any) -> Shares | None:
-    """Return the shares of a loader that `shard` returned; None for a stream, whose shares are unknown."""
+def shards_of(loader: Any) -> Shards | None:
+    """Return the shards of a loader that `shard` returned; None for a stream, whose shards are unknown."""
     for candidate in (loader, unwrap_sampler(getattr(loader, "batch_sampler", None))):
-        if isinstance(candidate, Shares):
+        if isinstance(candidate, Shards):
             return candidate
     return None
 
@@ -149,10 +149,10 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
     return _with_batches(loader, shards, each_is_batch, training, ranks.rank)
 
 
-# ------------------------------------------------------------------------------------------------- the shares
+# ------------------------------------------------------------------------------------------------- the shards
 
 
-class SampleShards(Shares):
+class SampleShards(Shards):
     """A batch sampler: the samples of this rank in each step."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, ranks: Ranks) -> None:
@@ -174,9 +174,9 @@ class SampleShards(Shares):
 
     @property
     def leaves_out(self) -> bool:
-        return len(self) > 0 and self.share(len(self) - 1)[1] < self._ranks.size
+        return len(self) > 0 and self.samples_in(len(self) - 1)[1] < self._ranks.size
 
-    def share(self, step: int) -> tuple[int, int]:
+    def samples_in(self, step: int) -> tuple[int, int]:
         together = self.batch_size * self._ranks.size
         samples = min(together, len(self.sampler) - step * together)
         return len(range(self._ranks.rank, samples, self._ranks.size)), samples
@@ -203,7 +203,7 @@ class BatchShards(_WholeBatches):
             own_entries = entries[index : index + 1]  # Nothing, for a rank without a batch in the last step.
             yield own_entries if self._each_is_batch or not own_entries else own_entries[0]
 
-    def share(self, step: int) -> tuple[int, int]:
+    def samples_in(self, step: int) -> tuple[int, int]:
         together = self._sizes[step * self._ranks.size : (step + 1) * self._ranks.size]
         own_sizes = together[self._ranks.rank : self._ranks.rank + 1]
         return sum(own_sizes), sum(together)
@@ -226,7 +226,7 @@ class ListShards(_WholeBatches, Sequence[Any]):
             return EMPTY
         return _present(self._batches[index]) if self._training else self._batches[index]
 
-    def share(self, step: int) -> tuple[int, int]:
+    def samples_in(self, step: int) -> tuple[int, int]:
         first = step * self._ranks.size
         last = min(first + self._ranks.size, len(self._batches))
         sizes = [leading_dimension(self._batches[index]) or 1 for index in range(first, last)]

@@ -38,13 +38,13 @@ def class_name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
 
-def _is_wanted(wanted: Any, name: str, module: nn.Module) -> bool:
-    if isinstance(wanted, type):
-        return isinstance(module, wanted)
+def _is_wanted(pattern: Any, name: str, module: nn.Module) -> bool:
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
     parts = name.split(".")
-    patterns = wanted.split(".")
+    patterns = pattern.split(".")
     fits = len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
-    return fits or class_name(module) == wanted
+    return fits or class_name(module) == pattern
 
 
 def _check_blocks(blocks: dict[str, nn.Module], option: str) -> dict[str, nn.Module]:
@@ -96,9 +96,9 @@ def check_shardable(model: nn.Module, blocks: Iterable[str]) -> None:
     for group in split_by_block((name for name, each in named.items() if each.requires_grad), blocks):
         kinds = {named[name].dtype: name for name in group}
         if len(kinds) > 1:
-            what = " and ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in kinds.items())
+            mixed = " and ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in kinds.items())
             raise ConfigError(
-                f"{what} are gathered together, and must have one dtype; convert the model, or name modules of one "
+                f"{mixed} are gathered together, and must have one dtype; convert the model, or name modules of one "
                 "dtype each in fsdp_blocks"
             )
 
@@ -124,21 +124,21 @@ def check_divisible(modules: Mapping[str, nn.Module]) -> None:
         raise ConfigError(f"{', '.join(sparse)} has sparse gradients, which cannot be divided; write sparse=False")
 
 
-def parse_blocks(given: Any, option: str = "fsdp_blocks") -> Any:
+def parse_blocks(value: Any, option: str = "fsdp_blocks") -> Any:
     """Return the option that names blocks as a list of names and classes, or as a function."""
-    if isinstance(given, nn.Module):
-        raise ConfigError(f"{option} is a {type(given).__name__} itself; give its class, or its name in the model")
-    if callable(given) and not isinstance(given, type):
-        return given
-    blocks = list(given) if isinstance(given, (list, tuple, set)) else [] if given is None else [given]
+    if isinstance(value, nn.Module):
+        raise ConfigError(f"{option} is a {type(value).__name__} itself; give its class, or its name in the model")
+    if callable(value) and not isinstance(value, type):
+        return value
+    blocks = list(value) if isinstance(value, (list, tuple, set)) else [] if value is None else [value]
     if not all(isinstance(each, (str, type)) for each in blocks):
-        raise ConfigError(f"{option}={given!r}; give classes, names, or a function of both")
+        raise ConfigError(f"{option}={value!r}; give classes, names, or a function of both")
     return blocks
 
 
-def parse_methods(model: nn.Module, given: Any) -> list[str]:
+def parse_methods(model: nn.Module, value: Any) -> list[str]:
     """Return the option that names methods of the model as a list."""
-    methods = list(given) if isinstance(given, (list, tuple, set)) else [given]
+    methods = list(value) if isinstance(value, (list, tuple, set)) else [value]
     for name in methods:
         if not (isinstance(name, str) and callable(getattr(model, name, None))):
             raise ConfigError(
@@ -147,34 +147,34 @@ def parse_methods(model: nn.Module, given: Any) -> list[str]:
     return methods
 
 
-def choose_blocks(model: nn.Module, wanted: Any, option: str = "fsdp_blocks") -> dict[str, nn.Module]:
+def choose_blocks(model: nn.Module, selection: Any, option: str = "fsdp_blocks") -> dict[str, nn.Module]:
     """Return the modules that are blocks by name: those of the option, else the repeated ones."""
     named = {name: each for name, each in model.named_modules() if name}
-    if callable(wanted):
-        return _check_blocks({name: each for name, each in named.items() if wanted(name, each)}, option)
-    if not wanted:
+    if callable(selection):
+        return _check_blocks({name: each for name, each in named.items() if selection(name, each)}, option)
+    if not selection:
         return repeated_modules(model)
     blocks: dict[str, nn.Module] = {}
-    for one in wanted:
-        chosen = {name: each for name, each in named.items() if _is_wanted(one, name, each)}
+    for pattern in selection:
+        chosen = {name: each for name, each in named.items() if _is_wanted(pattern, name, each)}
         if not chosen:
             known_classes = sorted({type(module).__name__ for module in named.values()})
             raise ConfigError(
-                f"{option}: no module of {class_name(model)} is {one!r}; its classes are "
+                f"{option}: no module of {class_name(model)} is {pattern!r}; its classes are "
                 f"{', '.join(known_classes[:_SHOWN])}, its modules {', '.join(list(named)[:_SHOWN])}"
             )
         blocks.update(chosen)
     return _check_blocks(blocks, option)
 
 
-def choose_outermost(model: nn.Module, wanted: Any, option: str, what: str) -> dict[str, nn.Module]:
+def choose_outermost(model: nn.Module, selection: Any, option: str, purpose: str) -> dict[str, nn.Module]:
     """Return the modules that an option names, without those in others; refuse where there are none to choose."""
-    blocks = choose_blocks(model, wanted, option)
-    if not blocks and callable(wanted):
-        raise ConfigError(f"{option}: the function chooses no module of {class_name(model)}, so none is {what}")
+    blocks = choose_blocks(model, selection, option)
+    if not blocks and callable(selection):
+        raise ConfigError(f"{option}: the function chooses no module of {class_name(model)}, so none is {purpose}")
     if not blocks:
         raise ConfigError(
-            f"no module of {class_name(model)} is repeated, so none is {what}; name them, for instance "
+            f"no module of {class_name(model)} is repeated, so none is {purpose}; name them, for instance "
             f"{option}=['encoder', 'decoder']"
         )
     parents = tuple(f"{name}." for name in blocks)

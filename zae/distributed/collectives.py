@@ -169,8 +169,8 @@ def average(
     ``reduce`` returns the sum of a tensor over these ranks. Parameters with an id in ``sparse`` get sparse gradients.
     """
     for alike in group_alike(parameters):
-        own = torch.tensor([float(each.grad is not None) for each in alike])
-        present = [each for each, ranks in zip(alike, reduce(own).tolist()) if ranks]
+        has_gradient = torch.tensor([float(each.grad is not None) for each in alike])
+        present = [each for each, ranks in zip(alike, reduce(has_gradient).tolist()) if ranks]
         if not present:
             continue
         gradients = [

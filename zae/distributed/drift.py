@@ -161,8 +161,8 @@ def _describe(differing: Sequence[str], count: int, ranks: Sequence[Mapping[str,
 
 def add_failed_rank_note(error: BaseException, timeout: float) -> None:
     """Add a note to the error of a rank of a launcher: which other rank is the cause, and what to do."""
-    if isinstance(error, Exception) and (found := _find_failed_rank(error, timeout)):
-        error.add_note(f"zae: {found}")
+    if isinstance(error, Exception) and (cause := _find_failed_rank(error, timeout)):
+        error.add_note(f"zae: {cause}")
 
 
 def _find_failed_rank(error: Exception, timeout: float) -> str:

@@ -65,8 +65,8 @@ def join(backend: str, timeout: float, init_method: str | None = None) -> bool:
     rank, world = launched
     waiting = timedelta(seconds=timeout)
     try:
-        found = next(dist.rendezvous(init_method or "env://", rank, world, timeout=waiting))
-        store: dist.Store = found[0]
+        rendezvous = next(dist.rendezvous(init_method or "env://", rank, world, timeout=waiting))
+        store: dist.Store = rendezvous[0]
         # All attempts of torchrun share its agent's store: without a prefix one finds the addresses of dead peers.
         prefix = f"zae/{_attempt(store, rank, world, timeout)}/{next(_joins)}"
         own_store = dist.PrefixStore(prefix, store)
@@ -113,24 +113,24 @@ def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:
     """
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = uuid.uuid4().hex
+    own_number = uuid.uuid4().hex
     answered = dict[int, str]()
     deadline = time.monotonic() + timeout
     if rank:
-        store.set(f"zae/rank/{rank}", own)
-        name = store.get(f"zae/name/{own}").decode()
+        store.set(f"zae/rank/{rank}", own_number)
+        name = store.get(f"zae/name/{own_number}").decode()
         store.add(f"zae/joined/{name}", 1)
         return name
-    while store.add(f"zae/joined/{own}", 0) < world - 1:
+    while store.add(f"zae/joined/{own_number}", 0) < world - 1:
         for other in range(1, world):
             key = f"zae/rank/{other}"
             if store.check([key]) and (drawn := store.get(key).decode()) != answered.get(other):
                 answered[other] = drawn  # It may be that of a rank which has ended.
-                store.set(f"zae/name/{drawn}", own)
+                store.set(f"zae/name/{drawn}", own_number)
         if time.monotonic() > deadline:
             raise DistributedError(f"{world} ranks did not join within timeout={timeout:g} s")
         time.sleep(_PAUSE)
-    return own
+    return own_number
 
 
 def _adopt_tasks() -> None:
@@ -162,9 +162,9 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
     step = environment.get("SLURM_STEP_ID", "0")
     port = 20000 + (int(job) + 997 * int(step if step.isdecimal() else 0)) % 40000
     variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": environment.get("SLURM_LOCALID", "0")}
-    here = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks_here = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if environment.get("SLURM_STEP_NUM_NODES", "1") == "1":
         variables["LOCAL_WORLD_SIZE"] = world
-    elif here is not None and "," not in environment["SLURM_STEP_TASKS_PER_NODE"]:
-        variables["LOCAL_WORLD_SIZE"] = here.group()
+    elif tasks_here is not None and "," not in environment["SLURM_STEP_TASKS_PER_NODE"]:
+        variables["LOCAL_WORLD_SIZE"] = tasks_here.group()
     return {**variables, "MASTER_ADDR": "".join(group or "" for group in first.groups()), "MASTER_PORT": str(port)}

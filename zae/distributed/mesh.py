@@ -25,7 +25,7 @@ DATA = ("replicate", "shard")
 _GETS_THE_REST = ("shard", "replicate", "tensor", "pipeline")
 
 
-def check_mesh(mesh: Any, own: Sequence[str], owner: str) -> dict[str, int]:
+def check_mesh(mesh: Any, dimensions: Sequence[str], owner: str) -> dict[str, int]:
     """Return the sizes that a user gave, in the order of `DIMENSIONS`; refuse what no add-on of the class divides."""
     if mesh is None:
         return {}
@@ -37,10 +37,10 @@ def check_mesh(mesh: Any, own: Sequence[str], owner: str) -> dict[str, int]:
                 f"mesh={dict(mesh)!r}: unknown dimension {name!r}; available: {', '.join(DIMENSIONS)}"
                 f"{did_you_mean(str(name), DIMENSIONS)}"
             )
-        if name not in own and mesh[name] > 1:
+        if name not in dimensions and mesh[name] > 1:
             raise ConfigError(
                 f"mesh={dict(mesh)!r}: no add-on of {owner} divides the work along {name!r}; its add-ons divide it "
-                f"along {', '.join(own)}. Leave {name!r} out, or add an add-on for it"
+                f"along {', '.join(dimensions)}. Leave {name!r} out, or add an add-on for it"
             )
     return {name: mesh[name] for name in DIMENSIONS if name in mesh}
 
@@ -50,9 +50,9 @@ class Mesh:
 
     Parameters
     ----------
-    given : mapping
+    requested : mapping
         Sizes by dimension, from `check_mesh`. One dimension that is left out gets the remaining ranks.
-    own : sequence of str
+    dimensions : sequence of str
         The dimensions along which the add-ons divide the work.
     world : int
         The number of ranks.
@@ -69,16 +69,16 @@ class Mesh:
     ({'shard': 4, 'tensor': 2}, 4, [0, 0, 1, 1, 2, 2, 3, 3])
     """
 
-    def __init__(self, given: Mapping[str, int], own: Sequence[str], world: int) -> None:
-        sizes = dict(given)
-        product = math.prod(given.values())
-        rest = next((name for name in _GETS_THE_REST if name in own and name not in sizes), None)
+    def __init__(self, requested: Mapping[str, int], dimensions: Sequence[str], world: int) -> None:
+        sizes = dict(requested)
+        product = math.prod(requested.values())
+        rest = next((name for name in _GETS_THE_REST if name in dimensions and name not in sizes), None)
         if world > 1 and rest is not None and world % product == 0:
             sizes[rest] = world // product
         elif world > 1 and product != world:
             raise ConfigError(
-                f"mesh={dict(given)!r} is of {product} ranks, and this run has {world}; give sizes whose product is "
-                f"{world}, or start {product} ranks"
+                f"mesh={dict(requested)!r} is of {product} ranks, and this run has {world}; give sizes whose product "
+                f"is {world}, or start {product} ranks"
             )
         self.sizes = {name: sizes[name] for name in DIMENSIONS if name in sizes} if world > 1 else {}
         self.world = world
@@ -115,8 +115,10 @@ class Mesh:
         groups: list[Any] = []
         for axis in range(ranks.dim()):
             lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
-            made: list[Any] = [dist.group.WORLD] if len(lines) == 1 else [_group(line, timeout) for line in lines]
-            groups.append(next(group for line, group in zip(lines, made) if rank in line))
+            line_groups: list[Any] = (
+                [dist.group.WORLD] if len(lines) == 1 else [_group(line, timeout) for line in lines]
+            )
+            groups.append(next(group for line, group in zip(lines, line_groups) if rank in line))
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=(*self.sizes,))
         return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(*self.sizes,))

@@ -107,12 +107,12 @@ def _float32_precision() -> dict[str, Any]:
         return {name: attrgetter(name)(torch.backends).fp32_precision for name in _WITH_FP32_PRECISION}
 
 
-def _set_float32_precision(found: dict[str, Any]) -> None:
-    if "matmul" in found:
-        torch.set_float32_matmul_precision(found["matmul"])
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = found["tf32"]
+def _set_float32_precision(settings: dict[str, Any]) -> None:
+    if "matmul" in settings:
+        torch.set_float32_matmul_precision(settings["matmul"])
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = settings["tf32"]
         return
-    for name, value in found.items():
+    for name, value in settings.items():
         if value != attrgetter(name)(torch.backends).fp32_precision:
             attrgetter(name)(torch.backends).fp32_precision = value
 

@@ -170,10 +170,10 @@ def replace_parameters(optimizer: Optimizer, present: Mapping[int, tuple[Tensor,
         optimizer.state[new] = map_tensors(partial(redistribute_like, reference=new), state)
 
 
-def check_held(model: nn.Module, held: Mapping[str, Tensor]) -> None:
+def check_held(model: nn.Module, sharded: Mapping[str, Tensor]) -> None:
     """Refuse parameters other than those that were sharded: a forward would still gather the former ones."""
     present = dict(model.named_parameters())
-    if names := [name for name in {**held, **present} if held.get(name) is not present.get(name)]:
+    if names := [name for name in {**sharded, **present} if sharded.get(name) is not present.get(name)]:
         raise ConfigError(
             f"{', '.join(names[:_SHOWN])} was replaced, added or removed after the model was sharded, and the forward "
             "would not use the new one. Change weights in place, `with torch.no_grad(): parameter.mul_(0.5)`, and "
@@ -257,8 +257,8 @@ class DrawsWatch(TorchFunctionMode):
         before = self._stream()
         result = function(*args, **(kwargs or {}))
         if self._stream() != before:
-            taken = [*tensors_in((args, kwargs))]
-            if any(map(_is_in_parts, taken)) or not self._is_same(taken):
+            arguments = [*tensors_in((args, kwargs))]
+            if any(map(_is_in_parts, arguments)) or not self._is_same(arguments):
                 raise ConfigError(
                     f"{function.__name__} in {(self._inside or ['train_step'])[-1] or 'the model'} draws random "
                     "numbers for an activation of which each rank has another part: they would not be those of one "

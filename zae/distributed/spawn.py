@@ -275,13 +275,13 @@ class _Ranks:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        asked: list[int] = []
+        received: list[int] = []
 
         def pass_on(number: int, _: object) -> None:
-            if number in asked and number == getattr(signal, "SIGHUP", None):
+            if number in received and number == getattr(signal, "SIGHUP", None):
                 return  # A terminal that is closed and the shell in it send one each.
-            asked.append(number)
-            self._signal(number if len(asked) == 1 else signal.SIGKILL)
+            received.append(number)
+            self._signal(number if len(received) == 1 else signal.SIGKILL)
 
         numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
         numbers = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
@@ -291,10 +291,10 @@ class _Ranks:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if asked:
-            if before[asked[0]] == signal.SIG_DFL:
-                raise SystemExit(exit_status(asked[0]))
-            signal.raise_signal(asked[0])
+        if received:
+            if before[received[0]] == signal.SIG_DFL:
+                raise SystemExit(exit_status(received[0]))
+            signal.raise_signal(received[0])
 
     # ------------------------------------------------------------------------------------------ what went wrong
 

@@ -191,9 +191,9 @@ class Evaluation:
             if self.signals is None or trainer.world_size == 1:
                 count = self._test_batches(loader, batches, trainer.logging, self.signals, wrapped=wrapped)
             else:
-                from zae.data.sharding import shares_of  # Which several ranks have loaded.
+                from zae.data.sharding import shards_of  # Which several ranks have loaded.
 
-                flag = DistributedStopFlag(trainer, self.signals, len(shares_of(wrapped) or ()))
+                flag = DistributedStopFlag(trainer, self.signals, len(shards_of(wrapped) or ()))
                 count = self._test_batches(loader, flag.watch(batches), trainer.logging, flag.signals, wrapped=wrapped)
                 if flag.signals:  # They may have come to another rank, after the last batch of this one.
                     count = None

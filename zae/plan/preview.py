@@ -167,8 +167,8 @@ class Preview:
         if self.run.is_ready or page.dp_world_size == 1:
             return self.trainer.wrap_loader(self.run.loader, True)
         shared = sharding.shard(self.run.loader, True, sharding.Ranks(0, page.dp_world_size, list, bool))
-        shares = sharding.shares_of(shared)
-        page.leaves_out = shares is not None and shares.leaves_out
+        shards = sharding.shards_of(shared)
+        page.leaves_out = shards is not None and shards.leaves_out
         return shared
 
     # -------------------------------------------------------------------------------------------- learning rates
