@@ -53,8 +53,7 @@ _ROOM = 4  # Brackets that a leaf may add: {"$tensor": ["name", null, [1, 0], [1
 _OUTSIDE_NAMES = re.compile(r"[^A-Za-z0-9_-]")  # What names of tensors do not contain.
 _FIRST = itemgetter(slice(1))  # The first letter of a key: "$" if it looks like a tag.
 
-# The keys from a value back to the root, linked: one tuple for each level, turned into text only for a message.
-_Path: TypeAlias = "tuple[_Path, object] | None"
+_Path: TypeAlias = "tuple[object, ...]"  # The keys from the root to a value.
 
 
 def encode(state: object, *, with_parts: bool = False) -> tuple[Any, dict[str, Tensor]]:
@@ -64,7 +63,7 @@ def encode(state: object, *, with_parts: bool = False) -> tuple[Any, dict[str, T
     they are.
     """
     encoder = _Encoder(with_parts)
-    return encoder.value(state, None, 1), encoder.tensors
+    return encoder.value(state, (), 1), encoder.tensors
 
 
 def decode(structure: object, tensors: Mapping[str, Tensor], *, where: str = "state.json") -> Any:
@@ -111,7 +110,7 @@ class _Encoder:
             for key, item in enumerate(value) if kind is list else value.items():
                 kind = type(item)  # Most of them are plain: these take no call.
                 is_plain = kind in _ALWAYS or (kind in _NUMBERS and _LEAST <= item <= _MOST)
-                forms[key] = item if is_plain else self.value(item, (path, key), depth + 1)
+                forms[key] = item if is_plain else self.value(item, (*path, key), depth + 1)
             return forms
         if kind in (dict, OrderedDict, Counter):
             return {TAGS[kind]: self._pairs(value, path, depth + 3)}
@@ -132,7 +131,7 @@ class _Encoder:
         pairs = []
         for key, item in value.items():
             _check_key(key, path)
-            pairs.append([self.value(key, path, depth), self.value(item, (path, key), depth)])
+            pairs.append([self.value(key, path, depth), self.value(item, (*path, key), depth)])
         return pairs
 
     def _tensor(self, value: Tensor, path: _Path) -> str | list[Any]:
@@ -165,7 +164,7 @@ class _Encoder:
 
     def _keep(self, tensor: Tensor, path: _Path) -> str:
         """Store a tensor under a unique ASCII name made of its path."""
-        base = ".".join([_OUTSIDE_NAMES.sub("_", str(key)) for key in _keys(path)]) or "value"
+        base = ".".join([_OUTSIDE_NAMES.sub("_", str(key)) for key in path]) or "value"
         name = base
         while name in self.tensors or name == "__metadata__":  # the one name that safetensors reserves
             self._uses[base] += 1
@@ -191,19 +190,10 @@ def name_of_key(key: Any) -> str:
     return _OUTSIDE_NAMES.sub("_", str(key))
 
 
-def _keys(path: _Path) -> list[Any]:
-    """Return the keys of a path from the root on; it is linked from its end."""
-    keys = []
-    while path is not None:
-        path, key = path
-        keys.append(key)
-    return keys[::-1]
-
-
 def _show(path: _Path) -> str:
     """Write a path as one would in Python: ``optimizer['state'][0]``."""
-    keys = _keys(path)
-    root = keys.pop(0) if keys and isinstance(keys[0], str) and keys[0].isidentifier() else "state"
+    has_root = path and isinstance(path[0], str) and path[0].isidentifier()
+    root, keys = (str(path[0]), path[1:]) if has_root else ("state", path)
     return root + "".join(f"[{key!r}]" for key in keys)
 
 
