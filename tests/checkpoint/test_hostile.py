@@ -23,6 +23,7 @@ from kit.limits import within
 from zae import Trainer
 from zae.addons import JSONLLoggerAddon, LedgerAddon, StateManagerAddon
 from zae.addons.state_manager.crash import crashes_in
+from zae.checkpoint.ckpt_files import read_ckpt, write_ckpt
 from zae.checkpoint.encoding import decode, encode
 from zae.checkpoint.folder import list_checkpoints, newest_valid
 from zae.checkpoint.hashed_files import open_input
@@ -30,7 +31,7 @@ from zae.checkpoint.json_text import strict_json
 from zae.checkpoint.locks import FolderLock
 from zae.checkpoint.manifest import parse, seal
 from zae.checkpoint.reader import load_checkpoint
-from zae.checkpoint.tensor_files import read_ckpt, read_safetensors, write_ckpt
+from zae.checkpoint.tensor_files import read_safetensors
 from zae.checkpoint.weights import load_weights
 from zae.diff import read_ledger
 from zae.doctor.checkpoints import examine

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kit.limits import within
+from zae.checkpoint.ckpt_files import read_ckpt, write_ckpt
 from zae.checkpoint.hashed_files import Input, open_input
 from zae.checkpoint.tensor_bytes import DTYPES
-from zae.checkpoint.tensor_files import read_ckpt, read_safetensors, write_ckpt, write_safetensors
+from zae.checkpoint.tensor_files import read_safetensors, write_safetensors
 from zae.errors import CheckpointDamaged, CheckpointError
 
 

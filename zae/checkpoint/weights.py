@@ -13,21 +13,14 @@ from typing import TypeAlias
 from torch import Tensor
 
 from zae.arguments.paths import check_url
+from zae.checkpoint.ckpt_files import read_ckpt, read_trusted, write_ckpt
 from zae.checkpoint.filesystem import replace_file
 from zae.checkpoint.folder import holds_checkpoint, list_checkpoints, sweep
 from zae.checkpoint.hashed_files import read_whole
 from zae.checkpoint.manifest import read_manifest
 from zae.checkpoint.shards import read_parts
 from zae.checkpoint.tensor_bytes import byte_count, separate
-from zae.checkpoint.tensor_files import (
-    format_of,
-    load_safetensors,
-    read_ckpt,
-    read_model,
-    read_trusted,
-    write_ckpt,
-    write_safetensors,
-)
+from zae.checkpoint.tensor_files import format_of, load_safetensors, read_model, write_safetensors
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError
 
 __all__ = ["Weights", "load_weights", "read_weights", "save_weights"]

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from zae.checkpoint import filesystem
+from zae.checkpoint.ckpt_files import write_ckpt
 from zae.checkpoint.encoding import encode
 from zae.checkpoint.filesystem import clear, make_directory, share_file, stage, write_file
 from zae.checkpoint.folder import install, refuse_foreign, sweep
@@ -46,7 +47,7 @@ from zae.checkpoint.names import MANIFEST, MODEL_FILES, PIECE, SHARDS, STATE, ST
 from zae.checkpoint.rows import Piece
 from zae.checkpoint.shards import OF_MODEL, OF_STATE, divide
 from zae.checkpoint.tensor_bytes import byte_count, separate
-from zae.checkpoint.tensor_files import write_ckpt, write_safetensors
+from zae.checkpoint.tensor_files import write_safetensors
 from zae.errors import CheckpointError
 from zae.values.walk import is_sharded
 

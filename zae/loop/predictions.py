@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zae.checkpoint.ckpt_files import write_ckpt
 from zae.checkpoint.filesystem import make_directory, not_saved, replace_file
 from zae.checkpoint.tensor_bytes import byte_count, byte_view, dense
-from zae.checkpoint.tensor_files import format_of, write_ckpt, write_safetensors
+from zae.checkpoint.tensor_files import format_of, write_safetensors
 from zae.errors import ConfigError, StepError
 from zae.metrics.reductions import is_typed
 from zae.values.describe import describe_value
