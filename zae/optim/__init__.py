@@ -101,10 +101,11 @@ def make(factory: Callable[..., Any], module: nn.Module) -> Any:
 
 
 def check_parameters(place: str, optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer that has no parameter of the model."""
+    """Refuse an optimizer that has no parameter of a model with some to train."""
     inside = {id(p) for p in model.parameters()}
+    is_frozen = not any(p.requires_grad for p in model.parameters())
     parameters = parameters_of(optimizer)
-    if inside and not any(id(p) in inside for p in parameters):
+    if not is_frozen and not any(id(p) in inside for p in parameters):
         name = type(optimizer).__name__
         raise ConfigError(
             f"{place} ({name}) has {len(parameters)} parameters, none of which is among the {len(inside)} of the "
