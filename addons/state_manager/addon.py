@@ -95,13 +95,12 @@ class StateManagerAddon(AddOnBase):
         Files of the checkpoint ``resume=path`` that may be missing or damaged, for instance ``["state.json"]``: what
         they contained starts from scratch.
     start_from : str or Path, optional
-        A checkpoint, or a folder of them, whose newest whole one is taken, to start a new run from: a fine-tune, or the
-        cooldown of a schedule; or a file of weights. It is read once, if ``resume`` finds nothing in ``save_path``.
+        Start a new run from a checkpoint, the newest one in a folder, or a file of weights: a fine-tune, or the
+        cooldown of a schedule. It is read once, if ``resume`` finds nothing in ``save_path``.
     start_with : tuple of str, optional
-        What to take from ``start_from``; the rest starts from scratch. Any of "model" (the default is ``("model",)``),
-        "optimizer" (the state of each parameter; every setting of the groups is the script's), "scheduler" (with its
-        rates), "progress" (the counters of epochs, steps and batches), "random" (the random streams), and add-ons by
-        the names of their classes, "EMAAddon" for instance.
+        What to take from ``start_from``; the rest starts from scratch. Any of "model" (the default), "optimizer" (the
+        state of each parameter; settings are the script's), "scheduler" (with its rates), "progress" (the counters),
+        "random" (the random streams), and add-ons by class name, such as "EMAAddon".
     save_weights_every : Every or int, optional
         When to save the weights alone too, in a file ``weights-00000012.safetensors`` under ``save_path``, or ``.ckpt``
         with that format, as ``save_model`` does. ``apply_weights`` and ``start_from`` load it; a run resumes only from

@@ -38,7 +38,7 @@ def shorten_signature(
     is_result = "Attributes" in sections and "Parameters" not in sections
     if has_table or (what == "class" and is_result):
         return "", None
-    returned = None if returned == "None" or "Returns" in sections else returned
+    returned = None if returned in ("None", "Any") or "Returns" in sections else returned
     return without_types(signature) if "Parameters" in sections else signature, returned
 
 

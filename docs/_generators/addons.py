@@ -113,7 +113,7 @@ def guide(name: str) -> str:
     if name not in GUIDES:
         return ""
     path = GUIDES[name]
-    return f"\n[{title_of(DOCS / f'{path}.md')}](../../{path}.md) shows it in use.\n"
+    return f"\nGuide: [{title_of(DOCS / f'{path}.md')}](../../{path}.md)\n"
 
 
 def page(name: str, cls: Any) -> str:
