@@ -27,7 +27,7 @@ class AccumulationWindow(StepWindow):
     batches : int
         The batches of a step.
     samples : int, optional
-        The samples of a step over all ranks, in the place of ``batches``.
+        The samples of a step over all ranks, instead of ``batches``.
     """
 
     def __init__(self, batches: int = 1, samples: int | None = None) -> None:

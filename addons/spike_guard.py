@@ -30,7 +30,7 @@ class SpikeGuardAddon(AddOnBase):
     Before the optimizer steps, the loss of the step (the mean over its batches and ranks) and the norm of its gradients
     before clipping are compared with those of the last steps that were taken. The score is ``(value - median) / (1.4826
     * MAD)``, where MAD is the median absolute deviation, and the denominator is at least 1 % of the median. All ranks
-    decide alike.
+    decide the same.
 
     The optimizer does not step: the step counts as skipped. A run that is killed and resumed repeats the decision.
 

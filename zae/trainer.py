@@ -279,10 +279,10 @@ class Trainer(Processes, metaclass=TrainerMeta):
         Returns
         -------
         mapping
-            ``"loss"``: a scalar tensor (or, for a dict of optimizers, a dict with one for each: it is differentiated
-            by that optimizer's parameters only). ``"num_targets"``, optional: the count that the loss is the mean
-            over; with it, accumulation and ranks weigh every target alike. Other numbers are recorded, typed ones of
-            ``zae.metrics`` as well. A loss alone is ``{"loss": loss}``.
+            ``"loss"``: a scalar tensor (or, for a dict of optimizers, a dict with one for each: it is differentiated by
+            that optimizer's parameters only). ``"num_targets"``, optional: the count that the loss is the mean over;
+            with it, every target has the same weight with accumulation and on several ranks. Other numbers are
+            recorded, typed ones of ``zae.metrics`` as well. A loss alone is ``{"loss": loss}``.
         """
 
     def test_step(self, batch: Any) -> Mapping[str, Any] | Tensor | float:

@@ -52,7 +52,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
     Options have the names of ``transformers.Trainer`` and ``TrainingArguments``. ``args=TrainingArguments(...)``, or a
     dict of them, adds the add-ons that they ask for; a warning names those without effect.
 
-    ``optimizer_cls_and_kwargs=(AdamW, {"lr": 1e-3})`` is taken in the place of ``optim``. A ``scheduler`` is stepped
+    ``optimizer_cls_and_kwargs=(AdamW, {"lr": 1e-3})`` replaces ``optim``. A ``scheduler`` is stepped
     after each optimizer step: for one that counts epochs, give ``scheduler_step_on_batch=False``. With gradient
     accumulation and on several ranks, each label that is not -100 has the same weight.
 
@@ -282,7 +282,7 @@ class HuggingFaceAddon(SavingPart, EvaluationPart, DatasetsPart, LossPart, Overr
     def train(self, resume_from_checkpoint: Any = None) -> Any:
         """Train on ``train_dataset``, as long as ``num_train_epochs`` or ``max_steps`` say.
 
-        A second call begins anew, as that of Transformers does: steps and epochs count from 0, the schedule and the
+        A second call starts over, as that of Transformers does: steps and epochs count from 0, the schedule and the
         order of the data begin again, and with ``model_init`` so do the model and the optimizer. The names of
         checkpoints, ``progress_checker`` and the history go on.
 

@@ -21,7 +21,7 @@ class Loss:
     """The loss of a model: that of its ``forward``, smoothed labels, or a function of outputs and labels.
 
     The rules are those of Transformers' Trainer; the number of targets is counted for each batch, and windows of
-    accumulation and ranks weigh every target alike.
+    accumulation and ranks give every target the same weight.
     """
 
     def __init__(self, model: Any, smoothing: float = 0.0, function: Callable[..., Any] | None = None) -> None:

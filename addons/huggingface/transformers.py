@@ -176,7 +176,7 @@ class ConvertedArguments(ConvertedArgumentsBase):
     def train(self, trainer: Any, loader: Any = None, valid_loader: Any = None) -> Any:
         """Run a trainer as long as the arguments say, evaluating as they say; load the best weights at the end.
 
-        A second call begins anew, as that of Transformers does: steps and epochs count from 0, and so does the
+        A second call starts over, as that of Transformers does: steps and epochs count from 0, and so does the
         schedule that the arguments ask for.
 
         Parameters

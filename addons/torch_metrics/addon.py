@@ -31,9 +31,9 @@ _SPLITS = ("train", "valid")
 class TorchMetricsAddon(AddOnBase):
     """Update metrics of torchmetrics with what the steps return, and record them with the other metrics of an epoch.
 
-    A step returns the inputs of the metrics beside its loss: ``{"loss": loss, "output": logits, "targets": labels}``.
-    A metric is computed once at the end of each epoch, or evaluation, over the samples of all ranks, and begins anew
-    with the next one. It is recorded under its name, is in every logger, and can be the ``monitor``, by which the best
+    A step returns the inputs of the metrics beside its loss: ``{"loss": loss, "output": logits, "targets": labels}``. A
+    metric is computed once at the end of each epoch, or evaluation, over the samples of all ranks, and starts over with
+    the next one. It is recorded under its name, is in every logger, and can be the ``monitor``, by which the best
     checkpoint is kept. A checkpoint within an epoch contains what each rank has counted in it: a resume continues
     exactly there. On another number of ranks, rank 0 continues from what all of them had counted, and the others begin
     at zero, so that each sample of the epoch counts once.
