@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae import optim
+from zae.model.weights import load_fitted
 from zae.null_context import NULL_CONTEXT
 
 AnyEngine = TypeVar("AnyEngine", bound="SingleProcess")
@@ -146,6 +147,10 @@ class SingleProcess:
             Whether this rank needs them: otherwise what was gathered is on the meta device.
         """
         return value
+
+    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Load whole weights that fit the module, given under its own keys; this rank keeps its part of them."""
+        load_fitted(module, weights, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer, with an entry for each parameter that any rank has; all ranks call it."""

@@ -60,6 +60,16 @@ class DeepSpeedEngine(Engine):
         """Return the norm over the parts of all ranks, which DeepSpeed adds up."""
         return self.inner.gradient_norm(parameters) if self.zero is None else self.zero.gradient_norm()
 
+    def load_model_state(self, module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Load whole weights, of which each rank keeps its part."""
+        if self.zero is None:
+            self.inner.load_model_state(module, weights, strict)
+            return
+        named = dict(module.named_parameters(remove_duplicate=False))
+        self.zero.set_weights({id(named[key]): value for key, value in weights.items() if key in named})
+        rest = {key: value for key, value in weights.items() if key not in named}
+        module.load_state_dict(rest, strict=False)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the optimizer, whole on this rank: it gets the parts of the others."""
         if self.zero is None:
@@ -381,17 +391,6 @@ class DeepSpeedAddon(DistributedAddon):
         named = dict(self.unwrap().named_parameters(remove_duplicate=False))
         # To the host, one after another: a device has no room for the whole model.
         return {key: zero.whole(named[key]).cpu() if key in named else value for key, value in state.items()}
-
-    def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Load whole weights, of which each rank keeps its part."""
-        if self._zero is None:
-            super().load_model_state(weights, strict)
-            return
-        model = self.unwrap()
-        named = dict(model.named_parameters(remove_duplicate=False))
-        self._zero.set_weights({id(named[key]): value for key, value in weights.items() if key in named})
-        rest = {key: value for key, value in weights.items() if key not in named}
-        model.load_state_dict(rest, strict=False)
 
     def _divided_model(self) -> str:
         """Return what of the model lies in parts, in words."""

@@ -570,6 +570,11 @@ def test_adapters(stage: int, tmp_path: Path) -> None:
     trainers[0].barrier()
     trainers[1].apply_weights(tmp_path / "adapters.safetensors")
     assert distance(*trainers) == 0
+    # Frozen weights that are loaded belong to the base from then on: they are no changed ones, which would be saved.
+    parameters = trainers[1].unwrap().named_parameters()
+    base = {name: each.detach() + 0.5 for name, each in parameters if not each.requires_grad}
+    trainers[0].apply_weights({**weights(trainers[1]), **base})
+    assert weights(trainers[0]).keys() == own.keys()
 
 
 @on_ranks(0, 1, 2, 3)

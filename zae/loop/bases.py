@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zae.compose.introspect import hook
 from zae.errors import ConfigError
-from zae.model.weights import load_fitted, plain_state
+from zae.model.weights import plain_state
 from zae.torch_private import move_module
 from zae.values.walk import is_sharded
 
@@ -151,7 +151,7 @@ class Processes:
     @hook
     def load_model_state(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Load weights that fit the module, given under its own keys; every rank calls it in the same order."""
-        load_fitted(self.unwrap(), weights, strict)
+        self.engine.load_model_state(self.unwrap(), weights, strict)
 
     @hook
     def local_shards(self) -> dict[str, Tensor]:
