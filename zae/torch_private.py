@@ -310,8 +310,6 @@ def count_devices(kind: str, *needed: str, begun: bool = False) -> int:
 
     That is 0 where the module of torch lacks a needed function, and, with ``begun``, where it is not in use yet.
     """
-    if kind == "mps":  # torch.mps has no is_available before torch 2.3
-        return int(torch.backends.mps.is_available())
     module: Any = getattr(torch, kind, None)
     if not all(hasattr(module, name) for name in ("is_available", "device_count", *needed)):
         return 0
