@@ -78,10 +78,11 @@ def _check(settings: Mapping[str, Any], slots: Collection[str]) -> None:
             )
     precision = str(settings.get("mixed_precision") or "no")
     if precision not in ("no", "bf16") or (precision != "no" and "precision" in slots):
-        other = "fp16" if precision == "fp16" else "bf16"
+        supported = "fp16" if precision == "fp16" else "bf16"
         raise ConfigError(
             f"the Accelerator has mixed_precision={precision!r}; AccelerateAddon uses 'no', and without AMPAddon "
-            f"'bf16'. Write mixed_precision='no' there, and Task.add_on(AccelerateAddon, AMPAddon), precision={other!r}"
+            f"'bf16'. Write mixed_precision='no' there, and Task.add_on(AccelerateAddon, AMPAddon), "
+            f"precision={supported!r}"
         )
 
 

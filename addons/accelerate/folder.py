@@ -126,28 +126,28 @@ class Folder:
             )
         present = module.state_dict()
         weights_by_name = {}
-        for name, each in _read_weights(path).items():
-            weights_by_name[name if name in present else name.removeprefix("module.")] = each
+        for name, weight in _read_weights(path).items():
+            weights_by_name[name if name in present else name.removeprefix("module.")] = weight
         # safetensors has one of several names of a tensor: the others get what that one has.
         name_at = {
-            (each.data_ptr(), each.shape): name
-            for name, each in present.items()
-            if name in weights_by_name and each.numel()
+            (weight.data_ptr(), weight.shape): name
+            for name, weight in present.items()
+            if name in weights_by_name and weight.numel()
         }
-        for name, each in present.items():
-            other = name_at.get((each.data_ptr(), each.shape))
-            if name not in weights_by_name and other is not None:
-                weights_by_name[name] = weights_by_name[other]
+        for name, weight in present.items():
+            alias = name_at.get((weight.data_ptr(), weight.shape))
+            if name not in weights_by_name and alias is not None:
+                weights_by_name[name] = weights_by_name[alias]
         return weights_by_name
 
     def states(self, kind: str, names: Sequence[str]) -> dict[str, Any]:
         """Read the states of the optimizers, or of the schedulers, by their names in the trainer."""
         several = self._places[kind]
         paths = [self._name(kind, number, ".bin") for number in several]
-        more = self._name(kind, max(several, default=-1) + 1, ".bin")
+        next_file = self._name(kind, max(several, default=-1) + 1, ".bin")
         missing = [path.name for path in paths if not path.exists()]
-        if missing or more.exists():
-            difference = f"no {missing[0]}" if missing else f"{more.name} too"
+        if missing or next_file.exists():
+            difference = f"no {missing[0]}" if missing else f"{next_file.name} too"
             raise CheckpointMismatch(
                 f"{self.path} has {difference}, and the trainer has {len(several)} {kind}{'s' * (len(several) != 1)}; "
                 f"build the trainer as it was, or leave {kind!r} out of parts"

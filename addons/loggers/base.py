@@ -198,8 +198,8 @@ class ClientSink(Sink):
     def public_entries(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Return those entries that the service shows, without secrets."""
         shown = {key: entries[key] for key in self.shown if key in entries}
-        found: dict[str, Any] = redact(shown, secrets_in(self.entries))
-        return found
+        public: dict[str, Any] = redact(shown, secrets_in(self.entries))
+        return public
 
 
 class JSONLSink(Sink):
@@ -244,8 +244,8 @@ class JSONLSink(Sink):
 
     def _append(self, line: dict[str, Any]) -> None:
         assert self._file is not None
-        now = {"unix_time": round(self.logged_at or time.time(), 6)}
-        self._file.write(json.dumps(json_safe({**line, **now}), allow_nan=False) + "\n")
+        time_entry = {"unix_time": round(self.logged_at or time.time(), 6)}
+        self._file.write(json.dumps(json_safe({**line, **time_entry}), allow_nan=False) + "\n")
         self._file.flush()
 
     def flush(self) -> None:

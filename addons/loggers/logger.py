@@ -265,8 +265,8 @@ class WebLoggerAddon(LoggerAddon):
             self._check_key(key)
         for key in self._web_keys():
             if not isinstance(web_logger.get(key), Mapping):
-                found = f"a {type(web_logger[key]).__name__} for" if key in web_logger else "no entry"
-                raise ConfigError(f'web_logger has {found} "{key}"; write web_logger={line}')
+                fault = f"a {type(web_logger[key]).__name__} for" if key in web_logger else "no entry"
+                raise ConfigError(f'web_logger has {fault} "{key}"; write web_logger={line}')
         self.web_logger = _Entries({key: _Entries(entries) for key, entries in web_logger.items()})
         for owner in self._web_loggers():
             sink = owner.web_sink

@@ -75,14 +75,14 @@ class WandBSink(ClientSink):
         if "api_key" in entries:
             settings["api_key"] = entries.pop("api_key")
         # The client's own timeouts, so that it stops and reports by itself.
-        ours = {
+        own_settings = {
             "init_timeout": info.timeout,
             "finish_timeout": info.timeout * 0.9,
             "finish_timeout_raises": True,
             _INTERVAL: _SECONDS,
         }
         known_settings = getattr(wandb.Settings, "model_fields", {})  # Older clients do not have all of them.
-        settings = {**{key: value for key, value in ours.items() if key in known_settings}, **settings}
+        settings = {**{key: value for key, value in own_settings.items() if key in known_settings}, **settings}
         config = entries.get("config") or {}
         entries["config"] = {**info.config, **config} if isinstance(config, Mapping) else config
         shown = self.public_entries(entries)

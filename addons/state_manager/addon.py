@@ -269,13 +269,13 @@ class StateManagerAddon(AddOnBase):
         super().setup()
         self._load_check.begin(self)
         if is_due:
-            found = find(self.checkpoints, resumption.resume, resumption.allow_partial, self.local_shards())
-            if found is None:
+            resumed = find(self.checkpoints, resumption.resume, resumption.allow_partial, self.local_shards())
+            if resumed is None:
                 resumption.news = resumption.start.apply(self)
             else:
-                self._resume_from(*found)
+                self._resume_from(*resumed)
                 self._load_check.skip(self.optimization)
-                resumption.note_resumed(found[0], self.progress_checker.run_calls)
+                resumption.note_resumed(resumed[0], self.progress_checker.run_calls)
                 resumption.restart_epoch(self.progress_checker, self.loader_position)
         self.checkpoints.lineage.name_run(secrets.token_hex(8))
 
@@ -364,11 +364,11 @@ class StateManagerAddon(AddOnBase):
 
     def _report_saved(self, signal: int) -> None:
         """Say what was saved because of a signal, and where."""
-        where = "nowhere" if self.last_path is None else self.checkpointer.shown(self.last_path)
+        saved_place = "nowhere" if self.last_path is None else self.checkpointer.shown(self.last_path)
         is_resumed = self._resumption.resume is not False
-        then = "started again, the run continues from there" if is_resumed else "resume='auto' continues from there"
+        outlook = "started again, the run continues from there" if is_resumed else "resume='auto' continues from there"
         self.current_run.report(
-            f"signal {signal}: saved at {self.current_run.place}, in {where}; {then}", logging.WARNING
+            f"signal {signal}: saved at {self.current_run.place}, in {saved_place}; {outlook}", logging.WARNING
         )
 
     def on_exception(self, error: BaseException) -> None:
@@ -514,8 +514,8 @@ class StateManagerAddon(AddOnBase):
         self.checkpoints.settle()
         files = check_partial(allow_partial)
         place = self.save_path if path is None else Path(path).expanduser()
-        found, content = newest_whole(self.checkpointer, place, files, self.local_shards())
-        self._load_content(found, content, strict, files)
+        loaded_path, content = newest_whole(self.checkpointer, place, files, self.local_shards())
+        self._load_content(loaded_path, content, strict, files)
 
     def continue_from(self, state: Mapping[str, Any] | str | Path) -> None:
         """Continue the call of ``run`` that is under way from another state, when the present step is done.
@@ -535,16 +535,16 @@ class StateManagerAddon(AddOnBase):
     def _go_back(self, place: Path) -> None:
         """Load a checkpoint of the call of run that is under way."""
         self.checkpoints.settle()
-        found, content = newest_whole(self.checkpointer, place, (), self.local_shards())
+        loaded_path, content = newest_whole(self.checkpointer, place, (), self.local_shards())
         self.current_run.continuation.check_state(content[2])
-        self._load_content(found, content, True, ())
+        self._load_content(loaded_path, content, True, ())
 
-    def _resume_from(self, found: Path, content: Content) -> None:
+    def _resume_from(self, path: Path, content: Content) -> None:
         """Load the checkpoint that the run continues from; it counts the calls of run of this script, not its own."""
         index = self.progress_checker.run_calls.index
         try:
-            self._resumption.check_ranks(found, content, self.world_size, self.engine.dp_world_size)
-            self._load_content(found, content, True, self._resumption.allow_partial)
+            self._resumption.check_ranks(path, content, self.world_size, self.engine.dp_world_size)
+            self._load_content(path, content, True, self._resumption.allow_partial)
         except CheckpointMismatch as error:
             if "strict=False" in str(error):  # A resume is always strict.
                 error.add_note(
@@ -554,20 +554,20 @@ class StateManagerAddon(AddOnBase):
             raise
         self.progress_checker.run_calls.index = index
 
-    def _load_content(self, found: Path, content: Content, strict: bool, allow_partial: Sequence[str]) -> None:
+    def _load_content(self, path: Path, content: Content, strict: bool, allow_partial: Sequence[str]) -> None:
         """Load what was read of a checkpoint."""
         manifest, model, state = content
         if allow_partial and not (model and state):
-            _log.warning("%s is damaged: %s starts a new run", found, "all but the weights" if model else "the model")
+            _log.warning("%s is damaged: %s starts a new run", path, "all but the weights" if model else "the model")
         if allow_partial and not state:
             self.apply_weights(model, strict)
         else:
             if self._resumption.reshard:
                 state["position"] = {**state["position"], "may_reshard": True}
             load_from_file(self, {"model": model or self.model_state(), **state}, strict)
-            self.checkpoints.adopt(found, manifest, self.progress_checker.moment)
-            _log.info("loaded %s (step %d)", found, self.progress_checker.step)
-        self.on_load(found)
+            self.checkpoints.adopt(path, manifest, self.progress_checker.moment)
+            _log.info("loaded %s (step %d)", path, self.progress_checker.step)
+        self.on_load(path)
 
     def restore_best(self) -> Path:
         """Load the weights of the best checkpoint into the model (and an average of them, if there is one).
@@ -596,8 +596,11 @@ class StateManagerAddon(AddOnBase):
         """Set in a plan when is saved, and describe what is kept."""
         plan.save(self.save_every)
         retention = self.checkpoints.retention
-        more = "; and where a validation is the best so far" if retention.best and plan.validates_at else ""
-        return [f"checkpoints are saved in {self.save_path}, and {retention}{more}", *self._weight_files.plan_lines()]
+        at_best = "; and where a validation is the best so far" if retention.best and plan.validates_at else ""
+        return [
+            f"checkpoints are saved in {self.save_path}, and {retention}{at_best}",
+            *self._weight_files.plan_lines(),
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Add the name of the run, and the scores of the checkpoints that are kept."""
@@ -610,15 +613,15 @@ class StateManagerAddon(AddOnBase):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load the list of checkpoints, with scores by the present monitor."""
-        entry, rest = self.take(state, "StateManagerAddon", strict=False)  # A run without it has no such entry.
+        entry, inner_state = self.take(state, "StateManagerAddon", strict=False)  # A run without it has no such entry.
         if entry is not None and not (isinstance(entry, Mapping) and isinstance(entry.get("scores"), Mapping)):
             raise CheckpointMismatch("the state of StateManagerAddon does not contain a list of scores")
-        super().load_state_dict(rest, strict)
+        super().load_state_dict(inner_state, strict)
         if entry is None:
             return
         scores = dict(entry["scores"])
         weight_scores = dict(entry.get("weight_scores", {}))
-        if not self.history.has_criterion_of(rest["records"]):  # They are those by another monitor.
+        if not self.history.has_criterion_of(inner_state["records"]):  # They are those by another monitor.
             by_step = {step: row["score"] for step, row in self.history.scores_by_step().items()}
             scores = {name: by_step.get(step_of(name) or 0) for name in scores}
             weight_scores = {name: by_step.get(step_of_weights(name)) for name in weight_scores}
@@ -637,9 +640,9 @@ def format_for(model: nn.Module, save_format: str) -> str:
         return kind
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor) and tensor.dtype not in DTYPES.values():
-            other = "" if tensor.is_quantized else "write save_format='ckpt', or "
+            alternative = "" if tensor.is_quantized else "write save_format='ckpt', or "
             raise ConfigError(
-                f"save_format={save_format!r} cannot hold {tensor.dtype}, the dtype of {name!r}; {other}convert the "
-                "model"
+                f"save_format={save_format!r} cannot hold {tensor.dtype}, the dtype of {name!r}; {alternative}convert "
+                "the model"
             )
     return kind

@@ -396,7 +396,7 @@ class Checkpointer:
                 shutil.rmtree(local, ignore_errors=True)
 
     @contextlib.contextmanager
-    def reaching(self, what: str) -> Iterator[None]:
+    def reaching(self, operation: str) -> Iterator[None]:
         """Name the place in an error of the storage, and take no numbers from the random stream of training.
 
         A client waits for a random time before it tries again. In the thread of ``save_async=True`` the stream is not
@@ -418,7 +418,7 @@ class Checkpointer:
         except (CheckpointError, ConfigError):
             raise
         except Exception as error:  # The clients of object storage have their own errors.
-            raised = CheckpointError(f"{self.place}: {what}: {type(error).__name__}: {error}")
+            raised = CheckpointError(f"{self.place}: {operation}: {type(error).__name__}: {error}")
             raised.errno = getattr(error, "errno", None) or errno.EIO
             raise raised from error
         finally:

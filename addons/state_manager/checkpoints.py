@@ -145,16 +145,16 @@ class Checkpoints:
         forget_claims(self.folder)
         put_back(self.folder)
         known_names = self.retention.scores.keys() | self.passed_over
-        others = [path for path in self.checkpointer.list_saved(self.folder) if path.name not in known_names]
+        foreign = [path for path in self.checkpointer.list_saved(self.folder) if path.name not in known_names]
         if known_names:  # This run continues another one: older checkpoints of that are its own.
-            others = [path for path in others if not self._is_left_over(path, step)]
-        if others and not overwrite:
+            foreign = [path for path in foreign if not self._is_left_over(path, step)]
+        if foreign and not overwrite:
             raise ConfigError(
-                f"save_path={str(self.folder)!r} contains {len(others)} checkpoint{'s' * (len(others) > 1)} of "
-                f"another run or newer than this one (newest: {others[0].name}); write resume='auto' to resume "
+                f"save_path={str(self.folder)!r} contains {len(foreign)} checkpoint{'s' * (len(foreign) > 1)} of "
+                f"another run or newer than this one (newest: {foreign[0].name}); write resume='auto' to resume "
                 "from it, give another save_path, or write overwrite=True to replace them"
             )
-        self._replaced = others
+        self._replaced = foreign
 
     def _is_left_over(self, path: Path, step: int) -> bool:
         """Return whether a checkpoint before this step is an older one of this run, or damaged."""
@@ -172,7 +172,7 @@ class Checkpoints:
     # --------------------------------------------------------------------------------------------------------- saving
 
     @contextlib.contextmanager
-    def add(self, kept: tuple[str, float | None] | None, moment: _Moment) -> Iterator[list[Path]]:
+    def add(self, saved: tuple[str, float | None] | None, moment: _Moment) -> Iterator[list[Path]]:
         """Add a checkpoint, by name and score, to those that are kept, and yield those that it replaces.
 
         All ranks call it; None is a checkpoint elsewhere. If the block fails, or the thread that writes, everything is
@@ -184,10 +184,10 @@ class Checkpoints:
         self._step = step = moment[1]
         dropped: list[str] = []
         replaced: list[Path] = []
-        if kept is not None:
+        if saved is not None:
             if step < self._highest:  # The run has gone back, and makes the later steps again.
                 self._replace_later(step)
-            name, score = kept
+            name, score = saved
             scores[name] = score
             dropped = self.retention.to_delete()
             replaced = [path for path in self._replaced if path.name not in scores]
@@ -196,7 +196,7 @@ class Checkpoints:
         except BaseException as error:
             self._fail(error)
             return
-        if kept is not None:
+        if saved is not None:
             # Only now: until the new one is whole, the others are what there is.
             for name in dropped:
                 del scores[name]
@@ -236,11 +236,18 @@ class Checkpoints:
 
         def save(group: Group, model_format: str) -> None:
             pieces, last_rows = self._pieces.split(rows)
-            rest = {key: value for key, value in state.items() if key != "model"}
-            rest["records"] = {**rest["records"], **last_rows}
+            beside_weights = {key: value for key, value in state.items() if key != "model"}
+            beside_weights["records"] = {**beside_weights["records"], **last_rows}
             check = partial(_refuse_nonfinite, target, trained)
             files = plan(
-                target, weights, rest, about, model_format=model_format, group=group, pieces=pieces, check=check
+                target,
+                weights,
+                beside_weights,
+                about,
+                model_format=model_format,
+                group=group,
+                pieces=pieces,
+                check=check,
             )
             self.saver.save(files, partial(self._commit, replaces))
 
@@ -377,8 +384,8 @@ def _refuse_nonfinite(target: Path, trained: Collection[str], weights: Mapping[s
     parameters = {key: weight for key, weight in weights.items() if names[key] in trained}
     bad = sorted({names[key] for key in bad_parameters(parameters)})
     if bad:
-        others = f", and {len(bad) - 1} others do" if len(bad) > 1 else ""
+        others_text = f", and {len(bad) - 1} others do" if len(bad) > 1 else ""
         raise NonFiniteError(
-            f"{target} was not saved: the parameter {bad[0]} contains NaN or infinite values{others}; "
+            f"{target} was not saved: the parameter {bad[0]} contains NaN or infinite values{others_text}; "
             "resume from an older checkpoint with a lower learning rate or gradient_clip=1.0"
         )

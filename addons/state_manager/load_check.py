@@ -108,8 +108,8 @@ class LoadCheck:
             twin = unloaded.copy_unloaded({})
             for kind, copies in (("optimizer", twin.optimizers), ("scheduler", twin.schedulers)):
                 loaded[kind] = {name: loaded[kind][name] for name in copies}
-                for name, each in copies.items():
-                    _check_same(f"{kind} {name}", each, state[kind][name], loaded[kind][name])
+                for name, copied in copies.items():
+                    _check_same(f"{kind} {name}", copied, state[kind][name], loaded[kind][name])
             _load_in_memory(trainer, twin, loaded)
 
 
@@ -142,19 +142,21 @@ def _load_in_memory(trainer: Trainer, twin: Optimization, loaded: Mapping[str, A
     try:
         twin.prepare(loaded, trainer.unwrap(), True, load_optimizer, keeps_best=True)()
     except Exception as error:
-        why = str(error) if isinstance(error, CheckpointError) else f"its load raises {type(error).__name__}: {error}"
+        reason = f"its load raises {type(error).__name__}: {error}"
+        if isinstance(error, CheckpointError):
+            reason = str(error)
         names = ", ".join(type(each).__name__ for each in (*twin.optimizers.values(), *twin.schedulers.values()))
-        raise CheckpointError(f"a checkpoint of this run would not load ({names}): {why}") from error
+        raise CheckpointError(f"a checkpoint of this run would not load ({names}): {reason}") from error
 
 
 def _check_functions(name: str, scheduler: Any, unloaded: Any) -> None:
     """Refuse a schedule whose function for a group that was added is another one: a state holds no functions."""
-    for each, begun in zip([scheduler, *parts_of(scheduler)], [unloaded, *parts_of(unloaded)]):
-        functions = getattr(each, "lr_lambdas", [])
+    for part, begun in zip([scheduler, *parts_of(scheduler)], [unloaded, *parts_of(unloaded)]):
+        functions = getattr(part, "lr_lambdas", [])
         added = functions[len(getattr(begun, "lr_lambdas", [])) :]
         if added and any(function is not functions[0] for function in functions):
             raise CheckpointError(
-                f"scheduler {name} ({type(each).__name__}) has got a function in lr_lambdas for a group that training "
+                f"scheduler {name} ({type(part).__name__}) has got a function in lr_lambdas for a group that training "
                 "has added, and a checkpoint of it would not load: it holds no functions. Use one function for all "
                 "groups, the same object, or give the optimizer all of its groups, and the scheduler their functions, "
                 "as they are made"
@@ -177,9 +179,9 @@ def _check_inner(name: str, optimizer: Optimizer, twin: Optimizer) -> None:
             )
 
 
-def _refuse_shared(optimizer: Optimizer, state: Any, where: str) -> None:
+def _refuse_shared(optimizer: Optimizer, state: Any, root: str) -> None:
     """Refuse tensors of other classes than torch's own, and views of the same memory."""
-    leaves = [*leaves_of(state, where)]
+    leaves = [*leaves_of(state, root)]
     for path, value in leaves:
         if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter) and not is_sharded(value):
             raise CheckpointError(

@@ -37,16 +37,16 @@ def form_of(model: nn.Module) -> dict[str, Any]:
 
 def check_form(model: nn.Module, before: Mapping[str, Any]) -> None:
     """Refuse tensors that the first step has made, removed, or given another shape or type."""
-    now = form_of(model)
-    for name in [*now, *(name for name in before if name not in now)]:
-        one = before.get(name, "absent")
-        other = now.get(name, "absent")
-        if one is None or other is None or one == other:
+    present = form_of(model)
+    for name in [*present, *(name for name in before if name not in present)]:
+        old = before.get(name, "absent")
+        new = present.get(name, "absent")
+        if old is None or new is None or old == new:
             continue
-        if "absent" in (one, other):
-            change = "was made" if one == "absent" else "was removed"
+        if "absent" in (old, new):
+            change = "was made" if old == "absent" else "was removed"
         else:
-            change = "; ".join(f"was {was} and is {now}" for was, now in zip(one, other, strict=True) if was != now)
+            change = "; ".join(f"was {a} and is {b}" for a, b in zip(old, new, strict=True) if a != b)
         raise CheckpointError(
             f"{name} of the model {change} in the first step. A script that is started again has that of before, which "
             "no checkpoint of this run fits. Make it in __init__ of its module, with this shape and type; register a "
@@ -57,11 +57,11 @@ def check_form(model: nn.Module, before: Mapping[str, Any]) -> None:
 
 def check_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Refuse weights without bytes of their own, and a module whose extra state could not be loaded."""
-    tensors = {name: each for name, each in weights.items() if isinstance(each, Tensor)}
+    tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
     separate(tensors)
-    for name, each in tensors.items():
-        if each.layout is not torch.strided or each.is_quantized:
-            dense(each, f"{name} of the model")  # Sparse and quantized tensors are refused.
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            dense(tensor, f"{name} of the model")  # Sparse and quantized tensors are refused.
     for path, module in model.named_modules():
         kind = type(module)
         saves = kind.get_extra_state is not nn.Module.get_extra_state

@@ -66,14 +66,14 @@ def find(
     paths = checkpointer.list_saved(folder)
     if folder != checkpoints.folder and not paths:
         return folder, read(checkpointer, folder, allow_partial, held)
-    found = newest_valid(folder, partial(read, checkpointer, held=held), paths)
-    refuse_links(folder, found[0] if found else None)
-    newest = None if found is None else found[1][0]
+    newest_checkpoint = newest_valid(folder, partial(read, checkpointer, held=held), paths)
+    refuse_links(folder, newest_checkpoint[0] if newest_checkpoint else None)
+    newest = None if newest_checkpoint is None else newest_checkpoint[1][0]
     failed = _exact_crash(checkpointer, folder, newest, held)
     if failed is not None:
         _log.info("resuming from %s: a failed run has saved it between two steps", failed[0])
         return failed
-    if found is None:
+    if newest_checkpoint is None:
         crashed = next(iter(checkpointer.list_saved(folder, "crash")), None)
         hint = f"; resume={str(crashed)!r} resumes from what a failed run has saved" if crashed else ""
         if resume == "auto":
@@ -84,9 +84,9 @@ def find(
             f"resume={resume!r}, but {folder} contains no checkpoint; write resume='auto' to start a new run in "
             f"that case{hint}"
         )
-    path, content, passed_over = found
-    for damaged, why in passed_over:
-        _log.warning("passed over %s, which is damaged (%s); resuming from %s", damaged, why, path)
+    path, content, passed_over = newest_checkpoint
+    for damaged, reason in passed_over:
+        _log.warning("passed over %s, which is damaged (%s); resuming from %s", damaged, reason, path)
     checkpoints.passed_over = {damaged.name for damaged, _ in passed_over}
     return path, content
 
@@ -112,12 +112,12 @@ def newest_whole(
     checkpointer: Checkpointer, path: Path, allow_partial: Collection[str], held: _Held
 ) -> tuple[Path, Content]:
     """Read a checkpoint as `read` does, or the newest whole one in a folder of them."""
-    found = newest_valid(path, partial(read, checkpointer, held=held), checkpointer.list_saved(path))
-    if found is None:
+    newest = newest_valid(path, partial(read, checkpointer, held=held), checkpointer.list_saved(path))
+    if newest is None:
         return path, read(checkpointer, path, allow_partial, held)
-    for damaged, why in found[2]:
-        _log.warning("passed over %s, which is damaged (%s); loading %s", damaged, why, found[0])
-    return found[:2]
+    for damaged, reason in newest[2]:
+        _log.warning("passed over %s, which is damaged (%s); loading %s", damaged, reason, newest[0])
+    return newest[:2]
 
 
 def read(checkpointer: Checkpointer, path: Path, allow_partial: Collection[str] = (), held: _Held = _NONE) -> Content:
@@ -202,11 +202,11 @@ class Resumption:
         if calls.must_replay:
             return f"call {calls.index} of run() was finished before; nothing to train"
         is_regular = self.path.name.startswith("step-")
-        where = shown(self.path.parent if is_regular else self.path)
+        place = shown(self.path.parent if is_regular else self.path)
         if progress.pending_validation or run.has_more_epochs():
-            return f"resumed from {run.place} of {where}"
+            return f"resumed from {run.place} of {place}"
         because = f", stopped: {progress.stop_reason}" if progress.stop_reason else ""
-        return f"already finished; nothing to train: {where} is at {run.place}{because}"
+        return f"already finished; nothing to train: {place} is at {run.place}{because}"
 
     def is_ahead(self, calls: RunCalls) -> bool:
         """Return whether the state belongs to a call of ``run`` that the script has not made yet."""
@@ -243,7 +243,7 @@ class Resumption:
         progress.epoch_step = 0
         progress.epoch_batch = 0
 
-    def check_ranks(self, found: Path, content: Content, processes: int, shares: int) -> None:
+    def check_ranks(self, path: Path, content: Content, processes: int, shares: int) -> None:
         """Refuse a checkpoint of another number of shares of the data, unless ``reshard`` is set."""
         manifest, _, state = content
         saved = manifest["world_size"]
@@ -251,11 +251,11 @@ class Resumption:
         if divided == shares or self.reshard or not state:
             return
         before = f"by {saved} processes"
-        now = f"{processes}"
+        present = f"{processes}"
         if saved != divided or processes != shares:  # Some ranks get the same data.
             before += f" with {divided} shares of the data"
-            now += f" with {shares}"
+            present += f" with {shares}"
         raise CheckpointMismatch(
-            f"checkpoint {found} was saved {before}; this run has {now}; use as many processes, write reshard=True to "
-            "reshard the rest of the epoch, or load only the weights: apply_weights(path)"
+            f"checkpoint {path} was saved {before}; this run has {present}; use as many processes, write reshard=True "
+            "to reshard the rest of the epoch, or load only the weights: apply_weights(path)"
         )

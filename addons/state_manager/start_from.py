@@ -70,16 +70,16 @@ class Start:
             return self.path, read(self.path)
         newest = newest_valid(self.path, read_whole)
         assert newest is not None  # It raises where none is whole.
-        for damaged, why in newest[2]:
-            _log.warning("passed over %s, which is damaged (%s); starting from %s", damaged, why, newest[0])
+        for damaged, reason in newest[2]:
+            _log.warning("passed over %s, which is damaged (%s); starting from %s", damaged, reason, newest[0])
         return newest[:2]
 
-    def _describe(self, found: Path) -> dict[str, Any]:
+    def _describe(self, path: Path) -> dict[str, Any]:
         """Return what checkpoints of the new run say of the one that it started from."""
-        about: dict[str, Any] = {"path": str(found), "parts": list(self.parts)}
-        if found.is_file():
+        about: dict[str, Any] = {"path": str(path), "parts": list(self.parts)}
+        if path.is_file():
             return about
-        manifest = read_manifest(found)
+        manifest = read_manifest(path)
         return {**about, **{name: manifest[name] for name in ("run_id", "step", "sha256")}}
 
     def _load(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
@@ -104,12 +104,16 @@ class Start:
         if self.path is None:
             return ""
         self._has_extra = "model" in self.parts and bool(extra_names(trainer.unwrap().state_dict()))
-        found, (model, rest) = self._newest(self._load, self._load_whole)
-        engine, world, rank = engine_of(type(trainer), rest), trainer.engine.dp_world_size, trainer.engine.dp_rank
-        saved = RankStates.with_entries_of(rest, engine, world, rank)
+        path, (model, state_beside) = self._newest(self._load, self._load_whole)
+        engine, world, rank = (
+            engine_of(type(trainer), state_beside),
+            trainer.engine.dp_world_size,
+            trainer.engine.dp_rank,
+        )
+        saved = RankStates.with_entries_of(state_beside, engine, world, rank)
         present = trainer.state_dict()
         streams = RankStates.streams_in(saved, rank, world) if "random" in self.parts else None
-        state = {**present, **_merge(saved, present, self.parts, found, _counters_of(trainer.optimizer))}
+        state = {**present, **_merge(saved, present, self.parts, path, _counters_of(trainer.optimizer))}
         if "optimizer" in self.parts:  # Its state has another order in memory than the parameters of this script.
             state["module"] = {**present["module"], "strides": None}
             state["devices"] = saved.get("devices", {})
@@ -130,8 +134,8 @@ class Start:
         position.restart(trainer.progress_checker.batch)
         if streams is not None:
             random_state.restore(streams)
-        trainer.checkpoints.lineage.parent = self._describe(found)  # type: ignore[attr-defined]
-        place = trainer.checkpointer.shown(found)  # type: ignore[attr-defined]
+        trainer.checkpoints.lineage.parent = self._describe(path)  # type: ignore[attr-defined]
+        place = trainer.checkpointer.shown(path)  # type: ignore[attr-defined]
         return f"a new run starts from {', '.join(self.parts)} of {place}"
 
 
@@ -195,17 +199,17 @@ def _merge(
     saved: Mapping[Any, Any],
     present: Mapping[str, Any],
     parts: list[str],
-    found: Path,
+    path: Path,
     counters: Mapping[str, set[str]],
 ) -> dict[str, Any]:
     """Return the entries of the new state that contain values of the saved one."""
     merged: dict[str, Any] = {}
     try:
         if "optimizer" in parts or "scheduler" in parts:
-            _same_names(saved, present, "optimizer", found)
+            _same_names(saved, present, "optimizer", path)
             merged |= _optimizers(saved, present, parts, counters)
         if "scheduler" in parts:
-            _same_names(saved, present, "scheduler", found)
+            _same_names(saved, present, "scheduler", path)
             merged["scheduler"] = saved["scheduler"]
         if "progress" in parts:
             merged["progress"] = _progress(saved["progress"])
@@ -214,23 +218,23 @@ def _merge(
         if isinstance(error, CheckpointMismatch):
             raise
         raise CheckpointMismatch(
-            f"the state in {found} is not one that zae has saved ({type(error).__name__}: "
+            f"the state in {path} is not one that zae has saved ({type(error).__name__}: "
             f"{printable(str(error)[:200])}); give another checkpoint"
         ) from error
     for name in parts:
         if name not in _PARTS:
             if saved.get(name) is None:
-                raise CheckpointMismatch(f"{found} has no entry of {name}; leave {name!r} out of start_with")
+                raise CheckpointMismatch(f"{path} has no entry of {name}; leave {name!r} out of start_with")
             merged[name] = saved[name]
     return merged
 
 
-def _same_names(saved: Mapping[Any, Any], present: Mapping[str, Any], what: str, found: Path) -> None:
+def _same_names(saved: Mapping[Any, Any], present: Mapping[str, Any], kind: str, path: Path) -> None:
     """Refuse optimizers or schedulers of other names, or in other groups."""
-    if set(saved[what]) != set(present[what]):
+    if set(saved[kind]) != set(present[kind]):
         raise CheckpointMismatch(
-            f"{found} holds the {what}s {sorted(saved[what])}, and this trainer has {sorted(present[what])}; build "
-            f"them as they were, or leave {what!r} out of start_with"
+            f"{path} holds the {kind}s {sorted(saved[kind])}, and this trainer has {sorted(present[kind])}; build "
+            f"them as they were, or leave {kind!r} out of start_with"
         )
 
 
@@ -249,18 +253,19 @@ def _optimizers(
 ) -> dict[str, Any]:
     """Return the saved state of each parameter, and the settings of the script; a schedule brings its rates."""
     merged: dict[str, Any] = {"optimizer": {}, "order": {}, "outside": {}}
-    for name, own in present["optimizer"].items():
-        other = saved["optimizer"][name]
-        source = other if "optimizer" in parts else own
-        groups = [dict(group) for group in own["param_groups"]]
-        if len(groups) != len(other["param_groups"]):
+    for name, present_state in present["optimizer"].items():
+        saved_state = saved["optimizer"][name]
+        source = saved_state if "optimizer" in parts else present_state
+        groups = [dict(group) for group in present_state["param_groups"]]
+        if len(groups) != len(saved_state["param_groups"]):
             raise CheckpointMismatch(
                 f"optimizer {name} has {len(groups)} parameter groups, and was saved with "
-                f"{len(other['param_groups'])}; build it as it was, or take the model alone: start_with=('model',)"
+                f"{len(saved_state['param_groups'])}; build it as it was, or take the model alone: "
+                "start_with=('model',)"
             )
-        for group, before, kept in zip(groups, other["param_groups"], source["param_groups"]):
-            group["params"] = kept["params"]
-            group.update({key: kept[key] for key in counters[name] if key in kept})
+        for group, before, source_group in zip(groups, saved_state["param_groups"], source["param_groups"]):
+            group["params"] = source_group["params"]
+            group.update({key: source_group[key] for key in counters[name] if key in source_group})
             if "scheduler" in parts:
                 group.update({key: before[key] for key in _RATES if key in before})
         merged["optimizer"][name] = {**source, "param_groups": groups}

@@ -62,7 +62,9 @@ class StopSignals:
         self._pid = os.getpid()
         handlers = {number: _previous_handler(signal.getsignal(number), number) for number in _numbers()}
         # None: a handler that Python cannot put back.
-        self._before = {number: one for number, one in handlers.items() if one is not None and one != signal.SIG_IGN}
+        self._before = {
+            number: handler for number, handler in handlers.items() if handler is not None and handler != signal.SIG_IGN
+        }
         self._listens = bool(self._before)
         self._may_repeat = "RANK" in os.environ  # Of a launcher, or of the process that has started this rank.
         for number in self._before:

@@ -77,14 +77,14 @@ class WeightFiles:
 
     def open(self, step: int, overwrite: bool) -> None:
         """Refuse files of another run, where this one begins and does not overwrite them."""
-        others = [] if self.every is None or step else self.checkpointer.list_weights()
-        if others and not overwrite:
-            count = f"{len(others)} file{'s' * (len(others) > 1)}"
+        foreign = [] if self.every is None or step else self.checkpointer.list_weights()
+        if foreign and not overwrite:
+            count = f"{len(foreign)} file{'s' * (len(foreign) > 1)}"
             raise ConfigError(
                 f"save_path={str(self.checkpointer.folder)!r} contains {count} of weights of another run (newest: "
-                f"{others[-1].name}); give another save_path, or write overwrite=True to replace them"
+                f"{foreign[-1].name}); give another save_path, or write overwrite=True to replace them"
             )
-        self._replaced = others
+        self._replaced = foreign
 
     def save_if_due(
         self,

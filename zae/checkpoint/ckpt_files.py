@@ -29,8 +29,8 @@ def write_ckpt(write: Callable[[Any], object], tensors: Mapping[str, Tensor]) ->
     for name, tensor in untied.items():
         host = dense(tensor, name)
         # torch.save writes the whole memory behind a view: a view that is less than that is copied.
-        whole = host.untyped_storage().nbytes() == host.numel() * host.element_size()
-        content[name] = host if whole else host.clone()
+        has_all_of_storage = host.untyped_storage().nbytes() == host.numel() * host.element_size()
+        content[name] = host if has_all_of_storage else host.clone()
     sink = _Sink(write, {host.data_ptr(): byte_view(host) for host in content.values()})
     torch.save({name: content[tied.get(name, name)] for name in tensors}, cast("IO[bytes]", sink))
 
@@ -78,8 +78,8 @@ def read_trusted(path: Path) -> dict[str, Tensor]:
     raise CheckpointDamaged(f"{path}: contains a {type(content).__name__}; expected a state_dict or a torch.nn.Module")
 
 
-def _is_state(made: object) -> bool:
-    return isinstance(made, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in made.items())
+def _is_state(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
 
 
 class _Sink(io.RawIOBase):
@@ -153,12 +153,12 @@ def _refuse_odd_pickle(data: bytes) -> None:
             stack.append(_kind_of(name, operation.stack_after[0].name, argument))
 
 
-def _kind_of(operation: str, made: str, argument: Any) -> str:
+def _kind_of(operation: str, kind: str, argument: Any) -> str:
     """Return what an operation of a pickle puts on the stack: the kind of a value, or the name of a function."""
     if operation in ("GLOBAL", "STACK_GLOBAL", "INST"):
         if argument != _ORDERED and not str(argument).startswith(("torch ", "torch.")):
             raise ValueError(f"it names {str(argument)[:80]!r}, which weights do not need")
         return str(argument)
-    if made == "int" and not -(2**63) <= argument < 2**63:
+    if kind == "int" and not -(2**63) <= argument < 2**63:
         return "a large number"
-    return operation if operation == "EMPTY_TUPLE" else made
+    return operation if operation == "EMPTY_TUPLE" else kind

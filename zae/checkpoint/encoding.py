@@ -243,10 +243,10 @@ class _Decoder:
         if type(node) is not dict:
             raise Malformed(f"contains a {type_name(node)}; expected a dict")
         if "$" not in map(_FIRST, node):
-            made = {}
+            values = {}
             for key, item in node.items():
-                made[key] = item if type(item) in PLAIN else self.value(item, depth + 1)
-            return made
+                values[key] = item if type(item) in PLAIN else self.value(item, depth + 1)
+            return values
         tag = next(key for key in node if key[:1] == "$")
         if len(node) > 1 or tag not in KINDS.keys() | {"$tensor"}:
             raise Malformed(f"contains the unknown tag {tag!r:.80}; a newer zae may have written it")

@@ -197,10 +197,10 @@ def clear(path: Path) -> bool:
             disk.remove_file(path)
             return True
         entries = entries_of(path)
-        ours = [entry for entry in entries if is_known(entry.name) and not entry.is_dir(follow_symlinks=False)]
-        for entry in ours:
+        own_entries = [entry for entry in entries if is_known(entry.name) and not entry.is_dir(follow_symlinks=False)]
+        for entry in own_entries:
             disk.remove_file(Path(entry.path))
-        foreign = [Path(entry.path) for entry in entries if entry not in ours]
+        foreign = [Path(entry.path) for entry in entries if entry not in own_entries]
         if not foreign or not _give_back(path, foreign):
             disk.remove_directory(path)
     except FileNotFoundError:  # Another process was quicker.

@@ -181,11 +181,11 @@ def newest_valid(
     )
 
 
-def refuse_links(folder: Path, found: Path | None) -> None:
+def refuse_links(folder: Path, resumed: Path | None) -> None:
     """Refuse to start from scratch, or from an older checkpoint, if a link stands for a newer one."""
     steps = {path: step_of(path.name) or 0 for path in folder.glob("step-*") if path.is_symlink()}
     newest = max(steps, key=lambda path: steps[path], default=None)
-    if newest is not None and steps[newest] > (step_of(found.name) or 0 if found else -1):
+    if newest is not None and steps[newest] > (step_of(resumed.name) or 0 if resumed else -1):
         raise CheckpointNotFound(
             f"{newest} is a link, and links are not followed; write resume={os.path.realpath(newest)!r}, give the "
             "folder that it points into as save_path, or remove the link"

@@ -124,8 +124,8 @@ class FolderLock:
 
     def _open(self, path: Path) -> int:
         """Open and lock the file that is there; raise ConfigError if it is locked already."""
-        more = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK"))
-        handle = os.open(path, os.O_RDWR | more)
+        flags = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK"))
+        handle = os.open(path, os.O_RDWR | flags)
         if _lock(handle):
             return handle
         os.close(handle)

@@ -236,7 +236,7 @@ def _files_fault(content: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_progress(found: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def check_progress(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose state has another step or epoch than its manifest."""
     progress = state.get("progress")
     if not isinstance(progress, Mapping):
@@ -244,6 +244,6 @@ def check_progress(found: Path, manifest: Mapping[str, Any], state: Mapping[str,
     for name in ("step", "epoch"):
         if progress.get(name) != manifest[name]:
             raise CheckpointMismatch(
-                f"{found}: the manifest says {name} {manifest[name]}, and the state {name} "
+                f"{path}: the manifest says {name} {manifest[name]}, and the state {name} "
                 f"{progress.get(name)!r:.40}; somebody has changed it: load another checkpoint"
             )

@@ -70,7 +70,7 @@ class Pieces:
         """Return the pieces of these lists by the names of their files, and the rows that remain of each list."""
         pieces = {}
         pieces_made = {}
-        rest = {}
+        loose_rows = {}
         for key, rows in lists.items():
             end = 0
             for start, end in _spans(len(rows)):
@@ -84,9 +84,9 @@ class Pieces:
                     piece = Piece(text, FileEntry(size=len(text), sha256=hashlib.sha256(text).hexdigest()))
                 pieces_made[name] = ends, piece
                 pieces[name] = piece
-            rest[key] = [dict(row) for row in rows[end:]]
+            loose_rows[key] = [dict(row) for row in rows[end:]]
         self._made = pieces_made
-        return pieces, rest
+        return pieces, loose_rows
 
 
 def add_rows(state: dict[Any, Any], directory: Path, manifest: Manifest, allow_partial: Collection[str] = ()) -> None:

@@ -69,9 +69,9 @@ def divide(parts: dict[str, Tensor], group: Group, directory: Path) -> tuple[dic
 def _untie(chunks: dict[str, Tensor]) -> None:
     """Give each tensor memory of its own: a file has one entry for tied tensors, and the plan has both."""
     names: dict[int, str] = {}
-    for name, each in chunks.items():
-        if each.numel() and names.setdefault(each.data_ptr(), name) != name:
-            chunks[name] = each.clone()
+    for name, chunk in chunks.items():
+        if chunk.numel() and names.setdefault(chunk.data_ptr(), name) != name:
+            chunks[name] = chunk.clone()
 
 
 def read_parts(
@@ -100,9 +100,9 @@ def read_parts(
     return model, rest
 
 
-def _fill(made: Mapping[str, _Target], plan: Any, directory: Path, files: Mapping[str, FileEntry]) -> None:
+def _fill(targets: Mapping[str, _Target], plan: Any, directory: Path, files: Mapping[str, FileEntry]) -> None:
     """Read the shards, and refuse parts that are not those of the plan, or that leave a tensor incomplete."""
-    missing = {name: each.whole.numel() for name, each in made.items()}
+    missing = {name: target.whole.numel() for name, target in targets.items()}
     for rank, (file, entry) in enumerate(files.items()):
         expected: dict[str, tuple[str, list[int]]] = {}
         for name, about in plan.items():
@@ -116,7 +116,7 @@ def _fill(made: Mapping[str, _Target], plan: Any, directory: Path, files: Mappin
         for chunk, part in iterate_safetensors(directory / file, entry):
             if chunk in expected:
                 name, offsets = expected.pop(chunk)
-                made[name].fill(part, offsets)
+                targets[name].fill(part, offsets)
                 missing[name] -= part.numel()
         if expected:
             raise ValueError(f"the parts in {file} are others")

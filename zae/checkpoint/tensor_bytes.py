@@ -70,10 +70,10 @@ def dense(tensor: Tensor, name: str | Callable[[], str]) -> Tensor:
                 return host
     except (RuntimeError, NotImplementedError, ValueError):
         pass
-    where = f"on {tensor.device} ({tensor.layout})"
+    layout = f"on {tensor.device} ({tensor.layout})"
     place = name if isinstance(name, str) else name()
     raise CheckpointError(
-        f"{place} is a {type(tensor).__name__} {where}, which has no bytes to store; "
+        f"{place} is a {type(tensor).__name__} {layout}, which has no bytes to store; "
         "store the dense tensor that it stands for"
     )
 

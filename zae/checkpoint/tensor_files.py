@@ -83,8 +83,8 @@ def format_of(path: PurePath) -> str:
     """Return the format that the suffix of a file stands for."""
     format_name = SUFFIXES.get(path.suffix.lower())
     if format_name is None:
-        *most, last = SUFFIXES
-        raise ConfigError(f"{path}: unknown suffix {path.suffix!r} for weights; write {', '.join(most)} or {last}")
+        *others, last = SUFFIXES
+        raise ConfigError(f"{path}: unknown suffix {path.suffix!r} for weights; write {', '.join(others)} or {last}")
     return format_name
 
 
@@ -106,10 +106,10 @@ def write_safetensors(
     them on the CPU at once, does not hash (the file would have to be read again), does not wait for the disk, reports a
     full disk without its error number, and orders notes differently each time.
     """
-    kept = tensors
+    separate_tensors = tensors
     if tied is None:
-        kept, tied = separate(tensors)
-    for name, tensor in kept.items():
+        separate_tensors, tied = separate(tensors)
+    for name, tensor in separate_tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"{name!r} is of {tensor.dtype}, which safetensors cannot hold; save it as .ckpt, or convert it"
@@ -118,20 +118,26 @@ def write_safetensors(
     if tied:
         notes[_TIES] = json.dumps(tied)  # Another note may look like a tie by chance; this one does not.
     # The largest elements first, so that each tensor starts at a multiple of its element size.
-    order = [name for _, name in sorted((-tensor.element_size(), name) for name, tensor in kept.items())]
+    order = [name for _, name in sorted((-tensor.element_size(), name) for name, tensor in separate_tensors.items())]
     header: dict[str, Any] = {"__metadata__": notes}
     end = 0
     for name in order:
-        begin, end = end, end + kept[name].numel() * kept[name].element_size()
-        entry = {"dtype": DTYPE_NAMES[kept[name].dtype], "shape": list(kept[name].shape), "data_offsets": [begin, end]}
+        begin, end = end, end + separate_tensors[name].numel() * separate_tensors[name].element_size()
+        entry = {
+            "dtype": DTYPE_NAMES[separate_tensors[name].dtype],
+            "shape": list(separate_tensors[name].shape),
+            "data_offsets": [begin, end],
+        }
         header[name] = entry
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH)
     if len(text) > HEADER_LIMIT:
-        raise CheckpointError(f"{len(kept)} tensors need a header of {len(text)} bytes; the limit is {HEADER_LIMIT}")
+        raise CheckpointError(
+            f"{len(separate_tensors)} tensors need a header of {len(text)} bytes; the limit is {HEADER_LIMIT}"
+        )
     write(len(text).to_bytes(_LENGTH, "little") + text)
     for name in order:
-        write(byte_view(dense(kept[name], name)))
+        write(byte_view(dense(separate_tensors[name], name)))
 
 
 def read_safetensors(source: Input) -> tuple[dict[str, Tensor], dict[str, str]]:

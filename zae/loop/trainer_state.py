@@ -227,12 +227,12 @@ def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
     leftover = [str(key) for key in state if key not in (*_KEYS, *_OPTIONAL, *_REMOVED)]
     if missing:
         is_model = all(isinstance(value, Tensor) for value in state.values())
-        other = ", or load weights alone with apply_weights(...)"
+        alternative = ", or load weights alone with apply_weights(...)"
         if not is_model:
-            other = ", an override of which returns {**super().state_dict(), ...}"
+            alternative = ", an override of which returns {**super().state_dict(), ...}"
         raise CheckpointMismatch(
             f"the state has no {', '.join(missing)}; its entries are {', '.join(map(str, state)) or 'none'}; give what "
-            f"state_dict() returned{other}"
+            f"state_dict() returned{alternative}"
         )
     if removed:
         _log.warning("the state of %s is not loaded: zae no longer has this add-on", ", ".join(removed))

@@ -28,12 +28,12 @@ def read_module(
     ``in_training`` has the modules in training mode, where an evaluation has changed it.
     """
     evaluating = []
-    for path, each in _named_modules(module).items():
-        trains = each.training if in_training is None else each in in_training
+    for path, part in _named_modules(module).items():
+        trains = part.training if in_training is None else part in in_training
         if not trains:
             evaluating.append(path)
     return {
-        "frozen": [name for name, each in parameters.items() if not each.requires_grad],
+        "frozen": [name for name, part in parameters.items() if not part.requires_grad],
         "evaluating": evaluating,
         "strides": _read_strides(module),
     }
@@ -41,16 +41,16 @@ def read_module(
 
 def _read_strides(module: nn.Module) -> dict[str, list[int]] | None:
     """Return the strides of tensors that are not contiguous; None where this rank has only parts of the tensors."""
-    found = {}
-    for name, each in plain_state(module, keep_vars=True).items():
-        if not isinstance(each, Tensor):
+    strides_by_name = {}
+    for name, tensor in plain_state(module, keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
             continue
-        if is_sharded(each):
+        if is_sharded(tensor):
             return None
-        strides = strides_to_save(each)
+        strides = strides_to_save(tensor)
         if strides is not None:
-            found[name] = list(strides)
-    return found
+            strides_by_name[name] = list(strides)
+    return strides_by_name
 
 
 def check_module(entry: Any) -> None:
@@ -104,18 +104,18 @@ def load_flags(
             parameter.requires_grad_(is_trained)
             changed.append(name)
     if changed and is_main:
-        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        further = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         _log.warning(
             "the checkpoint sets requires_grad of %s, as training had left it; the script has the opposite",
-            ", ".join(changed[:_SHOWN]) + more,
+            ", ".join(changed[:_SHOWN]) + further,
         )
-    trained = [each for path, each in _named_modules(module).items() if path not in evaluating]
+    trained = [part for path, part in _named_modules(module).items() if path not in evaluating]
     if in_training is not None:
         return trained
     for submodule in module.modules():
         submodule.training = False
-    for each in trained:
-        each.training = True
+    for part in trained:
+        part.training = True
     return None
 
 
