@@ -16,6 +16,7 @@ Row = Mapping[str, Any]
 
 _CAUSES = {
     "before": "weights",
+    "words_before": "weights",
     "frozen": "weights",
     "inputs": "samples",
     "shapes": "samples",
@@ -31,7 +32,7 @@ _CAUSES = {
 """What differs in a row, in the order in which it is a cause of what follows, and the word for it."""
 _FOLLOWS = ("loss", "skipped", "buffers", "after")
 _OF_BATCHES = ("inputs", "shapes", "loss")
-_RESULTS = ("before", "after", "buffers", "skipped")  # What a run is about: all else is a way to it.
+_RESULTS = ("before", "words_before", "after", "buffers", "skipped")  # What a run is about: all else is a way to it.
 
 
 @dataclass

@@ -3,9 +3,10 @@
 It runs in the process that trains: torch is given. Of weights 64-bit words are summed, so that any flipped bit changes
 the sum. Of a tensor of more than 64 KB, each eighth block of 2 KB is summed, as what costs is to read it all. A change
 of 16 KB in a row is always seen at once. A smaller one between the blocks is seen by what it does: if the loss depends
-on it, the next update of all weights is another one. Words of inputs are all summed, multiplied by their
-places, as their order counts. The state of an optimizer, of which all words are summed, is that of the first step and
-of each save. Sums are made on the device of the tensor, and those of a step are read at once.
+on it, the next update of all weights is another one. At the first step, and at the first one after each save, all words
+of the weights and of the state of the optimizer are summed: a resumed run begins with these. So are all words of
+inputs, multiplied by their places, as their order counts. Sums are made on the device of the tensor, and those of a
+step are read at once.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class Recorder:
             start["state_before"] = self._state_of(optimizer)
         elif saved is not None:
             start["state_before"] = saved
+        if "state_before" in start:  # All words of what a resumed run begins with.
+            start["words_before"] = [ordered_sum(each) for each in weights]
         if self.versions.get(name) != [each._version for each in weights]:  # Else they are those after the step before.
             start["before"] = self.sums(weights)
         self.starts.append(start)

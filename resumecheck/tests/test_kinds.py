@@ -593,7 +593,7 @@ KINDS = {
         set(),
         "31 steps are made in all",
     ),
-    "one weight of many": (ONE_WEIGHT, {"gradients"}, set(), "the same weights, as far as they are summed"),
+    "one weight of many": (ONE_WEIGHT, {"weights"}, set(), "the weights differ"),
     "rows of a table": (ROWS_OF_A_TABLE, set(), set(), "resumed after step 15"),
     "HDF5": (HDF5.replace("FIRST", 'int(file.attrs["step"])'), set(), set(), "resumed after step 18"),
     "probes before it loads": (
