@@ -175,6 +175,7 @@ class Gated(nn.Module):
 @in_parts
 def test_what_a_plan_has_left_out_is_named(engine: Engine) -> None:
     """In the first step, whether or not gradients are clipped; with the entry the weights are those of one process."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # Nothing changes it in place.
 
     def normed() -> nn.Module:
         torch.manual_seed(0)
@@ -196,6 +197,7 @@ def test_what_a_plan_has_left_out_is_named(engine: Engine) -> None:
 @in_parts
 def test_a_whole_activation_that_meets_a_part_is_refused(engine: Engine) -> None:
     """Where no parameter would tell, the gradient of what a column-parallel layer takes does."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # Nothing changes it in place.
     columns, sums = dict.fromkeys(("first", "third"), ColwiseParallel()), ("second", "last")
     trainer = build(engine, task=Mean, model=Gated(), tensor_plan=columns | dict.fromkeys(sums, RowwiseParallel()))
     with pytest.raises(ConfigError, match=r"gradients of what third \(Linear\) takes.*RowwiseParallel"):

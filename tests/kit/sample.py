@@ -11,6 +11,9 @@ import pytest
 
 __all__ = ["choose", "mark_the_rest"]
 
+_LEFT_OUT = ("exhaustive", "deepspeed", "fits", "vision")
+"""Cells that are left out already, or need a library that the others do not need."""
+
 
 def choose(cells: Sequence[Mapping[str, Any]], seed: str, *, count: int = 0, covering: int = 0) -> list[int]:
     """Return the indices of the chosen cells, each a mapping of parameters to values, in their order.
@@ -42,7 +45,8 @@ def mark_the_rest(items: Iterable[pytest.Item]) -> None:
     """Mark the cells that ``@pytest.mark.sample`` leaves out, of functions that are collected with all their cells."""
     functions: dict[str, list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("exhaustive") is None and item.get_closest_marker("sample") is not None:
+        is_left_out = any(item.get_closest_marker(name) is not None for name in _LEFT_OUT)
+        if not is_left_out and item.get_closest_marker("sample") is not None:
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cells in functions.items():
         options = dict(cells[0].get_closest_marker("sample").kwargs)
