@@ -28,14 +28,17 @@ def _warm():
     importlib.import_module("sklearn.linear_model")
 
 
-def start(name, seconds=60):
+def start(name, seconds=60, batch_sizes=1):
     """Run an example in the present folder; return its output, which is plain text."""
-    return plain(*Script(EXAMPLES / name).end(seconds))[0]
+    return plain(*Script(EXAMPLES / name).end(seconds), batch_sizes)[0]
 
 
-def plain(status, out, err):
-    """Both streams of a run that ended well: standard error has the lines of its progress, and nothing else."""
-    assert (status, besides_progress(err)) == (0, "")
+def plain(status, out, err, batch_sizes=1):
+    """Both streams of a run that ended well: standard error has the lines of its progress, and each new batch size."""
+    lines = besides_progress(err).splitlines()
+    changes = [line for line in lines if line.partition(": ")[2].startswith("batch_size of loader=")]
+    assert (status, lines) == (0, changes)
+    assert len(changes) == batch_sizes - 1
     assert [sign for sign in out + err if sign < " " and sign != "\n"] == []
     return out, err
 
@@ -120,7 +123,7 @@ def test_fsdp_trains_a_language_model_in_shards():
     line = r"epoch {} on {} ranks: validation loss (\d\.\d{{3}}), saved in \S+/runs/fsdp/step-000000(\d\d)\n"
     pattern = "".join(line.format(epoch, ranks) for epoch, ranks in ((1, 2), (2, 1), (3, 3)))
     with forks():
-        out = start("fsdp.py")
+        out = start("fsdp.py", batch_sizes=3)  # That of a step stays the same.
     one, first, two, second, three, third = map(float, matched(pattern, out))
     assert 3.3 > one > two > three
     assert three < 2.8

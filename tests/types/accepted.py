@@ -125,7 +125,7 @@ def tools(folder: Path) -> None:
         kind = Digits.add_on(PruningAddon)
         trained = kind(make_model, "cpu", optimizer=torch.optim.AdamW, optuna_trial=trial)
         trained.run(trial.suggest_int("epochs", 1, 2), make_loader())
-        return trained.train_metrics["loss"]
+        return float(trained.train_metrics["loss"])
 
     print(search(objective, 2, folder=folder / "search").best_params["epochs"])
 
