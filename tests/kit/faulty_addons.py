@@ -70,20 +70,6 @@ class CallsTwiceAddon(AddOnBase):
         super().scheduler_step(when)
 
 
-class UndeclaredStateAddon(AddOnBase):
-    """Weigh the loss by a count that no checkpoint holds."""
-
-    layer = "loop"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.seen = 0
-
-    def backward(self, loss: Any) -> None:
-        self.seen += 1
-        super().backward(loss / self.seen)
-
-
 class DrawsAddon(AddOnBase):
     """Draw from the global random stream, to log one step in two."""
 
@@ -247,7 +233,6 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (ForgetsSuperAddon, "super", r"forgets super\(\)\.logging\(\)", "call it on every path"),
     (DropsClippingAddon, "clip", "drops clipping: with gradient_clip=0.01, a gradient of norm 0.03", "not after"),
     (CallsTwiceAddon, "super", r"calls super\(\)\.scheduler_step\(\) more than once", "zae.repeats"),
-    (UndeclaredStateAddon, "resume", "keeps undeclared state: self.seen is 12 .* and 10 ", "under the key 'Undecl"),
     (DrawsAddon, "random", "draws from the global random stream 'torch'", "draw from self.generator"),
     (LogsEverywhereAddon, "ranks", "writes on every rank: on rank 1 it writes 'log.txt'", "ask self.is_main first"),
     (UnpicklableAddon, "pickle", "cannot be pickled before a run", "keep no lambda"),
