@@ -127,7 +127,8 @@ class TensorParallelEngine(Engine):
         return any(Shard(-1) in places for places in layouts)
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
-        """Send nothing: the weights were sent to be divided. In the first step, watch what layers take."""
+        """Send what is whole on each rank; in the first step, watch what layers take."""
+        self.inner.begin(module, parameters)
         self._end_watch()
         columns = [name for name, style in self._styles.items() if _takes_whole_inputs(style)]
         self._hooks = [

@@ -158,14 +158,6 @@ class FSDPEngine(Engine):
         if self._sharded is not None:
             free_gathered_blocks(self._sharded)
 
-    def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
-        """Send the parameters outside of the model; those of the model were sent to be sharded."""
-        parameter_ids = {id(parameter) for parameter in module.parameters()}
-        broadcast(
-            parameter for parameter in parameters if id(parameter) not in parameter_ids and not is_sharded(parameter)
-        )
-        self.inner.begin(module, ())  # An engine that divides layers looks at the first step.
-
 
 class FSDPAddon(DistributedAddon):
     """Divide parameters, gradients and optimizer states among several devices (``fully_shard``, FSDP2).

@@ -204,6 +204,29 @@ def test_a_whole_activation_that_meets_a_part_is_refused(engine: Engine) -> None
         trainer.run(1, rows(4 * engine.shares))
 
 
+class Scaled(Task):
+    """Scale the loss by a parameter that only the optimizer holds."""
+
+    def train_step(self, batch: Any) -> Any:
+        (outside,) = self.optimizer.param_groups[1]["params"]
+        return {"loss": super().train_step(batch)["loss"] * outside.exp()}
+
+
+@in_parts
+def test_a_parameter_outside_of_the_model_is_that_of_rank_0(engine: Engine) -> None:
+    """Without a seed, each process of a launcher makes other numbers."""
+    ends = []
+    for number in (dist.get_rank(), 0):
+        model, outside = net(), nn.Parameter(torch.tensor(0.1 * number, dtype=torch.float64))
+        optimizer = torch.optim.SGD([{"params": list(model.parameters())}, {"params": [outside]}], lr=0.1)
+        trainer = build(engine, task=Scaled, model=model, optimizer=optimizer)
+        trainer.run(1, data(4 * engine.shares))
+        assert trainer.world_size == engine.world
+        ends.append(outside.detach())
+    assert torch.equal(*ends)
+    assert ends[0] != 0
+
+
 @in_parts
 def test_a_loss_of_logits_in_parts(engine: Engine) -> None:
     """Where the plan leaves them so, the cross entropy is computed in parts, in training and in evaluation."""
