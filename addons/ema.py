@@ -204,6 +204,11 @@ class EMAAddon(AddOnBase):
 
         They are the means over the batches, as ``torch.optim.swa_utils.update_bn`` computes them, and are kept in
         ``average`` until the next optimizer step. The training weights and statistics, and random streams, stay.
+
+        Parameters
+        ----------
+        loader : iterable
+            The training batches, as ``test_step`` takes them.
         """
         with self.ready(), random_state.isolated(), self.averaged():
             norms = [
@@ -280,6 +285,11 @@ class EMAAddon(AddOnBase):
         ----------
         path : str or Path
             A file; its suffix is the format, as for ``save_model``.
+
+        Returns
+        -------
+        Path
+            The file.
         """
         if not self.engine.can_save_alone:
             self.engine.rendezvous("save_average")

@@ -107,6 +107,16 @@ class AddOnBase(Trainer):
         """Return ``base_cls`` with this add-on; override it to build the class in another way.
 
         An override may call ``super().apply(base_cls)``, which puts the add-on outside of ``base_cls``.
+
+        Parameters
+        ----------
+        base_cls : type
+            A trainer class.
+
+        Returns
+        -------
+        type
+            A subclass of ``base_cls``.
         """
         return cast("type[AnyTrainer]", mix(cls, base_cls))
 
@@ -207,6 +217,11 @@ class AddOnBase(Trainer):
         entry : object
             A dict with a value for each declared attribute, without leading underscores; None where the state has no
             entry of this class, which is an error unless a dict is returned.
+
+        Returns
+        -------
+        object
+            The entry; not the same object where it is changed.
         """
         return entry
 

@@ -301,5 +301,10 @@ class StepWindow:
             The samples of its batches on each rank; None is unknown.
         ranks : int
             How many ranks have other batches.
+
+        Returns
+        -------
+        int or None
+            None where that is not known yet.
         """
         return self.batches

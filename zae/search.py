@@ -198,6 +198,16 @@ def search(
 def load_study(folder: str | Path) -> Any:
     """Return the study in the folder of a search, also of one that still runs.
 
+    Parameters
+    ----------
+    folder : str or Path
+        That of `search`.
+
+    Returns
+    -------
+    optuna.Study
+        With the trials so far; its plots and its dashboard read it too.
+
     Raises
     ------
     ConfigError

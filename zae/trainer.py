@@ -253,6 +253,18 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """Return a trainer made by an add-on from the arguments of the constructor; None makes it as usual.
 
         An add-on overrides it where an argument asks for further add-ons, which the class does not have.
+
+        Parameters
+        ----------
+        args : tuple
+            What was given by position.
+        options : mapping
+            What was given by name.
+
+        Returns
+        -------
+        Trainer or None
+            A trainer of a class composed of this one and of further add-ons.
         """
         return None
 
@@ -290,6 +302,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
         A class that evaluates nothing leaves it out.
 
+        Parameters
+        ----------
+        batch : object
+            What the loader gave, on the trainer's device.
+
         Returns
         -------
         mapping
@@ -301,6 +318,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     def predict_step(self, batch: Any) -> Any:
         """Compute what `predict` and `inference` return for one batch, as ``test_step`` is called; by default it is.
+
+        Parameters
+        ----------
+        batch : object
+            What the loader gave, on the trainer's device.
 
         Returns
         -------
@@ -316,6 +338,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
         It is called at the end of each epoch of training, and of each evaluation; ``self.mode`` says which. When it
         asks a log for an entry that no step of that mode has recorded yet, it adds nothing to this epoch. What
         ``train_step`` returns beside numbers is kept only with ``keep_train_outputs=True``.
+
+        Returns
+        -------
+        mapping
+            Numbers by name.
         """
         return {}
 
@@ -417,6 +444,16 @@ class Trainer(Processes, metaclass=TrainerMeta):
         An override calls ``super().run_epoch(loader)``, or makes the loop itself with the loader that ``run`` gives
         it: ``for batch in loader: self.run_batch(batch)``. Between two batches that loader logs, validates and saves
         what is due, and its end, or a ``break``, ends the epoch.
+
+        Parameters
+        ----------
+        loader : iterable
+            Batches.
+
+        Returns
+        -------
+        Metrics
+            The epoch's means.
         """
         self.current_run.set_up()
         if self.mode == "test":
@@ -476,6 +513,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
         Called by ``run_batch``. An add-on for an engine that does forward and backward in one (a pipeline) replaces
         it.
 
+        Parameters
+        ----------
+        batch : object
+            What ``run_batch`` was given.
+
         Returns
         -------
         list of (mapping, float)
@@ -530,7 +572,18 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def micro_batches(self, batch: Any) -> Sequence[Any]:
-        """Split a window into batches of the loader, each with its own forward and backward."""
+        """Split a window into batches of the loader, each with its own forward and backward.
+
+        Parameters
+        ----------
+        batch : object
+            A batch of the loader, or the window that ``batches`` made of several.
+
+        Returns
+        -------
+        sequence
+            The batches; ``len()`` is asked first.
+        """
         return (batch,)
 
     @hook
@@ -540,12 +593,36 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def to_device(self, batch: Any) -> Any:
-        """Move a batch, however nested, to the trainer's device, without waiting for the copy where possible."""
+        """Move a batch to the trainer's device, without waiting for the copy where possible.
+
+        Parameters
+        ----------
+        batch : object
+            A batch of the loader: tensors in lists, tuples and dicts, or objects with a ``to`` method.
+
+        Returns
+        -------
+        object
+            What ``train_step`` gets.
+        """
         return to_device(batch, self.device, self.loader_position.pinned and can_copy_async(self.device))
 
     @hook
     def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
-        """Add the gradient of one of the window's ``count`` micro-batches to every ``.grad``; return its entry."""
+        """Add the gradient of one micro-batch to every ``.grad``.
+
+        Parameters
+        ----------
+        batch : object
+            One batch of the loader, on the trainer's device.
+        count : int
+            The true number of micro-batches in the window.
+
+        Returns
+        -------
+        (mapping, float)
+            What ``train_step`` returned, and its weight in the epoch's means.
+        """
         with self.forward_context():
             out = self.train_step(batch)
         try:
@@ -664,7 +741,13 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def on_step_end(self, outputs: Sequence[StepOutput]) -> None:
-        """Called after a step was made or skipped, and logged, with the ``outputs`` of `should_step`."""
+        """Called after a step was made or skipped, and logged.
+
+        Parameters
+        ----------
+        outputs : sequence of StepOutput
+            Those of `should_step`; tensors among the values are freed afterwards.
+        """
 
     # ---------------------------------------------------------------------------------- the hooks around the step
 
@@ -701,7 +784,18 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     @hook
     def wrap_model(self, model: nn.Module) -> Any:
-        """Return what ``train_step`` calls as ``self.model``: the module, or a callable around it."""
+        """Return what ``train_step`` calls as ``self.model``; ``unwrap()`` stays the module that was given.
+
+        Parameters
+        ----------
+        model : Module
+            The model that was given, on its device.
+
+        Returns
+        -------
+        callable
+            The model, or an object around it that is called in the same way.
+        """
         return model
 
     @hook
@@ -719,6 +813,18 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """Return the loader to iterate over, for instance with a sampler for this rank.
 
         For training, ``set_epoch`` of the loader, its samplers and its dataset is called where they have it.
+
+        Parameters
+        ----------
+        loader : iterable
+            What ``run`` or ``evaluate`` was given.
+        training : bool
+            False for an evaluation.
+
+        Returns
+        -------
+        iterable
+            Batches.
         """
         if not training:
             return loader
@@ -779,6 +885,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
         The model has the training weights; use those that were evaluated in ``with self.averaged():``. A validation
         that a signal interrupts has no end: the resumed run begins it again.
+
+        Parameters
+        ----------
+        metrics : mapping of str to float
+            Means by sample, and what ``metric_on_epoch_end`` added.
         """
 
     @hook
@@ -827,7 +938,15 @@ class Trainer(Processes, metaclass=TrainerMeta):
     @hook
     @explained_call("log({name: number}, self.progress_checker.step), or return a number of a batch from the step")
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on, at an optimizer step."""
+        """Record metrics, named ``train/loss``, ``valid/loss``, ``lr`` and so on.
+
+        Parameters
+        ----------
+        metrics : mapping of str to float
+            Numbers by name.
+        step : int
+            Optimizer steps so far.
+        """
         self.history.log.append({"step": step, "batch": self.progress_checker.batch, **plain(metrics)})
 
     @property
@@ -860,6 +979,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
         loader : iterable, or dict of them
             Batches. Of several loaders the metrics are named ``"<loader>/<metric>"``, and the plain name is the mean
             over the loaders, or of a typed metric its sum, largest, smallest or last value.
+
+        Returns
+        -------
+        dict of str to float
+            Means by sample, and what ``metric_on_epoch_end`` adds.
         """
         self.engine.rendezvous("evaluate")
         with self.ready():
@@ -935,6 +1059,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
         An override may add numbers to those of ``super().validate()``, or return others. Of several ranks, what rank 0
         returns counts.
+
+        Returns
+        -------
+        dict of str to float
+            Means by sample, and what ``metric_on_epoch_end`` added.
         """
         run = self.current_run
         return Evaluation(self, run.stop_signals).metrics(run.valid_loader)
@@ -945,6 +1074,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
         It has the averaged weights of ``EMAAddon``, or the evaluation weights of a schedule-free optimizer, and is in
         evaluation mode, without gradients. Afterwards weights and modes are those of training again. Without an average
         the weights stay as they are. Random streams are not restored.
+
+        Returns
+        -------
+        context manager
+            For one ``with`` statement.
 
         Examples
         --------
@@ -1088,6 +1222,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
         ----------
         path : str or Path
             A file; its folder is created if needed.
+
+        Returns
+        -------
+        Path
+            The file.
 
         Raises
         ------
@@ -1291,6 +1430,11 @@ class Trainer(Processes, metaclass=TrainerMeta):
         """Return descriptions of the trainer; an add-on adds its own to those of ``super()``.
 
         Plans, loggers, reports and checkpoints call it, before a run as well as in one.
+
+        Returns
+        -------
+        list of Description
+            The options, the model and the optimizers, and what add-ons tell.
         """
         from zae.description import descriptions_of
 

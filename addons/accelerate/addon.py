@@ -185,6 +185,11 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         folder : str or Path
             A new folder, or one that Accelerate has written, which is replaced.
 
+        Returns
+        -------
+        Path
+            The folder.
+
         Raises
         ------
         CheckpointError

@@ -114,6 +114,11 @@ class CallbackAddon(AddOnBase):
     def add_callback(self, callback: Any) -> None:
         """Add a callback, also during a run: it is called from the next event on.
 
+        Parameters
+        ----------
+        callback : object or type
+            An instance, or a class that needs no arguments.
+
         Raises
         ------
         ConfigError

@@ -36,6 +36,16 @@ class AnyOf(Every):
 def any_of(*cadences: Every) -> Every:
     """Return the cadence that is due whenever one of several is: of steps, and of epochs.
 
+    Parameters
+    ----------
+    *cadences : Every
+        At least one.
+
+    Returns
+    -------
+    Every
+        For ``valid_every``, ``save_every``, ``save_weights_every`` and ``log_every``.
+
     Examples
     --------
     >>> from zae import Every

@@ -165,7 +165,18 @@ class ConvertedArguments(ConvertedArgumentsBase):
         return [load_installed(name) for name in names], {} if mesh is None else {"mesh": mesh}
 
     def train(self, trainer: Any = None) -> Any:
-        """Train and validate as the arguments say, with ``trainer`` or a new one; return its metrics."""
+        """Train and validate as the arguments say, with ``trainer`` or a new one; return its metrics.
+
+        Parameters
+        ----------
+        trainer : Trainer, optional
+            One that `trainer` has made; by default a new one.
+
+        Returns
+        -------
+        MetricsDict
+            What ``run`` returned.
+        """
         trainer = self.trainer() if trainer is None else trainer
         return trainer.run(loader=self.loader, valid_loader=self.valid_loader, **self.run)
 

@@ -123,6 +123,11 @@ class OverridesPart(AddOnPart):
         It is called where no ``optimizer`` was given. ``self.optimizer`` is None then; ``self.args`` has the arguments
         of the optimizer where the trainer was made without ``args``.
 
+        Parameters
+        ----------
+        model : Module, optional
+            The model; by default that of the trainer.
+
         Returns
         -------
         torch.optim.Optimizer
@@ -183,7 +188,18 @@ class OverridesPart(AddOnPart):
 
     @replaces
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names of the parameters that weight decay applies to; override it as in Transformers."""
+        """Return the names of the parameters that weight decay applies to; override it as in Transformers.
+
+        Parameters
+        ----------
+        model : Module
+            The model.
+
+        Returns
+        -------
+        list of str
+            Names of ``model.named_parameters()``.
+        """
         names: list[str] = library().Trainer.get_decay_parameter_names(self, model)
         return names
 

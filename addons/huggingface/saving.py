@@ -114,6 +114,11 @@ class SavingPart(AddOnPart):
             A folder, ``output_dir`` by default; or a file with a suffix, as in ``Trainer.save_model``.
         metadata : mapping, optional
             What is added to ``zae.json``; values that JSON has.
+
+        Returns
+        -------
+        Path
+            The folder, or the file.
         """
         hub.check_metadata(metadata)
         if path is not None and hub.has_file_suffix(path):
@@ -158,7 +163,18 @@ class SavingPart(AddOnPart):
         return Path(path or self.output_dir or "").expanduser()
 
     def model_exists(self, path: str | Path | None = None) -> bool:
-        """Return whether a folder, by default ``output_dir``, contains a whole model or a whole checkpoint."""
+        """Return whether a folder, by default ``output_dir``, contains a whole model or a whole checkpoint.
+
+        Parameters
+        ----------
+        path : str or Path, optional
+            What ``save_model`` or ``save_pretrained`` wrote.
+
+        Returns
+        -------
+        bool
+            False for a folder with some of its files missing.
+        """
         return hub.model_exists(self._folder(path, "model_exists"))
 
     def save_metrics(self, split: str, metrics: Mapping[str, float], combined: bool = True) -> None:

@@ -129,6 +129,11 @@ class PEFTAddon(AddOnBase):
             call it, and rank 0 writes.
         **options
             Of `HuggingFaceAddon`: ``metadata``.
+
+        Returns
+        -------
+        Path
+            The file or folder.
         """
         adapters.refuse_merged(self.unwrap())
         if path is None or with_trait(type(self), "saves_folders"):
@@ -154,6 +159,11 @@ class PEFTAddon(AddOnBase):
         path : str or Path
             A file with the suffix of a format, under the keys of the base model; for a model of Transformers also a
             folder, as ``save_pretrained`` writes it.
+
+        Returns
+        -------
+        Path
+            The file or folder.
 
         Raises
         ------

@@ -253,6 +253,11 @@ class StateManagerAddon(AddOnBase):
     def resume_from(self, resume: bool | str | Path) -> None:
         """Set the option ``resume`` before the first call of ``run``.
 
+        Parameters
+        ----------
+        resume : bool, "auto", str or Path
+            As the option.
+
         Raises
         ------
         ConfigError
@@ -427,6 +432,11 @@ class StateManagerAddon(AddOnBase):
         path : str or Path, optional
             A folder for it; by default one under ``save_path``, to which ``keep_last`` and ``keep_best`` then apply.
 
+        Returns
+        -------
+        Path
+            The checkpoint.
+
         Raises
         ------
         CheckpointError
@@ -571,6 +581,11 @@ class StateManagerAddon(AddOnBase):
 
     def restore_best(self) -> Path:
         """Load the weights of the best checkpoint into the model (and an average of them, if there is one).
+
+        Returns
+        -------
+        Path
+            The checkpoint.
 
         Raises
         ------

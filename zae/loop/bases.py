@@ -132,6 +132,16 @@ class Processes:
 
         An override leaves out weights that the script builds again, those of a frozen model for instance; loading
         leaves them as they are. Where nothing is left out it returns the same object.
+
+        Parameters
+        ----------
+        names : collection of str
+            All keys of the plain module.
+
+        Returns
+        -------
+        collection of str
+            Some of them. The same object where nothing is left out.
         """
         return names
 

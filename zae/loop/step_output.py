@@ -161,7 +161,20 @@ def _copy(value: Any, in_window: bool, with_outputs: bool) -> Any:
 
 @hook
 def count_targets(self: Any, values: Mapping[str, Any], batch: Any) -> Any:
-    """Return the number of targets by which a micro-batch weighs in its step; with None all weigh the same."""
+    """Return the number of targets by which a micro-batch weighs in its step; with None all weigh the same.
+
+    Parameters
+    ----------
+    values : mapping
+        What ``train_step`` returned.
+    batch : object
+        The batch, on the trainer's device.
+
+    Returns
+    -------
+    int, float, Tensor or None
+        What ``scale_loss`` and ``normalize`` are given.
+    """
     return values.get("num_targets")
 
 
@@ -170,6 +183,18 @@ def sample_weight(self: Any, batch: Any, num_targets: Any) -> float:
     """Return the weight of a batch in the means of the epoch: ``num_targets``, else the batch size, else 1.
 
     A ``num_targets`` on an accelerator stays there as a tensor, which is read with the log.
+
+    Parameters
+    ----------
+    batch : object
+        The batch, on the trainer's device.
+    num_targets : int, float, Tensor or None
+        What the step returned under this name.
+
+    Returns
+    -------
+    float or Tensor
+        The means of the epoch are divided by the sum of the weights.
     """
     if num_targets is None:
         return leading_dimension(batch) or 1

@@ -40,6 +40,11 @@ class Mean(NamedTuple):
 class Sum(NamedTuple):
     """A number that is added up over the batches of all ranks.
 
+    Parameters
+    ----------
+    value : float or Tensor
+        Of one batch.
+
     Examples
     --------
     >>> import torch
@@ -60,6 +65,11 @@ class Sum(NamedTuple):
 class Max(NamedTuple):
     """A number whose maximum is kept; NaN if any is NaN.
 
+    Parameters
+    ----------
+    value : float or Tensor
+        Of one batch.
+
     Examples
     --------
     >>> from zae.loop.epoch_log import EpochLog
@@ -75,6 +85,11 @@ class Max(NamedTuple):
 
 class Min(NamedTuple):
     """A number whose minimum is kept; NaN if any is NaN.
+
+    Parameters
+    ----------
+    value : float or Tensor
+        Of one batch.
 
     Examples
     --------
@@ -93,6 +108,11 @@ class Last(NamedTuple):
     """A number whose last value is kept, in the order of the loader.
 
     In training on several ranks it is the value of the highest rank with a batch in the last step.
+
+    Parameters
+    ----------
+    value : float or Tensor
+        Of one batch.
 
     Examples
     --------

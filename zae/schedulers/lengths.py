@@ -66,6 +66,11 @@ def own_length(scheduler: object) -> int | None:
     It is ``total_steps``, ``total_iters`` or ``T_max``. A ``SequentialLR`` ends with its last part, a
     ``ChainedScheduler`` with the longest of its parts.
 
+    Returns
+    -------
+    int or None
+        None for one without an end, such as ``StepLR`` or ``LambdaLR``.
+
     Examples
     --------
     >>> import torch
@@ -91,6 +96,11 @@ def steps_taken(scheduler: object) -> int:
     ----------
     scheduler : object
         A scheduler with ``last_epoch``, as torch's have, or torch's ``ChainedScheduler``, which has none itself.
+
+    Returns
+    -------
+    int
+        Number of calls.
 
     Raises
     ------
@@ -121,6 +131,11 @@ def steps_taken(scheduler: object) -> int:
 
 def is_plateau(scheduler: object) -> bool:
     """Return whether a scheduler's ``step`` needs a metric, as that of ``ReduceLROnPlateau`` does.
+
+    Returns
+    -------
+    bool
+        True for ``ReduceLROnPlateau`` and what is derived from it.
 
     Examples
     --------
