@@ -212,8 +212,8 @@ class FirstStep:
                 names.append(f"self.{name}")
         if names and trainer.is_main:
             _log.warning(
-                "%s gets gradients, and no optimizer of the trainer trains it: make it a part of the model, "
-                "or freeze it: requires_grad_(False)",
+                "no optimizer of the trainer trains %s, which gets gradients: make it a part of the model, or freeze "
+                "it: requires_grad_(False)",
                 ", ".join(names),
             )
 
