@@ -91,16 +91,6 @@ def test_checkers_accept_what_is_right_and_refuse_what_is_wrong(python, checker)
     assert checker(python) == expected()
 
 
-@pytest.mark.exhaustive
-def test_pyright_reports_nothing_of_the_source():
-    """With the settings of pyproject.toml, as `pyright` in the checkout."""
-    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--outputjson"]
-    done = subprocess.run(command, cwd=imports.ROOT, capture_output=True, text=True, timeout=900)
-    answer = json.loads(done.stdout)
-    assert answer["summary"]["filesAnalyzed"] == len([*imports.ROOT.glob("zae/**/*.py")])
-    assert [(each["file"], each["message"]) for each in answer["generalDiagnostics"]] == []
-
-
 def test_the_accepted_programs_run(tmp_path, monkeypatch):
     """What the checkers accept is right."""
     spec = importlib.util.spec_from_file_location("accepted", ACCEPTED)

@@ -46,7 +46,7 @@ ENGINES = ("MultiGPUAddon", "FSDPAddon", "TensorParallelAddon", "PipelineAddon",
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("engine", "how", "count"),
-    [("MultiGPUAddon", "run", 100), ("MultiGPUAddon", "own group", 30), *((name, "evaluate", 30) for name in ENGINES)],
+    [("MultiGPUAddon", "run", 20), ("MultiGPUAddon", "own group", 10), *((name, "evaluate", 5) for name in ENGINES)],
 )
 def test_a_script_that_has_finished_ends_with_0(engine: str, how: str, count: int) -> None:
     """Two ranks without an agent, one job after another."""
