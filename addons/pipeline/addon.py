@@ -13,14 +13,11 @@ from torch.optim import Optimizer
 from zae.addon import Description
 from zae.addons.distributed import DistributedAddon
 from zae.addons.pipeline import parts
-from zae.addons.pipeline.arrangement import Arrangement, check_split
 from zae.addons.pipeline.chain import Chain
 from zae.addons.pipeline.runner import Place, Runner, StagedModel
-from zae.addons.pipeline.schedules import Schedule
+from zae.addons.pipeline.schedules import Arrangement, Schedule, check_split
 from zae.arguments import Count
 from zae.data.rows import JoinedOutput
-from zae.display.text import format_size
-from zae.distributed.blocks import check_shapes, check_tables
 from zae.distributed.collectives import all_reduce, average, broadcast
 from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError
@@ -72,7 +69,7 @@ class PipelineEngine(Engine):
         if self.place is None:
             self.place = self._find_place()
         if self.chain is None:
-            chain = check_stages(model, self._arrangement, trains, self.dp_world_size)
+            chain = self._arrangement.chain(model, trains, self.dp_world_size)
             # Rank 0 sends all that it has, and each rank keeps what its stages need.
             broadcast(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel())
             parts.keep_own(model, set(map(id, chain.tensors(self.place.stages))))
@@ -122,14 +119,6 @@ class PipelineEngine(Engine):
         """Return the state, with the slots of other stages on the meta device: the ranks list what they have."""
         state = self.inner.optimizer_state(optimizer)
         return {**state, "state": parts.fill_states(state["state"], self.gather)}
-
-
-def check_stages(model: nn.Module, arrangement: Arrangement, trains: bool, pipelines: int) -> Chain:
-    """Return the stages of a model; refuse one that has no such stages, or that several pipelines cannot train."""
-    check_shapes(model)
-    if pipelines > 1:
-        check_tables(model)
-    return arrangement.chain(model, trains)
 
 
 class PipelineAddon(DistributedAddon):
@@ -249,8 +238,7 @@ class PipelineAddon(DistributedAddon):
                 f"mesh={self.mesh!r} leaves 1 rank for the stages; write mesh={{'pipeline': 2}}, or leave "
                 "PipelineAddon out"
             )
-        arrangement = self.stages_per_rank, self.pipeline_microbatches
-        return Arrangement(self.split, self._schedule, *arrangement, ranks)
+        return Arrangement(self.split, self._schedule, self.stages_per_rank, self.pipeline_microbatches, ranks)
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that has no such stages."""
@@ -259,7 +247,7 @@ class PipelineAddon(DistributedAddon):
             self._divide(model)
 
     def _divide(self, model: nn.Module) -> Chain:
-        return check_stages(model, self._arrangement(), self.mode == "train", self.engine.dp_world_size)
+        return self._arrangement().chain(model, self.mode == "train", self.engine.dp_world_size)
 
     def materialize(self, module: nn.Module) -> None:
         """Move the model to the device once: later, a rank has its stages alone."""
@@ -269,31 +257,20 @@ class PipelineAddon(DistributedAddon):
     def wrap_model(self, model: nn.Module) -> Any:
         """Keep the stages of this rank, and prepare what computes them."""
         wrapped = super().wrap_model(model)
-        engine = self._stages
+        engine = self.engine.find(PipelineEngine)
         if engine is not None:
             assert engine.chain is not None
             assert engine.place is not None
-            micro_batches = self._arrangement().micro_batches
-            self._runner = Runner(
-                engine.chain,
-                wrapped,
-                engine.place,
-                self._schedule,
-                micro_batches,
-                self.device,
-                lambda: self.forward_context(),
-            )
+            arrangement = self._arrangement()
+            context = lambda: self.forward_context()  # noqa: E731
+            self._runner = Runner(engine.chain, wrapped, engine.place, arrangement, self.device, context)
         return wrapped
-
-    @property
-    def _stages(self) -> PipelineEngine | None:
-        """The engine, once the ranks have joined."""
-        return self.engine.find(PipelineEngine)
 
     @property
     def _chain(self) -> Chain | None:
         """The stages, once this rank has dropped those of others."""
-        return None if self._stages is None else self._stages.chain
+        engine = self.engine.find(PipelineEngine)
+        return None if engine is None else engine.chain
 
     def build_engine(self) -> SingleProcess:
         """Return the engine that divides the model, and knows how it is divided."""
@@ -414,4 +391,4 @@ class PipelineAddon(DistributedAddon):
         """Return a line for the schedule, and one for each stage."""
         if plan.world_size == 1 or self._chain is not None:
             return None
-        return self._arrangement().describe(self._divide(self.unwrap()), format_size)
+        return self._arrangement().describe(self._divide(self.unwrap()))

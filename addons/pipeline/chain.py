@@ -6,6 +6,7 @@ module after another with what the one before returned is an error, and is answe
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import traceback
@@ -40,33 +41,25 @@ _REMEDY = (
 
 
 class _Value(Tensor):
-    """Stands for a tensor in the forward that is recorded; nothing can be computed with it, or read of it."""
+    """Stands for an input of the model, or for what a module returned; nothing can be computed with it, or read of it.
+
+    Attributes
+    ----------
+    argument : str
+        The name of the input; empty for what a module returned.
+    """
+
+    argument: str
 
     @staticmethod
-    def __new__(cls, *args: Any) -> _Value:
-        return torch.empty(0).as_subclass(cls)
+    def __new__(cls, argument: str = "") -> _Value:
+        value = torch.empty(0).as_subclass(cls)
+        value.argument = argument
+        return value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TypeError(f"{getattr(func, '__name__', func)} of what passes from one module to the next")
-
-
-class _Input(_Value):
-    """Stands for an input of the model."""
-
-    def __init__(self, argument: str) -> None:
-        self.argument = argument
-
-
-class _Output(_Value):
-    """Stands for what a module has returned."""
-
-
-class _Held:
-    """Stands for a parameter or buffer of the model that is given to a module."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
 
 
 class _Call(NamedTuple):
@@ -74,83 +67,53 @@ class _Call(NamedTuple):
 
     path: str
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
-class _Recorded(NamedTuple):
-    """The calls of a forward, in their order, and what it returns."""
-
-    calls: list[_Call]
-    returned: Any
+    kwargs: dict[str, Any]
 
 
 class _Placeholder(nn.Module):
     """Stands for a module: a call of it is recorded."""
 
-    def __init__(self, path: str, record: Callable[[_Call], _Output]) -> None:
+    def __init__(self, path: str, record: Callable[[_Call], _Value]) -> None:
         super().__init__()
-        self.path = path
-        vars(self)["record"] = record
+        vars(self).update(path=path, record=record)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)["record"](_Call(self.path, args, kwargs))
+        return vars(self)["record"](_Call(vars(self)["path"], args, kwargs))
 
 
-def _modes() -> tuple[bool, ...]:
-    autocast = (torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
-
-
-def _record(model: nn.Module, opened: Collection[str], constants: Mapping[str, Any]) -> _Recorded:
-    """Call the forward of the opened modules, and return which other modules it calls."""
-    _check_forward(model, opened)
-    names = {id(each): name for name, each in _tensors_of(model, "").items()}
+def _record(model: nn.Module, opened: Collection[str], constants: Mapping[str, Any]) -> tuple[list[_Call], Any]:
+    """Call the forward of the opened modules; return in order which others it calls, and what it returns."""
+    ids_of_model = set(map(id, _tensors_of(model).values()))
     calls: list[_Call] = []
-    outputs: list[_Output] = []
+    outputs: list[_Value] = []
     modes = _modes()
+    refuse = functools.partial(_refusal, model)
 
-    def replace(value: Any, where: str) -> Any:
-        """Return an argument with the names of tensors in place of them; refuse what stages would not have."""
-        if isinstance(value, Tensor) and id(value) in names:
-            return _Held(names[id(value)])
-        if isinstance(value, _Output) and value is not outputs[-1]:
-            source = next(call.path for call, output in zip(calls, outputs) if output is value)
-            raise ConfigError(
-                f"the forward of {class_name(model)} gives {where} what {source} returned, past the modules between "
-                f"them. {_REMEDY}"
-            )
-        if not isinstance(value, (*_DECIDING, _Input, _Output)):
-            raise ConfigError(
-                f"the forward of {class_name(model)} gives {where} a {type(value).__name__} that it has made. {_REMEDY}"
-            )
-        return value
+    def check(values: Any, receiver: str) -> None:
+        """Refuse what a stage would not have, and all but the last output."""
+        leaves = _leaves(values)
+        for leaf in leaves:
+            if not isinstance(leaf, (*_DECIDING, _Value)) and id(leaf) not in ids_of_model:
+                raise refuse(f"gives {receiver} a {type(leaf).__name__} that it has made")
+        received = {id(leaf) for leaf in leaves if isinstance(leaf, _Value) and not leaf.argument}
+        if received != set(map(id, outputs[-1:])):
+            raise refuse(f"gives {receiver} something else than what {calls[-1].path}, before it, has returned")
 
-    def record(call: _Call) -> _Output:
+    def record(call: _Call) -> _Value:
         if _modes() != modes:
-            raise ConfigError(
-                f"the forward of {class_name(model)} calls {call.path} under no_grad or autocast, which a stage would "
-                f"leave out. {_REMEDY}"
-            )
-        args, kwargs = _map(lambda each: replace(each, call.path), (call.args, dict(call.kwargs)))
-        if outputs and not any(leaf is outputs[-1] for leaf in _leaves((args, kwargs))):
-            raise ConfigError(
-                f"the forward of {class_name(model)} calls {call.path} without what {calls[-1].path} has returned. "
-                f"{_REMEDY}"
-            )
-        calls.append(_Call(call.path, args, kwargs))
-        outputs.append(_Output())
+            raise refuse(f"calls {call.path} under no_grad or autocast, which a stage would leave out")
+        check((call.args, call.kwargs), call.path)
+        calls.append(call)
+        outputs.append(_Value())
         return outputs[-1]
 
-    arguments = {**_inputs_of(model), **constants}
+    arguments = {**{name: _Value(name) for name in _inputs_of(model)}, **constants}
     try:
-        with random_state.isolated(), _with_placeholders(model, opened, record), _unchanged(model, opened):
+        with random_state.isolated(), _with_placeholders(model, opened, record):
             streams = random_state.comparable()
             returned = model.forward(**arguments)
             if random_state.comparable() != streams:
-                raise ConfigError(
-                    f"the forward of {class_name(model)} draws random numbers, which each rank would do for itself. "
-                    f"{_REMEDY}"
-                )
+                raise refuse("draws random numbers, which each rank would do for itself")
     except ConfigError:
         raise
     except Exception as error:
@@ -158,24 +121,43 @@ def _record(model: nn.Module, opened: Collection[str], constants: Mapping[str, A
         raise ConfigError(
             f"split: the forward of {class_name(model)} cannot be divided ({text:.300}). {_REMEDY}"
         ) from error
-    return _Recorded(calls, _map(lambda each: replace(each, "its caller"), returned))
+    check(returned, "its caller")
+    return calls, returned
 
 
-def _inputs_of(model: nn.Module) -> dict[str, _Input]:
-    """Return a placeholder for each argument of the forward that has no default."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    named = [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    return {name: _Input(name) for name in named}
+def _refusal(model: nn.Module, text: str) -> ConfigError:
+    return ConfigError(f"the forward of {class_name(model)} {text}. {_REMEDY}")
+
+
+def _modes() -> tuple[bool, ...]:
+    autocast = (torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+def _inputs_of(model: nn.Module) -> list[str]:
+    """Return the arguments of the forward that have no default."""
+    names = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            raise ConfigError(
+                f"the forward of {class_name(model)} takes *{parameter.name}: name each input of the model there"
+            )
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+            names.append(parameter.name)
+    return names
 
 
 @contextmanager
-def _with_placeholders(model: nn.Module, opened: Collection[str], record: Callable[[_Call], _Output]) -> Iterator[None]:
-    """Put placeholders in the place of the modules that a stage calls."""
+def _with_placeholders(model: nn.Module, opened: Collection[str], record: Callable[[_Call], _Value]) -> Iterator[None]:
+    """Put placeholders in the place of the modules that a stage calls; refuse what no stage would do beside it."""
     owners = {path: model.get_submodule(path) for path in opened}
+    for path, owner in owners.items():
+        if kind := call_hooks(owner):
+            raise ConfigError(
+                f"{path or 'the model'} ({type(owner).__name__}) has a {kind}, which no stage would call, because its "
+                "forward is divided; remove it, or register it on a module within a stage"
+            )
+    attributes = {path: dict(vars(owner)) for path, owner in owners.items()}
     modules = {path: _children_of(owner) for path, owner in owners.items()}
     try:
         for path, owner in owners.items():
@@ -188,45 +170,21 @@ def _with_placeholders(model: nn.Module, opened: Collection[str], record: Callab
         for path, owner in owners.items():
             for name, module in modules[path].items():
                 setattr(owner, name, module)
+    for path, owner in owners.items():
+        for key, value in list(vars(owner).items()):
+            before = attributes[path].get(key)
+            if value is not before and not (isinstance(value, _DECIDING) and value == before):
+                vars(owner)[key] = before
+                raise ConfigError(
+                    f"the forward of {class_name(model)} sets {f'{path}.' * bool(path)}{key}, which no stage would do, "
+                    "because this forward is divided: return it, or let a module of its own, within a stage, set it"
+                )
 
 
 def _children_of(module: nn.Module) -> dict[str, nn.Module]:
     """Return the modules in a module itself by name, one that has two names twice."""
     inner = module.named_modules(remove_duplicate=False)
     return {name: each for name, each in inner if name and "." not in name}
-
-
-@contextmanager
-def _unchanged(model: nn.Module, opened: Collection[str]) -> Iterator[None]:
-    """Refuse a forward that sets attributes of the model: it is called here once, and by no stage."""
-    before = {name: dict(vars(model.get_submodule(name))) for name in opened}
-    yield
-    for name, attributes in before.items():
-        module = model.get_submodule(name)
-        for key, value in list(vars(module).items()):
-            was = attributes.get(key)
-            if value is not was and not (isinstance(value, _DECIDING) and value == was):
-                vars(module)[key] = was
-                raise ConfigError(
-                    f"the forward of {class_name(model)} sets {f'{name}.' * bool(name)}{key}, which no stage would do, "
-                    "because this forward is divided: return it, or let a module of its own, within a stage, set it"
-                )
-
-
-def _check_forward(model: nn.Module, opened: Collection[str]) -> None:
-    """Refuse inputs without a name, and hooks of modules whose forward is divided: no stage would call them."""
-    for parameter in inspect.signature(model.forward).parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            raise ConfigError(
-                f"the forward of {class_name(model)} takes *{parameter.name}: name each input of the model there"
-            )
-    for name in opened:
-        module = model.get_submodule(name)
-        if kind := call_hooks(module):
-            raise ConfigError(
-                f"{name or 'the model'} ({type(module).__name__}) has a {kind}, which no stage would call, because its "
-                "forward is divided; remove it, or register it on a module within a stage"
-            )
 
 
 def _line_of(error: Exception) -> str:
@@ -289,25 +247,32 @@ class Chain:
 
     def __init__(self, model: nn.Module, split: Any, count: int) -> None:
         self._model = model
-        self._chosen: list[nn.Module] = []
+        self._modules: list[nn.Module] = []  # The stages, where a function gives them.
+        self.names: list[dict[str, Tensor]] = []
+        tensors = _tensors_of(model)
         if callable(split):
-            self._chosen = _check_modules(split(model, count), count)
-            self.names = [self._names_of(each) for each in self._chosen]
+            self._modules = _check_modules(split(model, count), count)
+            for module in self._modules:
+                self.names.append(_names_within(module, model))
         else:
-            paths = _check_paths(model, split, count) if isinstance(split, (list, tuple)) else []
-            self._opened = _opened(model, paths or repeated_modules(model))
-            recorded = _record(model, self._opened, {})
-            self.begins = paths or self._balanced(recorded.calls, count)
-            self._paths = [[call.path for call in calls] for calls in self._divide(recorded.calls)]
-            self.names = [self._names_in(calls) for calls in self._divide(recorded.calls)]
+            self.begins = _check_paths(model, split, count) if isinstance(split, (list, tuple)) else []
+            self._opened = _opened(model, self.begins or repeated_modules(model))
+            calls, _ = _record(model, self._opened, {})
+            self._paths = [call.path for call in calls]
+            self.begins = self.begins or self._balanced(count)
+            self._stages = self._slices()
+            for part in self._stages:
+                prefixes = tuple(f"{path}." for path in self._paths[part])
+                ids = {id(leaf) for call in calls[part] for leaf in _leaves((call.args, call.kwargs))}
+                names = [name for name, each in tensors.items() if name.startswith(prefixes) or id(each) in ids]
+                self.names.append({name: tensors[name] for name in names})
         self._check()
         used = set(map(id, self.tensors(range(count))))
-        rest = {name: each for name, each in _tensors_of(model, "").items() if id(each) not in used}
-        self.names[0] |= rest  # What no stage computes with.
+        self.names[0] |= {name: each for name, each in tensors.items() if id(each) not in used}  # Of no stage.
 
     # ------------------------------------------------------------------------------------- which stages there are
 
-    def _balanced(self, calls: Sequence[_Call], count: int) -> list[str]:
+    def _balanced(self, count: int) -> list[str]:
         """Return modules so that each stage has about as many parameters."""
         model = self._model
         blocks = repeated_modules(model)
@@ -315,143 +280,106 @@ class Chain:
             raise ConfigError(
                 f"{class_name(model)} is no nn.Sequential, and has no list of {count} or more equal blocks, to be "
                 f"divided into {count} stages by their parameters; name the modules that begin the later stages: "
-                f"split=[{', '.join(repr(call.path) for call in calls[1:count])}]"
+                f"split=[{', '.join(map(repr, self._paths[1:count]))}]"
             )
         places: dict[str, int] = {}  # How many parameters are used before a module, by its path.
-        before = 0
-        for call in calls:
-            size = sum(parameter.numel() for parameter in model.get_submodule(call.path).parameters())
-            if size and before and (call.path in blocks or len(blocks) < count):
-                places.setdefault(call.path, before)
-            before += size
+        total = 0
+        for path in self._paths:
+            size = sum(parameter.numel() for parameter in model.get_submodule(path).parameters())
+            if size and total and (path in blocks or len(blocks) < count):
+                places.setdefault(path, total)
+            total += size
         if len(places) < count - 1:
             raise ConfigError(
                 f"{class_name(model)} has {len(places)} modules with which a stage could begin "
                 f"({', '.join(list(places)[:_SHOWN])}), too few for {count} stages; use fewer ranks or "
                 "stages_per_rank, or name deeper modules: split=['layers.3.feed_forward']"
             )
-        begins: list[str] = []
-        left = list(places)
+        paths = list(places)
+        chosen = [-1]
         for stage in range(1, count):
-            free = left[: len(left) - (count - 1 - stage)]  # Those after it must do for the later stages.
-            target = before * stage / count
-            begin = min(free, key=lambda path: abs(places[path] - target))
-            begins.append(begin)
-            left = left[left.index(begin) + 1 :]
-        return begins
+            later_stages = count - 1 - stage  # The modules after it must do for them.
+            free = range(chosen[-1] + 1, len(paths) - later_stages)
+            chosen.append(min(free, key=lambda index: abs(places[paths[index]] - total * stage / count)))
+        return [paths[index] for index in chosen[1:]]
 
-    def _divide(self, calls: Sequence[_Call]) -> list[list[_Call]]:
-        """Return the calls of each stage."""
+    def _slices(self) -> list[slice]:
+        """Return which of the calls each stage has."""
         cuts = []
         for path in self.begins:
-            first = next((at for at, call in enumerate(calls) if f"{call.path}.".startswith(f"{path}.")), None)
+            first = next((at for at, called in enumerate(self._paths) if f"{called}.".startswith(f"{path}.")), None)
             if first is None:
                 raise ConfigError(f"split: the forward of {class_name(self._model)} does not call {path!r}")
             cuts.append(first)
         if cuts != sorted(set(cuts)):
             called = [path for _, path in sorted(zip(cuts, self.begins))]
             raise ConfigError(f"split={self.begins!r} is not in the order of the calls; write split={called!r}")
-        return [[*calls[begin:end]] for begin, end in zip([0, *cuts], [*cuts, len(calls)])]
+        return list(map(slice, [0, *cuts], [*cuts, len(self._paths)]))
 
     # -------------------------------------------------------------------------------------------- what they compute
 
     def programs(self, arguments: Mapping[str, Any], own_stages: Iterable[int]) -> dict[int, Program]:
         """Return what the own stages compute in a call of the model with these arguments, in its present mode."""
-        if self._chosen:
-            return {stage: self._call_of(stage, arguments) for stage in own_stages}
+        if self._modules:
+            return {stage: functools.partial(self._call, stage) for stage in own_stages}
         constants = constants_in(arguments)
-        inputs = {name: _Input(name) for name in arguments if name not in constants}
+        inputs = {name: _Value(name) for name in arguments if name not in constants}
         # Anew for each batch: a forward may decide by what has changed since.
-        recorded = _record(self._model, self._opened, {**inputs, **constants})
-        stages = self._divide(recorded.calls)
-        if [[call.path for call in calls] for calls in stages] != self._paths:
+        calls, returned = _record(self._model, self._opened, inputs | constants)
+        if [call.path for call in calls] != self._paths:
             raise ConfigError(
                 f"called with {', '.join(f'{name}={each!r:.20}' for name, each in constants.items())}, "
                 f"{class_name(self._model)} calls other modules than with the defaults of its forward. {_REMEDY}"
             )
-        return {stage: self._program(stages, stage, recorded.returned) for stage in own_stages}
+        ends = [None] * (len(self._stages) - 1) + [returned]
+        return {stage: functools.partial(self._run, calls[self._stages[stage]], ends[stage]) for stage in own_stages}
 
-    def _call_of(self, stage: int, arguments: Mapping[str, Any]) -> Program:
-        """Return what a module of the split computes: the first is called as the model is."""
-        module = self._chosen[stage]
-        if stage:
-            return lambda arguments, received: module(*received)
-        defaults = {name: each.default for name, each in inspect.signature(self._model.forward).parameters.items()}
-        names = [name for name, each in arguments.items() if each is not defaults.get(name)]
-        return lambda arguments, received: module(*(arguments[name] for name in names))
+    def _call(self, stage: int, arguments: Mapping[str, Any], received: Sequence[Any]) -> Any:
+        """Call a module that the function of the split gave: the first as the model is called."""
+        if not stage:
+            defaults = {name: each.default for name, each in inspect.signature(self._model.forward).parameters.items()}
+            received = [each for name, each in arguments.items() if each is not defaults.get(name)]
+        return self._modules[stage](*received)
 
-    def _program(self, stages: Sequence[Sequence[_Call]], stage: int, returned: Any) -> Program:
-        """Return what one stage computes: it calls its modules one after another."""
-        model = self._model
-        is_last = stage == len(stages) - 1
+    def _run(self, calls: Sequence[_Call], end: Any, arguments: Mapping[str, Any], received: Sequence[Any]) -> Any:
+        """Call the modules of one stage one after another; ``end`` is what the forward returns after the last one."""
+        value = received[0] if received else None
 
-        def run(arguments: Mapping[str, Any], received: Sequence[Any]) -> Any:
-            value = received[0] if received else None
+        def fill(leaf: Any) -> Any:
+            if not isinstance(leaf, _Value):
+                return leaf
+            return arguments[leaf.argument] if leaf.argument else value
 
-            def fill(each: Any) -> Any:
-                if isinstance(each, _Output):
-                    return value
-                if isinstance(each, _Input):
-                    return arguments[each.argument]
-                return _attribute(model, each.name) if isinstance(each, _Held) else each
-
-            for call in stages[stage]:
-                args, kwargs = _map(fill, (call.args, call.kwargs))
-                value = model.get_submodule(call.path)(*args, **kwargs)
-            if is_last:
-                return _map(fill, returned)
-            if not isinstance(value, Tensor):
-                raise ConfigError(
-                    f"{stages[stage][-1].path} returns {type(value).__name__} at the end of stage {stage}, and a list "
-                    f"of paths as split passes on one tensor. {_REMEDY}"
-                )
-            return value
-
-        return run
+        for call in calls:
+            args, kwargs = _map(fill, (call.args, call.kwargs))
+            value = self._model.get_submodule(call.path)(*args, **kwargs)
+        if end is not None:
+            return _map(fill, end)
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"{calls[-1].path} returns {type(value).__name__} at the end of a stage, and a list of paths as split "
+                f"passes on one tensor. {_REMEDY}"
+            )
+        return value
 
     # --------------------------------------------------------------------------------------------- what they hold
-
-    def _names_in(self, calls: Iterable[_Call]) -> dict[str, Tensor]:
-        """Return the tensors that calls compute with, by their names in the model."""
-        names: dict[str, Tensor] = {}
-        for call in calls:
-            names |= _tensors_of(self._model.get_submodule(call.path), f"{call.path}.")
-            leaves = [leaf for leaf in _leaves((call.args, call.kwargs)) if isinstance(leaf, _Held)]
-            names |= {each.name: _attribute(self._model, each.name) for each in leaves}
-        return names
-
-    def _names_of(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors of a module of the split by their names in the model."""
-        name_by_id = {id(each): name for name, each in _tensors_of(self._model, "").items()}
-        names = {}
-        for name, each in _tensors_of(module, "").items():
-            if id(each) not in name_by_id:
-                raise ConfigError(
-                    f"split returned a module with {name}, which is not a parameter or buffer of "
-                    f"{class_name(self._model)}; make the stages of its own modules"
-                )
-            names[name_by_id[id(each)]] = each
-        return names
 
     def _check(self) -> None:
         """Refuse a parameter in two stages, and a stage without any."""
         owner: dict[int, tuple[int, str]] = {}
         for stage, names in enumerate(self.names):
-            for name, each in names.items():
-                first, other = owner.setdefault(id(each), (stage, name))
-                if first == stage or not isinstance(each, nn.Parameter):
-                    continue
-                if other == name:
-                    raise ConfigError(
-                        f"{name} is used in stage {first} and in stage {stage}, so that the stages are not a chain; "
-                        "let one stage use it, or train with FSDPAddon"
-                    )
-                raise ConfigError(
-                    f"{other} (stage {first}) and {name} (stage {stage}) are one parameter, and a pipeline holds a "
-                    "parameter in one stage; give each its own, or train with FSDPAddon"
-                )
-            if not any(isinstance(value, nn.Parameter) for value in names.values()):
+            parameters = {name: each for name, each in names.items() if isinstance(each, nn.Parameter)}
+            if not parameters:
                 raise ConfigError(f"stage {stage} of {len(self.names)} has no parameter; split the model elsewhere")
+            for name, each in parameters.items():
+                first, other = owner.setdefault(id(each), (stage, name))
+                if first != stage:
+                    use = f"{name} is used in stage {first} and in stage {stage}"
+                    tie = f"{other} (stage {first}) and {name} (stage {stage}) are one parameter"
+                    raise ConfigError(
+                        f"{use if other == name else tie}, and a pipeline holds a parameter in one stage; give each "
+                        "its own, or train with FSDPAddon"
+                    )
 
     def keep(self, stages: Collection[int]) -> None:
         """Let go of the tensors of all other stages, which this rank has dropped."""
@@ -461,9 +389,7 @@ class Chain:
 
     def tensors(self, stages: Iterable[int]) -> list[Tensor]:
         """Return the parameters and buffers of some stages, once each."""
-        tensors: dict[int, Tensor] = {}
-        for stage in stages:
-            tensors |= {id(name): name for name in self.names[stage].values()}
+        tensors = {id(each): each for stage in stages for each in self.names[stage].values()}
         return list(tensors.values())
 
     def parameters(self, stages: Iterable[int]) -> list[nn.Parameter]:
@@ -487,14 +413,23 @@ def _leaves(value: Any) -> list[Any]:
     return leaves
 
 
-def _attribute(model: nn.Module, path: str) -> Any:
-    owner, _, name = path.rpartition(".")
-    return getattr(model.get_submodule(owner), name)
-
-
-def _tensors_of(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     both = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    return {f"{prefix}{name}": each for name, each in itertools.chain(*both)}
+    return dict(itertools.chain(*both))
+
+
+def _names_within(module: nn.Module, model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a module that a function gave by their names in the model."""
+    tensors = {id(each): name for name, each in _tensors_of(model).items()}
+    names = {}
+    for name, each in _tensors_of(module).items():
+        if id(each) not in tensors:
+            raise ConfigError(
+                f"split returned a module with {name}, which is not a parameter or buffer of {class_name(model)}; make "
+                "the stages of its own modules"
+            )
+        names[tensors[id(each)]] = each
+    return names
 
 
 def _is_container(module: nn.Module) -> bool:

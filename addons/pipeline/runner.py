@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zae import random_state
 from zae.addons.pipeline.chain import Chain, Program, bind, check_passed, constants_in, fake_loss
-from zae.addons.pipeline.schedules import Schedule
+from zae.addons.pipeline.schedules import Arrangement
 from zae.data.rows import fill_up, first_rows, take_apart
 from zae.errors import ConfigError, StepError
 from zae.values.walk import leading_dimension, tensors_in
@@ -138,10 +138,8 @@ class Runner:
         What steps call.
     place : Place
         The stages of this rank.
-    schedule : Schedule
-        How they take turns.
-    micro_batches : int
-        Into how many parts a batch is divided.
+    arrangement : Arrangement
+        How they take turns, and into how many parts a batch is divided.
     device : torch.device
         Of this rank.
     context : callable
@@ -153,16 +151,15 @@ class Runner:
         chain: Chain,
         model: StagedModel,
         place: Place,
-        schedule: Schedule,
-        micro_batches: int,
+        arrangement: Arrangement,
         device: torch.device,
         context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.place = place
         self._chain = chain
         self.model = model
-        self._schedule = schedule
-        self._count = micro_batches
+        self._schedule = arrangement.schedule
+        self._count = arrangement.micro_batches
         self._device = device
         self._context = context
         self._stages = len(place.ranks)

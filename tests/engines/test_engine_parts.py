@@ -21,8 +21,7 @@ from zae.addons import MultiGPUAddon, StateManagerAddon, TensorParallelAddon
 from zae.addons.ddp import DDPEngine
 from zae.addons.fsdp.addon import FSDPEngine
 from zae.addons.pipeline.addon import PipelineEngine
-from zae.addons.pipeline.arrangement import Arrangement
-from zae.addons.pipeline.schedules import Schedule
+from zae.addons.pipeline.schedules import Arrangement, Schedule
 from zae.addons.tensor_parallel import TensorParallelEngine
 from zae.distributed.mesh import Mesh
 from zae.distributed.ranks import NotJoined, RanksEngine

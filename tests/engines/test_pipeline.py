@@ -458,7 +458,7 @@ SPLITS = {
     "no_grad": (lambda: Forward(without_gradient), ["b"], r"calls a under no_grad or autocast"),
     "random": (lambda: Forward(lambda m, x: m.b(m.a(x + torch.randn(4)))), ["b"], r"cannot be divided \(.*randn"),
     "in place": (lambda: Forward(lambda m, x: m.b(m.a(x.mul_(2)))), ["b"], r"cannot be divided \(.*mul_"),
-    "past": (lambda: Forward(past), ["b"], r"gives its caller what a returned, past the modules between them"),
+    "past": (lambda: Forward(past), ["b"], "gives its caller something else than what b, before it, has returned"),
     "made": (lambda: Forward(lambda m, x: m.b(m.a(torch.ones(4)))), ["b"], r"gives a a Tensor that it has made"),
     "number": (lambda: Forward(lambda m, x: m.b(m.a(x))), 2, r"is no nn\.Sequential, and has no list .*split=\['b'\]"),
     "a hook": (hooked, ["b"], r"the model \(Forward\) has a forward hook"),
