@@ -54,9 +54,30 @@ class Ranks(NamedTuple):
 
 
 class Shards:
-    """The number of samples of each rank in each step of an epoch."""
+    """How the entries of a loader, samples or whole batches, are shared: every rank gets each size-th of them.
 
-    _ranks: Ranks
+    Parameters
+    ----------
+    entries : sampler or sequence
+        Those of all ranks.
+    ranks : Ranks
+        Who shares them.
+    per_step : int
+        How many entries a rank gets in a step.
+    is_even : bool
+        Whether all ranks have as many steps, as in training; in the last one a rank may have no entry.
+    drop_last : bool
+        Whether a last step of fewer entries is left out.
+    """
+
+    def __init__(
+        self, entries: Any, ranks: Ranks, *, per_step: int = 1, is_even: bool = True, drop_last: bool = False
+    ) -> None:
+        self._entries = entries
+        self._ranks = ranks
+        self._is_even = is_even
+        self._drops_last = drop_last
+        self._per_step = per_step
 
     @property
     def size(self) -> int:
@@ -64,34 +85,37 @@ class Shards:
         return self._ranks.size
 
     @property
-    def leaves_out(self) -> bool:
-        """Whether the last step has too few samples (or batches) for every rank."""
-        raise NotImplementedError
-
-    def samples_in(self, step: int) -> tuple[int, int]:
-        """Return the number of samples of this rank, and of all ranks, in a step."""
-        raise NotImplementedError
+    def _together(self) -> int:
+        """How many entries all ranks get in a step."""
+        return self._per_step * self._ranks.size
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        count = len(self._entries)
+        if self._drops_last:
+            return count // self._together
+        return -(-count // self._together) if self._is_even else len(self._own(range(count)))
 
+    def _own(self, entries: Any) -> Any:
+        """Return those of this rank, so that the entries of all ranks in a step are consecutive."""
+        return entries[self._ranks.rank :: self._ranks.size]
 
-class _WholeBatches(Shards):
-    """Shards of so many whole batches, which come in turn; in evaluation a rank may have fewer than others."""
-
-    _training: bool
-
-    def _count(self) -> int:
-        """Return how many batches all ranks have."""
-        raise NotImplementedError
+    def _places(self, step: int) -> range:
+        """Return the places of the entries of all ranks in a step."""
+        return range(len(self._entries))[step * self._together : (step + 1) * self._together]
 
     @property
     def leaves_out(self) -> bool:
-        return self._count() % self.size > 0
+        """Whether the last step has too few entries for every rank."""
+        return self._is_even and len(self) > 0 and len(self._places(len(self) - 1)) < self.size
 
-    def __len__(self) -> int:
-        count = self._count()
-        return -(-count // self.size) if self._training else len(range(self._ranks.rank, count, self.size))
+    def samples_in(self, step: int) -> tuple[int, int]:
+        """Return the number of samples of this rank, and of all ranks, in a step."""
+        sizes = [self._samples_at(place) for place in self._places(step)]
+        return sum(self._own(sizes)), sum(sizes)
+
+    def _samples_at(self, place: int) -> int:
+        """Return how many samples an entry has."""
+        raise NotImplementedError
 
 
 def shards_of(loader: Any) -> Shards | None:
@@ -156,85 +180,56 @@ class SampleShards(Shards):
     """A batch sampler: the samples of this rank in each step."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, ranks: Ranks) -> None:
+        super().__init__(sampler, ranks, per_step=batch_size, drop_last=drop_last)
         self.sampler = sampler
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self._ranks = ranks
-
-    def __len__(self) -> int:
-        together = self.batch_size * self._ranks.size
-        samples = len(self.sampler)
-        return samples // together if self.drop_last else -(-samples // together)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # Every size-th sample, so that the batches of all ranks in a step are one batch of a single process.
-        entries = _entries(self.sampler, self._ranks)[self._ranks.rank :: self._ranks.size]
+        entries = self._own(_draw(self.sampler, self._ranks))
         for step in range(len(self)):
             yield entries[step * self.batch_size : (step + 1) * self.batch_size]
 
-    @property
-    def leaves_out(self) -> bool:
-        return len(self) > 0 and self.samples_in(len(self) - 1)[1] < self._ranks.size
-
     def samples_in(self, step: int) -> tuple[int, int]:
-        together = self.batch_size * self._ranks.size
-        samples = min(together, len(self.sampler) - step * together)
-        return len(range(self._ranks.rank, samples, self._ranks.size)), samples
+        places = self._places(step)
+        return len(self._own(places)), len(places)
 
 
-class BatchShards(_WholeBatches):
+class BatchShards(Shards):
     """A batch sampler: whole batches of a custom batch sampler, or in evaluation."""
 
-    def __init__(self, sampler: Any, each_is_batch: bool, training: bool, ranks: Ranks) -> None:
+    def __init__(self, sampler: Any, each_is_batch: bool, is_even: bool, ranks: Ranks) -> None:
+        super().__init__(sampler, ranks, is_even=is_even)
         self.sampler = sampler
         self._each_is_batch = each_is_batch
-        self._training = training
-        self._ranks = ranks
         self._sizes: list[int] = []
 
-    def _count(self) -> int:
-        return len(self.sampler)
-
     def __iter__(self) -> Iterator[list[Any]]:
-        entries = _entries(self.sampler, self._ranks)
+        entries = _draw(self.sampler, self._ranks)
         self._sizes = [1 if self._each_is_batch else len(entry) for entry in entries]
+        own = self._own(entries)
         for step in range(len(self)):
-            index = step * self._ranks.size + self._ranks.rank
-            own_entries = entries[index : index + 1]  # Nothing, for a rank without a batch in the last step.
-            yield own_entries if self._each_is_batch or not own_entries else own_entries[0]
+            batch = own[step : step + 1]  # Nothing, for a rank without a batch in the last step.
+            yield batch if self._each_is_batch or not batch else batch[0]
 
-    def samples_in(self, step: int) -> tuple[int, int]:
-        together = self._sizes[step * self._ranks.size : (step + 1) * self._ranks.size]
-        own_sizes = together[self._ranks.rank : self._ranks.rank + 1]
-        return sum(own_sizes), sum(together)
+    def _samples_at(self, place: int) -> int:
+        return self._sizes[place]
 
 
-class ListShards(_WholeBatches, Sequence[Any]):
+class ListShards(Shards, Sequence[Any]):
     """Whole batches of a sequence."""
 
-    def __init__(self, batches: Sequence[Any], training: bool, ranks: Ranks) -> None:
-        self._batches = batches
-        self._training = training
-        self._ranks = ranks
-
-    def _count(self) -> int:
-        return len(self._batches)
-
     def __getitem__(self, step: Any) -> Any:
-        index = range(len(self))[step] * self._ranks.size + self._ranks.rank
-        if index >= len(self._batches):
+        place = range(len(self))[step] * self.size + self._ranks.rank
+        if place >= len(self._entries):
             return EMPTY
-        return _present(self._batches[index]) if self._training else self._batches[index]
+        return _present(self._entries[place]) if self._is_even else self._entries[place]
 
-    def samples_in(self, step: int) -> tuple[int, int]:
-        first = step * self._ranks.size
-        last = min(first + self._ranks.size, len(self._batches))
-        sizes = [leading_dimension(self._batches[index]) or 1 for index in range(first, last)]
-        own_sizes = sizes[self._ranks.rank : self._ranks.rank + 1]
-        return sum(own_sizes), sum(sizes)
+    def _samples_at(self, place: int) -> int:
+        return leading_dimension(self._entries[place]) or 1
 
 
-def _entries(sampler: Any, ranks: Ranks) -> list[Any]:
+def _draw(sampler: Any, ranks: Ranks) -> list[Any]:
     """Return all entries of a sampler in this epoch, drawn on every rank from the random streams of rank 0."""
     generators = random_state.generators_of(sampler)
     streams = {key: value for key, value in random_state.capture().items() if key in random_state.HOST}
@@ -360,7 +355,7 @@ def _shard_other(loader: Any, training: bool, ranks: Ranks) -> Any:
             "DataLoader or a list of batches, or a loader that yields only the batches of its rank, and set "
             "loader.is_sharded = True"
         )
-    return ListShards(loader, training, ranks)
+    return ListShards(loader, ranks, is_even=training)
 
 
 def _shard_stream(loader: Any, dataset: Any, training: bool, ranks: Ranks) -> Any:
