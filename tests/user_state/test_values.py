@@ -67,6 +67,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "expanded": lambda: torch.ones(1).expand(10**6, 10**6),
     "bfloat16": lambda: torch.ones(3, dtype=torch.bfloat16),
     "complex tensor": lambda: torch.ones(3, dtype=torch.complex128),
+    "conjugate view": lambda: torch.tensor([1 + 2j]).conj(),
     "float8": lambda: torch.ones(4).to(torch.float8_e5m2),
     "array": lambda: np.arange(6).reshape(2, 3),
     "array of text": lambda: np.array(["a", "bc"]),
@@ -131,6 +132,8 @@ CHANGES: dict[str, tuple[Any, Any]] = {
     "the end of a large array": (np.zeros(LARGE + 3, np.int8), np.append(np.zeros(LARGE + 2, np.int8), np.int8(1))),
     "deep": ([{"a": [torch.zeros(1)]}], [{"a": [torch.ones(1)]}]),
     "text": (["a" * 100], ["a" * 99 + "b"]),
+    "conjugate view": (torch.tensor([1j]).conj(), torch.tensor([2j]).conj()),
+    "type that NumPy lacks": (torch.zeros(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)),
 }
 
 

@@ -71,13 +71,9 @@ class PartValues:
     def capture(self, loader: Any, with_unchanged: bool) -> dict[str, Any]:
         """Return the values that have changed, or all small ones besides."""
         walk = self.note(loader)
-        values: list[Any] = []
-        if with_unchanged:
-            small = Packer({}, walk.paths, _HOST, copies=True, max_bytes=LARGE)
-            other_names = walk.places.keys() - self._changes.names
-            values += self._changes.write(walk, small, other_names, says=False).get("values", ())
+        unchanged = self._changes.unchanged(walk) if with_unchanged else []
         changed = self._changes.write(walk, Packer({}, walk.paths, _HOST, copies=True), says=False)
-        return {"values": [*values, *changed.get("values", ())]}
+        return {"values": [*unchanged, *changed.get("values", ())]}
 
     def changed_in(self, captured: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of captured values that training has changed: the others are the script's."""

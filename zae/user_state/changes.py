@@ -103,7 +103,7 @@ class Changes:
         entries = []
         for name, value in values.items():
             try:
-                entries.append(self._entry(walk.places[name], packer, name, value))
+                entries.append(self._entry(walk.places[name], name, value, packer.write(name, value)))
             except NotSaved as why:
                 if says and (name[0] not in walk.stateful or name[1] == STATE):
                     self._report_unsaved(name, why)
@@ -113,7 +113,17 @@ class Changes:
         state = {"values": entries, "removed": self._removed(walk)}
         return {key: each for key, each in state.items() if each}
 
-    def _entry(self, place: Place, packer: Packer, name: Name, value: Any) -> dict[str, Any]:
+    def unchanged(self, walk: Walk) -> list[dict[str, Any]]:
+        """Return the small values that are as the run began, as a state holds them."""
+        beginnings = {name: self._beginnings[name] for name in walk.places.keys() - self.names}
+        return [
+            self._entry(walk.places[name], name, walk.places[name].value, beginning.written[0])
+            for name, beginning in beginnings.items()
+            if beginning.written is not None
+        ]
+
+    def _entry(self, place: Place, name: Name, value: Any, written: Any) -> dict[str, Any]:
+        """Return a value as a state holds it, with where it stands."""
         if isinstance(value, Mapping) and {"model", "optimizer", "progress", "position"} <= value.keys():
             raise NotSaved("the state of a trainer")
         beginning = self._beginnings.get(name)
@@ -127,7 +137,7 @@ class Changes:
             "was": None if beginning is None else beginning.kind,
             "in place": is_in_place,
             "of class": place.cls is not None,
-            "value": packer.write(name, value),
+            "value": written,
         }
 
     def _removed(self, walk: Walk) -> list[list[str]]:

@@ -86,10 +86,17 @@ def _mark_of_tensor(value: Tensor) -> object:
         tensor = without_repeats(local_part(value.detach()))
         shape = tuple(value.shape)
         if tensor.layout is torch.strided and tensor.is_cpu and tensor.nbytes < LARGE:
-            return form, shape, hash(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            return form, shape, hash(_bytes_of(tensor))
         return form, shape, content_digest(tensor)
     except (RuntimeError, NotImplementedError):  # Nested, lazy, or of a class of its own: no checkpoint holds it.
         return form
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    try:
+        return tensor.resolve_conj().resolve_neg().numpy().tobytes()
+    except TypeError:  # NumPy lacks the type: bfloat16, for instance.
+        return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _mark_of_object(value: Any, paths: Mapping[int, str], depth: int) -> object:

@@ -111,7 +111,11 @@ def leaves_of(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield place, value
         return
     for key, item in items:
-        yield from leaves_of(item, f"{place}[{key!r}]" if place else "")
+        location = f"{place}[{key!r}]" if place else ""
+        if type(item) is Tensor:  # In every step: it needs no generator of its own.
+            yield location, item
+        else:
+            yield from leaves_of(item, location)
 
 
 def flatten(values: Mapping[Any, Any], separator: str, prefix: str = "", depth: int = 8) -> dict[str, Any]:
@@ -182,7 +186,8 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors of one type and shape have the same bits."""
     if a.layout is not torch.strided or a.is_quantized:
         return torch.equal(a, b)
-    a, b = (tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
+    a, b = (tensor.detach().to("cpu").resolve_conj().resolve_neg() for tensor in (a, b))
+    a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
     return torch.equal(a, b)
 
 
