@@ -29,7 +29,7 @@ from zae.arguments.constructor import (
     check_model,
     check_same,
 )
-from zae.compose.calls import explained_call, of_class_or_instance, run_call
+from zae.compose.calls import explained_call, of_class_or_instance
 from zae.compose.class_checks import initial_values, without_test_step
 from zae.compose.composition import compose
 from zae.compose.first_call import without_first_calls
@@ -348,7 +348,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    @run_call
+    @explained_call("run(3, loader, valid_loader, max_steps=100): the number of epochs first, and the rest by name")
     def run(
         self,
         n_epoch: int | None,

@@ -11,7 +11,7 @@ from typing import Any
 
 from zae.errors import MissingError
 
-__all__ = ["HINTS", "HOOKS", "argument_of_run", "hint", "missing_attribute"]
+__all__ = ["HINTS", "HOOKS", "hint", "missing_attribute"]
 
 
 def _by_name(names_by_remedy: Mapping[str, str]) -> dict[str, str]:
@@ -311,12 +311,6 @@ HINTS = HOOKS | _by_name(
 def hint(name: str) -> str:
     """Say what to write instead of a name of another trainer; empty where it is unknown."""
     return f"here it is {HINTS[name]}" if name in HINTS else ""
-
-
-def argument_of_run(name: str) -> str:
-    """Return the argument of ``run`` that a name stands for; empty where it stands for none."""
-    argument, is_of_run, _ = HINTS.get(name, "").partition(" of run(")
-    return argument if is_of_run else ""
 
 
 def _of_part(owner: Any, name: str) -> str:
