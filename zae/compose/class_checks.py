@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -22,7 +22,6 @@ from zae.compose.introspect import (
     mentions_super,
     recipe_of,
 )
-from zae.compose.options import meant_class
 from zae.errors import AddOnError, AddOnOrder, TaskError, did_you_mean, is_one_letter_off
 
 __all__ = [
@@ -333,8 +332,8 @@ def _check_steps(cls: Any) -> None:
 # ------------------------------------------------------------------------------------------------ an instance
 
 
-def check_complete(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a class without train_step, with the lines to write for what it was called with."""
+def check_complete(cls: Any) -> None:
+    """Refuse a class without train_step, with the lines to write."""
     missing = sorted(cls.__abstractmethods__, key=lambda name: (name not in _STEPS, name != "train_step", name))
     if not missing:
         return
@@ -345,8 +344,8 @@ def check_complete(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     for method in missing:
         lines += _BODIES.get(method, [f"    def {method}(self): ..."])
     lines += ["", f"trainer = {composition}(model, optimizer=optimizer, ...)"]
-    text = f"{cls.__name__} cannot be instantiated: it has no {' and no '.join(missing)}. Write:\n\n" + "\n".join(lines)
-    raise TaskError(text + meant_class(cls, kwargs))
+    absent = " and no ".join(missing)
+    raise TaskError(f"{cls.__name__} cannot be instantiated: it has no {absent}. Write:\n\n" + "\n".join(lines))
 
 
 def without_test_step(cls: type) -> TaskError:

@@ -79,12 +79,12 @@ class TrainerMeta(ABCMeta):
                 f"{cls.__name__} is an add-on and does not run alone; "
                 f"write Task.add_on({cls.__name__})(...), or class MyTrainer({cls.__name__}, Task), with your own Task"
             )
-        check_complete(cls, args, kwargs)
         converted = cls.make_from(args, kwargs)
         if converted is not None:
             return converted
         args, kwargs = expand_call(cls, args, kwargs)
         check_call(cls, args, kwargs)
+        check_complete(cls)
         try:
             trainer = super().__call__(*args, **kwargs)
         except AttributeError as error:

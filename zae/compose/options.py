@@ -12,7 +12,7 @@ from operator import attrgetter
 from types import FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
-from zae.compose.introspect import is_add_on, is_base, is_trainer, recipe_of
+from zae.compose.introspect import is_add_on, is_base, is_trainer
 from zae.errors import AddOnConflict, OptionError, TaskError, did_you_mean
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "check_received",
     "expand_call",
     "join",
-    "meant_class",
     "option_value",
     "option_values",
     "options_of",
@@ -258,47 +257,6 @@ def owners_of_options(cls: Any) -> dict[str, Any]:
             if is_add_on(klass) or not is_trainer(klass):
                 owners |= dict.fromkeys(own_options(klass), add_on)
     return owners
-
-
-def meant_class(cls: Any, kwargs: Mapping[str, Any]) -> str:
-    """Describe the class that the arguments of an abstract one belong to, and the names that it has for others.
-
-    It is empty where no add-on that owns one of the arguments brings the steps that the class lacks, and no argument is
-    one of another trainer.
-    """
-    from zae.compose.hints import HINTS
-
-    unknown = [name for name in kwargs if name not in options_of(cls)]
-    owners = owners_of_options(cls)
-    add_ons = list(dict.fromkeys(owners[name] for name in unknown if name in owners))
-    bringing = [add_on for add_on in add_ons if _brings_steps(cls, add_on)]
-    text = ""
-    composed = cls
-    if bringing:
-        with suppress(AddOnConflict):
-            composed = cls.add_on(*add_ons)
-        options_given = ", ".join(name for name in unknown if owners.get(name) in bringing)
-        root, present = recipe_of(cls)
-        names = ", ".join(add_on.__name__ for add_on in (*present, *add_ons))
-        text = (
-            f"\n\nOr take the steps of {bringing[0].__name__}, which has the options that were given "
-            f"({options_given}):\n\n"
-            f"trainer = {root.__name__}.add_on({names})(model, ...)"
-        )
-    options = {name: entry for name, entry in options_of(composed).items() if name != "*"}
-    others = [name for name in unknown if name not in options and (name in HINTS or name in owners)]
-    if others:
-        text += "\n\nArguments of other trainers:"
-        text += "".join(f"\n  {name!r}{_hint_for(composed, name, options)}" for name in others)
-    return text
-
-
-def _brings_steps(cls: Any, add_on: Any) -> bool:
-    """Return whether an abstract class can train with an add-on, which then has its steps."""
-    try:
-        return not cls.add_on(add_on).__abstractmethods__
-    except AddOnConflict:
-        return False
 
 
 def check_received(trainer: Any, kwargs: Mapping[str, Any]) -> None:

@@ -93,9 +93,9 @@ def test_base_trainer() -> None:
         "tokenizer": None,
     }  # fmt: skip
     assert called(BASE) == [*values]
-    assert "HuggingFaceAddon, CallbackAddon)(model, ...)" in said_by(
-        "Trainer(**values)", {"Trainer": Trainer, "values": values}
-    )
+    message = said_by("Trainer(**values)", {"Trainer": Trainer, "values": values})
+    assert "'args'; here it is an option of Trainer.add_on(HuggingFaceAddon)(model, args=...)" in message
+    assert "'callbacks': it is an option of CallbackAddon; add it with .add_on(CallbackAddon)" in message
     trainer = kind(**values)
     assert trainer.train().global_step == 1
     assert set(trainer.evaluate()) >= {"eval_loss"}

@@ -64,9 +64,9 @@ HALF = ('autocast="fp16"', 'precision="fp16"')
 def test_native_trainer() -> None:
     said = said_by(NATIVE, names(Trainer=Trainer))
     for named in (
-        "Trainer.add_on(HuggingFaceAddon)",
-        "'epochs'; here it is num_train_epochs",
-        "'batch_size'; here it is per_device_train_batch_size",
+        "or the same option of HuggingFaceAddon",
+        "'epochs'; here it is n_epoch of run(n_epoch, loader)",
+        "'batch_size'; here it is a DataLoader with its own batch_size",
         "'autocast'; here it is precision=",
         "AMPAddon",
     ):

@@ -116,7 +116,7 @@ def test_basic_training_workflow(monkeypatch: pytest.MonkeyPatch) -> None:
     given = names(load_dataset=sets)
     ours = ("        Trainer,\n", "")
     said = said_by(WORKFLOW, {**given, "Trainer": Trainer}, LOCAL, ours)
-    assert "Trainer.add_on(HuggingFaceAddon)(model, ...)" in said
+    assert "Trainer.add_on(HuggingFaceAddon)(model, args=...)" in said
     cpu = ('output_dir="./results",', 'output_dir="./results", use_cpu=True,')
     found = run(WORKFLOW, given, LOCAL, ours, cpu)
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained("final_model").state_dict()
