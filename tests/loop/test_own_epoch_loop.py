@@ -66,26 +66,6 @@ class Through(Plain):
         return super().run_epoch(batch for batch in loader)
 
 
-class Short(Plain):
-    """Ends its epoch by its own count."""
-
-    def run_epoch(self, loader):
-        left = 4
-        for batch in loader:
-            self.run_batch(batch)
-            left -= 1
-            if not left:
-                break
-
-
-class Paired(Plain):
-    """Reads something else beside the loader."""
-
-    def run_epoch(self, loader):
-        for scale, batch in zip(range(1, 7), loader):
-            self.run_batch(batch * scale)
-
-
 def make(cls, *add_ons, device="cpu", **options):
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
@@ -130,20 +110,6 @@ def test_it_ends_at_a_limit_and_resumes_within_an_epoch(cls, tmp_path):
         trainer.run(3, shuffled(), max_steps=limit)
         assert trainer.progress_checker.step == (limit or 18)
     assert same(trainer, whole)
-
-
-@pytest.mark.parametrize(
-    ("cls", "limit", "is_told"), [(Own, 8, False), (Short, 5, True), (Short, 4, False), (Paired, 8, True)]
-)
-def test_a_resume_within_an_epoch_says_that_a_count_begins_anew(cls, limit, is_told, tmp_path, caplog):
-    for at in (limit, None):
-        options = {"save_path": tmp_path, "save_every": Every(steps=1), "resume": "auto", "seed": 0}
-        make(cls, StateManagerAddon, **options).run(2, shuffled(), max_steps=at)
-    said = [record.getMessage() for record in caplog.records if "may differ" in record.getMessage()]
-    assert len(said) == is_told
-    for text in said:
-        assert f"{cls.__name__}.run_epoch is given the rest" in text
-        assert "self.progress_checker.epoch_batch" in text
 
 
 class Lazy(Plain):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "evaluated_model", "evaluation_weights", "switch_mode"]
 
-_log = logging.getLogger("zae")
 _SECONDS = 2.0  # Between two times that the ranks ask each other in a validation.
 _TOGETHER = 8  # Batches of each rank whose predictions are gathered at once.
 
@@ -332,8 +330,6 @@ class Evaluation:
                     random_state.seed_everything(self.seed)
                     random_state.draw_as_rank(trainer.engine.dp_rank)
                 yield
-            if root.training and step == "test_step":
-                _warn_of_training_mode(trainer)
         finally:
             for module, is_training in modes.items():  # A step may have called model.train().
                 module.training = is_training
@@ -354,13 +350,3 @@ def _common_keys(rows: Mapping[str, Metrics]) -> list[str]:
     """List the metrics that each of several loaders has, in the order of the first one."""
     first = next(iter(rows.values()))
     return [key for key in first if all(key in row for row in rows.values())]
-
-
-def _warn_of_training_mode(trainer: Trainer) -> None:
-    """Warn once of a ``test_step`` that leaves the model in training mode."""
-    if trainer.is_main and trainer.history.is_first_remark("the mode after test_step"):
-        _log.warning(
-            "%s.test_step leaves the model in training mode, and the next batch is evaluated in it unless the step "
-            "begins with self.model.eval(); leave model.train() out of test_step: training continues as it was",
-            type(trainer).__name__,
-        )

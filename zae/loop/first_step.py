@@ -24,7 +24,7 @@ from zae.loop.step_output import report_not_numbers, report_uncounted
 from zae.optim import needs_closure, parameters_of
 from zae.schedulers.lengths import steps_taken
 from zae.torch_private import version_of
-from zae.values.walk import local_part, names_in
+from zae.values.walk import local_part
 
 if TYPE_CHECKING:
     from zae.loop.run import Run
@@ -43,8 +43,7 @@ _ACTS_BY_MODE = (
     nn.Dropout1d,
     nn.Dropout2d,
 )
-_CLIPS = {"clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"}
-_WATCHED = ("forward_context", "micro_step", "backward", "clip", "optimizer_step")
+_WATCHED = ("forward_context", "micro_step", "clip", "optimizer_step")
 _OF_GRADIENTS = (
     "gradients",
     "micro_batches",
@@ -90,8 +89,6 @@ class FirstStep:
         """Call a hook, and look at what it is given and returns."""
         if self._trainer.mode != "train":  # An evaluation within the step.
             return hook(*args, **kwargs)
-        if name == "backward":
-            self._warn_of_cut_loss(*args)
         if name == "optimizer_step":
             return self._step_optimizers(partial(hook, *args, **kwargs))
         result = hook(*args, **kwargs)
@@ -179,7 +176,6 @@ class FirstStep:
             raise self._of_a_loop_by_hand("has removed the gradients of the batches before it in the window")
         if after != gradients:
             raise self._of_a_loop_by_hand("has changed gradients itself (to clip them, write gradient_clip=...)")
-        self._warn_of_clip()
         if self._scheduler_steps() != taken:
             raise self._of_a_loop_by_hand("steps a scheduler, as the trainer does (scheduler_step_on_batch=...)")
         if was_training and not self._is_model_training() and trainer.is_main:
@@ -187,18 +183,6 @@ class FirstStep:
                 "%s.train_step leaves the model in evaluation mode: the next step has no dropout, and uses running "
                 "statistics, unless it begins with self.model.train(); leave model.eval() out of train_step",
                 type(trainer).__name__,
-            )
-
-    def _warn_of_clip(self) -> None:
-        """Warn of a ``train_step`` that clips what backward() is still to compute."""
-        trainer = self._trainer
-        clips = sorted(names_in(type(trainer).train_step) & _CLIPS)
-        if clips and trainer.is_main:
-            _log.warning(
-                "%s.train_step calls %s, and backward() is done after it: the gradients of its batch do not exist yet, "
-                "and are not clipped. For these write gradient_clip=...",
-                type(trainer).__name__,
-                clips[0],
             )
 
     def _warn_of_modules_beside(self) -> None:
@@ -235,16 +219,6 @@ class FirstStep:
 
     def _is_model_training(self) -> bool:
         return bool(getattr(self._trainer.model, "training", False))
-
-    def _warn_of_cut_loss(self, loss: Any, **_: Any) -> None:
-        """Warn of a loss that requires a gradient and was computed from nothing, as that of ``requires_grad_()``."""
-        losses = loss.values() if isinstance(loss, Mapping) else (loss,)
-        if any(isinstance(value, Tensor) and value.requires_grad and value.grad_fn is None for value in losses):
-            _log.warning(
-                "%s.train_step returned a loss that depends on no parameter, and so it trains nothing: compute it "
-                "from self.model(...), without .detach(), torch.no_grad(), torch.tensor(...) or requires_grad_()",
-                type(self._trainer).__name__,
-            )
 
     def _refuse_step(self, *_: Any) -> None:
         raise self._of_a_loop_by_hand("steps an optimizer itself")

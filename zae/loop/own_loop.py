@@ -11,16 +11,11 @@ from typing import TYPE_CHECKING, Any
 from zae.compose.introspect import is_overridden
 from zae.data.loaders import Proxy
 from zae.errors import TaskError
-from zae.values.walk import names_in
 
 if TYPE_CHECKING:
     from zae.loop.run import Run
 
 __all__ = ["loader_of_epoch", "without_loop"]
-
-_log = logging.getLogger("zae")
-# What counts the batches of a loop, or reads something else beside them.
-_COUNTERS = {"count", "enumerate", "islice", "iter", "len", "next", "range", "zip"}
 
 
 class _OwnLoop(Proxy):
@@ -54,10 +49,6 @@ class _OwnLoop(Proxy):
             return
         loader = trainer.wrap_loader(self.passed, True)
         run.open_epoch(loader)
-        used = trainer.progress_checker.epoch_batch
-        if used and names_in(self._owner().run_epoch) & _COUNTERS:
-            self._warn_of_rest(used)
-            used = 0
         is_complete = True
         with trainer.epoch_context():
             batches = run.batches(loader)
@@ -77,8 +68,6 @@ class _OwnLoop(Proxy):
                         "loader: self.run_batch(batch), and leave batches out, or repeat them, in the loader"
                     )
                 if is_left:  # It broke after the step: what is due there is done, as after any other step.
-                    if used:
-                        self._warn_of_rest(used)
                     run.extent.end_epoch_here()
                 if run.after_step():
                     is_complete = run.ends_epoch(loader, batches)
@@ -109,18 +98,6 @@ class _OwnLoop(Proxy):
                 "a checkpoint of this run cannot be resumed within it; write the loop itself: for batch in loader: "
                 "self.run_batch(batch), with what you change of the batch, or give run() that other loader",
                 logging.WARNING,
-            )
-
-    def _warn_of_rest(self, used: int) -> None:
-        """Warn that an epoch which a resume continues gives the override the rest of its batches."""
-        if self._run.trainer.is_main:
-            _log.warning(
-                "this epoch was resumed after %d of its batches, and %s.run_epoch is given the rest: where it counts "
-                "the batches itself, or reads something else beside them, it begins anew there, and may differ from "
-                "an uninterrupted run. Count by self.progress_checker.epoch_batch, read other data in the loader or in "
-                "train_step, or save at the ends of epochs only",
-                used,
-                self._owner().__name__,
             )
 
     def _owner(self) -> Any:

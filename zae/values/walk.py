@@ -35,7 +35,6 @@ __all__ = [
     "leaves_of",
     "local_part",
     "map_tensors",
-    "names_in",
     "names_read_by",
     "redistribute_like",
     "sample",
@@ -263,11 +262,6 @@ def is_of_library(holder: ModuleType | type) -> bool:
 def is_of_zae(cls: type) -> bool:
     """Return whether a class is of zae, and not of the user or of another package."""
     return cls.__module__.partition(".")[0] == "zae"
-
-
-def names_in(function: Any) -> set[str]:
-    """Return the names of attributes and globals in a function; none for anything else."""
-    return set(_names_in(inspect.unwrap(function).__code__)) if isinstance(function, FunctionType) else set()
 
 
 @lru_cache(maxsize=1000)
