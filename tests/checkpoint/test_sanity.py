@@ -15,7 +15,6 @@ from kit.faults import reseal
 from zae import Trainer
 from zae.addons import StateManagerAddon
 from zae.errors import CheckpointError, CheckpointMismatch
-from zae.loop.progress import check_counters
 from zae.optim.optimizer_state import check_rates
 
 
@@ -60,17 +59,7 @@ def changed(saved: Path, folder: Path, where: tuple[str, ...], value: Any, **man
 
 GROUP = ("optimizer", "0", "param_groups", "0")
 CASES = [
-    (("progress", "step"), -4, "step=-4 is not a whole number|step of epoch|the manifest says step"),
-    (("progress", "batch"), -1, "batch=-1 is not a whole number"),
-    (("progress", "batch"), 3, "step=6 is more than batch=3"),
-    (("progress", "epoch_batch"), -1, "epoch_batch=-1"),
-    (("progress", "epoch_step"), True, "epoch_step=True"),
-    (("progress", "skipped_steps"), 7, "skipped_steps=7 is more than step=6"),
-    (("progress", "run_starts"), [[9, 0]], r"a call of run began at \[9, 0\]"),
-    (("progress", "run_starts"), [[1, 3], [0, 0]], r"a call of run began at \[0, 0\]"),
-    (("progress", "run_starts"), [[0, "0"]], "a call of run began at"),
-    (("progress", "run_starts"), [3], "a call of run began at 3"),
-    (("progress", "stop_reason"), 3, "stop_reason=3 is not text"),
+    (("progress", "step"), -4, "the manifest says step"),
     (("progress", "step"), {"$int": hex(2**80)}, "the manifest says step"),
     ((*GROUP, "lr"), "0.1", "lr='0.1', which is not a number"),
     ((*GROUP, "lr"), -0.1, "lr=-0.1, which is not a rate"),
@@ -99,14 +88,11 @@ def test_what_cannot_be_is_refused_and_nothing_is_loaded(
     assert trainer.progress_checker.step == 0
 
 
-@pytest.mark.parametrize(("name", "value"), [("step", -4), ("epoch", 999_999_999)])
-def test_a_manifest_that_was_changed_too(saved: Path, tmp_path: Path, name: str, value: int) -> None:
-    found = changed(saved, tmp_path, ("progress", name), value, **({name: value} if value > 0 else {}))
-    with pytest.raises(CheckpointMismatch, match=f"{name}={value} is more than batch=6|the manifest says {name} 6"):
-        build(tmp_path / "other", resume=str(found)).run(3, [torch.ones(4, 2)] * 3)
-    alone = changed(saved, tmp_path / "manifest", ("progress", "step"), 6, **{name: abs(value)})
-    with pytest.raises(CheckpointError, match=f"the manifest says {name} {abs(value)}, and the state"):
-        build(tmp_path / "other", resume=str(alone)).run(3, [torch.ones(4, 2)] * 3)
+@pytest.mark.parametrize(("name", "value"), [("step", 4), ("epoch", 999_999_999)])
+def test_a_manifest_of_another_state(saved: Path, tmp_path: Path, name: str, value: int) -> None:
+    forged = changed(saved, tmp_path, ("progress", "step"), 6, **{name: value})
+    with pytest.raises(CheckpointError, match=f"the manifest says {name} {value}, and the state"):
+        build(tmp_path / "other", resume=str(forged)).run(3, [torch.ones(4, 2)] * 3)
 
 
 def test_what_can_be_is_loaded(saved: Path, tmp_path: Path) -> None:
@@ -115,4 +101,3 @@ def test_what_can_be_is_loaded(saved: Path, tmp_path: Path) -> None:
     trainer = build(tmp_path / "other", tensor_rate=True, resume=str(found))
     assert trainer.run(3, [torch.ones(4, 2)] * 3)["step"] == 9
     check_rates("optimizer", {"lr": 1, "betas": (0, 0.9), "x": "text"}, {"lr": torch.tensor(0.1), "betas": [0.1, 0.2]})
-    check_counters({"epoch": 2, "batch": 4, "step": 4, "run_starts": [[0, 0], [0, 0], [2, 4]], "stop_reason": None})

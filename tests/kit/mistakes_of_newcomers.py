@@ -144,10 +144,6 @@ def whole_module_as_weights():
 
 
 mistakes({
-    "every_of_one_epoch": (zae.OptionError, lambda: zae.Every(epoch=1),
-        "Every() has no argument 'epoch'; did you mean 'epochs'", "write Every(steps=100) or Every(ep"),
-    "every_of_minutes": (zae.OptionError, lambda: zae.Every(minutes=5), "Every() has no argument 'minutes'",
-        "write Every(steps=100) or Every(epochs=1)"),
     "evaluate_without_a_loader": (zae.OptionError, lambda: trainer_of().evaluate(),
         "evaluate() missing 1 required positional argument: 'loader'", "write evaluate(loader)"),
     "predict_with_a_batch_size": (zae.OptionError, lambda: trainer_of().predict(loader(), batch_size=3),

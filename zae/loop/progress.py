@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from zae.arguments import Count, CountOrZero, check_argument
-from zae.errors import CheckpointMismatch, ConfigError, OptionError, did_you_mean
+from zae.errors import CheckpointMismatch, ConfigError
 
 __all__ = [
     "NO_LIMIT",
@@ -21,7 +21,6 @@ __all__ = [
     "Every",
     "ProgressChecker",
     "RunCalls",
-    "check_counters",
 ]
 
 _log = logging.getLogger("zae")
@@ -29,9 +28,6 @@ NO_LIMIT = sys.maxsize
 # Reasons to stop after which a resumed run continues.
 SIGNALED = "a signal asked for the end"
 TIME_IS_UP = "max_time has passed"
-_LARGEST = 2**63 - 1
-# The counts of the open epoch are not among them: with another batch size and reshard=True they are counted again.
-_NEVER_MORE = (("epoch", "batch"), ("step", "batch"), ("skipped_steps", "step"))
 
 
 @dataclass(frozen=True)
@@ -63,15 +59,6 @@ class Every:
     steps: int | None = None
     epochs: int | None = None
     after: int = 0
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Every:
-        """Refuse arguments that ``__init__`` does not take, and name what is meant."""
-        names = [each.name for each in fields(cls)]
-        for name in kwargs:
-            if name not in names:
-                hint = did_you_mean(name, names).removesuffix("?")
-                raise OptionError(f"Every() has no argument {name!r}{hint}; write Every(steps=100) or Every(epochs=1)")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -295,7 +282,6 @@ class ProgressChecker:
         for name in (*_COUNTERS, "run_starts", "stop_reason"):
             if name not in state or (name in _COUNTERS and not isinstance(state[name], int)):
                 raise CheckpointMismatch(f"the progress in the state has no valid {name!r}: {dict(state)!r:.200}")
-        check_counters({name: state[name] for name in (*_COUNTERS, "run_starts", "stop_reason")})
         for name in (*_COUNTERS, "stop_reason"):
             setattr(self, name, state[name])
         starts = [list(start) for start in state["run_starts"]]
@@ -304,35 +290,3 @@ class ProgressChecker:
 
 class EvaluationAborted(BaseException):
     """A validation was left between two batches because a signal asks for the end; caught by the run."""
-
-
-def check_counters(counters: Mapping[str, Any]) -> None:
-    """Refuse counters that no run can have."""
-    fault = _fault_of(counters)
-    if fault:
-        raise CheckpointMismatch(
-            f"the progress in the state was not saved by zae ({fault}); nothing was loaded. Load another checkpoint"
-        )
-
-
-def _fault_of(counters: Mapping[str, Any]) -> str:
-    """Return the first of the counters that no run can have, and why; else an empty string."""
-    for name, value in counters.items():
-        if name not in ("run_starts", "stop_reason") and not (type(value) is int and 0 <= value <= _LARGEST):
-            return f"{name}={value!r:.40} is not a whole number from 0"
-    for part, total in _NEVER_MORE:
-        if counters.get(part, 0) > counters.get(total, _LARGEST):
-            return f"{part}={counters[part]} is more than {total}={counters[total]}"
-    reason = counters.get("stop_reason")
-    if not (reason is None or isinstance(reason, str)):
-        return f"stop_reason={reason!r:.40} is not text"
-    before = [0, 0]
-    present = [counters.get("epoch", 0), counters.get("step", 0)]
-    for start in counters.get("run_starts", ()):
-        numbers = list(start) if isinstance(start, (list, tuple)) else []
-        is_pair = len(numbers) == 2 and all(type(number) is int for number in numbers)
-        # Calls follow each other, and none begins after the state.
-        if not is_pair or not all(a <= b <= c for a, b, c in zip(before, numbers, present, strict=True)):
-            return f"a call of run began at {start!r:.40}, and the state is of epoch and step {present}"
-        before = numbers
-    return ""
