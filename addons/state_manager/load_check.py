@@ -25,9 +25,8 @@ from zae.checkpoint.json_text import strict_json
 from zae.checkpoint.tensor_bytes import shared_memory
 from zae.errors import CheckpointError
 from zae.loop.addon_state import PARTS, state_mode
-from zae.optim.loaded import compares_bits, difference, with_enums
 from zae.optim.optimization import Optimization
-from zae.optim.optimizer_state import has_hooks, load_optimizer_state, with_inner
+from zae.optim.optimizer_state import difference, has_hooks, load_optimizer_state, with_enums, with_inner
 from zae.schedulers.lengths import parts_of
 from zae.values.walk import is_of_zae, is_sharded, leaves_of
 
@@ -123,7 +122,7 @@ def _check_same(name: str, owner: Any, state: Any, loaded: Any) -> None:
     """Refuse an optimizer, or a scheduler, whose state a checkpoint gives back as another one."""
     loaded = with_enums(loaded, owner.state_dict())
     kind, _, key = name.partition(" ")
-    if problem := difference(state, loaded, f"{kind}[{key!r}]", compares=compares_bits(loaded)):
+    if problem := difference(state, loaded, f"{kind}[{key!r}]"):
         raise CheckpointError(
             f"the state of {name} ({type(owner).__name__}) would come back as another one: {problem}. Let its "
             "state_dict() return plain values, and make the others again in load_state_dict()"
@@ -172,7 +171,7 @@ def _check_inner(name: str, optimizer: Optimizer, twin: Optimizer) -> None:
             continue
         inside = f"the state of the {type(inner).__name__} in it"
         state = inner.state_dict()
-        if problem := difference(state, loaded.state_dict(), inside, compares=compares_bits(state)):
+        if problem := difference(state, loaded.state_dict(), inside):
             raise CheckpointError(
                 f"optimizer {name} ({kind}) does not save all of its state: {problem}. Let {kind}.state_dict return "
                 f"that of the {type(inner).__name__} as well, and load_state_dict load it"

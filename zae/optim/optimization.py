@@ -24,9 +24,10 @@ from zae.model.copying import deep_copy
 from zae.model.weights import fit_name, named_parameters
 from zae.optim import modes
 from zae.optim.checks import Span, check_disjoint, check_scheduler_owners, check_schedules
-from zae.optim.loaded import check_loaded, compares_bits, with_enums
 from zae.optim.optimizer_state import (
+    are_small_and_whole,
     check_groups,
+    check_loaded,
     check_rates,
     copy_optimizer,
     grow_lambdas,
@@ -34,6 +35,7 @@ from zae.optim.optimizer_state import (
     match_layout,
     match_order,
     parameter_order,
+    with_enums,
     wraps_others,
 )
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken, takes_total_steps
@@ -304,7 +306,7 @@ class Optimization:
                 tensors = [each for _, each in leaves_of(vars(optimizer), "") if isinstance(each, Tensor)]
                 # Without parameters, which may be lazy.
                 state_tensors = [tensor for tensor in tensors if id(tensor) not in copied]
-                if not compares_bits(state_tensors):  # Mostly nothing: the state is made in the first step.
+                if not are_small_and_whole(state_tensors):  # Mostly nothing: the state is made in the first step.
                     copied |= {id(tensor): tensor for tensor in state_tensors}
                 with suppress(Exception):
                     twin.optimizers[name] = copy_optimizer(optimizer, copied)
@@ -358,7 +360,7 @@ class Optimization:
         names = {id(part): name for name, part in named.items()}
         added = {name: self._added_groups(name, state, named) for name in self.optimizers}
         optimizers = {name: self._in_present_order(name, state, names, strict, added[name]) for name in self.optimizers}
-        schedulers = {name: copy.deepcopy(state["scheduler"][name]) for name in self.schedulers}
+        schedulers = {name: state["scheduler"][name] for name in self.schedulers}
         for name, part in self.schedulers.items():
             check_rates("scheduler", schedulers[name], part.state_dict())
             if is_plateau(part) and not keeps_best:

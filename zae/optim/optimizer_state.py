@@ -8,6 +8,7 @@ unchanged.
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
 import math
 from collections import OrderedDict, defaultdict, deque
@@ -21,16 +22,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.errors import CheckpointMismatch
-from zae.optim.loaded import check_loaded, with_enums
 from zae.schedulers.lengths import parts_of
 from zae.torch_private import has_loading_hooks
-from zae.values.walk import is_sharded, leaves_of, map_tensors, redistribute_like
+from zae.values.strides import is_laid_out
+from zae.values.walk import has_same_bits, is_sharded, leaves_of, map_tensors, redistribute_like
 
 __all__ = [
+    "are_small_and_whole",
     "check_groups",
+    "check_loaded",
     "check_rates",
     "copy_optimizer",
     "device_of",
+    "difference",
     "grow_lambdas",
     "has_hooks",
     "has_own_form",
@@ -42,6 +46,7 @@ __all__ = [
     "move_to_device",
     "parameter_order",
     "places_on_device",
+    "with_enums",
     "with_inner",
     "wraps_others",
 ]
@@ -50,6 +55,7 @@ _LOAD = Optimizer.load_state_dict
 _RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "max_lr", "min_lr")
 _HOOKS = "_optimizer_load_state_dict_pre_hooks"  # What the constructor of torch.optim.Optimizer makes.
 _SHOWN = 10
+_SMALL = 64 << 20  # Bytes up to which tensors are compared bit by bit.
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -192,6 +198,101 @@ def _on_device(
     if type(value) is deque:
         return deque((_on_device(entry, device, group, moved) for entry in value), value.maxlen)
     return value
+
+
+# ------------------------------------------------------------------------------------- what has come back by a load
+
+
+def check_loaded(kind_of_part: str, part: Any, state: Any) -> None:
+    """Refuse an optimizer or a schedule that says, right after a load, that its state is another one.
+
+    It may have more than was saved: a newer version of torch adds settings.
+    """
+    kind = type(part).__name__
+    if problem := difference(state, part.state_dict(), kind_of_part, may_have_more=True):
+        raise CheckpointMismatch(
+            f"{kind_of_part} {kind} does not load its own state: {problem}. A run cannot be resumed from it; let "
+            f"{kind}.load_state_dict restore what its state_dict returns"
+        )
+
+
+def difference(saved: Any, loaded: Any, path: str, *, may_have_more: bool = False) -> str:
+    """Return where a loaded state differs from the saved one; else an empty string.
+
+    The bits of tensors are read where `are_small_and_whole`. With ``may_have_more`` a dict may have got more entries.
+    """
+    pairs = _pairs(saved, loaded, path, may_have_more)
+    reads_bits = are_small_and_whole(value for _, *pair in pairs for value in pair if isinstance(value, Tensor))
+    for place, before, after in pairs:
+        if _are_alike(before, after):
+            if before.stride() != after.stride():
+                return f"{place} had the strides {before.stride()} and has {after.stride()}"
+            if not reads_bits:
+                continue
+        if not has_same_bits(before, after):
+            return f"{place} was {_describe(before)} and is {_describe(after)}"
+    return ""
+
+
+def _pairs(saved: Any, loaded: Any, path: str, may_have_more: bool) -> list[tuple[str, Any, Any]]:
+    """Return the values at the same places of two states, and containers that do not have the same places."""
+    items: Iterable[tuple[Any, Any, Any]]
+    if isinstance(saved, Mapping) and isinstance(loaded, Mapping) and _has_keys_of(loaded, saved, may_have_more):
+        items = [(key, value, loaded[key]) for key, value in saved.items()]
+    elif isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        items = zip(itertools.count(), saved, loaded)
+    else:
+        is_member = isinstance(loaded, enum.Enum) and not isinstance(saved, enum.Enum)
+        return [(path, saved, loaded.value if is_member else loaded)]  # A checkpoint has the value of a member.
+    pairs = []
+    for key, before, after in items:
+        pairs += _pairs(before, after, f"{path}[{key!r}]", may_have_more)
+    return pairs
+
+
+def _has_keys_of(loaded: Mapping[Any, Any], saved: Mapping[Any, Any], may_have_more: bool) -> bool:
+    return saved.keys() == loaded.keys() or (may_have_more and saved.keys() < loaded.keys())
+
+
+def are_small_and_whole(tensors: Iterable[Tensor]) -> bool:
+    """Return whether the bits of some tensors may be read: they are whole on this rank, and few bytes in all."""
+    size = 0
+    for tensor in tensors:
+        if nn.parameter.is_lazy(tensor) or tensor.is_meta or is_sharded(tensor):
+            return False
+        size += tensor.numel() * tensor.element_size()
+    return size <= _SMALL
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+    """Return whether two values are tensors of one shape and type."""
+    are_tensors = isinstance(a, Tensor) and isinstance(b, Tensor) and is_laid_out(a) and is_laid_out(b)
+    return are_tensors and (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype}, {value.detach().flatten()[:3].tolist()}"
+    return " ".join(repr(value).split())[:80]
+
+
+def with_enums(saved: Any, present: Any) -> Any:
+    """Return a saved state with the members of an Enum where the present one has some: a checkpoint has their values.
+
+    SCION of pytorch_optimizer has some among the settings of its groups.
+
+    Raise ValueError for a value that none of its members has.
+    """
+    if isinstance(present, enum.Enum):
+        return type(present)(saved)
+    if type(saved) is dict and isinstance(present, Mapping):
+        return {key: with_enums(each, present.get(key)) for key, each in saved.items()}
+    if type(saved) in (list, tuple) and isinstance(present, (list, tuple)) and len(saved) == len(present):
+        return type(saved)(with_enums(value, model) for value, model in zip(saved, present))
+    return saved
+
+
+# --------------------------------------------------------------------------------------------- devices and copies
 
 
 def places_on_device(state: Mapping[str, Any]) -> list[str]:
