@@ -1,8 +1,8 @@
 """Encode a nested state as JSON and a dict of tensors, and decode it exactly.
 
-What JSON can express is written as such. Any other value is an object with one key: its tag in the table of
-`zae.checkpoint.tagged_types`, with what stands for the value. A tensor is its name in state.safetensors, and if that is
-not all, the dtype that its bytes there have, the order of its dimensions in the file, and its strides::
+What JSON can express is written as such. Any other value is an object with one key: its tag in `KINDS`, with what
+stands for the value. A tensor is its name in state.safetensors, and if that is not all, the dtype that its bytes there
+have, the order of its dimensions in the file, and its strides::
 
     {"$tensor": "optimizer.0.exp_avg"}
     {"$tensor": ["optimizer.0.exp_avg", null, [1, 0], [1, 2]]}
@@ -13,38 +13,36 @@ scheduler has one. Nothing names a class or a function, so decoding runs no code
 
 from __future__ import annotations
 
+import base64
 import enum
 import io
 import math
 import re
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zae.checkpoint.json_text import DEPTH_LIMIT, without_collector
-from zae.checkpoint.tagged_types import (
-    KINDS,
-    NUMPY_KINDS,
-    PLAIN,
-    TAGS,
-    Malformed,
-    check_type,
-    dtype_named,
-    shape_of,
-    type_name,
-)
-from zae.checkpoint.tensor_bytes import DTYPE_NAMES, dense
+from zae.checkpoint.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, dense
 from zae.errors import CheckpointDamaged, CheckpointError
 from zae.values.strides import axes_in_memory, is_laid_out, strides_to_save, view_key, with_strides
 from zae.values.walk import is_sharded
 
 __all__ = ["decode", "encode", "name_of_key"]
 
+PLAIN = frozenset({type(None), bool, int, float, str})
+"""The types of plain values: they are immutable, and JSON has them."""
+
+NUMPY_KINDS = "biufcSUmM"
+"""The kinds of numpy dtypes that are written: numbers, text and dates."""
+
+_NUMPY_TEXT = re.compile(r"[<>|=](?:[biufcSU]\d{1,9}|[mM]8(?:\[\d*[A-Za-z]{1,2}\])?)")
+_COLLISIONS = 64  # Keys of one hash in a dict: 34 powers of two have the same, as floats.
 _ALWAYS = frozenset({type(None), bool, str})  # Of these, JSON has every value.
 _NUMBERS = frozenset({int, float})
 _LEAST = -(2**63)  # Beyond 64 bits, integers are not read the same by all readers of JSON.
@@ -71,7 +69,7 @@ def decode(structure: object, tensors: Mapping[str, Tensor], *, where: str = "st
     try:
         with without_collector():
             return _Decoder(tensors).value(structure, 1)
-    except Malformed as error:
+    except _Malformed as error:
         raise CheckpointDamaged(f"{where}: {error}. Load another checkpoint.") from None
     # A hostile structure may have any type anywhere: what the conversions raise for it is damage, too.
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -79,6 +77,134 @@ def decode(structure: object, tensors: Mapping[str, Tensor], *, where: str = "st
         raise CheckpointDamaged(
             f"{where}: contains what zae does not write ({reason}). Load another checkpoint."
         ) from error
+
+
+# ------------------------------------------------------------------------------------------ types beside those of JSON
+
+
+class _Malformed(Exception):
+    """A structure that `encode` does not return; the text says how it differs."""
+
+
+def _type_name(value: object) -> str:
+    """Return the name of a type, with its module unless it is built in."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _check_type(value: Any, kind: type) -> Any:
+    """Return the value, checked to have exactly this type."""
+    if type(value) is not kind:
+        raise _Malformed(f"contains a {_type_name(value)}; expected a {kind.__name__}")
+    return value
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    """Return a shape, checked to be a list of whole numbers from 0."""
+    if len(_list(value)) > AXES_LIMIT or any(_check_type(size, int) < 0 for size in value):
+        raise _Malformed(f"contains a shape with a negative size, or of more than {AXES_LIMIT} axes")
+    return tuple(value)
+
+
+def _dtype_named(name: Any) -> torch.dtype:
+    """Return the torch dtype of this name."""
+    dtype = vars(torch).get(_check_type(name, str))  # getattr could import a module
+    if not isinstance(dtype, torch.dtype):
+        raise _Malformed(f"names the dtype {name!r:.80}, which torch {torch.__version__} lacks")
+    return dtype
+
+
+class _Kind(NamedTuple):
+    """A type beside those of JSON: what stands for a value, and the value made of that again."""
+
+    type: type
+    parts: Callable[[Any], Any]
+    make: Callable[[Any], Any]
+
+
+def _list(parts: Any) -> list[Any]:
+    """Return a list; anything else is refused, as an array that would become one of a hundred times its size."""
+    return _check_type(parts, list)
+
+
+def _members(values: Any) -> list[Any]:
+    """Return the members of a set in an order that does not depend on the hash seed."""
+    return sorted(values, key=lambda each: (type(each).__name__, repr(each)))
+
+
+def _deque(items: Any, maxlen: Any) -> deque[Any]:
+    return deque(_list(items), maxlen)
+
+
+def _dict(pairs: Any) -> dict[Any, Any]:
+    """Return a dict made of [key, value] pairs with keys that differ."""
+    _check_keys([key for key, _ in _list(pairs)])
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise _Malformed("contains a dict with one key twice")
+    return entries
+
+
+def _check_keys(keys: list[Any]) -> list[Any]:
+    """Return keys, checked to be plain and not to collide: a dict of those would take quadratic time."""
+    waiting = [*_list(keys)]
+    while waiting:
+        key = waiting.pop()
+        if type(key) is tuple:
+            waiting += key
+        elif type(key) not in PLAIN:
+            raise _Malformed(f"contains a key that is a {_type_name(key)}")
+    if len(keys) > _COLLISIONS and max(Counter(map(hash, keys)).values()) > _COLLISIONS:
+        raise _Malformed(f"contains a dict or set in which more than {_COLLISIONS} keys have one hash")
+    return keys
+
+
+def _array_parts(value: np.ndarray[Any, Any]) -> list[Any]:
+    data = value.tobytes()
+    copied = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return [copied, value.dtype.str, list(value.shape)]
+
+
+def _array(data: Any, text: Any, shape: Any) -> np.ndarray[Any, Any]:
+    """Return an array in the memory of a tensor of bytes; the dtype is checked as text before numpy sees it."""
+    if not _NUMPY_TEXT.fullmatch(_check_type(text, str)):
+        raise _Malformed(f"names the numpy dtype {text!r:.80}")
+    dtype = np.dtype(text)
+    sizes = _shape_of(shape)
+    if _check_type(data, Tensor).dtype is not torch.uint8 or dtype.itemsize * math.prod(sizes) != data.numel():
+        raise _Malformed(f"contains {data.numel()} values for a numpy array of shape {sizes!s:.80} and dtype {text}")
+    return np.ndarray(sizes, dtype, data.numpy() if data.numel() else b"")
+
+
+def _scalar(parts: Any) -> Any:
+    """Return a numpy scalar from its dtype, and its bytes as hexadecimal text."""
+    text, data = _list(parts)
+    return _array(torch.tensor([*bytes.fromhex(data)], dtype=torch.uint8), text, [])[()]
+
+
+KINDS = {
+    "$tuple": _Kind(tuple, list, lambda parts: tuple(_list(parts))),
+    "$deque": _Kind(deque, lambda value: {"items": list(value), "maxlen": value.maxlen}, lambda parts: _deque(**parts)),
+    "$set": _Kind(set, _members, lambda parts: set(_check_keys(parts))),
+    "$frozenset": _Kind(frozenset, _members, lambda parts: frozenset(_check_keys(parts))),
+    # The pairs of dicts are written by the encoder, which knows the path of each.
+    "$dict": _Kind(dict, dict, _dict),
+    "$ordered": _Kind(OrderedDict, dict, lambda parts: OrderedDict(_dict(parts))),
+    "$counter": _Kind(Counter, dict, lambda parts: Counter(_dict(parts))),  # MultiStepLR keeps one.
+    "$float": _Kind(float, str, {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__),
+    "$int": _Kind(int, hex, lambda parts: int(parts, 16)),  # Beyond 64 bits: random streams have them.
+    "$complex": _Kind(complex, lambda value: [value.real, value.imag], lambda parts: complex(*_list(parts))),
+    "$bytes": _Kind(bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "$array": _Kind(np.ndarray, _array_parts, lambda parts: _array(*_list(parts))),
+    "$scalar": _Kind(np.generic, lambda value: [value.dtype.str, value.tobytes().hex()], _scalar),
+    "$dtype": _Kind(torch.dtype, lambda value: str(value).removeprefix("torch."), _dtype_named),
+    "$device": _Kind(torch.device, str, lambda parts: torch.device(_check_type(parts, str))),
+    "$size": _Kind(torch.Size, list, lambda parts: torch.Size(_shape_of(parts))),
+}
+"""The types, by the tags that stand for them in a structure."""
+
+TAGS = {kind.type: tag for tag, kind in KINDS.items()}
+"""The tag of each type."""
 
 
 # ------------------------------------------------------------------------------------------------------- encoding
@@ -180,7 +306,7 @@ def _check_key(key: Any, path: _Path) -> None:
             _check_key(part, path)
     elif type(key) not in PLAIN:
         raise CheckpointError(
-            f"{_show(path)} has the key {key!r:.80}, a {type_name(key)}; "
+            f"{_show(path)} has the key {key!r:.80}, a {_type_name(key)}; "
             "keys in a checkpoint are text, numbers, None or tuples of these"
         )
 
@@ -215,7 +341,7 @@ def _refusal(value: object, path: _Path) -> CheckpointError:
         if isinstance(value, kind):
             remedy = f"store {kind.__name__}(...) of it, and create it again on load"
     return CheckpointError(
-        f"{_show(path)} is a {type_name(value)}; a checkpoint holds only numbers, text and tensors "
+        f"{_show(path)} is a {_type_name(value)}; a checkpoint holds only numbers, text and tensors "
         f"in dicts, lists, tuples and sets: {remedy}"
     )
 
@@ -235,13 +361,13 @@ class _Decoder:
         if type(node) in PLAIN:
             return node
         if depth > DEPTH_LIMIT:
-            raise Malformed(f"is nested deeper than {DEPTH_LIMIT} levels")
+            raise _Malformed(f"is nested deeper than {DEPTH_LIMIT} levels")
         if type(node) is list:
             if PLAIN.issuperset(map(type, node)):  # Most lists are of numbers, and long.
                 return list(node)
             return [self.value(item, depth + 1) for item in node]
         if type(node) is not dict:
-            raise Malformed(f"contains a {type_name(node)}; expected a dict")
+            raise _Malformed(f"contains a {_type_name(node)}; expected a dict")
         if "$" not in map(_FIRST, node):
             values = {}
             for key, item in node.items():
@@ -249,7 +375,7 @@ class _Decoder:
             return values
         tag = next(key for key in node if key[:1] == "$")
         if len(node) > 1 or tag not in KINDS.keys() | {"$tensor"}:
-            raise Malformed(f"contains the unknown tag {tag!r:.80}; a newer zae may have written it")
+            raise _Malformed(f"contains the unknown tag {tag!r:.80}; a newer zae may have written it")
         if tag == "$tensor":
             return self._tensor(node[tag])
         return KINDS[tag].make(self.value(node[tag], depth + 1))
@@ -258,26 +384,26 @@ class _Decoder:
         """Return a tensor by its name, in the form that the first reference to it describes."""
         if type(reference) is str:
             return self._named(reference)
-        name, dtype, axes, strides = check_type(reference, list)
+        name, dtype, axes, strides = _check_type(reference, list)
         tensor = self._named(name)
         if name in self._formed:  # A small file could fill the memory with its copies.
-            raise Malformed(f"describes the tensor {name!r:.80} twice")
+            raise _Malformed(f"describes the tensor {name!r:.80} twice")
         self._formed.add(name)
         if dtype is not None:
             if tensor.dtype is not torch.uint8:
-                raise Malformed(f"takes a tensor of {tensor.dtype} for bytes")
-            tensor = tensor.view(dtype_named(dtype)).squeeze(-1)
+                raise _Malformed(f"takes a tensor of {tensor.dtype} for bytes")
+            tensor = tensor.view(_dtype_named(dtype)).squeeze(-1)
         if strides is not None:
-            order = shape_of(axes)
+            order = _shape_of(axes)
             if sorted(order) != [*range(tensor.dim())]:
-                raise Malformed(f"contains the axes {axes!s:.80} of a tensor of shape {tuple(tensor.shape)!s:.80}")
+                raise _Malformed(f"contains the axes {axes!s:.80} of a tensor of shape {tuple(tensor.shape)!s:.80}")
             back = sorted(range(tensor.dim()), key=order.__getitem__)
-            tensor = with_strides(tensor.permute(back), shape_of(strides))
+            tensor = with_strides(tensor.permute(back), _shape_of(strides))
         self._tensors[name] = tensor
         return tensor
 
     def _named(self, name: Any) -> Tensor:
         """Return the tensor of a name."""
-        if check_type(name, str) not in self._tensors:
-            raise Malformed(f"names the tensor {name!r:.80}, which is missing")
+        if _check_type(name, str) not in self._tensors:
+            raise _Malformed(f"names the tensor {name!r:.80}, which is missing")
         return self._tensors[name]
