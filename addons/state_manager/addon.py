@@ -20,9 +20,8 @@ from zae.addons.state_manager.checkpointer import (
     make_checkpointer,
     step_of_weights,
 )
-from zae.addons.state_manager.checkpoints import Checkpoints
+from zae.addons.state_manager.checkpoints import Checkpoints, Lineage
 from zae.addons.state_manager.crash import EXACT, CrashSaver
-from zae.addons.state_manager.lineage import Lineage
 from zae.addons.state_manager.load_check import LoadCheck
 from zae.addons.state_manager.resume import Resumption, find, newest_whole, read
 from zae.addons.state_manager.retention import Retention
@@ -282,14 +281,14 @@ class StateManagerAddon(AddOnBase):
                 self._load_check.skip(self.optimization)
                 resumption.note_resumed(resumed[0], self.progress_checker.run_calls)
                 resumption.restart_epoch(self.progress_checker, self.loader_position)
-        self.checkpoints.lineage.name_run(secrets.token_hex(8))
+        lineage = self.checkpoints.lineage
+        lineage.run_id = lineage.run_id or secrets.token_hex(8)
 
     def on_run_begin(self) -> None:
         """Take the folder, refuse to mix the checkpoints of two runs in it, and listen to signals."""
         super().on_run_begin()
         self._crash.begin(self.progress_checker, self.gather(secrets.token_hex(8))[0])
         self.checkpoints.has_failed = False
-        self.checkpoints.lineage.about_run = {}
         group = Group(self.rank, self.gather)
         group.together(self._open_folder, self.save_path)
         if self.world_size > 1 and isinstance(self.checkpointer, FolderCheckpointer):
@@ -462,18 +461,16 @@ class StateManagerAddon(AddOnBase):
     def _write_state(self, target: Path, replaces: Sequence[Path], info: Mapping[str, Any]) -> None:
         """Read the state on every rank, and write it: on the main rank, or after an exception on this one."""
         checkpoints = self.checkpoints
-        lineage = checkpoints.lineage
         has_failed = checkpoints.has_failed
         self._check_moment(target)
         in_shards = checkpoints.model_format == "sharded"
         state = RankStates.read_state(self, in_parts=in_shards and not has_failed, has_rows=False)
-        if not lineage.about_run:
-            lineage.about_run = {"monitor": self.monitor, "run": self.run_record.state_dict()}
+        info = {"monitor": self.monitor, **info}
         checkpoints.write(
             target,
             state,
             self.history.rows,
-            lineage.describe(self.progress_checker, self.world_size, info),
+            checkpoints.lineage.describe(self.progress_checker, self.world_size, info),
             replaces=replaces,
             trained={name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad},
             group=Group(self.rank, partial(self.engine.gather, in_background=True)),

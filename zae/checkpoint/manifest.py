@@ -81,9 +81,15 @@ class Manifest(TypedDict):
     sha256: str  # of the manifest without this entry
 
 
-def draft(model_format: str, tied: Mapping[str, str], about: Mapping[str, Any], has_rows: bool = False) -> Manifest:
-    """Return the manifest of a checkpoint that has no files yet, from what the caller says about it."""
+def draft(
+    model_format: str, tied: Mapping[str, str], about: Mapping[str, Any], has_rows: bool = False, run: Any = None
+) -> Manifest:
+    """Return the manifest of a checkpoint that has no files yet, from what the caller says about it.
+
+    ``run`` is what the run was given (`zae.record`) as it is encoded in the state; ``info`` shows it too.
+    """
     info, tensors = encode(about.get("info", {}))
+    info |= {} if run is None else {"run": run}
     if tensors:
         raise ConfigError(f"manifest_info['info'] holds a tensor at {next(iter(tensors))!r}; put it into the state")
     number = ROWS_FORMAT if has_rows else SHARDED_FORMAT if model_format == "sharded" else FORMAT

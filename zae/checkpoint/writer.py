@@ -120,7 +120,8 @@ def plan(
             STATE: json_text(target, structure),
             **pieces,
         }
-        return files, draft(model_format, tied, about, has_rows=bool(pieces)), tensors
+        run = structure.get("records", {}).get("run")
+        return files, draft(model_format, tied, about, has_rows=bool(pieces), run=run), tensors
 
     if model_format == "sharded":
         return SavePlan(target, *_stage_in_parts(stage, weights, group, target), group, check)
