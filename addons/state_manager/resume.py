@@ -85,8 +85,6 @@ def find(
             f"that case{hint}"
         )
     path, content, passed_over = newest_checkpoint
-    for damaged, reason in passed_over:
-        _log.warning("passed over %s, which is damaged (%s); resuming from %s", damaged, reason, path)
     checkpoints.passed_over = {damaged.name for damaged, _ in passed_over}
     return path, content
 
@@ -113,11 +111,7 @@ def newest_whole(
 ) -> tuple[Path, Content]:
     """Read a checkpoint as `read` does, or the newest whole one in a folder of them."""
     newest = newest_valid(path, partial(read, checkpointer, held=held), checkpointer.list_saved(path))
-    if newest is None:
-        return path, read(checkpointer, path, allow_partial, held)
-    for damaged, reason in newest[2]:
-        _log.warning("passed over %s, which is damaged (%s); loading %s", damaged, reason, newest[0])
-    return newest[:2]
+    return (path, read(checkpointer, path, allow_partial, held)) if newest is None else newest[:2]
 
 
 def read(checkpointer: Checkpointer, path: Path, allow_partial: Collection[str] = (), held: _Held = _NONE) -> Content:

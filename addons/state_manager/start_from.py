@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from zae import optim, random_state
+from zae import random_state
 from zae.checkpoint.folder import list_checkpoints, newest_valid, verify
 from zae.checkpoint.manifest import read_manifest
 from zae.checkpoint.names import MODEL_FILES, STATE, STATE_TENSORS
@@ -18,17 +19,16 @@ from zae.checkpoint.reader import load_state
 from zae.checkpoint.tensor_files import format_of
 from zae.checkpoint.weights import load_weights
 from zae.compose.introspect import add_ons_of, is_engine_slot
-from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean, printable
+from zae.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean
 from zae.loop.rank_states import RankStates, engine_of
+from zae.loop.trainer_state import explaining_misfits
 from zae.model.weights import extra_names
+from zae.optim.optimization import Optimization
 
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
 __all__ = ["Start", "parts_of"]
-
-_log = logging.getLogger("zae")
-
 
 _Read = TypeVar("_Read")
 _PARTS = ("model", "optimizer", "scheduler", "progress", "random")
@@ -66,13 +66,8 @@ class Start:
             raise CheckpointNotFound(
                 f"start_from={str(self.path)!r} does not exist; give the folder of a checkpoint, or a file of weights"
             )
-        if not list_checkpoints(self.path):
-            return self.path, read(self.path)
         newest = newest_valid(self.path, read_whole)
-        assert newest is not None  # It raises where none is whole.
-        for damaged, reason in newest[2]:
-            _log.warning("passed over %s, which is damaged (%s); starting from %s", damaged, reason, newest[0])
-        return newest[:2]
+        return (self.path, read(self.path)) if newest is None else newest[:2]
 
     def _describe(self, path: Path) -> dict[str, Any]:
         """Return what checkpoints of the new run say of the one that it started from."""
@@ -82,19 +77,15 @@ class Start:
         manifest = read_manifest(path)
         return {**about, **{name: manifest[name] for name in ("run_id", "step", "sha256")}}
 
-    def _load(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
-        """Read only the files of a checkpoint that the parts need."""
-        model = load_weights(path) if "model" in self.parts else {}
-        return model, load_state(path) if self._reads_state() and path.is_dir() else {}
-
-    def _reads_state(self) -> bool:
-        return self.parts != ["model"] or bool(self._checked) or self._has_extra
-
-    def _load_whole(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
-        """Read what the parts need, and verify the other files."""
-        needed = {*MODEL_FILES.values()} if "model" in self.parts else set()
-        verify(path, skip={*needed, STATE, STATE_TENSORS} if self._reads_state() else needed)
-        return self._load(path)
+    def _read(self, path: Path, verifies_others: bool = False) -> tuple[dict[str, Tensor], dict[Any, Any]]:
+        """Read the files of a checkpoint that the parts need: the weights, and the state beside them."""
+        needs_model = "model" in self.parts
+        needs_state = self.parts != ["model"] or bool(self._checked) or self._has_extra
+        if verifies_others:
+            files = {*MODEL_FILES.values()} if needs_model else set()
+            verify(path, skip={*files, STATE, STATE_TENSORS} if needs_state else files)
+        model = load_weights(path) if needs_model else {}
+        return model, load_state(path) if needs_state and path.is_dir() else {}
 
     def apply(self, trainer: Trainer) -> str:
         """Load the parts into a trainer that is set up and has not begun; on an error nothing is loaded.
@@ -104,16 +95,14 @@ class Start:
         if self.path is None:
             return ""
         self._has_extra = "model" in self.parts and bool(extra_names(trainer.unwrap().state_dict()))
-        path, (model, state_beside) = self._newest(self._load, self._load_whole)
-        engine, world, rank = (
-            engine_of(type(trainer), state_beside),
-            trainer.engine.dp_world_size,
-            trainer.engine.dp_rank,
-        )
+        path, (model, state_beside) = self._newest(self._read, partial(self._read, verifies_others=True))
+        engine = engine_of(type(trainer), state_beside)
+        world = trainer.engine.dp_world_size
+        rank = trainer.engine.dp_rank
         saved = RankStates.with_entries_of(state_beside, engine, world, rank)
         present = trainer.state_dict()
         streams = RankStates.streams_in(saved, rank, world) if "random" in self.parts else None
-        state = {**present, **_merge(saved, present, self.parts, path, _counters_of(trainer.optimizer))}
+        state = {**present, **_merge(trainer.optimization, saved, present, self.parts, path)}
         if "optimizer" in self.parts:  # Its state has another order in memory than the parameters of this script.
             state["module"] = {**present["module"], "strides": None}
             state["devices"] = saved.get("devices", {})
@@ -196,31 +185,20 @@ def _check_path(save_path: Path, start_from: Any, resume: Any, allow_partial: An
 
 
 def _merge(
-    saved: Mapping[Any, Any],
-    present: Mapping[str, Any],
-    parts: list[str],
-    path: Path,
-    counters: Mapping[str, set[str]],
+    optimization: Optimization, saved: Mapping[Any, Any], present: Mapping[str, Any], parts: list[str], path: Path
 ) -> dict[str, Any]:
     """Return the entries of the new state that contain values of the saved one."""
     merged: dict[str, Any] = {}
-    try:
+    with explaining_misfits():
         if "optimizer" in parts or "scheduler" in parts:
-            _same_names(saved, present, "optimizer", path)
-            merged |= _optimizers(saved, present, parts, counters)
+            optimization.check_names(saved, ["optimizer"])
+            merged |= _optimizers(saved, present, parts, _counters_of(optimization.optimizers))
         if "scheduler" in parts:
-            _same_names(saved, present, "scheduler", path)
+            optimization.check_names(saved, ["scheduler"])
             merged["scheduler"] = saved["scheduler"]
         if "progress" in parts:
             merged["progress"] = _progress(saved["progress"])
         merged["records"] = _records(saved, present, parts)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        if isinstance(error, CheckpointMismatch):
-            raise
-        raise CheckpointMismatch(
-            f"the state in {path} is not one that zae has saved ({type(error).__name__}: "
-            f"{printable(str(error)[:200])}); give another checkpoint"
-        ) from error
     for name in parts:
         if name not in _PARTS:
             if saved.get(name) is None:
@@ -229,19 +207,10 @@ def _merge(
     return merged
 
 
-def _same_names(saved: Mapping[Any, Any], present: Mapping[str, Any], kind: str, path: Path) -> None:
-    """Refuse optimizers or schedulers of other names, or in other groups."""
-    if set(saved[kind]) != set(present[kind]):
-        raise CheckpointMismatch(
-            f"{path} holds the {kind}s {sorted(saved[kind])}, and this trainer has {sorted(present[kind])}; build "
-            f"them as they were, or leave {kind!r} out of start_with"
-        )
-
-
-def _counters_of(optimizers: Any) -> dict[str, set[str]]:
+def _counters_of(optimizers: Mapping[str, Optimizer]) -> dict[str, set[str]]:
     """Return the counters in the groups of each optimizer, as schedule-free ones have: not arguments of its class."""
     counters = {}
-    for name, optimizer in optim.as_dict(optimizers).items():
+    for name, optimizer in optimizers.items():
         parameters = inspect.signature(type(optimizer)).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         counters[name] = set() if takes_any else set(optimizer.defaults) - set(parameters)

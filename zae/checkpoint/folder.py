@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -40,6 +41,7 @@ __all__ = [
     "verify",
 ]
 
+_log = logging.getLogger("zae")
 _Content = TypeVar("_Content")
 
 # -------------------------------------------------------------------------------------------------- one checkpoint
@@ -162,16 +164,21 @@ def newest_valid(
     read: Callable[[Path], _Content] = verify,  # type: ignore[assignment]
     paths: Iterable[Path] | None = None,
 ) -> tuple[Path, _Content, list[tuple[Path, str]]] | None:
-    """Find the newest checkpoint in a folder that can be read, and those that were passed over, and why.
+    """Find the newest checkpoint in a folder that can be read, and warn of those that are passed over.
 
-    ``paths`` are the checkpoints in it, where they are listed already.
+    Return it with its content, and the others with the reasons; None where the folder has none. ``paths`` are the
+    checkpoints in it, where they are listed already.
     """
     passed_over: list[tuple[Path, str]] = []
     for path in list_checkpoints(save_path) if paths is None else paths:
         try:
-            return path, read(path), passed_over
+            content = read(path)
         except (CheckpointDamaged, CheckpointNotFound) as error:
             passed_over.append((path, str(error)))
+            continue
+        for damaged, cause in passed_over:
+            _log.warning("passed over %s, which is damaged (%s); taking %s", damaged, cause, path)
+        return path, content, passed_over
     if not passed_over:
         return None
     reasons = "\n".join(f"  {path.name}: {reason}" for path, reason in passed_over)

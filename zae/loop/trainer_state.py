@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zae.optim.optimization import Optimization
     from zae.trainer import Trainer
 
-__all__ = ["load_state", "load_weights", "read_state", "weights_of"]
+__all__ = ["explaining_misfits", "load_state", "load_weights", "read_state", "weights_of"]
 
 _log = logging.getLogger("zae")
 _KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position", "order", "module")
@@ -117,7 +117,7 @@ def load_state(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None
     if not trainer.current_run.is_ready and optimization.has_factory:  # A later setup uses what they make.
         optimization.build(trainer.build_optimizer, trainer.build_scheduler)
     trainer.run_record.note_script(trainer)
-    with _explaining_misfits():
+    with explaining_misfits():
         state = older_states.convert_wrapped(state, optimization, module, trainer.is_main)
     is_ours = is_in_mode(trainer, addon_state.FROM_FILE)  # Else others hold the tensors too.
 
@@ -132,7 +132,7 @@ def load_state(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None
     entry = state["module"]
     check_module(entry)
     weights, is_strict = _fitting_weights(trainer, state, strict)
-    with _explaining_misfits():
+    with explaining_misfits():
         is_same = trainer.history.has_criterion_of(state["records"])
         trainer.run_record.check_classes(state["records"])
         load_optimization = optimization.prepare(state, module, strict, load_optimizer, keeps_best=is_same)
@@ -144,7 +144,7 @@ def load_state(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None
 
     several = [*optimization.optimizers.values(), *optimization.schedulers.values()]
     with _restoring_on_error([trainer, position, optimization, trainer.run_record], several):
-        with _explaining_misfits():
+        with explaining_misfits():
             position.load_state_dict(state["position"])
             load_strides(module, entry)  # Before the optimizers: their state is in the order of the parameters.
             with trainer.user_state.watching_loads(trainer):
@@ -263,7 +263,7 @@ def _restoring_on_error(plain: Iterable[Any], stateful: list[Any]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def _explaining_misfits() -> Iterator[None]:
+def explaining_misfits() -> Iterator[None]:
     """Raise CheckpointMismatch for what a state that zae has not saved leads to."""
     try:
         yield

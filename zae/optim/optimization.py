@@ -355,7 +355,7 @@ class Optimization:
         ``strict`` refuses parameters in another order where their names do not say which is which. ``keeps_best`` says
         that the state has the same monitor; else a scheduler that waits for a metric begins again.
         """
-        self._check_names(state)
+        self.check_names(state)
         named = named_parameters(module)
         names = {id(part): name for name, part in named.items()}
         added = {name: self._added_groups(name, state, named) for name in self.optimizers}
@@ -393,9 +393,10 @@ class Optimization:
 
         return load
 
-    def _check_names(self, state: Mapping[str, Any]) -> None:
+    def check_names(self, state: Mapping[str, Any], kinds: Sequence[str] = ("optimizer", "scheduler")) -> None:
         """Refuse a state with other names of optimizers or schedulers."""
-        for kind, present in (("optimizer", self.optimizers), ("scheduler", self.schedulers)):
+        for kind in kinds:
+            present = self.optimizers if kind == "optimizer" else self.schedulers
             if set(state[kind]) != set(present):
                 raise CheckpointMismatch(
                     f"the state was saved with the {kind}s {sorted(state[kind])}, and this trainer has "

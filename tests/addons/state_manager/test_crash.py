@@ -472,7 +472,7 @@ def test_resume_auto(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
     assert "step-00000003" in warnings[0]
-    assert "resuming from" in warnings[0]
+    assert "; taking " in warnings[0]
     assert "step-00000002" in warnings[0]
     for step in (1, 2):
         (place / f"step-0000000{step}" / "model.safetensors").unlink()
