@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zae.addon import Description
 from zae.addons.distributed import DistributedAddon
@@ -63,12 +62,11 @@ class TensorParallelEngine(Engine):
         self._styles = styles
         self._compiled = compiled
         self._modules: dict[str, nn.Module] = {}
-        self._of_inputs: dict[str, Tensor] = {}  # Gradients of what column-parallel layers take, in a first step.
-        self._hooks: list[Any] | None = None  # Those that note them.
+        self._is_checked = False  # Whether a first step has shown that the plan names all that it has to.
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which has divided no model."""
-        return {**vars(self), "_modules": {}, "_of_inputs": {}, "_hooks": None}
+        return {**vars(self), "_modules": {}, "_is_checked": False}
 
     def wrap(self, module: nn.Module, trains: bool) -> Any:
         """Divide the layers of the plan in place, with the weights of rank 0."""
@@ -127,18 +125,9 @@ class TensorParallelEngine(Engine):
         return any(Shard(-1) in places for places in layouts)
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
-        """Send what is whole on each rank; in the first step, watch what layers take."""
+        """Send what is whole on each rank."""
         self.inner.begin(module, parameters)
-        self._end_watch()
-        columns = [name for name, style in self._styles.items() if _takes_whole_inputs(style)]
-        self._hooks = [
-            self._modules[name].register_forward_pre_hook(partial(self._note_input, name), prepend=True)
-            for name in columns
-        ]
-
-    def _note_input(self, name: str, module: nn.Module, inputs: Sequence[Any]) -> None:
-        if inputs and isinstance(inputs[0], Tensor) and not is_sharded(inputs[0]) and inputs[0].requires_grad:
-            inputs[0].register_hook(partial(self._of_inputs.__setitem__, name))
+        self._is_checked = False
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Add up the gradients that a sequence parallel layer has left in parts: its ranks exchange them."""
@@ -147,15 +136,9 @@ class TensorParallelEngine(Engine):
             if is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         self.inner.average_gradients(parameters)
-        if self._hooks is not None:
+        if not self._is_checked:
             self._check_plan()
-            self._end_watch()
-
-    def _end_watch(self) -> None:
-        for hook in self._hooks or ():
-            hook.remove()
-        self._hooks = None
-        self._of_inputs.clear()
+            self._is_checked = True
 
     def _check_plan(self) -> None:
         """Refuse gradients of what each rank has whole that are not the same on all ranks: each has a part of them."""
@@ -165,22 +148,13 @@ class TensorParallelEngine(Engine):
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.grad is not None and "tensor" not in shards.part_of(parameter)
         }
-        gradients |= {(path, ""): each for path, each in self._of_inputs.items()}
         hashes = dict(zip(gradients, fingerprints(gradients.values())))
         # The ranks that compute the same layers send the hashes of theirs.
         ranks = gather_objects(hashes, self._mesh().get_group())
         keys = dict.fromkeys(key for rank in ranks for key in rank)
         differing = [key for key in keys if len({rank.get(key) for rank in ranks}) > 1]
-        if paths := list(dict.fromkeys(path for path, name in differing if name)):
+        if paths := list(dict.fromkeys(path for path, _ in differing)):
             raise _plan_error(paths[-1], self._modules[paths[-1]], len(paths), [".".join(each) for each in differing])
-        if differing:
-            path = differing[-1][0]
-            raise ConfigError(
-                f"the ranks have other gradients of what {path} ({class_name(self._modules[path])}) takes: the step "
-                "also computes with it outside of the layers of tensor_plan, and with a part that one of them leaves "
-                "each rank. Compute that behind the layer that ends the division (RowwiseParallel), or let the layer "
-                "before it return the whole: ColwiseParallel(output_layouts=Replicate())"
-            )
 
 
 class TensorParallelAddon(DistributedAddon):
@@ -317,30 +291,6 @@ class TensorParallelAddon(DistributedAddon):
             )
         return size
 
-    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Refuse kernels of an optimizer that take divided parameters and others at once."""
-        super().wrap_optimizers(optimizers)
-        for optimizer in optimizers.values():
-            for group in optimizer.param_groups:
-                kernels = [name for name in ("foreach", "fused") if group.get(name)]
-                if kernels and len(shards.by_mesh(group["params"])) > 1:
-                    raise ConfigError(
-                        f"{kernels[0]}=True of {type(optimizer).__name__} takes all parameters of a group at once, and "
-                        f"some of them are divided in another way than others; leave {kernels[0]} out"
-                    )
-
-    def step_one(self, optimizer: Optimizer) -> bool:
-        """Update one parameter after another where they are divided in different ways."""
-        groups = [group for group in optimizer.param_groups if self._is_parallel and group.get("foreach", 0) is None]
-        mixed = [group for group in groups if len(shards.by_mesh(group["params"])) > 1]
-        try:
-            for group in mixed:
-                group["foreach"] = False
-            return super().step_one(optimizer)
-        finally:
-            for group in mixed:
-                group["foreach"] = None
-
     def describe(self) -> list[Description]:
         """Name the layers that are divided."""
         return [
@@ -426,7 +376,7 @@ class TensorParallelAddon(DistributedAddon):
         # Compiled code would not be watched.
         watch = both(
             torch.compiler.set_stance("force_eager"),
-            shards.DrawsWatch(self.unwrap(), self.device, engine.is_same_on_ranks),
+            shards.DrawsWatch(self.device, engine.is_same_on_ranks),
         )
         return both(inner, watch)
 
@@ -436,13 +386,6 @@ def check_layers(modules: Mapping[str, nn.Module], styles: Mapping[str, Parallel
     check_divisible({name: modules[name] for name in styles})
     for name, style in styles.items():
         check_even(name, modules[name], style, ranks)
-
-
-def _takes_whole_inputs(style: ParallelStyle) -> bool:
-    """Return whether a column-parallel layer takes an input that each rank has whole."""
-    from torch.distributed.tensor.parallel import ColwiseParallel
-
-    return isinstance(style, ColwiseParallel) and all(layout.is_replicate() for layout in style.input_layouts)
 
 
 def _plan_error(path: str, module: nn.Module, count: int, names: Sequence[str]) -> ConfigError:
@@ -458,7 +401,8 @@ def _plan_error(path: str, module: nn.Module, count: int, names: Sequence[str]) 
     return ConfigError(
         f"the ranks have other gradients of {', '.join(names[:_SHOWN])}: {path} ({class_name(module)}){last}, has no "
         "entry in tensor_plan, and computes with what other layers leave each rank a part of, so that its gradient is "
-        f"that of this part. Add to tensor_plan {entry}"
+        f"that of this part. Add to tensor_plan {entry}; or compute behind the layer that ends the division "
+        "(RowwiseParallel)"
     )
 
 

@@ -16,12 +16,11 @@ from zae.addons.distributed import DistributedAddon
 from zae.addons.fsdp.meta_init import MetaInit, is_meta
 from zae.distributed import shards
 from zae.distributed.blocks import (
+    check_divisible,
     check_shapes,
-    check_shardable,
     choose_blocks,
     describe_blocks,
     parse_blocks,
-    parse_methods,
     repeated_modules,
 )
 from zae.distributed.collectives import broadcast
@@ -50,14 +49,14 @@ def free_gathered_blocks(model: nn.Module) -> None:
             module.reshard()
 
 
-def check_model(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Refuse a model that cannot be sharded in these blocks."""
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that cannot be sharded."""
     if without_wrappers(model) is not model:
         raise ConfigError(
             "torch.compile or DataParallel is around the whole model, whose blocks could then not be "
             "gathered one at a time; leave it out, and write compile_blocks=True"
         )
-    check_shardable(model, blocks)
+    check_divisible({"": model})
 
 
 class FSDPEngine(Engine):
@@ -125,7 +124,7 @@ class FSDPEngine(Engine):
             return model
         blocks = self._blocks(without_wrappers(model))
         check_shapes(model)
-        check_model(model, blocks)
+        check_model(model)
         has_weights = not is_meta(model)
         if has_weights:
             # Rank 0 sends what it has: each rank then keeps its own part of the same weights. What tensor parallelism
@@ -252,7 +251,7 @@ class FSDPAddon(DistributedAddon):
         self.fsdp_blocks = parse_blocks(fsdp_blocks)
         self.mp_policy = mp_policy
         self.compile_blocks = compile_blocks
-        self.fsdp_methods = parse_methods(self.unwrap(), fsdp_methods)
+        self.fsdp_methods = list(fsdp_methods)
         if self.cpu_offload and all(device.type == "cpu" for device in self.devices):
             raise ConfigError(
                 "cpu_offload=True moves shards from an accelerator to the host, and there is none here; leave it out"
@@ -310,7 +309,8 @@ class FSDPAddon(DistributedAddon):
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that cannot be sharded."""
         super()._check_model(model)
-        check_model(model, self.blocks())
+        check_model(model)
+        self.blocks()
 
     def _prepare_alone(self) -> None:
         """In one process, compile the blocks, and tell what only ranks do."""

@@ -103,8 +103,8 @@ def test_what_ranks_refuse_in_a_run(engine: Engine) -> None:
         with pytest.raises(kind, match=message):
             build(composed, **given).run(1, loader or rows())
 
-    for place, name in (("module", "dropout in drop"), ("function", "dropout in the model")):
-        refused(f"{name} draws random numbers.*Move it behind", model=Dropping(place))
+    for place in ("module", "function"):
+        refused("dropout draws random numbers.*Move it behind", model=Dropping(place))
     build(engine, task=Mean, model=Dropping("behind"), tensor_plan=HALVES).run(1, rows())
     refused(r"create_graph=True.*train with MultiGPUAddon", task=Penalized)
     own = rows(add=float(dist.get_rank()))
@@ -113,7 +113,6 @@ def test_what_ranks_refuse_in_a_run(engine: Engine) -> None:
     refused("has another batch than the ranks", DistributedError, own)
     refused(r"drop \(Dropout\): ColwiseParallel currently only", tensor_plan={"drop": ColwiseParallel()})
     refused("tensor_plan divides no parameter", tensor_plan={})
-    refused("foreach=True of SGD", optimizer=lambda p: torch.optim.SGD([*p, nn.Parameter(p_of())], foreach=True))
     hooked = Dropping("none")
     hooked.up.bias.register_hook(lambda gradient: gradient)
     refused(r"up\.bias has a hook of its gradient", model=hooked)
@@ -160,18 +159,6 @@ class HeadNorms(nn.Module):
         return self.head(self.out(x.transpose(1, 2).flatten(2)))
 
 
-class Gated(nn.Module):
-    """The whole of an activation meets a part of it, and each parameter before it is divided."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third, self.last = (nn.Linear(4, 4, bias=False) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.second(torch.tanh(self.first(x)))
-        return self.last(torch.tanh(self.third(x)) * torch.sigmoid(x.mean(-1, keepdim=True)))
-
-
 @in_parts
 def test_what_a_plan_has_left_out_is_named(engine: Engine) -> None:
     """In the first step, whether or not gradients are clipped; with the entry the weights are those of one process."""
@@ -192,16 +179,6 @@ def test_what_a_plan_has_left_out_is_named(engine: Engine) -> None:
         trainer.run(1, data(8 * engine.shares))
         single.run(1, data(8 * engine.shares, 4 * engine.shares))
         assert distance(trainer, single) < 1e-12
-
-
-@in_parts
-def test_a_whole_activation_that_meets_a_part_is_refused(engine: Engine) -> None:
-    """Where no parameter would tell, the gradient of what a column-parallel layer takes does."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # Nothing changes it in place.
-    columns, sums = dict.fromkeys(("first", "third"), ColwiseParallel()), ("second", "last")
-    trainer = build(engine, task=Mean, model=Gated(), tensor_plan=columns | dict.fromkeys(sums, RowwiseParallel()))
-    with pytest.raises(ConfigError, match=r"gradients of what third \(Linear\) takes.*RowwiseParallel"):
-        trainer.run(1, rows(4 * engine.shares))
 
 
 class Scaled(Task):
@@ -253,10 +230,6 @@ def test_blocks_that_the_user_has_compiled(engine: Engine) -> None:
     trainer.run(1, data(8))
     single.run(1, data(8))
     assert distance(trainer, single) < 1e-12
-
-
-def p_of() -> torch.Tensor:
-    return torch.zeros(2, dtype=torch.float64)
 
 
 @pytest.mark.exhaustive

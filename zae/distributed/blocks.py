@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -16,17 +16,13 @@ __all__ = [
     "check_divisible",
     "check_even",
     "check_shapes",
-    "check_shardable",
     "check_tables",
     "choose_blocks",
     "choose_outermost",
     "class_name",
     "describe_blocks",
-    "divided_dimensions",
     "has_forward",
     "parse_blocks",
-    "parse_methods",
-    "split_by_block",
 ]
 
 _SHOWN = 10
@@ -82,27 +78,6 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def check_shardable(model: nn.Module, blocks: Iterable[str]) -> None:
-    """Refuse a model whose parameters torch cannot shard block by block."""
-    check_divisible({"": model})
-    named = dict(model.named_parameters())
-    if names := [name for name, each in named.items() if each.dim() and not each.numel()]:
-        raise ConfigError(f"{', '.join(names)} has no elements that could be divided; leave the parameter out")
-    if names := [name for name, each in named.items() if not each.is_contiguous()]:
-        raise ConfigError(
-            f"{', '.join(names)} is not contiguous in memory, and cannot be divided; call "
-            "model.to(memory_format=torch.contiguous_format), or contiguous() of its data"
-        )
-    for group in split_by_block((name for name, each in named.items() if each.requires_grad), blocks):
-        kinds = {named[name].dtype: name for name in group}
-        if len(kinds) > 1:
-            mixed = " and ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in kinds.items())
-            raise ConfigError(
-                f"{mixed} are gathered together, and must have one dtype; convert the model, or name modules of one "
-                "dtype each in fsdp_blocks"
-            )
-
-
 def check_divisible(modules: Mapping[str, nn.Module]) -> None:
     """Refuse modules, by name, whose parameters cannot be replaced by their parts."""
     hooked = []
@@ -134,17 +109,6 @@ def parse_blocks(value: Any, option: str = "fsdp_blocks") -> Any:
     if not all(isinstance(each, (str, type)) for each in blocks):
         raise ConfigError(f"{option}={value!r}; give classes, names, or a function of both")
     return blocks
-
-
-def parse_methods(model: nn.Module, value: Any) -> list[str]:
-    """Return the option that names methods of the model as a list."""
-    methods = list(value) if isinstance(value, (list, tuple, set)) else [value]
-    for name in methods:
-        if not (isinstance(name, str) and callable(getattr(model, name, None))):
-            raise ConfigError(
-                f"fsdp_methods: {class_name(model)} has no method {name!r}; name those that it has: ['encode']"
-            )
-    return methods
 
 
 def choose_blocks(model: nn.Module, selection: Any, option: str = "fsdp_blocks") -> dict[str, nn.Module]:
@@ -204,41 +168,20 @@ def repeated_modules(module: nn.Module, prefix: str = "") -> dict[str, nn.Module
     return repeated
 
 
-def split_by_block(names: Iterable[str], blocks: Iterable[str]) -> list[list[str]]:
-    """Group the names of parameters by the innermost block that they are in; those of no block come first."""
-    groups: dict[str, list[str]] = {"": [], **{block: [] for block in blocks}}
-    for name in names:
-        inside = [block for block in groups if block and name.startswith(f"{block}.")]
-        groups[max(inside, key=len, default="")].append(name)
-    return [*groups.values()]
-
-
-def divided_dimensions(style: Any, module: nn.Module) -> dict[str, int]:
-    """Return the parameters of a layer that a style of torch divides, each with the dimension."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    is_table = isinstance(module, nn.Embedding)
-    if isinstance(style, ColwiseParallel):
-        dimensions = {"weight": int(is_table), "bias": 0}
-    else:
-        dimensions = {"weight": int(not is_table)} if isinstance(style, RowwiseParallel) else {}
-    return {key: dimension for key, dimension in dimensions.items() if getattr(module, key, None) is not None}
-
-
 def check_even(name: str, module: nn.Module, style: Any, ranks: int) -> None:
     """Refuse a layer that passes on parts of different sizes: torch takes each for a part like the own one."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     is_left_in_parts = isinstance(style, ColwiseParallel) and style.use_local_output
-    if not is_left_in_parts or not any(isinstance(layout, Shard) for layout in style.output_layouts):
+    weight: Any = getattr(module, "weight", None)
+    if weight is None or not is_left_in_parts or not any(isinstance(each, Shard) for each in style.output_layouts):
         return
-    for key, dimension in divided_dimensions(style, module).items():
-        count = getattr(module, key).shape[dimension]
-        if count % ranks:
-            raise ConfigError(
-                f"tensor_plan: {name} ({class_name(module)}) computes {count} features, which {ranks} ranks cannot "
-                "divide evenly, and the next layer would take the part of each rank for one of the same size. Make it "
-                f"{-(-count // ranks) * ranks} wide, write ColwiseParallel(use_local_output=False), which keeps track "
-                "of the sizes, or leave it out of the plan"
-            )
+    count = weight.shape[1 if isinstance(module, nn.Embedding) else 0]
+    if count % ranks:
+        raise ConfigError(
+            f"tensor_plan: {name} ({class_name(module)}) computes {count} features, which {ranks} ranks cannot "
+            "divide evenly, and the next layer would take the part of each rank for one of the same size. Make it "
+            f"{-(-count // ranks) * ranks} wide, write ColwiseParallel(use_local_output=False), which keeps track "
+            "of the sizes, or leave it out of the plan"
+        )

@@ -23,7 +23,6 @@ from zae.values.walk import has_same_bits, is_sharded, local_part, map_tensors, 
 
 __all__ = [
     "DrawsWatch",
-    "by_mesh",
     "by_part",
     "check_held",
     "check_used",
@@ -46,6 +45,10 @@ _EXPLAINED = {
     "storage of size 0": "has freed the blocks that a gradient of gradients needs; train with MultiGPUAddon",
     "appears to not have been used in the graph": "computes with gathered blocks, not with what parameters() returns; "
     "read the .grad of each parameter in clip(), or train with MultiGPUAddon",
+    "uniform original parameter dtype": "gathers the parameters of a block together, which must have one dtype; "
+    "convert the model, or name modules of one dtype each in fsdp_blocks",
+    "non-contiguous parameters": "divides parameters that are contiguous in memory; call "
+    "model.to(memory_format=torch.contiguous_format), or contiguous() of their data",
     "FSDP does not support deepcopy": "has divided the model, which cannot be copied then; copy it before run()",
     "in-place operations that require placement changes": "lets each rank hold a part of a parameter, which this "
     "operation needs whole. If it is of the optimizer, take another one, as AdamW or SGD, or train with MultiGPUAddon",
@@ -76,14 +79,6 @@ def _names_beyond(names: Sequence[str], others: Sequence[str]) -> str:
     """Return those of the names that are not among the others, as text."""
     only = [name for name in names if name not in others]
     return ", ".join(only[:_SHOWN]) or "none that the other has not"
-
-
-def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors that one kernel may take together: those of one mesh, and those that are not divided."""
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    return list(groups.values())
 
 
 def part_of(tensor: Any) -> str:
@@ -221,32 +216,10 @@ class DrawsWatch(TorchFunctionMode):
     So it does gradients of gradients, which torch computes wrongly through such layers.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, is_same: Callable[[Any], bool]) -> None:
+    def __init__(self, device: torch.device, is_same: Callable[[Any], bool]) -> None:
         super().__init__()
         self._device = device
         self._is_same = is_same  # Whether the ranks have the same tensors; all of them ask.
-        self._names = {id(each): name for name, each in model.named_modules()}
-        self._inside: list[str] = []
-        self._hooks: Sequence[Any] = ()
-
-    def __enter__(self) -> DrawsWatch:
-        self._hooks = (
-            module_hooks.register_module_forward_pre_hook(self._begin),
-            module_hooks.register_module_forward_hook(self._end, always_call=True),
-        )
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
-
-    def _begin(self, module: nn.Module, *_: Any) -> None:
-        self._inside.append(self._names.get(id(module), type(module).__name__))
-
-    def _end(self, *_: Any) -> None:
-        self._inside.pop()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.autograd.grad and (kwargs or {}).get("create_graph"):
@@ -260,9 +233,9 @@ class DrawsWatch(TorchFunctionMode):
             arguments = [*tensors_in((args, kwargs))]
             if any(map(_is_in_parts, arguments)) or not self._is_same(arguments):
                 raise ConfigError(
-                    f"{function.__name__} in {(self._inside or ['train_step'])[-1] or 'the model'} draws random "
-                    "numbers for an activation of which each rank has another part: they would not be those of one "
-                    "process. Move it behind the layer that ends the division (RowwiseParallel), or set its p to 0"
+                    f"{function.__name__} draws random numbers for an activation of which each rank has another part: "
+                    "they would not be those of one process. Move it behind the layer that ends the division "
+                    "(RowwiseParallel), or set its p to 0"
                 )
         return result
 
