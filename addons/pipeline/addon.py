@@ -14,10 +14,10 @@ from zae.addon import Description
 from zae.addons.distributed import DistributedAddon
 from zae.addons.pipeline import parts
 from zae.addons.pipeline.chain import Chain
+from zae.addons.pipeline.micro_batches import JoinedOutput
 from zae.addons.pipeline.runner import Place, Runner, StagedModel
 from zae.addons.pipeline.schedules import Arrangement, Schedule, check_split
 from zae.arguments import Count
-from zae.data.rows import JoinedOutput
 from zae.distributed.collectives import all_reduce, average, broadcast
 from zae.distributed.ranks import RanksEngine
 from zae.errors import ConfigError

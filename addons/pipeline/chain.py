@@ -255,7 +255,7 @@ class Chain:
             for module in self._modules:
                 self.names.append(_names_within(module, model))
         else:
-            self.begins = _check_paths(model, split, count) if isinstance(split, (list, tuple)) else []
+            self.begins = _check_paths(model, split) if isinstance(split, (list, tuple)) else []
             self._opened = _opened(model, self.begins or repeated_modules(model))
             calls, _ = _record(model, self._opened, {})
             self._paths = [call.path for call in calls]
@@ -449,8 +449,8 @@ def _opened(model: nn.Module, paths: Iterable[str]) -> set[str]:
     return opened
 
 
-def _check_paths(model: nn.Module, split: Sequence[str], count: int) -> list[str]:
-    """Return the paths of a split; refuse one that is no module, and another number than there are stages."""
+def _check_paths(model: nn.Module, split: Sequence[str]) -> list[str]:
+    """Return the paths of a split; refuse one that is no module."""
     modules = dict(model.named_modules())
     for path in split:
         if path not in modules or not path:
@@ -458,12 +458,6 @@ def _check_paths(model: nn.Module, split: Sequence[str], count: int) -> list[str
                 f"split: {class_name(model)} has no module {path!r}; its modules are "
                 f"{', '.join(list(filter(None, modules))[:_SHOWN])}; write one of these paths"
             )
-    if len(split) != count - 1:
-        raise ConfigError(
-            f"split={list(split)!r} names {len(split)} modules that begin a stage, and there are {count} stages; "
-            f"name {count - 1}, since the first one begins with the model, or change stages_per_rank or the number "
-            "of ranks"
-        )
     return [*split]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from zae import random_state
 from zae.addons.pipeline.chain import Chain, Program, bind, check_passed, constants_in, fake_loss
+from zae.addons.pipeline.micro_batches import fill_up, first_rows, take_apart
 from zae.addons.pipeline.schedules import Arrangement
-from zae.data.rows import fill_up, first_rows, take_apart
 from zae.errors import ConfigError, StepError
 from zae.values.walk import leading_dimension, tensors_in
 
@@ -40,16 +40,6 @@ class Place(NamedTuple):
     stages: tuple[int, ...]  # Its own.
     ranks: tuple[int, ...]  # Those of all stages, among all ranks.
     group: Any
-
-    @property
-    def last(self) -> int:
-        """The rank with the last stage."""
-        return self.ranks[-1]
-
-    @property
-    def has_last(self) -> bool:
-        """Whether this rank computes the loss."""
-        return len(self.ranks) - 1 in self.stages
 
 
 class _ForwardCalled(BaseException):
@@ -228,7 +218,7 @@ class Runner:
         """Return the value of the rank with the last stage, on all ranks of the pipeline."""
         box = [value]
         # What the loss is computed of is on one rank alone, which sends it to the others of its pipeline.
-        dist.broadcast_object_list(box, src=self.place.last, group=self.place.group)
+        dist.broadcast_object_list(box, src=self.place.ranks[-1], group=self.place.group)
         return box[0]
 
     # ------------------------------------------------------------------------------------------ the step of the user
@@ -301,7 +291,7 @@ class Runner:
             if job.trains:
                 engine = self._engine(job)
                 index = torch.arange(self._count)
-                target = index if self.place.has_last else None
+                target = index if self._stages - 1 in self.place.stages else None
                 first = (index,) if 0 in self.place.stages else ()
                 engine.step(*first, target=target, return_outputs=False, index=index)
             else:

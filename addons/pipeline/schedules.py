@@ -148,21 +148,17 @@ class Arrangement:
         self.schedule = schedule
         self.ranks = ranks
         option = f"stages_per_rank={per_rank}"
-        if per_rank is None and isinstance(split, (int, list, tuple)):
-            stages = split if isinstance(split, int) else len(split) + 1
-            per_rank = stages // ranks
+        stages = split if isinstance(split, int) else len(split) + 1 if isinstance(split, (list, tuple)) else None
+        if per_rank is None and stages is not None:
+            per_rank = max(1, stages // ranks)
             option = f"split={split!r} on {ranks} ranks"
-            if stages % ranks or not per_rank:
-                raise ConfigError(
-                    f"{option} gives {stages} stages, since the first one begins with the model; their number must be "
-                    "a multiple of the ranks of a pipeline"
-                )
         per_rank = schedule.stages_per_rank(per_rank, option)
         self.count = per_rank * ranks
-        if isinstance(split, int) and split != self.count:
+        if stages not in (None, self.count):
             raise ConfigError(
-                f"split={split} is not {per_rank} stages on each of {ranks} ranks; leave split out, or write "
-                f"split={self.count}"
+                f"split={split!r} on {ranks} ranks gives {stages} stages, since the first one begins with the model, "
+                f"and there are {per_rank} on each rank; name the {self.count - 1} modules that begin the others, "
+                f"write split={self.count}, or change stages_per_rank"
             )
         self.micro_batches = micro_batches or self.count
         self.owners = schedule.ranks_of(self.count, ranks)

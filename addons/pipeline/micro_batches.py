@@ -18,6 +18,7 @@ from zae.values.walk import children_of, fields_of, is_dataclass, map_tensors, w
 __all__ = ["JoinedOutput", "fill_up", "first_rows", "take_apart"]
 
 _TEXT = (str, bytes)
+_ROWS = (Tensor, np.ndarray, list, tuple)
 
 
 def _map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
@@ -155,12 +156,12 @@ def _join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], o
         if isinstance(first, Tensor) and first.is_floating_point():
             return torch.tensor(mean, dtype=first.dtype)
         return mean
-    if all(isinstance(each, Tensor) and each.ndim and len(each) == count for each, count in zip(parts, rows)):
-        return torch.cat(list(parts))
-    if all(isinstance(each, np.ndarray) and each.ndim and len(each) == count for each, count in zip(parts, rows)):
-        return np.concatenate(list(parts))
-    if all(isinstance(each, (list, tuple)) and len(each) == count for each, count in zip(parts, rows)):
-        return type(first)(itertools.chain(*parts))
+    if isinstance(first, _ROWS) and all(
+        isinstance(part, type(first)) and _length_of(part) == count for part, count in zip(parts, rows)
+    ):
+        if isinstance(first, Tensor):
+            return torch.cat(list(parts))
+        return np.concatenate(parts) if isinstance(first, np.ndarray) else type(first)(itertools.chain(*parts))
     if first is None or isinstance(first, _TEXT):
         return first
     shape = f" of shape {tuple(first.shape)}" if isinstance(first, (Tensor, np.ndarray)) else ""
