@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from zae.data.loader_state import facts_of
-from zae.data.reshard import Padding, place_of, why_not_reshard
+from zae.data.reshard import place_of, why_not_reshard, with_placeholders
 from zae.data.sharding import EMPTY, Ranks, shard
 
 LAYOUTS = st.tuples(st.integers(1, 5), st.integers(1, 4))  # Batch size and ranks.
@@ -66,10 +66,10 @@ def test_resume_in_any_layout(size: int, first: Any, then: Any, last: Any, parts
         if before:
             assert why_not_reshard(loader, before, (world, ranks), pad, place) == []
             pad, place = place_of(loader, before, place, (world, ranks), pad)
-        steps = shares(Padding(pad).pad(loader), ranks)
+        steps = shares(with_placeholders(loader, pad), ranks)
         until = place + round(part * (len(steps) - place))
         seen += sorted(samples(steps[place:until])) if ranks > 1 else samples(steps[place:until])
-        loader = Padding(pad).pad(loader)
+        loader = with_placeholders(loader, pad)
         wrapped = loader if ranks == 1 else shard(loader, True, Ranks(0, ranks, lambda v: v, lambda v: v))
         before, place, world = facts_of(wrapped), until, ranks
     assert seen == list(range(size))
@@ -90,6 +90,6 @@ def test_resume_of_what_deals_by_itself_is_refused() -> None:
 def test_resume_of_a_loader_without_batches(count: int) -> None:
     """Of batch_size=None the entries are the batches."""
     loader = DataLoader(Range(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(7)), 3, False))  # type: ignore[arg-type]
-    made = Padding(count).pad(loader)
+    made = with_placeholders(loader, count)
     assert len(made) == 3 + count
     assert [batch.tolist() for batch in made][count:] == [[0, 1, 2], [3, 4, 5], [6]]

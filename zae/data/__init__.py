@@ -3,7 +3,7 @@
 Public: `SeededDataset` draws the same random numbers in any worker.
 
 `position` resumes an epoch; `reading` has a class for each way to read a loader; `streams` captures what its batches
-follow from, `loader_state` the states and `part_values` the values of its parts; `gather` builds batches of tensors in
+follow from, and `loader_state` the states of its parts; `gather` builds batches of tensors in
 memory; `sharding` splits data between ranks; `reshard` continues an epoch on another number of ranks; `workers` handles
 loader workers that draw, and those that die.
 """

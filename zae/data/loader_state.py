@@ -25,7 +25,6 @@ __all__ = [
     "capture_parts",
     "changes_of",
     "facts_of",
-    "functions_of",
     "is_exhausted",
     "parts_of",
     "preserve_streams",
@@ -34,6 +33,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("zae")
+_SAMPLERS = ("sampler", "batch_sampler")
 _DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
 _FUNCTIONS = (FunctionType, MethodType)
 _READS = ("__getitem__", "__getitems__", "__iter__", "__call__")  # How samples are read, and a function object is used.
@@ -44,27 +44,21 @@ _CLOSED = (torch.Tensor, np.ndarray, type, ModuleType, Iterator)
 
 def facts_of(loader: Any) -> dict[str, Any]:
     """Return the properties that decide the batches of an epoch, by name, as str or int."""
-    dataset = getattr(loader, "dataset", None)
+    parts = parts_of(loader)
     batch_sampler = getattr(loader, "batch_sampler", None)
-    facts: dict[str, Any] = {
+    settings = loader if batch_sampler is None else batch_sampler
+    seeds = [part.seed for part in parts.values() if type(part).__name__ == "SeededDataset"]
+    facts = {
         "loader": type(loader).__name__,
         "number of batches": length_of(loader),
-        "dataset length": length_of(dataset),
+        "dataset length": length_of(getattr(loader, "dataset", None)),
+        "batch_size": getattr(settings, "batch_size", None),
+        "drop_last": getattr(settings, "drop_last", None),
+        "seed of the SeededDataset": seeds[0] if seeds else None,
+        "sampler": type(parts["sampler"]).__name__ if "sampler" in parts else None,
+        "batch sampler": type(parts["batch_sampler"]).__name__ if "batch_sampler" in parts else None,
     }
-    for name in ("batch_size", "drop_last"):
-        value = getattr(loader, name, None)
-        facts[name] = getattr(batch_sampler, name, None) if value is None or batch_sampler is not None else value
-    facts["seed of the SeededDataset"] = _seed_of_samples(dataset)
-    samplers = {name.replace("_", " "): sampler for name, sampler in _samplers_of(loader).items()}
-    for name, sampler in samplers.items():
-        facts[name] = None if sampler is None else type(sampler).__name__
     return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
-
-
-def _seed_of_samples(dataset: Any) -> int | None:
-    """Return the seed of a SeededDataset, or of the SeededDataset that a dataset takes samples from."""
-    seeds = [part.seed for part in datasets_in(dataset).values() if type(part).__name__ == "SeededDataset"]
-    return int(seeds[0]) if seeds else None
 
 
 def changes_of(before: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
@@ -130,7 +124,7 @@ def is_exhausted(loader: Any) -> bool | None:
     dataset = getattr(loader, "dataset", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
     iterable: Any = getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
-    parts = [*_samplers_of(loader).values()]
+    parts = [part for place, part in parts_of(loader).items() if place in _SAMPLERS]
     if isinstance(dataset, IterableDataset):
         iterable = dataset
         parts = [] if getattr(loader, "num_workers", 0) else [dataset]  # Workers have copies, which cannot be read.
@@ -158,7 +152,8 @@ def preserve_streams(loader: Any) -> Iterator[None]:
 def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     """Yield every part with a ``state_dict``, and every random stream in other parts, with its place."""
     dataset = getattr(loader, "dataset", None)
-    parts = _samplers_of(loader)
+    known = parts_of(loader)
+    parts = {place: part for place, part in known.items() if place in _SAMPLERS}
     for depth in range(_DEPTH):
         if dataset is None:
             break
@@ -170,13 +165,13 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     parts["collate_fn"] = getattr(collate, "__self__", collate)
     if hasattr(loader, "__dict__") and type(loader) is not DataLoader and not is_stateful(loader):
         parts["loader"] = loader  # A class of the user.
-    for place, function in functions_of(loader, parts_of(loader)):
+    for place, function in _functions_of(collate, known):
         for variable, value in names_read_by(function).items():
             if isinstance(value, STREAMS) and id(value) not in visited:
                 visited.add(id(value))
                 yield f"{place}.{variable}", value
     for name, part in parts.items():
-        if part is None or id(part) in visited:
+        if id(part) in visited:
             continue
         # The object of a bound method as collate_fn may be the trainer, and is only searched.
         if _is_part(name) and is_stateful(part) and (name != "collate_fn" or part is collate):
@@ -188,13 +183,15 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
 
 def parts_of(loader: Any) -> dict[str, Any]:
     """Return the samplers and datasets of a loader, and the datasets within these, by their places."""
-    parts = {**_samplers_of(loader), **datasets_in(getattr(loader, "dataset", None))}
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)
+    samplers = {"sampler": unwrap_sampler(sampler), "batch_sampler": unwrap_sampler(batch_sampler)}
+    parts = {**samplers, **datasets_in(getattr(loader, "dataset", None))}
     return {place: each for place, each in parts.items() if each is not None}
 
 
-def functions_of(loader: Any, parts: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _functions_of(collate: Any, parts: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """List the functions of the user that a loader with these parts calls for its samples, by their places."""
-    collate = collate_of(loader)
     functions = [("collate_fn", collate)] if isinstance(collate, (*_FUNCTIONS, functools.partial)) else []
     for place, part in parts.items():
         if is_stateful(part):  # Its state is what it says.
@@ -223,7 +220,7 @@ def _seed_again(stream: Any) -> None:
 
 def _is_part(place: str) -> bool:
     """Return whether a place is a part itself, not a stream in it."""
-    return place in ("sampler", "batch_sampler", "collate_fn") or set(place.split(".")) == {"dataset"}
+    return place in (*_SAMPLERS, "collate_fn") or set(place.split(".")) == {"dataset"}
 
 
 @functools.cache
@@ -234,13 +231,6 @@ def _warn_of_absent(place: str) -> None:
         "exact; create it in __init__ of its object",
         place,
     )
-
-
-def _samplers_of(loader: Any) -> dict[str, Any]:
-    """Return the sampler and the batch sampler of a loader, None where it has none."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    sampler = getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)
-    return {"sampler": unwrap_sampler(sampler), "batch_sampler": unwrap_sampler(batch_sampler)}
 
 
 def _read(owner: Any) -> Any:

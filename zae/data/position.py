@@ -12,9 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from zae import random_state
 from zae.data.loader_state import as_begun, changes_of, facts_of
 from zae.data.loaders import check_ended, describe, has_order, has_pinned_batches, is_stateful, length_of
-from zae.data.part_values import PartValues
 from zae.data.reading import FirstBatches, LastBatch, SampledPosition, position_of
-from zae.data.streams import LoaderStreams
+from zae.data.streams import LoaderStreams, values_in
 from zae.data.workers import (
     abandon_workers,
     check_epoch_of_workers,
@@ -27,7 +26,6 @@ from zae.errors import CheckpointMismatch, LoaderError
 
 if TYPE_CHECKING:
     from zae.data.loaders import BatchLimits
-    from zae.data.reshard import Padding
     from zae.trainer import Trainer
 
 __all__ = ["LoaderPosition"]
@@ -68,13 +66,13 @@ class LoaderPosition:
         self.pinned = False
         self.failed_at: int | None = None
         self.view: tuple[Any, Any, Any] = (None, None, None)
-        self._values = PartValues()
-        self._streams = LoaderStreams(None, self._values)
+        self._streams = LoaderStreams()
         self._reading: SampledPosition | None = None  # Of the loader of the epoch.
         self._first_batches = FirstBatches()  # Of its epochs.
         self._loaded: dict[str, Any] | None = None  # A state from which nothing has continued yet.
         self._absent: list[int] = []  # After how many batches of this epoch a None was skipped.
-        self._padding: Padding | None = None  # Of an epoch that was resharded.
+        self._pad = 0  # How many entries an epoch that was resharded begins with, as placeholders for used ones.
+        self._padded: tuple[Any, Any] = (None, None)  # The loader that was padded last, and what came of it.
         self._ended_with: Any = None  # The loader of the call of `run` that was saved, if that call has ended.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,8 +89,7 @@ class LoaderPosition:
     def fresh(self) -> LoaderPosition:
         """Return a position before the first batch, without a loader."""
         position = LoaderPosition(self.is_fast)
-        position._values = self._values
-        position._streams = LoaderStreams(None, self._values)
+        position._streams = self._streams.of(None)
         return position
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,7 +103,7 @@ class LoaderPosition:
             "begin": streams.with_changed(streams.begin),
             "present": streams.with_changed(streams.capture()),
             "loader": None,
-            "pad": 0 if self._padding is None else self._padding.count,
+            "pad": self._pad,
             "absent": list(self._absent),
             "absent_before": 0,
             "facts": {} if loader is None else facts_of(loader),
@@ -127,12 +124,13 @@ class LoaderPosition:
         pad = int(state["pad"])
         int(state["absent_before"])
         if self.loader is not None:
-            self._values.note(self.loader)  # What has changed since is not taken for the script's.
+            self._streams.note(self.loader)  # What has changed since is not taken for the script's.
         for moment in ("begin", "present"):
-            self._values.take((state[moment] or {}).get("values", {}))
+            self._streams.take(state[moment])
         self._loaded = loaded
         self._absent = absent
-        self._padding = _padding_of(pad)
+        self._pad = pad
+        self._padded = (None, None)
 
     def view_of(self, loader: Any, limits: BatchLimits) -> Any:
         """Return the view of a training loader; in the next call of ``run`` with both the same one, to continue it."""
@@ -143,7 +141,11 @@ class LoaderPosition:
 
     def pad_loader(self, loader: Any) -> Any:
         """Return the loader to train on; in an epoch that was resharded, its order begins with the used entries."""
-        return loader if self._padding is None else self._padding.pad(loader)
+        if self._pad and self._padded[0] is not loader:
+            from zae.data.reshard import with_placeholders
+
+            self._padded = (loader, with_placeholders(loader, self._pad))
+        return self._padded[1] if self._pad else loader
 
     def reshard(self, trainer: Trainer, loader: Any) -> None:
         """Continue, where that is allowed, with another batch size or number of ranks: each remaining sample once."""
@@ -155,13 +157,13 @@ class LoaderPosition:
     def restart(self, used_before: int) -> None:
         """Begin the epoch again at its first batch, with the present random state; an iterator continues."""
         self._absent = []
-        self._padding = None
+        self._pad = 0
         if self._loaded is None:
             return
         present = self._loaded["present"]
         begin = self._loaded["begin"] or present
         # Datasets and samplers begin the epoch as they began it; the random streams go on from where they are.
-        values = [*_values_in(present), *_values_in(begin)]  # The later ones are put back last.
+        values = [*values_in(present), *values_in(begin)]  # The later ones are put back last.
         present = {**present, "parts": as_begun(present["parts"], begin["parts"]), "values": {"values": values}}
         unset = {"begin": None, "first": None, "loader": None, "pad": 0, "last_batch": None}
         absent = {"absent": [], "absent_before": -used_before}
@@ -225,9 +227,9 @@ class LoaderPosition:
 
         It comes before the hooks that begin an epoch, which win at the end of one, as in a run that is not interrupted.
         """
-        self._values.begin(loader, trainer)
+        self._streams.begin_run(loader, trainer)
         if self._continues_state:
-            self._values.restore(loader, self._loaded["present"].get("values", {}), {})  # type: ignore[index]
+            self._streams.restore_values(loader, self._loaded["present"])  # type: ignore[index]
 
     def restore_random(self) -> None:
         """Restore the global random streams, from which a resume itself may have drawn."""
@@ -241,7 +243,7 @@ class LoaderPosition:
             self._reading.start_next_epoch(used_in_all, len(self._absent))
         self._streams.begin = None
         self._loaded = None
-        self._padding = None
+        self._pad = 0
         self._absent = []
 
     @property
@@ -294,7 +296,7 @@ class LoaderPosition:
         if self.loader is not loader:
             self._first_batches = FirstBatches()
         if self._reading is None or self.loader is not loader or state is not None:
-            self._streams = LoaderStreams(loader, self._values)
+            self._streams = self._streams.of(loader)
             self._reading = position_of(loader, self._streams, self.is_fast, used_in_all - used)
         if state is not None and continues_state:
             self._streams.begin = state["begin"]
@@ -341,18 +343,6 @@ class LoaderPosition:
             )
         if absent:
             _log.warning("%d of %d batches were None and were skipped", absent, absent + used)
-
-
-def _padding_of(pad: int) -> Padding | None:
-    if not pad:
-        return None
-    from zae.data.reshard import Padding
-
-    return Padding(pad)
-
-
-def _values_in(state: Mapping[str, Any]) -> list[Any]:
-    return list(state.get("values", {}).get("values", ()))
 
 
 def _check_number(facts: Mapping[str, Any], loader: Any) -> None:

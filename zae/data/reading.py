@@ -101,12 +101,12 @@ class SampledPosition:
         self._last_digest = state.get("last_batch")
 
     def _warn_of_new_workers(self) -> None:
-        if self._keeps_workers and not is_seeded(getattr(self.loader, "dataset", None)):
-            _log.warning(
+        if self._keeps_workers:
+            _warn_of_workers(
+                self.loader,
                 "resuming with persistent_workers=True: the workers of the run that was saved had come from earlier "
-                "epochs, and random numbers that the dataset draws in them, or what it keeps there, are not exact; %s, "
-                "or write persistent_workers=False",
-                _exact_in_workers(self.loader),
+                "epochs, and random numbers that the dataset draws in them, or what it keeps there, are not exact",
+                ", or write persistent_workers=False",
             )
 
     def _open(self, count: int) -> Iterator[Any]:
@@ -263,8 +263,7 @@ class StatefulPosition(SampledPosition):
         self.streams.restore(present, with_values=bool(used))
         iterator = self._from_state(state)
         if used:
-            if getattr(loader, "num_workers", 0) and not is_seeded(getattr(loader, "dataset", None)):
-                _warn_of_workers(loader)
+            _warn_of_workers(loader)
             self.streams.restore(present)
         elif isinstance(loader, DataLoader) and not loader.persistent_workers:
             # The loader ended, and started again, with draws that an uninterrupted run makes once.
@@ -480,8 +479,7 @@ def _skip_entries(loader: Any, count: int, is_fast: bool) -> Iterator[Any] | Non
     iterator = batches_of(copy_with(loader, **{name: sampler}), is_fast)
     if sampler.rest is None:  # The __iter__ of a subclass is a generator, for example.
         return None
-    if loader.num_workers and not is_seeded(loader.dataset):
-        _warn_of_workers(loader)
+    _warn_of_workers(loader)
     sampler.skip()
     return iterator
 
@@ -510,18 +508,16 @@ def _warn_of_draws(reader: str) -> None:
     )
 
 
-def _warn_of_workers(loader: Any) -> None:
-    """Warn that what a dataset draws in new workers is not what it would have drawn in the middle of an epoch."""
-    _log.warning(
-        "resuming in the middle of an epoch with num_workers=%d: the samples are the same, but random numbers that the "
-        "dataset draws in its workers are not exact; %s",
-        loader.num_workers,
-        _exact_in_workers(loader),
-    )
-
-
-def _exact_in_workers(loader: Any) -> str:
-    """Return with what random numbers in workers are exact; a stream cannot be a `SeededDataset`."""
+def _warn_of_workers(loader: Any, text: str = "", further: str = "") -> None:
+    """Warn that what a dataset draws in new workers is not what it would have drawn; that of a SeededDataset is."""
+    workers = getattr(loader, "num_workers", 0)
+    if not workers or is_seeded(loader.dataset):
+        return
+    remedy = "write SeededDataset(dataset) of zae.data for the dataset of the loader"
     if isinstance(loader.dataset, IterableDataset):
-        return "let its dataset draw from a generator that its state_dict contains"
-    return "write SeededDataset(dataset) of zae.data for the dataset of the loader"
+        remedy = "let its dataset draw from a generator that its state_dict contains"
+    text = text or (
+        f"resuming in the middle of an epoch with num_workers={workers}: the samples are the same, but random numbers "
+        "that the dataset draws in its workers are not exact"
+    )
+    _log.warning("%s; %s%s", text, remedy, further)

@@ -15,7 +15,7 @@ from zae.errors import CheckpointMismatch
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["Padding", "own_batch_sampler", "place_of", "reshard", "why_not_reshard"]
+__all__ = ["own_batch_sampler", "place_of", "reshard", "why_not_reshard", "with_placeholders"]
 
 _log = logging.getLogger("zae")
 _BY_SAMPLE = ("BatchSampler", "SampleShards")
@@ -53,23 +53,11 @@ class _PaddedList(Sequence[Any]):
         return self._batches[max(0, range(len(self))[index] - self._count)]
 
 
-class Padding:
-    """The placeholders before the order of an epoch that was resharded: so many entries, which are never loaded."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._last: tuple[Any, Any] = (None, None)  # The loader that was padded last, and what came of it.
-
-    def pad(self, loader: Any) -> Any:
-        """Return a loader whose order begins with the placeholders; for one loader always the same."""
-        if self._last[0] is not loader:
-            self._last = (loader, self._pad(loader))
-        return self._last[1]
-
-    def _pad(self, loader: Any) -> Any:
-        if not isinstance(loader, DataLoader):
-            return _PaddedList(loader, self.count)
-        return with_entries(loader, lambda entries, size: _Padded(entries, self.count))
+def with_placeholders(loader: Any, count: int) -> Any:
+    """Return a loader whose order begins with so many placeholders, which are never loaded: one that was resharded."""
+    if not isinstance(loader, DataLoader):
+        return _PaddedList(loader, count)
+    return with_entries(loader, lambda entries, size: _Padded(entries, count))
 
 
 def reshard(state: Mapping[str, Any], trainer: Trainer, loader: Any) -> None:

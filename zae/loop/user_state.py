@@ -2,7 +2,7 @@
 
 A value that has changed since ``on_run_begin`` of the process is in the state: of the task and its class, of the
 modules and optimizers of the user's classes, and of the objects that these hold. What the data hold is in the position
-of the loader, `zae.data.part_values`. In the order of a run that is resumed:
+of the loader, `zae.data.streams`. In the order of a run that is resumed:
 
     begin            after on_run_begin: the values are marked, and those of the state put back
     hold             before on_epoch_begin, where the resume continues an open epoch: they are kept, since hooks begin
