@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 import enum
+import io
 import json
 import math
 import random
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
+from datetime import datetime
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -32,6 +38,10 @@ Transition = namedtuple("Transition", ("state", "reward"))
 class Phase(enum.Enum):
     WARM = "warm"
     FULL = "full"
+
+
+class Number(int):
+    pass
 
 
 class Pair(NamedTuple):
@@ -68,6 +78,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "bfloat16": lambda: torch.ones(3, dtype=torch.bfloat16),
     "complex tensor": lambda: torch.ones(3, dtype=torch.complex128),
     "conjugate view": lambda: torch.tensor([1 + 2j]).conj(),
+    "one element with a stride": lambda: torch.tensor([1 + 2j]).conj().imag,
     "float8": lambda: torch.ones(4).to(torch.float8_e5m2),
     "array": lambda: np.arange(6).reshape(2, 3),
     "array of text": lambda: np.array(["a", "bc"]),
@@ -134,12 +145,26 @@ CHANGES: dict[str, tuple[Any, Any]] = {
     "text": (["a" * 100], ["a" * 99 + "b"]),
     "conjugate view": (torch.tensor([1j]).conj(), torch.tensor([2j]).conj()),
     "type that NumPy lacks": (torch.zeros(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)),
+    "one element with a stride": (torch.zeros(1).expand(3), torch.ones(1).expand(3)),
+    "nested tensor": tuple(torch.nested.nested_tensor([torch.zeros(1), torch.full((2,), x)]) for x in (1.0, 2.0)),
+    "decimal": (Decimal("1.10"), Decimal("1.1")),
+    "time": (datetime(2020, 1, 1), datetime(2020, 1, 2)),
+    "range": (range(3), range(4)),
+    "bytearray": (bytearray(b"a"), bytearray(b"b")),
+    "memory": (memoryview(b"a"), memoryview(b"b")),
+    "array of Python": (array("d", [1.0]), array("d", [2.0])),
+    "number of a class": (Number(1), Number(2)),
+    "arguments of a function": (partial(pow, 2), partial(pow, 3)),
+    "file in memory": (io.BytesIO(b"a"), io.BytesIO(b"b")),
+    "bits of a generator": (np.random.PCG64(0), np.random.PCG64(1)),
+    "table": (pandas.DataFrame({"a": [1, 2]}), pandas.DataFrame({"a": [1, 3]})),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_moves_the_mark(change: str) -> None:
     before, after = CHANGES[change]
+    assert mark_of(before) == mark_of(before)
     assert mark_of(before) != mark_of(after)
 
 

@@ -135,7 +135,7 @@ def _inside(value: Any) -> Any:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 class Calls:

@@ -1,6 +1,6 @@
 """The mark of a value: equal as long as the value has not changed, and another one once it has.
 
-All of a value is looked at, but for what lies in a file that is mapped into memory.
+All of a value is looked at, but for what lies in a file that is mapped into memory, and for large tables of pandas.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import io
 import marshal
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +29,7 @@ LARGE = 1 << 20
 
 _DEPTH = 4  # Objects of libraries in one another.
 _FEW = 64  # Entries of a container in such an object; of a larger one their number counts.
-_CHUNK = 4096  # Entries of a container that are written at once.
+_CHUNK = 4096  # Entries of a container that are written at once; values of a table that are read.
 
 
 def mark_of(value: Any, paths: Mapping[int, str] = MappingProxyType({}), depth: int = _DEPTH) -> object:
@@ -82,6 +83,8 @@ def _mark_of_array(value: np.ndarray[Any, Any]) -> object:
 
 def _mark_of_tensor(value: Tensor) -> object:
     form = str(value.dtype), str(value.device)
+    if value.is_nested:
+        return form, [_mark_of_tensor(part) for part in value.unbind()]
     try:
         tensor = without_repeats(local_part(value.detach()))
         shape = tuple(value.shape)
@@ -96,21 +99,38 @@ def _bytes_of(tensor: Tensor) -> bytes:
     try:
         return tensor.resolve_conj().resolve_neg().numpy().tobytes()
     except TypeError:  # NumPy lacks the type: bfloat16, for instance.
-        return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return tensor.contiguous().unsqueeze(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _mark_of_object(value: Any, paths: Mapping[int, str], depth: int) -> object:
     """Return what is seen of an object that is not looked into: numbers in its public attributes, in short."""
     kind = type(value)
-    if isinstance(value, (type, nn.Module)) or callable(value) or not depth:
+    is_function = callable(value) and not isinstance(value, partial)
+    if isinstance(value, (type, nn.Module)) or is_function or not depth:
         return getattr(value, "__module__", ""), getattr(value, "__qualname__", kind.__qualname__)
+    if hasattr(value, "iloc"):  # A table of pandas.
+        return kind, value.shape, content_digest(value) if value.size <= _CHUNK else None
+    attributes = getattr(value, "__dict__", {})
+    if not attributes:
+        return kind, _mark_of_copy(value, paths, depth)
     marks = []
-    for name, attribute in getattr(value, "__dict__", {}).items():
+    for name, attribute in attributes.items():
         if name.startswith("_") and is_of_library(kind):
             continue
         is_large = hasattr(attribute, "__len__") and not isinstance(attribute, str) and _size_of(attribute) > _FEW
         marks.append((name, _size_of(attribute) if is_large else mark_of(attribute, paths, depth - 1)))
     return kind.__module__, kind.__qualname__, tuple(marks)
+
+
+def _mark_of_copy(value: Any, paths: Mapping[int, str], depth: int) -> object:
+    """Return the mark of what a copy is made of: an object without attributes holds its values in C."""
+    if isinstance(value, memoryview):
+        return hash(value.tobytes())
+    try:
+        parts = value.__reduce_ex__(2)
+    except Exception:  # A file, a lock: there is no copy of it.
+        return None
+    return mark_of(parts if isinstance(parts, str) else parts[:3], paths, depth - 1)
 
 
 def _size_of(value: Any) -> int:

@@ -56,7 +56,7 @@ def ordered_sum(tensor: Any) -> Any:
 
 def _dense_parts(tensor: Any) -> Sequence[Any]:
     """Return the dense tensors of one: the parts of a nested one, places and values of a sparse one, or itself."""
-    torch, data = sys.modules["torch"], tensor.detach()
+    torch, data = sys.modules["torch"], tensor.detach().resolve_conj().resolve_neg()
     if hasattr(data, "to_local"):
         data = data.to_local()
     if data.is_nested:
@@ -86,7 +86,8 @@ def _sum_of_part(part: Any) -> Any:
 
 
 def _bytes(part: Any) -> Any:
-    return part.contiguous().reshape(-1).view(sys.modules["torch"].uint8)
+    # With a new last dimension, since one element may have any stride.
+    return part.contiguous().unsqueeze(-1).view(sys.modules["torch"].uint8).reshape(-1)
 
 
 def _key(device: Any) -> Any:

@@ -185,9 +185,8 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors of one type and shape have the same bits."""
     if a.layout is not torch.strided or a.is_quantized:
         return torch.equal(a, b)
-    a, b = (tensor.detach().to("cpu").resolve_conj().resolve_neg() for tensor in (a, b))
-    a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
-    return torch.equal(a, b)
+    a, b = (tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous() for tensor in (a, b))
+    return torch.equal(*(tensor.unsqueeze(-1).view(torch.uint8) for tensor in (a, b)))
 
 
 def search(
