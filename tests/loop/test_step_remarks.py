@@ -41,7 +41,6 @@ FORGOTTEN = {
     "one for each sample": (lambda out: (out.argmax(1) == 0).float(), r"a tensor of shape \(4,\).*quality.mean\(\)"),
     "right or wrong": (lambda out: out.argmax(1) == 0, r"shape \(4,\).*quality.float\(\).mean\(\)"),
     "as int": (lambda out: (out.argmax(1) == 0).int(), r"shape \(4,\).*quality.float\(\).mean\(\)"),
-    "for each pixel": (lambda out: (out > 0).float(), r"shape \(4, 3\).*quality.mean\(\)"),
     "with a graph": (lambda out: out.square().mean(1), r"shape \(4,\).*quality.mean\(\)"),
     "of one entry": (lambda out: out.mean().reshape(1), r"shape \(1,\)"),
     "an array": (lambda out: out.detach().mean(1).numpy(), r"an array of shape \(4,\).*quality.mean\(\)"),

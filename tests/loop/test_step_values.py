@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from zae import Trainer
 from zae.addons import GradientAccumulationAddon
@@ -140,39 +139,6 @@ def test_outputs_that_are_kept_are_those_of_their_batch(window: int) -> None:
     trainer = cls(net, "cpu", optimizer=torch.optim.SGD(net.parameters(), lr=0.1), log_bar=False, **options)
     row = trainer.run(1, BATCHES)["train_metrics_history"][0]
     assert (row["first"], row["first_both"]) == (1.0, 2.0)
-
-
-class Sequences(Dataset[torch.Tensor]):
-    """Sequences of different lengths; a list of indices gives a batch."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return torch.ones(2 if isinstance(index, list) else 1 + index)
-
-
-class Streamed(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Any:
-        yield from BATCHES
-
-
-@pytest.mark.parametrize(
-    ("loader", "lines"),
-    [
-        (DataLoader(Sequences(), batch_size=None), 1),
-        (DataLoader(Sequences(), sampler=BatchSampler(SequentialSampler(range(6)), 2, False), batch_size=None), 0),
-        (DataLoader(Streamed(), batch_size=None), 0),
-        (BATCHES, 0),
-    ],
-    ids=["items", "lists of indices", "a stream", "a list"],
-)
-def test_items_that_are_not_batched_are_named_once(loader: Any, lines: int, caplog: pytest.LogCaptureFixture) -> None:
-    net = Net()
-    Plain(net, "cpu", optimizer=torch.optim.SGD(net.parameters(), lr=0.1), log_bar=False).run(2, loader)
-    said = [each for each in caplog.messages if "batch_size=None), and the first dimension counts" in each]
-    assert len(said) == lines
-    assert all("return 'num_targets' from the step" in each for each in said)
 
 
 class Plain(Trainer):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from zae.errors import MonitorError, StepError, did_you_mean, printable
+from zae.errors import CheckpointError, MonitorError, StepError, did_you_mean, printable
 from zae.loop.series import Series
 from zae.loop.step_output import NotNumber, not_number
 from zae.metrics.reductions import KIND_OF, Partial, is_typed, means_of
@@ -268,13 +268,17 @@ class EpochLog(Mapping[str, list[Any]]):
 
     def _kept_to_save(self) -> dict[str, list[Any]]:
         """Return the kept values that a checkpoint can hold, and warn of values that it cannot."""
+        from zae.checkpoint.encoding import encode
+
         outputs = {}
         lost = []
         for key, values in self._outputs.items():
-            if all(map(_can_be_saved, values)):
-                outputs[key] = list(values)
-            else:
+            try:
+                encode(values)
+            except CheckpointError:
                 lost.append(key)
+            else:
+                outputs[key] = list(values)
         if lost:
             _log.warning(
                 "what %s holds as %s cannot be saved; a resume in this epoch is without it",
@@ -371,14 +375,3 @@ def in_turn(parts: list[list[Any]]) -> list[Any]:
     for index in range(max(map(len, parts), default=0)):
         entries += [part[index] for part in parts if index < len(part)]
     return entries
-
-
-def _can_be_saved(value: Any) -> bool:
-    """Return whether a checkpoint can hold a value."""
-    if isinstance(value, Mapping):
-        return all(map(_can_be_saved, value.values()))
-    if type(value) in (list, tuple):
-        return all(map(_can_be_saved, value))
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.dtype.kind in "biufcSU"
-    return value is None or isinstance(value, (Tensor, str, bytes, bool, int, float, complex))

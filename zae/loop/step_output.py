@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from zae.compose.introspect import hook, is_overridden
 from zae.errors import StepError
@@ -306,22 +304,9 @@ def not_number(key: str, value: Any) -> NotNumber:
     is_float = kind.startswith(("float", "bfloat"))
     to_float = ".float()" if isinstance(value, Tensor) else ""
     remedy = f"its mean: {key}{'' if is_float else to_float}.mean()"
-    return NotNumber(of_shape, remedy, _looks_like_metric(value, kind, is_float))
-
-
-def _looks_like_metric(value: Any, kind: str, is_float: bool) -> bool:
-    """Return whether a tensor is one of numbers for samples, or tells which of many predictions are right."""
-    if kind == "bool":
-        return True
-    if kind.startswith("complex") or kind in _INDICES:
-        return False
-    if value.ndim <= 1 or not is_float:
-        return bool(value.ndim <= 1)
-    if isinstance(value, Tensor):  # An output of the model in training has a graph.
-        if value.requires_grad or value.is_meta or type(value) is not Tensor or value.layout is not torch.strided:
-            return False
-        return bool(((value == 0) | (value == 1)).all())
-    return bool(np.isin(value, (0, 1)).all())
+    # One for each sample, or what is right among predictions; classes and tokens are of the types of indices.
+    may_be_metric = kind == "bool" or (value.ndim <= 1 and kind not in _INDICES)
+    return NotNumber(of_shape, remedy, may_be_metric)
 
 
 def _why_uncounted(batch: Any) -> str:
@@ -339,18 +324,6 @@ def _why_uncounted(batch: Any) -> str:
     return f"it has no tensor that zae knows of ({type(batch).__name__}), and so each batch counts alike"
 
 
-def _why_length(loader: Any, batch: Any) -> str:
-    """Say that the items of a dataset are not batched, and that their first dimension counts; else an empty text."""
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is not None or leading_dimension(batch) is None:
-        return ""
-    if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, BatchSampler):
-        return ""  # They may yield batches.
-    return (
-        "its loader gives each item of the dataset as it is (batch_size=None), and the first dimension counts, which "
-        "is the length of a single sequence"
-    )
-
-
 def report_not_numbers(run: Run, log: EpochLog, step: str) -> None:
     """Name, once each, the entries of a step that are no numbers and look like metrics."""
     trainer = run.trainer
@@ -366,7 +339,7 @@ def report_uncounted(run: Run, batch: Any, values: Mapping[str, Any]) -> None:
     trainer = run.trainer
     if values.get("num_targets") is not None or is_overridden(trainer, "sample_weight"):
         return
-    reason = _why_uncounted(batch) or _why_length(run.user_loader, batch)
+    reason = _why_uncounted(batch)
     if reason and trainer.history.is_first_remark("the weight of a batch"):
         run.report(
             f"cannot tell how many samples a batch has: {reason}. The means of an epoch weigh each sample alike only "
