@@ -527,7 +527,6 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         asks = self._is_parallel and not self._is_failing() and not is_in_mode(self, ENTRIES)
         if asks:
             self.engine.rendezvous("state_dict")
-            self.nonfinite.sync_counts(self.progress_checker, self)
             self._check_drift()
         with self._streams_to_save():
             state = super().state_dict()

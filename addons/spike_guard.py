@@ -133,7 +133,7 @@ class SpikeGuardAddon(AddOnBase):
             name_of_spike = max(over, key=lambda name: scores[name] / self.spike_threshold[name])
             self._spike = {"loss": loss, "grad_norm": norm, "score": scores[name_of_spike], "of": name_of_spike}
             if not math.isfinite(loss) and self.nonfinite.keeps_buffers:
-                self.nonfinite.restore_buffers(self.unwrap())
+                self.nonfinite.restore_buffers()
             return False
         if should_step and math.isfinite(norm) and math.isfinite(loss):
             self._losses = [*self._losses, loss][-self.spike_window :]

@@ -154,16 +154,6 @@ def test_an_error_names_the_statistics_that_the_forward_has_spoilt() -> None:
         trainer.run(1, batches())
 
 
-def test_a_buffer_without_a_copy_is_named() -> None:
-    """A lazy layer gets its statistics in the step that is left out."""
-    trainer = Task(
-        nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(4, 3)), "cpu", optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        on_nonfinite="skip", log_bar=False,
-    )  # fmt: skip
-    with pytest.raises(NonFiniteError, match=r"into 0\.running_mean, 0\.running_var, of which no copy is kept"):
-        trainer.run(1, batches(0))
-
-
 @on_ranks(2)
 def test_on_ranks(world: int) -> None:
     """The NaN is in the sample of one rank, and no rank has it in its buffers."""

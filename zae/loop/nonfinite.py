@@ -7,12 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from zae.errors import NonFiniteError
-from zae.torch_private import version_of
 from zae.values.strides import has_own_elements
 
 if TYPE_CHECKING:
@@ -50,28 +48,30 @@ class NonFiniteGuard:
         self.policy = policy
         self.optimization = optimization
         self.keeps_buffers = False
-        self._buffers = _BufferCopies()
+        # Copies of buffers before a step: where each is, of a module and by its name, the buffer, and the copy.
+        self._copies: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         self._waiting: list[Tensor] = []  # On an accelerator: losses and norms that were not looked at yet.
         self._steps: list[int] = []  # The steps that they are of.
-        self._unreported: list[int] = []  # With "warn" on several ranks: the steps that this one alone may have found.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_buffers": _BufferCopies(), "_waiting": [], "_steps": [], "_unreported": []}
+        return {**self.__dict__, "_copies": [], "_waiting": [], "_steps": []}
 
     def begin_step(self, model: nn.Module) -> None:
-        """Copy the buffers of the model, where a step may be left out."""
-        if self.policy == "skip" or self.keeps_buffers:
-            self._buffers.take(model)
+        """Copy the buffers that a forward may change, where a step may be left out."""
+        if self.policy != "skip" and not self.keeps_buffers:
+            return
+        self._copies = []
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and _is_copied(buffer):
+                    self._copies.append((module._buffers, name, buffer, buffer.detach().clone()))
 
-    def restore_buffers(self, model: nn.Module) -> None:
-        """Put the buffers of before the step back, as it is left out; refuse to go on where that cannot be done."""
-        names = self._buffers.put_back(model)
-        if names:
-            raise NonFiniteError(
-                f"the step is left out, and its forward has put NaN or infinite values into {', '.join(names)}, of "
-                "which no copy is kept: it is new in this step, or too large. Resume from the newest checkpoint, "
-                "without the batch that has caused it"
-            )
+    def restore_buffers(self) -> None:
+        """Put the buffers of before the step back, with their values, as it is left out."""
+        with torch.no_grad():
+            for owner, name, buffer, copied in self._copies:
+                is_resized = (buffer.shape, buffer.dtype) != (copied.shape, copied.dtype)
+                owner[name] = copied if is_resized else buffer.copy_(copied)
 
     def should_step(self, outputs: Sequence[StepOutput], progress: ProgressChecker, processes: Processes) -> bool:
         """Return whether the optimizer may step: False only with "skip"; "raise" raises before anything is stepped.
@@ -79,13 +79,13 @@ class NonFiniteGuard:
         ``progress`` counts the steps that are not finite; ``processes`` are the hooks of the trainer for several ranks.
         """
         norm = self.optimization.grad_norm
-        looked_at = []
+        numbers = []
         for values, _ in outputs:  # Not a comprehension: it would be one more call in each step.
-            looked_at.append(values["loss"])
+            numbers.append(values["loss"])
         if norm is not None and not processes.precision_part.is_scaled:
-            looked_at.append(norm)
+            numbers.append(norm)
         is_bad = False
-        for number in looked_at:
+        for number in numbers:
             # Most losses are a tensor on the host: they are looked at here, without a further call.
             if type(number) is Tensor and number.is_cpu:
                 value = number.item()
@@ -100,7 +100,7 @@ class NonFiniteGuard:
         if is_bad:
             should_step = self._apply_policy(outputs, is_bad_here, progress, processes)
             if not should_step:
-                self.restore_buffers(processes.unwrap())
+                self.restore_buffers()
             return should_step
         if self._steps and self._steps[-1] - self._steps[0] >= LATEST - 1:
             self.read_pending(progress, processes)
@@ -120,8 +120,6 @@ class NonFiniteGuard:
         if not bad:
             return
         progress.nonfinite_steps += len(bad)
-        if processes.world_size > 1:
-            self._unreported += bad
         step, value = next(iter(bad.items()))
         text = (
             f"the loss or the gradient norm of step {step} was {value} (seen after step "
@@ -135,22 +133,10 @@ class NonFiniteGuard:
             )
         _log.warning("%s; %d such steps were taken", text, progress.nonfinite_steps)
 
-    def sync_counts(self, progress: ProgressChecker, processes: Processes) -> None:
-        """Count on every rank the steps of all ranks that were taken anyway; all ranks call it, between two steps."""
-        self.read_pending(progress, processes)
-        if self.policy == "warn" and processes.world_size > 1:
-            own_steps = self._unreported
-            self._unreported = []
-            all_steps: set[int] = set()
-            for steps in processes.gather(own_steps):
-                all_steps.update(steps)
-            progress.nonfinite_steps += len(all_steps.difference(own_steps))
-
     def forget(self) -> None:
         """Forget the steps that wait on an accelerator: the run continues from a state before them."""
         self._waiting = []
         self._steps = []
-        self._unreported = []
 
     def _look(self, value: Tensor | Mapping[str, Tensor], progress: ProgressChecker) -> bool:
         """Look at one loss, at several, or at a norm; on an accelerator later, where the policy allows it."""
@@ -175,8 +161,6 @@ class NonFiniteGuard:
                 f"{text}. The optimizer did not step: the weights are those after step {progress.step}.{also} {_REMEDY}"
             )
         progress.nonfinite_steps += 1
-        if self.policy == "warn" and processes.world_size > 1:
-            self._unreported.append(progress.step + 1)
         is_power_of_two = progress.nonfinite_steps & (progress.nonfinite_steps - 1) == 0
         if is_power_of_two:  # The 1st, 2nd, 4th, 8th: not a flood.
             done = "left out" if self.policy == "skip" else "taken all the same"
@@ -205,43 +189,6 @@ class NonFiniteGuard:
 
     def _rates(self) -> str:
         return ", ".join(f"{key} {value:g}" for key, value in self.optimization.learning_rates().items())
-
-
-class _BufferCopies:
-    """The buffers of a model before a step, and copies of their values."""
-
-    def __init__(self) -> None:
-        # Where each buffer is, of a module and by its name, the buffer, and the copy.
-        self._copies: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
-        self._versions: dict[int, int] = {}  # Of those that are not copied.
-
-    def take(self, model: nn.Module) -> None:
-        """Copy all buffers that a forward may change."""
-        self._copies = []
-        self._versions = {}
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                if _is_copied(buffer):
-                    self._copies.append((module._buffers, name, buffer, buffer.detach().clone()))
-                else:
-                    self._versions[id(buffer)] = version_of(buffer)
-
-    def put_back(self, model: nn.Module) -> list[str]:
-        """Put the buffers and their values back; name others that this step has changed, and that are not finite."""
-        with torch.no_grad():
-            for owner, name, buffer, copied in self._copies:
-                is_resized = (buffer.shape, buffer.dtype) != (copied.shape, copied.dtype)
-                owner[name] = copied if is_resized else buffer.copy_(copied)
-        copied_ids = {id(buffer) for *_, buffer, _ in self._copies}
-        changed = {}
-        for name, buffer in model.named_buffers():
-            if id(buffer) in copied_ids or nn.parameter.is_lazy(buffer):
-                continue
-            if self._versions.get(id(buffer)) != version_of(buffer):
-                changed[name] = buffer
-        return bad_parameters(changed)
 
 
 def _is_copied(buffer: Tensor) -> bool:
@@ -276,26 +223,10 @@ def bad_parameters(named: Mapping[str, Tensor]) -> list[str]:
     if not floats:
         return []
     # A sum is one fast pass; that it is finite proves that all are. Only else each number is looked at.
-    totals: dict[str, float] = {}
-    on_device: dict[str, Tensor] = {}
-    for key, value in floats.items():
-        total = _sum(value)
-        if isinstance(total, Tensor):
-            on_device[key] = total.float()
-        else:
-            totals[key] = total
-    if on_device:
-        totals.update(zip(on_device, torch.stack([*on_device.values()]).tolist()))
-    suspects = [key for key in floats if not math.isfinite(totals[key])]
+    device = next(iter(floats.values())).device
+    totals = torch.stack([value.sum().float().to(device) for value in floats.values()]).tolist()
+    suspects = [key for key, total in zip(floats, totals, strict=True) if not math.isfinite(total)]
     return [key for key in suspects if not bool(floats[key].isfinite().all())]
-
-
-def _sum(value: Tensor) -> float | Tensor:
-    """Return a sum: of NumPy on the host, where the threads of torch would wait for each other for each tensor."""
-    if value.is_cpu and value.dtype in (torch.float32, torch.float64) and value.is_contiguous():
-        with np.errstate(all="ignore"):
-            return float(np.add.reduce(value.numpy(), axis=None))
-    return value.sum()
 
 
 def _format_numbers(out: Mapping[str, Any]) -> str:

@@ -67,7 +67,7 @@ def log_training(run: Run, means: Mapping[str, float] | None = None) -> None:
     optimization = trainer.optimization
     run.requests.logged_at = progress.step
     if means is None:
-        trainer.nonfinite.sync_counts(progress, trainer)
+        trainer.nonfinite.read_pending(progress, trainer)
     # Also where the means of an epoch are logged: the next record begins after this one.
     since_last_record = means_of(merge_sums(gather_dp(trainer.engine, trainer.log_train.take_sums())))
     record = {f"train/{key}": value for key, value in (means or since_last_record).items()}

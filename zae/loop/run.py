@@ -457,7 +457,7 @@ class Run:
         if not progress.epoch_batch:
             self._refuse_no_batches(wrapped_loader)
         # It may raise: losses that wait on an accelerator are looked at before the epoch is recorded.
-        trainer.nonfinite.sync_counts(progress, trainer)
+        trainer.nonfinite.read_pending(progress, trainer)
         self.first_epoch.close(self, wrapped_loader, is_complete)
         if not is_complete:  # The epoch stays open: it has means, but no row in the history.
             sums = gather_dp(trainer.engine, trainer.log_train.sums())
