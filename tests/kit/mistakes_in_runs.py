@@ -143,12 +143,6 @@ def step_by_hand_in_run_batch():
     trainer_of(Own).run(1, loader())
 
 
-@mistake(zae.ConfigError, "model was made in torch.inference_mode(), and no gradient", "make it outside of that block")
-def run_in_inference_mode():
-    with torch.inference_mode():
-        trainer_of().run(1, loader())
-
-
 @mistake(
     RuntimeError,
     "depends on a tensor whose graph is freed: one that was kept from a batch before, in self for instance",

@@ -30,15 +30,6 @@ def optimizer_in_place_of_the_device():
     Task(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@mistake(
-    zae.ConfigError,
-    "model has parameters on the meta device, which have no values (weight, for",
-    "make it outside of torch.device('meta'), or call model.to_empty(device='cpu')",
-)
-def model_on_the_meta_device():
-    trainer_of(model=torch.nn.Linear(4, 2, device="meta")).run(1, loader())
-
-
 @mistake(zae.TaskError, "Calling is called, and the trainer is not the model", "call self.model(...)")
 def call_of_the_trainer():
     class Calling(Task):

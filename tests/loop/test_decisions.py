@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kit.rank_tasks import forks
-from zae import AddOnBase, ConfigError, Every, Trainer
+from zae import AddOnBase, Every, TaskError, Trainer
 from zae.addons import MultiGPUAddon, StateManagerAddon
 
 
@@ -133,10 +133,10 @@ def test_rank_0_decides_for_all(tmp_path):
     assert saved(tmp_path) == [2, 3]
 
 
-def test_an_answer_that_is_not_a_decision_is_refused(tmp_path):
+def test_a_decision_that_is_not_returned_is_refused(tmp_path):
     class Forgets(Task):
         def should_checkpoint(self, is_due):
             self.log({"x": 1.0}, 0)
 
-    with pytest.raises(ConfigError, match=r"should_checkpoint\(False\) returned None; return True or False"):
+    with pytest.raises(TaskError, match=r"Forgets\.should_checkpoint .*returned None, and the loop needs"):
         make(Forgets, StateManagerAddon, save_path=tmp_path, save_every=Every(steps=9)).run(1, batches())

@@ -255,7 +255,7 @@ class Stopped(Task):
 
 
 def test_a_setup_without_super_is_named() -> None:
-    with pytest.raises(TaskError, match=r"Forgetful.setup does not call super\(\).setup\(\)"):
+    with pytest.raises(TaskError, match=r"Forgetful.setup overrides a hook without calling super\(\)"):
         make(Forgetful).run(1, BATCHES)
 
 

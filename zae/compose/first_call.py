@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["check_properties", "watching_first_calls", "without_first_calls"]
 
 _GIVES_BACK = ("to_device", "wrap_model", "wrap_loader")  # Their type is Any, and they return what they are given.
-_MAY_GIVE_NOTHING = ("metric_on_epoch_end", "validate", "should_validate", "should_checkpoint")
-"""The run takes None of the first for no metrics, and refuses other answers of the rest as well."""
+_MAY_GIVE_NOTHING = ("metric_on_epoch_end",)  # None is no metrics.
 
 _AT_THE_END = ("teardown", "on_exception")
 """The hooks whose skipped work is done all the same: the process is left as it was, and a user's error goes on."""
 
 _OF_STATE = ("state_dict", "load_state_dict")  # AddOnBase does it for what add-ons declare.
+_OF_THE_LOOP = ("setup", *_OF_STATE)  # No task can do the work of their defaults.
 _END = object()  # Of an iterator.
 _overridden: WeakKeyDictionary[type, list[tuple[str, Any]]] = WeakKeyDictionary()  # The hooks of each class.
 _judged: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()  # Those whose first call is over.
@@ -152,7 +152,7 @@ class FirstCall:
         klass, *skipped = watch.unreached
         add_ons = [base for base in skipped if is_add_on(base)]
         does_default = mentions_super(vars(klass)[self._name])
-        if self._name not in _OF_STATE:  # No task has a state of the loop of its own.
+        if self._name not in _OF_THE_LOOP:
             does_default = does_default or not is_add_on(klass)
         if not skipped or (does_default and not add_ons):
             _judged.setdefault(type(self._trainer), set()).add(self._name)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae.compose.introspect import hook
-from zae.errors import ConfigError
 from zae.model.weights import plain_state
 from zae.torch_private import move_module
 from zae.values.walk import is_sharded
@@ -91,19 +90,6 @@ class Processes:
     @hook
     def materialize(self, module: nn.Module) -> None:
         """Move the parameters and buffers of the module to the trainer's device, before ``wrap_model``."""
-        empty = next((name for name, weight in module.named_parameters() if weight.is_meta), None)
-        if empty is not None and self.device.type != "meta":
-            raise ConfigError(
-                f"model has parameters on the meta device, which have no values ({empty}, for instance); make it "
-                "outside of torch.device('meta'), or call model.to_empty(device='cpu') and load weights first"
-            )
-        weights = [(name, weight) for name, weight in module.named_parameters() if not nn.parameter.is_lazy(weight)]
-        frozen = next((name for name, weight in weights if weight.is_inference()), None)
-        if frozen is not None and cast(Any, self).mode == "train":
-            raise ConfigError(
-                f"model was made in torch.inference_mode(), and no gradient can be computed for it ({frozen}, for "
-                "instance); make it outside of that block"
-            )
         move_module(module, self.device)
 
     @hook

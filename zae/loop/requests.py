@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zae.compose.introspect import is_overridden
-from zae.errors import ConfigError, kind_of
+from zae.errors import ConfigError
 from zae.loop.progress import SIGNALED
 from zae.loop.recording import log_training
 from zae.loop.validation import validate
@@ -70,7 +70,4 @@ class Requests:
         if name not in self._decisions:
             return is_due
         # Ranks may differ, by a clock for instance. They would wait for each other in a validation that one leaves out.
-        answer = getattr(trainer, name)(is_due)
-        if type(answer).__name__ not in ("bool", "bool_"):  # The second is that of NumPy.
-            raise ConfigError(f"{name}({is_due}) returned {kind_of(answer)}; return True or False")
-        return bool(trainer.gather(answer)[0])
+        return bool(trainer.gather(bool(getattr(trainer, name)(is_due)))[0])

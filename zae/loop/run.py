@@ -34,7 +34,6 @@ from torch import nn
 
 from zae import optim
 from zae.compose.first_call import watching_first_calls
-from zae.compose.introspect import mentions_super
 from zae.data.loaders import describe, length_of
 from zae.data.workers import check_epoch_of_workers, ignore_dead_workers
 from zae.display.choose import choose_display, is_in_a_notebook
@@ -203,18 +202,8 @@ class Run:
         if self.is_ready:
             return
         self.trainer.setup()
-        if self.wrapped_model is None:
-            self._refuse_missing_setup()
         self.is_ready = True
         self.watches_next_step = True
-
-    def _refuse_missing_setup(self) -> None:
-        """Refuse a ``setup`` that has not called what is inside of it."""
-        owners = [c for c in type(self.trainer).__mro__ if "setup" in vars(c)]
-        owner = next((c for c in owners if not mentions_super(vars(c)["setup"])), owners[0])
-        raise TaskError(
-            f"{owner.__name__}.setup does not call super().setup(), and so nothing is set up; call it first"
-        )
 
     def close(self) -> None:
         """Close the display."""

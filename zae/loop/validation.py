@@ -32,12 +32,6 @@ def validate(run: Run, moment: str) -> None:
     with suppress(EvaluationAborted):
         trainer.on_validation_begin()
         metrics = trainer.validate()
-        if not isinstance(metrics, Mapping):
-            raise TaskError(
-                f"{type(trainer).__name__}.validate returned {kind_of(metrics)}, and the loop needs the "
-                "metrics of the validation: write return super().validate(), or give a method of your own "
-                "another name"
-            )
         if is_overridden(trainer, "validate"):  # Its numbers may be of this rank alone.
             numbers = check_metrics(f"{type(trainer).__name__}.validate", metrics)
             metrics = trainer.gather(numbers)[0]
