@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zae.errors import ConfigError, StepError, kind_of
 from zae.optim.optimizer_state import load_optimizer_state
+from zae.schedulers.lengths import takes_total_steps
 from zae.values.walk import tensors_in
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "label",
     "learning_rates",
     "make",
+    "make_scheduler",
     "mark_copied",
     "mark_stepped",
     "needs_closure",
@@ -160,6 +162,11 @@ def _follow_parameters(optimizer: Optimizer) -> None:
         if any(value.dim() and value.device != parameter.device for value in tensors_in(state)):
             load_optimizer_state(optimizer, optimizer.state_dict())
             return
+
+
+def make_scheduler(factory: Callable[..., Any], optimizer: Any, total_steps: int | None) -> Any:
+    """Call a scheduler's factory, with the planned number of steps where it has a parameter ``total_steps``."""
+    return factory(optimizer, total_steps=total_steps) if takes_total_steps(factory) else factory(optimizer)
 
 
 def optimizer_for(optimizers: Mapping[str, Optimizer], name: str) -> Optimizer:

@@ -7,20 +7,19 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zae import optim, random_state
 from zae.arguments import NonNegative, check_argument
 from zae.errors import CheckpointMismatch, ConfigError, MonitorError
-from zae.model.copying import deep_copy
 from zae.model.weights import fit_name, named_parameters
 from zae.optim import modes
 from zae.optim.checks import Span, check_disjoint, check_scheduler_owners, check_schedules
@@ -39,7 +38,7 @@ from zae.optim.optimizer_state import (
     wraps_others,
 )
 from zae.schedulers.lengths import is_per_step, is_plateau, steps_taken, takes_total_steps
-from zae.values.walk import copy_of, leaves_of
+from zae.values.walk import leaves_of
 
 __all__ = ["Optimization"]
 
@@ -123,7 +122,7 @@ class Optimization:
         factories = [scheduler for scheduler in optim.as_dict(self.scheduler).values() if optim.is_factory(scheduler)]
         # Only where it is asked for: outside of a run it is not known, which is an error.
         total = total_steps() if any(map(takes_total_steps, factories)) else None
-        call = partial(_call_factory, total_steps=total)
+        call = partial(optim.make_scheduler, total_steps=total)
         optimizer_for = partial(optim.optimizer_for, self.optimizers)
         return optim.call_factories(self.scheduler, optimizer_for, LRScheduler, "scheduler", call)
 
@@ -259,34 +258,6 @@ class Optimization:
                 "if its steps are optimizer steps, write scheduler_step_on_batch=True"
             )
         return texts
-
-    def simulate(self, module: nn.Module, total_steps: int | None) -> tuple[dict[str, Optimizer], dict[str, Any]]:
-        """Copy the optimizers without their parameters, and the schedulers that change their learning rates.
-
-        Factories are called: with the parameters of this model, and with this number of steps.
-        """
-        with random_state.isolated(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
-            twins: dict[str, Optimizer] = {}
-            memo: dict[int, Any] = {}
-            for name, optimizer in self.optimizers_for(module):
-                twins[name] = _twin(optimizer)
-                memo[id(optimizer)] = twins[name]  # A copied scheduler then steps the copy of its optimizer.
-            schedulers = {}
-            for name, scheduler in optim.as_dict(self.scheduler).items():
-                if optim.is_factory(scheduler):
-                    schedulers[name] = _call_factory(scheduler, optim.optimizer_for(twins, name), total_steps)
-                else:
-                    schedulers[name] = copy.deepcopy(scheduler, dict(memo))
-            return twins, schedulers
-
-    def optimizers_for(self, module: nn.Module | None) -> Iterator[tuple[str, Optimizer]]:
-        """Yield each optimizer by name; of a factory, one for the parameters of a model that does not change them."""
-        for name, optimizer in optim.as_dict(self.optimizer).items():
-            if isinstance(optimizer, Optimizer):
-                yield name, optimizer
-            else:
-                yield name, _made_apart(optimizer, module)
 
     # ------------------------------------------------------------------------------------------------ the state
 
@@ -492,11 +463,6 @@ def _objects_in(value: Any) -> dict[str, Any]:
     return {name: entry for name, entry in optim.as_dict(value).items() if not optim.is_factory(entry)}
 
 
-def _call_factory(factory: Callable[..., Any], optimizer: Any, total_steps: int | None) -> Any:
-    """Call a scheduler's factory, with the planned number of steps where it has a parameter ``total_steps``."""
-    return factory(optimizer, total_steps=total_steps) if takes_total_steps(factory) else factory(optimizer)
-
-
 def _highest(scheduler: Any) -> float:
     """Return the highest learning rate of the groups of a scheduler, as a fraction of their base rates."""
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
@@ -507,31 +473,3 @@ def _highest(scheduler: Any) -> float:
             fraction = float(rate) / float(base)
             highest = fraction if highest is None else max(highest, fraction)
     return 1.0 if highest is None else highest
-
-
-def _made_apart(factory: Any, module: nn.Module | None) -> Any:
-    """Return the optimizer of a factory for copies of a model's parameters: its steps leave the model as it is."""
-    parameters = [] if module is None else list(module.parameters())
-    twins = []
-    for parameter in parameters:
-        if optim.has_lazy([parameter]):
-            twins.append(parameter)
-        else:
-            twins.append(nn.Parameter(parameter.detach(), parameter.requires_grad))
-    with random_state.isolated():
-        if module is not None and optim.takes_model(factory):
-            copied = {id(parameter): twin for parameter, twin in zip(parameters, twins)}
-            return optim.make(factory, deep_copy(module, copied))
-        return factory(twins)
-
-
-def _twin(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer with the same groups and settings, and one number for the parameters of each type."""
-    twin = SGD([torch.zeros(1)], lr=0.0)
-    twin.defaults = dict(optimizer.defaults)
-    twin.param_groups = []
-    for group in optimizer.param_groups:
-        settings = {name: copy_of(value) for name, value in group.items() if name != "params"}
-        dtypes = {parameter.dtype for parameter in group["params"]}
-        twin.param_groups.append({"params": [torch.zeros(1, dtype=dtype) for dtype in dtypes], **settings})
-    return twin

@@ -6,10 +6,15 @@ optimizer without parameters. No batch is loaded, and no step is made.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
 
 from zae import optim, random_state
 from zae.compose.introspect import is_overridden
@@ -20,9 +25,12 @@ from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.reshard import own_batch_sampler
 from zae.loop.limits import RunLimits
 from zae.loop.progress import NO_LIMIT
+from zae.model.copying import deep_copy
 from zae.optim.checks import check_schedules
+from zae.optim.optimization import Optimization
 from zae.plan.page import RunPreview
 from zae.schedulers.lengths import is_per_step, is_plateau
+from zae.values.walk import copy_of
 
 if TYPE_CHECKING:
     from zae.description import Description
@@ -179,7 +187,7 @@ class Preview:
         run = self.run
         optimization = self.trainer.optimization
         total_steps = run.limits.total_steps(page.steps_per_epoch)
-        optimizers, schedulers = optimization.simulate(self.trainer.unwrap(), total_steps)
+        optimizers, schedulers = _copy_without_parameters(optimization, self.trainer.unwrap(), total_steps)
         on_batch, is_set = optimization.scheduler_step_on_batch, optimization.is_step_explicit
         has_metric = run.valid_loader is not None or self.trainer.history.watches_training
         page.notes += check_schedules(schedulers, on_batch, is_set, *run.extent.spans(page.steps_per_epoch), has_metric)
@@ -198,3 +206,50 @@ class Preview:
                         scheduler.step()
         if page.steps is not None and page.steps > _LONGEST:
             page.notes.append(f"the learning rates are those of the first {_LONGEST} steps")
+
+
+def _copy_without_parameters(
+    optimization: Optimization, module: nn.Module, total_steps: int | None
+) -> tuple[dict[str, Optimizer], dict[str, Any]]:
+    """Copy the optimizers without their parameters, and the schedulers that change their learning rates.
+
+    Factories are called: with the parameters of this model, and with this number of steps.
+    """
+    with random_state.isolated(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
+        twins: dict[str, Optimizer] = {}
+        memo: dict[int, Any] = {}
+        for name, entry in optim.as_dict(optimization.optimizer).items():
+            optimizer = entry if isinstance(entry, Optimizer) else _made_apart(entry, module)
+            twins[name] = _twin(optimizer)
+            memo[id(optimizer)] = twins[name]  # A copied scheduler then steps the copy of its optimizer.
+        schedulers = {}
+        for name, scheduler in optim.as_dict(optimization.scheduler).items():
+            if optim.is_factory(scheduler):
+                schedulers[name] = optim.make_scheduler(scheduler, optim.optimizer_for(twins, name), total_steps)
+            else:
+                schedulers[name] = copy.deepcopy(scheduler, dict(memo))
+        return twins, schedulers
+
+
+def _made_apart(factory: Any, module: nn.Module) -> Any:
+    """Return the optimizer of a factory for copies of a model's parameters: its steps leave the model as it is."""
+    copies: dict[int, Any] = {}
+    for parameter in module.parameters():
+        is_lazy = nn.parameter.is_lazy(parameter)
+        copies[id(parameter)] = parameter if is_lazy else nn.Parameter(parameter.detach(), parameter.requires_grad)
+    if optim.takes_model(factory):
+        return optim.make(factory, deep_copy(module, copies))
+    return factory([*copies.values()])
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the same groups and settings, and one number for the parameters of each type."""
+    twin = SGD([torch.zeros(1)], lr=0.0)
+    twin.defaults = dict(optimizer.defaults)
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        settings = {name: copy_of(value) for name, value in group.items() if name != "params"}
+        dtypes = {parameter.dtype for parameter in group["params"]}
+        twin.param_groups.append({"params": [torch.zeros(1, dtype=dtype) for dtype in dtypes], **settings})
+    return twin
