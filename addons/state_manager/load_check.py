@@ -2,8 +2,8 @@
 
 A run that finds out at its first save has trained for an epoch in vain, and one that finds out at a resume, for all of
 its time. So the state is encoded, decoded and loaded into copies of the optimizers and schedulers that were made as the
-trainer was set up: as a script makes them that is started again. It is done again when training adds a group to an
-optimizer. Tensors are shared, not copied, unless code of an optimizer's own class gets them.
+trainer was set up: as a script makes them that is started again. The model must have the form of that moment, too. It
+is done again when training adds a group to an optimizer. Tensors are shared, not copied, unless code of an optimizer's own class gets them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zae import optim, random_state
-from zae.addons.state_manager.model_form import check_form, check_weights, form_of
 from zae.checkpoint.encoding import decode, encode
 from zae.checkpoint.group import Group
 from zae.checkpoint.json_text import strict_json
-from zae.checkpoint.tensor_bytes import shared_memory
+from zae.checkpoint.tensor_bytes import dense, separate, shared_memory
 from zae.errors import CheckpointError
 from zae.loop.addon_state import PARTS, state_mode
 from zae.optim.optimization import Optimization
 from zae.optim.optimizer_state import difference, has_hooks, load_optimizer_state, with_enums, with_inner
 from zae.schedulers.lengths import parts_of
+from zae.torch_private import has_own_shapes, unsaved_buffers
 from zae.values.walk import is_of_zae, is_sharded, leaves_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class LoadCheck:
         if self._unloaded is not None and self._unloaded.optimizer is optimization.optimizer:
             return  # The script may have replaced them between two runs.
         model = trainer.unwrap()
-        self._form = form_of(model)
+        self._form = _form_of(model)
         # What optimizers hold of the model and the trainer is not copied.
         shared: dict[int, Any] = {id(module): module for module in model.modules()} | {id(trainer): trainer}
         self._unloaded = optimization.copy_unloaded(shared)
@@ -88,9 +89,9 @@ class LoadCheck:
         model = trainer.unwrap()
         unloaded = self._unloaded
         assert unloaded is not None  # `begin` has made it.
-        check_weights(model, state.pop("model"))
+        _check_weights(model, state.pop("model"))
         if is_first and not _has_own_loading(type(trainer)):
-            check_form(model, self._form)
+            _check_form(model, self._form)
         loaded = _through_file(state, with_parts=trainer.world_size > 1)
         for key, entry in state.items():
             if key not in ("optimizer", "scheduler") and (problem := difference(entry, loaded[key], key)):
@@ -197,3 +198,63 @@ def _refuse_shared(optimizer: Optimizer, state: Any, root: str) -> None:
 def _has_own_loading(cls: type) -> bool:
     """Return whether a user's class of trainers loads its state with code of its own, which may prepare the model."""
     return any("load_state_dict" in vars(each) for each in cls.__mro__ if not is_of_zae(each))
+
+
+# --------------------------------------------------------------------------------------------- the form of the model
+
+
+def _form_of(model: nn.Module) -> dict[str, Any]:
+    """Return what has to be the same in a model that a checkpoint is loaded into: names, of buffers shapes and types.
+
+    Tensors of modules that load in their own way are None, and lazy ones too.
+    """
+    form: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        is_free = has_own_shapes(module) or any(getattr(module, "_load_state_dict_pre_hooks", ()))
+        unsaved = unsaved_buffers(module)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                form[prefix + name] = None if is_free else ()
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in unsaved:
+                is_open = is_free or nn.parameter.is_lazy(buffer)
+                form[prefix + name] = None if is_open else (tuple(buffer.shape), buffer.dtype)
+    return form
+
+
+def _check_form(model: nn.Module, before: Mapping[str, Any]) -> None:
+    """Refuse tensors that the first step has made, removed, or given another shape or type."""
+    present = _form_of(model)
+    for name in [*present, *(name for name in before if name not in present)]:
+        old = before.get(name, "absent")
+        new = present.get(name, "absent")
+        if old is None or new is None or old == new:
+            continue
+        if "absent" in (old, new):
+            change = "was made" if old == "absent" else "was removed"
+        else:
+            change = "; ".join(f"was {a} and is {b}" for a, b in zip(old, new, strict=True) if a != b)
+        raise CheckpointError(
+            f"{name} of the model {change} in the first step. A script that is started again has that of before, which "
+            "no checkpoint of this run fits. Make it in __init__ of its module, with this shape and type; register a "
+            "buffer that need not be saved with persistent=False; or bring the model to this form in "
+            "load_state_dict() of your class, before super()"
+        )
+
+
+def _check_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Refuse weights without bytes of their own, and a module whose extra state could not be loaded."""
+    tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+    separate(tensors)
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            dense(tensor, f"{name} of the model")  # Sparse and quantized tensors are refused.
+    for path, module in model.named_modules():
+        kind = type(module)
+        saves = kind.get_extra_state is not nn.Module.get_extra_state
+        if saves and kind.set_extra_state is nn.Module.set_extra_state:
+            raise CheckpointError(
+                f"{path or 'the model'} ({kind.__name__}) has get_extra_state() and no set_extra_state(): what it "
+                f"saves could not be loaded; write {kind.__name__}.set_extra_state(self, state)"
+            )
