@@ -21,7 +21,7 @@ from zae.addons.state_manager.crash import crashes_in
 from zae.checkpoint.filesystem import make_directory, stage
 from zae.checkpoint.folder import list_checkpoints, remove_checkpoint, sweep
 from zae.checkpoint.manifest import Manifest, read_manifest
-from zae.checkpoint.names import MANIFEST
+from zae.checkpoint.names import MANIFEST, has_checkpoint_name
 from zae.checkpoint.reader import load_checkpoint
 from zae.checkpoint.writer import SavePlan, write
 from zae.errors import CheckpointError, CheckpointNotFound, ConfigError
@@ -34,7 +34,6 @@ Content: TypeAlias = "tuple[Manifest, dict[str, Tensor], dict[Any, Any]]"
 """What a checkpoint contains: its manifest, the weights, and the rest of the state."""
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
-_NAME = re.compile(r"(?:step|crash)-\d{8,18}")
 _WEIGHTS = re.compile(r"weights-(\d{8,18})\.(?:safetensors|ckpt)")
 
 
@@ -198,7 +197,7 @@ class Checkpointer:
             return list_checkpoints(folder) if kind == "step" else crashes_in(folder)
         make_directory(self.folder)
         with self.reaching("its checkpoints were not listed"):
-            names = [name for name in self.names() if _NAME.fullmatch(name) and name.startswith(f"{kind}-")]
+            names = [name for name in self.names() if has_checkpoint_name(name) and name.startswith(f"{kind}-")]
         return [self.folder / name for name in sorted(names, reverse=True)]
 
     def load(self, path: Path, allow_partial: Collection[str] = (), held: Mapping[str, Tensor] = _NONE) -> Content:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zae.checkpoint import filesystem
+from zae.checkpoint.names import has_checkpoint_name
 from zae.errors import CheckpointError
 from zae.loop.progress import ProgressChecker
 
@@ -23,12 +23,11 @@ EXACT = "exact"
 _CLAIM = ".crash-"
 _IN_PARTS = "the state lies in parts on the ranks, and one alone cannot save it"
 _HALF_STEPPED = "the state is that of no step, and is not saved"
-_CRASH = re.compile(r"crash-\d{8,18}")
 
 
 def crashes_in(folder: Path) -> list[Path]:
     """List the states of failed runs in a folder, the highest step first; copies under other names are left out."""
-    paths = (path for path in folder.glob("crash-*") if _CRASH.fullmatch(path.name))
+    paths = (path for path in folder.glob("crash-*") if has_checkpoint_name(path.name))
     return sorted((path for path in paths if path.is_dir() and not path.is_symlink()), reverse=True)
 
 

@@ -3,7 +3,8 @@
 A run that finds out at its first save has trained for an epoch in vain, and one that finds out at a resume, for all of
 its time. So the state is encoded, decoded and loaded into copies of the optimizers and schedulers that were made as the
 trainer was set up: as a script makes them that is started again. The model must have the form of that moment, too. It
-is done again when training adds a group to an optimizer. Tensors are shared, not copied, unless code of an optimizer's own class gets them.
+is done again when training adds a group to an optimizer. Tensors are shared, not copied, unless code of an optimizer's
+own class gets them.
 """
 
 from __future__ import annotations
