@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from zae.values.walk import tensors_in
 __all__ = [
     "argument_of",
     "as_dict",
-    "backward_each",
     "call_factories",
     "check_closures",
     "check_parameters",
@@ -41,9 +40,6 @@ __all__ = [
     "step",
     "takes_model",
     "total_targets",
-    "track_parameters",
-    "untrack_parameters",
-    "untrained_names",
 ]
 
 _SINGLE = "0"  # The name of a single optimizer in states and messages.
@@ -202,14 +198,6 @@ def parameters_outside(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
     return [p for p in parameters_of(optimizer) if id(p) not in inside]
 
 
-def untrained_names(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> list[str]:
-    """Name the parameters of a model that require a gradient and are in no optimizer."""
-    trained: set[int] = set()
-    for optimizer in optimizers.values():
-        trained.update(map(id, parameters_of(optimizer)))
-    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
-
-
 def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) -> list[list[Tensor]]:
     """List the parameters that are clipped together: all for one optimizer, those of each for several.
 
@@ -229,57 +217,7 @@ def parameters_to_clip(optimizers: Mapping[str, Optimizer], model: nn.Module) ->
     return lists
 
 
-def track_parameters(
-    optimizers: Mapping[str, Optimizer], model: nn.Module, on_added: Callable[[], None]
-) -> tuple[list[list[Tensor]], list[Tensor], list[Optimizer]]:
-    """List the groups to clip, all parameters, and the optimizers that override ``zero_grad``.
-
-    The lists of parameters follow ``optimizer.add_param_group``, and ``on_added`` is called after it, until
-    `untrack_parameters` is called.
-    """
-    clipped, everything = _lists(optimizers, model)
-
-    def add(optimizer: Optimizer, group: dict[str, Any]) -> None:
-        try:
-            type(optimizer).add_param_group(optimizer, group)
-        except ValueError as error:
-            if "more than one parameter group" in str(error):
-                error.add_note(
-                    "zae: a resume has added the groups that training had added, and on_epoch_begin is called again "
-                    "where a run resumes within an epoch; add a group only while len(optimizer.param_groups) is less"
-                )
-            raise
-        clipped[:], everything[:] = _lists(optimizers, model)
-        on_added()
-
-    for optimizer in optimizers.values():  # On the object: searching for new groups in each step is slower.
-        vars(optimizer)["add_param_group"] = partial(add, optimizer)
-    return clipped, everything, [o for o in optimizers.values() if type(o).zero_grad is not Optimizer.zero_grad]
-
-
-def _lists(optimizers: Mapping[str, Optimizer], model: nn.Module) -> tuple[list[list[Tensor]], list[Tensor]]:
-    everything: dict[int, Tensor] = {id(p): p for p in model.parameters()}
-    for optimizer in optimizers.values():
-        everything |= {id(p): p for p in parameters_of(optimizer)}
-    return parameters_to_clip(optimizers, model), list(everything.values())
-
-
-def untrack_parameters(optimizers: Mapping[str, Optimizer]) -> None:
-    """Undo `track_parameters`."""
-    for optimizer in optimizers.values():
-        vars(optimizer).pop("add_param_group", None)
-
-
 # ----------------------------------------------------------------------------------------------- gradients and the step
-
-
-def backward_each(losses: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer], **kwargs: Any) -> None:
-    """Differentiate each loss by the parameters of the optimizer of its name; they may share a graph."""
-    last = list(losses)[-1]
-    for name, loss in losses.items():
-        inputs = [p for p in parameters_of(optimizers[str(name)]) if p.requires_grad]
-        if inputs:  # Else all of them are frozen.
-            loss.backward(**{"inputs": inputs, "retain_graph": name != last, **kwargs})
 
 
 def normalize(

@@ -134,15 +134,36 @@ class Optimization:
     def track(self, model: nn.Module) -> None:
         """List the parameters of a model and of the optimizers; the lists follow groups that are added later."""
         check_disjoint(self.optimizers, model)
-        lists = optim.track_parameters(self.optimizers, model, self._note_added_group)
-        self.clipped_parameters, self.parameters, self._clearing = lists
+        self._list_parameters(model)
+        for optimizer in self.optimizers.values():  # On the object: searching for new groups in each step is slower.
+            vars(optimizer)["add_param_group"] = partial(self._add_group, model, optimizer)
+        self._clearing = [each for each in self.optimizers.values() if type(each).zero_grad is not Optimizer.zero_grad]
 
-    def _note_added_group(self) -> None:
+    def _list_parameters(self, model: nn.Module) -> None:
+        self.clipped_parameters = optim.parameters_to_clip(self.optimizers, model)
+        parameters: dict[int, Tensor] = {id(parameter): parameter for parameter in model.parameters()}
+        for optimizer in self.optimizers.values():
+            parameters |= {id(parameter): parameter for parameter in optim.parameters_of(optimizer)}
+        self.parameters = [*parameters.values()]
+
+    def _add_group(self, model: nn.Module, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Add a group to an optimizer, and list its parameters."""
+        try:
+            type(optimizer).add_param_group(optimizer, group)
+        except ValueError as error:
+            if "more than one parameter group" in str(error):
+                error.add_note(
+                    "zae: a resume has added the groups that training had added, and on_epoch_begin is called again "
+                    "where a run resumes within an epoch; add a group only while len(optimizer.param_groups) is less"
+                )
+            raise
+        self._list_parameters(model)
         self.structure += 1
 
     def release(self) -> None:
         """Stop following the groups of the optimizers."""
-        optim.untrack_parameters(self.optimizers)
+        for optimizer in self.optimizers.values():
+            vars(optimizer).pop("add_param_group", None)
 
     def check_unreplaced(self) -> None:
         """Refuse optimizers or schedulers that were assigned to the trainer within a run."""
@@ -157,7 +178,11 @@ class Optimization:
 
     def warn_of_untrained(self, model: nn.Module, is_main: bool) -> None:
         """Warn once of each parameter that requires a gradient and that no optimizer holds."""
-        names = [name for name in optim.untrained_names(model, self.optimizers) if name not in self._warned]
+        trained: set[int] = set()
+        for optimizer in self.optimizers.values():
+            trained.update(map(id, optim.parameters_of(optimizer)))
+        untrained = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
+        names = [name for name in untrained if name not in self._warned]
         self._warned.update(names)
         if not names or not is_main:
             return
@@ -175,11 +200,18 @@ class Optimization:
     # --------------------------------------------------------------------------------------- the parts of a step
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Add the gradient of a loss to ``.grad``; of several losses, each to the parameters of its optimizer."""
+        """Add the gradient of a loss to ``.grad``; of several losses, each to the parameters of its optimizer.
+
+        Several losses may share a graph.
+        """
         if isinstance(loss, Tensor):
             loss.backward(**kwargs)
-        else:
-            optim.backward_each(loss, self.optimizers, **kwargs)
+            return
+        last = list(loss)[-1]
+        for name, loss_of_one in loss.items():
+            inputs = [p for p in optim.parameters_of(self.optimizers[str(name)]) if p.requires_grad]
+            if inputs:  # Else all of them are frozen.
+                loss_of_one.backward(**{"inputs": inputs, "retain_graph": name != last, **kwargs})
 
     def clip(self, norm_of: Callable[[list[Tensor]], Tensor] = optim.gradient_norm) -> None:
         """Clip the gradients of each group of parameters to ``gradient_clip``, and keep the norm that they had."""
