@@ -13,6 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -670,6 +672,41 @@ def test_what_no_checkpoint_can_hold_is_named_once(tmp_path: Path, caplog: pytes
     assert re.match(r"self.grown has changed, and no checkpoint can hold a \S*test_user_state.Keeper: ", grown)
     assert others.startswith("self.others has changed, and no checkpoint can hold a builtins.list_iterator")
     assert "unsaved_attributes = ('others',)" in others
+
+
+class Window(deque[float]):
+    """A deque of a class of the user: what it holds is not in its attributes."""
+
+
+class Total(int):
+    """A number of such a class."""
+
+
+HELD_IN_C = [
+    (Window([1.0]), Window([1.0, 2.0])),
+    (Total(1), Total(2)),
+    (bytearray(b"a"), bytearray(b"b")),
+    (Decimal(1), Decimal(2)),
+    (date(2020, 1, 1), date(2021, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("value", "other"), HELD_IN_C)
+def test_a_value_that_is_held_in_c_is_named(
+    value: Any, other: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Changes(Task):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.kept = value
+
+        def factor(self, batch: Any) -> float:
+            self.kept = other
+            return 1.0
+
+    build(Changes, tmp_path, save_every=1).run(2, INPUTS)
+    (warning,) = warnings_in(caplog)
+    assert warning.startswith("self.kept has changed, and no checkpoint can hold a ")
 
 
 def test_the_size_of_a_replay_buffer_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -43,7 +43,23 @@ MAX_PLACES = 5000
 MAX_ENTRIES = 64  # Of a container in which owners are looked for.
 _BAGS = (types.SimpleNamespace, argparse.Namespace)  # Of Python, and nothing but attributes.
 _CLOSED = (type, types.ModuleType, BaseException, logging.Logger, io.IOBase, enum.Enum)
-_VALUES = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, np.generic)
+_VALUES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    deque,
+    np.generic,
+)
 _OF_BASES: dict[type, frozenset[str]] = {
     nn.Module: frozenset(vars(nn.Module())),
     # A schedule puts the last three into its optimizer.
