@@ -115,7 +115,8 @@ class Changes:
 
     def unchanged(self, walk: Walk) -> list[dict[str, Any]]:
         """Return the small values that are as the run began, as a state holds them."""
-        beginnings = {name: self._beginnings[name] for name in walk.places.keys() - self.names}
+        names = walk.places.keys() & self._beginnings.keys()  # There are none before a run begins.
+        beginnings = {name: self._beginnings[name] for name in names - self.names}
         return [
             self._entry(walk.places[name], name, walk.places[name].value, beginning.written[0])
             for name, beginning in beginnings.items()
