@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zae.distributed.collectives import all_reduce
+from zae.values.walk import map_tensors
 
 __all__ = ["check_loss", "fill_states", "gradient_norm", "keep_own", "make_whole"]
 
@@ -39,16 +40,6 @@ def _tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
             yield from _tensors(each, (*path, index))
 
 
-def _replace(value: Any, tensor_at: Mapping[tuple[Any, ...], Tensor], path: tuple[Any, ...] = ()) -> Any:
-    if isinstance(value, Tensor):
-        return tensor_at.get(path, value)
-    if isinstance(value, Mapping):
-        return {key: _replace(each, tensor_at, (*path, key)) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replace(each, tensor_at, (*path, index)) for index, each in enumerate(value))
-    return value
-
-
 def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], device: torch.device) -> Any:
     """Return a value in which tensors of the meta device are those that other ranks have; all ranks call it.
 
@@ -59,7 +50,7 @@ def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], devi
     # Each rank tells which tensors it lacks, and whether it needs them.
     ranks = gather((absent, keeps))
     rank = dist.get_rank()
-    whole = dict[tuple[Any, ...], Tensor]()
+    whole = dict[int, Tensor]()
     kinds: dict[tuple[Any, ...], _Kind] = {}
     for absent_there, _ in ranks:
         kinds |= absent_there
@@ -73,10 +64,10 @@ def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], devi
         if rank in takers:
             received = torch.empty(kind.shape, dtype=kind.dtype, device=device)
             _send(received, holders[0], takers, rank)
-            whole[path] = received.cpu()
+            whole[id(parts[path])] = received.cpu()
         elif rank == holders[0]:
             _send(parts[path].detach().to(device).contiguous(), holders[0], takers, rank)
-    return _replace(value, whole) if whole else value
+    return map_tensors(lambda tensor: whole.get(id(tensor), tensor), value)
 
 
 def _send(tensor: Tensor, source: int, takers: Iterable[int], rank: int) -> None:

@@ -30,10 +30,11 @@ __all__ = [
     "has_order",
     "has_pinned_batches",
     "is_stateful",
+    "iterates_as_torch",
     "length_of",
     "parts_of_dataset",
-    "parts_with_epoch",
     "set_epoch",
+    "takes_samples",
     "unwrap_sampler",
     "with_entries",
 ]
@@ -110,7 +111,7 @@ def check_ended(loader: Any, count: int) -> None:
     A DataLoader takes a StopIteration that its dataset raises for the end of the epoch.
     """
     batches: Any = getattr(loader, "batch_sampler", None)
-    if not _is_map(loader):
+    if not iterates_as_torch(loader):
         return
     expected = length_of(loader) or 0
     if count >= expected:
@@ -250,29 +251,14 @@ def datasets_with_epoch(dataset: Any, place: str = "", depth: int = _DEPTH) -> d
     return datasets
 
 
-def parts_with_epoch(loader: Any) -> dict[str, Any]:
-    """Return what has ``set_epoch`` of a loader, its samplers and its datasets, by the names after ``loader``."""
-    batches = getattr(loader, "batch_sampler", None)
-    parts = {
-        "": loader,
-        ".sampler": getattr(loader, "sampler", None),
-        ".batch_sampler": batches,
-        ".batch_sampler.sampler": getattr(batches, "sampler", None),
-        **datasets_with_epoch(getattr(loader, "dataset", None), ".dataset"),
-    }
-    with_epoch: dict[str, Any] = {}
-    visited = set()
-    for name, part in parts.items():
-        if id(part) not in visited and callable(getattr(part, "set_epoch", None)):
-            with_epoch[name] = part
-        visited.add(id(part))
-    return with_epoch
-
-
 def set_epoch(loader: Any, epoch: int) -> None:
     """Call ``set_epoch`` of a loader, its samplers and its datasets, where they have it."""
-    for part in parts_with_epoch(loader).values():
-        part.set_epoch(epoch)
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    parts = [loader, *samplers, *datasets_with_epoch(getattr(loader, "dataset", None)).values()]
+    for part in {id(part): part for part in parts}.values():
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
 
 
 class Proxy:
@@ -347,7 +333,7 @@ class BatchLimits(NamedTuple):
 
 def _check_batch_sampler(loader: Any) -> None:
     """Refuse a loader whose batch sampler decides which samples come first."""
-    if _is_map(loader) and type(loader.batch_sampler) not in (BatchSampler, type(None)):
+    if iterates_as_torch(loader) and type(loader.batch_sampler) not in (BatchSampler, type(None)):
         raise ConfigError(
             f"overfit_batches takes the first samples of the dataset in each epoch, and the batches of this loader are "
             f"those of its {type(loader.batch_sampler).__name__} ({describe(loader)}); give a DataLoader with "
@@ -355,17 +341,21 @@ def _check_batch_sampler(loader: Any) -> None:
         )
 
 
-def _is_map(loader: Any) -> bool:
-    """Return whether a DataLoader takes its batches from a sampler."""
-    is_own = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    return is_own and not isinstance(loader.dataset, IterableDataset)
+def takes_samples(loader: Any) -> bool:
+    """Return whether a loader is a DataLoader over a dataset that is read by index."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def iterates_as_torch(loader: Any) -> bool:
+    """Return whether a DataLoader has the loop of torch, which takes its batches from a sampler, for samples."""
+    return takes_samples(loader) and type(loader).__iter__ is DataLoader.__iter__
 
 
 def _first_of(loader: Any, count: int, repeats: bool = False) -> Any:
     """Return a loader of the first batches of a loader; with ``repeats``, in the order of the dataset."""
     if isinstance(loader, (list, tuple)):
         return loader[:count]
-    if _is_map(loader):
+    if iterates_as_torch(loader):
         if repeats:
             loader = with_entries(loader, lambda entries, size: SequentialSampler(loader.dataset))
         return with_entries(loader, partial(_FirstEntries, count))

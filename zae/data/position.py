@@ -193,18 +193,19 @@ class LoaderPosition:
         present = {"random": self._loaded["present"]["random"], "generators": None, "parts": {}, "values": {}}
         self._loaded = {**self._loaded, "begin": None, "present": present, "is_of_another": True}
 
-    def check_order(self, loader: Any) -> None:
+    def _check_order(self, loader: Any) -> None:
         """Refuse to continue an open epoch whose batches came in no known order."""
         if self._continues_state:
-            if self._loaded.get("has_no_order"):  # type: ignore[union-attr]
-                raise CheckpointMismatch(
-                    f"the state was saved within an epoch, and {_NO_ORDER}. Resume from a checkpoint of the end of an "
-                    "epoch, or write mid_epoch='restart' (an option of StateManagerAddon) to begin the epoch again"
-                )
-        elif self.loader is loader and not has_order(loader):
-            raise LoaderError(
-                f"an epoch is open, and {_NO_ORDER}. Write in_order=True, let each call of run() end with an epoch, or "
-                "give another loader, which begins the next epoch"
+            error: type[Exception] = CheckpointMismatch
+            is_known = not self._loaded.get("has_no_order")  # type: ignore[union-attr]
+        else:
+            error = LoaderError
+            is_known = has_order(loader)
+        if not is_known:
+            raise error(
+                f"an epoch is open, and {_NO_ORDER}. Write in_order=True, and resume from a checkpoint of the end of "
+                "an epoch; or begin the epoch again: mid_epoch='restart' (an option of StateManagerAddon); or give "
+                "another loader, which begins the next epoch"
             )
 
     def warn_of_order(self, loader: Any) -> None:
@@ -285,7 +286,7 @@ class LoaderPosition:
         ``used`` of them were used in this epoch, and ``used_in_all`` with those of the epochs before.
         """
         if used:
-            self.check_order(loader)
+            self._check_order(loader)
         else:
             check_epoch_of_workers(loader, 1)
             self._absent = []

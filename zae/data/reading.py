@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from zae import random_state
 from zae.data.gather import batches_of
-from zae.data.loaders import Proxy, copy_with, is_stateful
+from zae.data.loaders import Proxy, copy_with, is_stateful, iterates_as_torch, takes_samples
 from zae.data.streams import LoaderStreams, State
 from zae.data.workers import is_seeded, iterate
 from zae.errors import CheckpointMismatch
@@ -36,12 +36,11 @@ _log = logging.getLogger("zae")
 _FORM = "2:"
 """What a digest begins with; those of older versions looked at the beginning of a batch, and are not compared."""
 
-_OF_STREAMS = (
-    "Where it draws random numbers, seed them in each __iter__, or draw from a generator of its own. Where its batches "
-    "depend on the model, as those that a policy collects, make it a class with state_dict and load_state_dict, which "
-    "says where it stands"
+_REMEDY = (
+    "Where it draws random numbers, seed them in each __iter__, or draw from a generator of its own. Let each call of "
+    "__iter__ begin a new epoch; or give it state_dict and load_state_dict, which say where it stands, as where its "
+    "batches depend on the model: those that a policy collects"
 )
-_OF_LOADERS = "Let each call of its __iter__ begin a new epoch, or give it state_dict and load_state_dict"
 
 
 class SampledPosition:
@@ -125,25 +124,19 @@ class SampledPosition:
         """Skip the first entries of a sampler before anything is loaded; any other loader is read."""
         if not count:
             return batches_of(self.loader, self.is_fast)
-        remaining = _skip_entries(self.loader, count, self.is_fast) if _takes_samples(self.loader) else None
+        remaining = _skip_entries(self.loader, count, self.is_fast) if takes_samples(self.loader) else None
         return self._read_again(count) if remaining is None else remaining
 
     def _read_again(self, count: int) -> Iterator[Any]:
         """Load the first batches and drop them, and refuse to go on where the last of them is another one."""
         loader = self.loader
         name = f"loader {type(loader).__name__}"
-        kind = type(loader).__name__
-        remedy = _OF_STREAMS
-        if _takes_samples(loader):  # It reads on from where it is, whatever its dataset does.
-            kind = f"a {kind}, which overrides __iter__"
-            remedy = _OF_LOADERS
-        elif isinstance(loader, DataLoader):
+        if isinstance(loader, DataLoader) and not takes_samples(loader):
             name = f"dataset {type(loader.dataset).__name__}"
-            kind = "an IterableDataset"
         if not isinstance(loader, Sequence):
             level = logging.WARNING if isinstance(loader, DataLoader) else logging.INFO
-            text = "resuming in the middle of an epoch of %s: the first %d batches are loaded and dropped"
-            _log.log(level, text, kind, count)
+            text = "resuming in the middle of an epoch of the %s: the first %d batches are loaded and dropped"
+            _log.log(level, text, name, count)
         iterator = iterate(loader)
         last, has_drawn = _drop(iterator, count)
         saved = self._last_digest
@@ -153,7 +146,7 @@ class SampledPosition:
         elif (digest := LastBatch(last).digest()) != saved and digest is not None:
             raise CheckpointMismatch(
                 f"the {name} yields other batches when it is read again: the last one that was used, batch {count}, is "
-                f"another one now, so that to continue would use some samples twice and others never. {remedy}. With "
+                f"another one now, so that to continue would use some samples twice and others never. {_REMEDY}. With "
                 "mid_epoch='restart' (an option of StateManagerAddon) nothing is read again, and the epoch begins anew"
             )
         return iterator
@@ -314,8 +307,7 @@ def position_of(loader: Any, streams: LoaderStreams, is_fast: bool, used_before:
         return IteratorPosition(loader, streams, is_fast, used_before)
     if is_stateful(loader):
         return StatefulPosition(loader, streams, is_fast)
-    has_own_loop = type(loader).__iter__ is not DataLoader.__iter__
-    if isinstance(loader, Sequence) or (_takes_samples(loader) and not has_own_loop):
+    if isinstance(loader, Sequence) or iterates_as_torch(loader):
         return SampledPosition(loader, streams, is_fast)
     return ReplayPosition(loader, streams, is_fast)
 
@@ -325,7 +317,7 @@ def _begins_anew(loader: Any) -> bool:
 
     It begins such a sampler anew in the middle of the epoch, with the random state of that moment.
     """
-    if not _takes_samples(loader):
+    if not takes_samples(loader):
         return False
     if loader.num_workers and is_stateful(loader.dataset):  # That state is in the workers, and the loader has it.
         return False
@@ -465,11 +457,6 @@ class _SkipFirst(Proxy):
 
     def __len__(self) -> int:
         return super().__len__() - self._skip
-
-
-def _takes_samples(loader: Any) -> bool:
-    """Return whether a loader is a DataLoader over a dataset that is read by index."""
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def _skip_entries(loader: Any, count: int, is_fast: bool) -> Iterator[Any] | None:

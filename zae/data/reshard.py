@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from zae.data.loader_state import changes_of, facts_of
-from zae.data.loaders import Proxy, length_of, with_entries
+from zae.data.loaders import Proxy, length_of, takes_samples, with_entries
 from zae.errors import CheckpointMismatch
 
 if TYPE_CHECKING:
@@ -121,10 +121,9 @@ def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, in
     if not used:
         name = "dataset length"
         return changes_of({name: before.get(name)}, {name: present.get(name)})
-    has_length = hasattr(loader, "__len__") and hasattr(loader, "__getitem__")
-    is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    is_list = hasattr(loader, "__len__") and hasattr(loader, "__getitem__") and not isinstance(loader, DataLoader)
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
-    if not (is_map or (has_length and not isinstance(loader, DataLoader))):
+    if not (is_list or takes_samples(loader)):
         return [f"a {type(loader).__name__} has no order that can be resharded"]
     if isinstance(sampler, DistributedSampler):
         return ["a DistributedSampler shards the dataset itself"]

@@ -283,14 +283,10 @@ class Run:
         has_more = not extent.is_reached
         # Before the loader is wrapped: a sampler that it gets for this rank follows from where the epoch stands.
         if has_more and not is_new:
-            if progress.epoch_batch:
-                position.check_order(self.loader)
             position.reshard(trainer, self.loader)
         wrapped_loader = trainer.wrap_loader(self.loader, True)
         if has_more:
             position.check(wrapped_loader, is_new)
-            if progress.epoch_batch and position.is_of(wrapped_loader):
-                position.check_order(wrapped_loader)
         if is_new:
             self._leave_epoch(wrapped_loader)
             extent.update_end()  # Again: an epoch that is left is not one of this call.
