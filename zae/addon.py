@@ -182,7 +182,6 @@ class AddOnBase(Trainer):
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Check the entries of declared attributes and of generators, load the rest, and then set them."""
         generators, state = self.take(state, GENERATORS, strict=False)
-        Generators.check(generators)
         values: dict[str, Any] = {}
         for owner in declaring(type(self)):
             entry, rest = self.take(state, owner.__name__, strict=False)

@@ -222,7 +222,7 @@ mistakes({
     "clip_as_text": (zae.ConfigError, lambda: trainer_of(gradient_clip="1.0"), "gradient_clip='1.0'",
         "it must be a number of at least 0"),
     "monitor_of_three_letters": (zae.ConfigError, lambda: trainer_of(monitor="valid/los"), "monitor='valid/los'",
-        "did you mean 'valid/loss'?"),
+        "did you mean 'loss'?"),
     "monitor_without_direction": (zae.ConfigError, lambda: trainer_of(monitor="valid/height"),
         "monitor='valid/height': its name does not say whether smaller or larger is",
         "write monitor_mode='min' or monitor_mode='max'"),

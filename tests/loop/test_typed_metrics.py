@@ -273,16 +273,6 @@ def test_what_cannot_be_combined_is_refused(first: Any, second: Any, text: str) 
     assert "in epoch 1" in "".join(caught.value.__notes__)
 
 
-def test_loaders_combine_a_metric_in_one_way() -> None:
-    class Wrong(Task):
-        def test_step(self, batch: Any) -> Any:
-            return {"loss": 1.0, "x": Sum(1) if self.valid_name == "a" else 1.0}
-
-    for names, text in (("ab", "by mean with the loader 'b', and by sum before"), ("ba", "by sum with the loader 'a'")):
-        with pytest.raises(StepError, match=f"'x' to be combined {text}"):
-            build(task=Wrong).evaluate(dict.fromkeys(names, loader()))
-
-
 def test_an_array_without_dimensions_is_a_number() -> None:
     """What ``np.asarray(mean)`` returns: it was kept as an output, and no metric was recorded."""
 

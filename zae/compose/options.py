@@ -212,10 +212,6 @@ def _hint_for(cls: Any, name: str, options: Collection[str]) -> str:
         return f": it is an option of {owner}; add it with .add_on({owner})"
     if near := did_you_mean(name, options):
         return near
-    for option, add_on in owners.items():
-        prefix = name.removesuffix(f"_{option}")  # Of ema_decay: ema, as in EMAAddon.
-        if prefix != name and prefix.replace("_", "") in add_on.__name__.lower():
-            return f"; did you mean {option!r}, an option of {add_on.__name__}? Add it with .add_on({add_on.__name__})"
     if near := did_you_mean(name, owners):
         owner = owners[near.split("'")[1]].__name__
         return f"{near[:-1]}, an option of {owner}? Add it with .add_on({owner})"

@@ -210,7 +210,7 @@ class Generators:
         return {"seed": self._seed, "states": states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `check` accepts; the generators in use stay the same objects."""
+        """Load a state; the generators in use stay the same objects."""
         self._saved = dict(state.get("states", {}))
         self._seed = state.get("seed", self._seed)
         for name in self._open:
@@ -232,23 +232,6 @@ class Generators:
         finally:
             self._block_seed = None
             self.load_state_dict(before)
-
-    @staticmethod
-    def check(state: Any) -> None:
-        """Refuse what `state_dict` has not returned."""
-        try:
-            is_state = not state or isinstance(state["seed"], int)
-            for saved in state["states"].values() if state else ():
-                is_state &= isinstance(saved["rank"], (int, type(None))) and saved["state"].dtype == torch.uint8
-                if saved["state"].numel() == torch.Generator().get_state().numel():
-                    torch.Generator().set_state(saved["state"].cpu())
-        except (TypeError, LookupError, AttributeError, RuntimeError):
-            is_state = False
-        if not is_state:
-            raise CheckpointMismatch(
-                "the state contains 'generators' that zae has not saved; give what state_dict() returned, or another "
-                "checkpoint"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which makes its own generators and continues where these are."""

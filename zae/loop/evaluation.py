@@ -15,7 +15,7 @@ from zae.arguments import Seed, checked
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_ended, check_loader, describe, has_pinned_batches
 from zae.data.workers import abandon_workers
-from zae.errors import LoaderError, StepError
+from zae.errors import LoaderError
 from zae.loop.activity import EvaluationSettings
 from zae.loop.epoch_log import in_turn
 from zae.loop.history import Metrics
@@ -154,7 +154,7 @@ class Evaluation:
         kinds: dict[str, str] = {}
         for name, part in loader.items():
             rows[name] = self.epoch(part, str(name))
-            kinds |= self._kinds_of(name, kinds)
+            kinds |= self.trainer.log_test.kinds
         metrics = {}
         for key in _common_keys(rows):
             metrics[key] = combine_loaders(kinds.get(key, "mean"), [row[key] for row in rows.values()])
@@ -162,19 +162,6 @@ class Evaluation:
             for key, value in row.items():
                 metrics[f"{name}/{key}"] = value
         return metrics
-
-    def _kinds_of(self, name: str, before: Mapping[str, str]) -> dict[str, str]:
-        """Return how the metrics of the loader that was evaluated last are combined, as with the loaders before it."""
-        log = self.trainer.log_test
-        kinds = {}
-        for key in log.means():
-            kinds[key] = log.kinds.get(key, "mean")
-            if before.get(key, kinds[key]) != kinds[key]:
-                raise StepError(
-                    f"test_step returned {key!r} to be combined by {kinds[key]} with the loader {name!r}, and by "
-                    f"{before[key]} before; return it as the same type with each loader (zae.metrics)"
-                )
-        return kinds
 
     def epoch(self, loader: Any, name: str | None = None) -> Metrics:
         """Return the metrics of a loader; raise `EvaluationAborted` after a signal.

@@ -21,7 +21,7 @@ from zae.compose.introspect import is_add_on, is_base
 from zae.data.loaders import describe, length_of
 from zae.errors import StepError, TaskError
 from zae.loop.step_output import report_not_numbers, report_uncounted
-from zae.optim import needs_closure, parameters_of
+from zae.optim import parameters_of
 from zae.schedulers.lengths import steps_taken
 from zae.torch_private import version_of
 from zae.values.walk import local_part
@@ -139,16 +139,11 @@ class FirstStep:
             return
         steppers = [c for c in type(trainer).__mro__ if "step_one" in vars(c) or "optimizer_step" in vars(c)]
         owner = next(c for c in steppers if not is_add_on(c))
-        if any(needs_closure(optimizer) for optimizer in trainer.optimizers.values()):
-            raise TaskError(
-                f"the closure that {owner.__name__} gives its optimizer computes gradients without "
-                f"{', '.join(without)}; let it call self.gradients(batch), self.unscale() and self.clip(): "
-                "docs/howto/optimizers.md has it in full"
-            )
         name = "step_one" if "step_one" in vars(owner) else "optimizer_step"
         raise TaskError(
             f"{owner.__name__}.{name} computes gradients without {', '.join(without)}; leave these out, or return from "
-            "train_step a loss for each optimizer: {'loss': {name: loss, ...}}"
+            "train_step a loss for each optimizer: {'loss': {name: loss, ...}}. A closure calls self.gradients(batch), "
+            "self.unscale() and self.clip(): docs/howto/optimizers.md has it in full"
         )
 
     # ------------------------------------------------------------------------------------------------- train_step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -41,16 +40,10 @@ def direction_of(monitor: str, mode: str = "auto") -> str:
             return "min"
         if word in _LARGER.split():
             return "max"
-    near = difflib.get_close_matches(words[-1], [*_SMALLER.split(), *_LARGER.split()], n=1, cutoff=0.75)
-    if near:
-        meant = monitor[: len(monitor) - len(words[-1])] + near[0]
-        raise ConfigError(
-            f"monitor={monitor!r}; did you mean {meant!r}? If not, write monitor_mode='min' or monitor_mode='max', "
-            "because its name does not say whether smaller or larger is better"
-        )
+    hint = did_you_mean(words[-1], [*_SMALLER.split(), *_LARGER.split()], cutoff=0.75)
     raise ConfigError(
         f"monitor={monitor!r}: its name does not say whether smaller or larger is better; write monitor_mode='min' or "
-        "monitor_mode='max'"
+        f"monitor_mode='max'{hint}"
     )
 
 
@@ -352,15 +345,7 @@ class History:
         self, split: str, metrics: Mapping[str, float], score: float | None, place: Mapping[str, int]
     ) -> None:
         """Keep these metrics as the best so far."""
-        best = _best_row(split, metrics, score, place)
-        hidden = [key for key, value in metrics.items() if best[key] is not value]
-        if hidden and not self.best:  # Once in a run.
-            _log.warning(
-                "the best row has its own entries named %s; your metrics of these names are stored as %s",
-                ", ".join(hidden),
-                ", ".join(f"{split}_{key}" for key in hidden),
-            )
-        self.best = best
+        self.best = _best_row(split, metrics, score, place)
 
     def recompute_best(self) -> None:
         """Find the best in the rows by the present monitor, after a state that was saved with another one."""
