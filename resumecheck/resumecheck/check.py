@@ -82,7 +82,7 @@ class Result:
     @property
     def judgements(self) -> list[Judgement]:
         """All judgements."""
-        return [*([self.whole] if self.whole else []), *(each for _, each in self.tried)]
+        return [*([self.whole] if self.whole else []), *(judgement for _, judgement in self.tried)]
 
     def causes(self, kind: str) -> list[str]:
         """Return the causes at the instants of a kind, "step" or "save".
@@ -90,18 +90,20 @@ class Result:
         What is a first cause at one instant and follows from another at a second one is not named; nor is, within a
         save, what is known from the instants after saves.
         """
-        failed = [(instant.kind, each) for instant, each in self.tried if each.verdict == FAILED]
-        known = {cause for other, each in failed if kind == "save" and other == "step" for cause in each.causes}
-        own = [each for other, each in failed if other == kind]
-        known |= {cause for each in own for cause in each.causes[1:] if cause != own[0].cause}
-        if any(each.cause in ("repeated work", "skipped work") for each in own):
+        failed = [(instant.kind, judgement) for instant, judgement in self.tried if judgement.verdict == FAILED]
+        known = {
+            cause for other, judgement in failed if kind == "save" and other == "step" for cause in judgement.causes
+        }
+        own = [judgement for other, judgement in failed if other == kind]
+        known |= {cause for judgement in own for cause in judgement.causes[1:] if cause != own[0].cause}
+        if any(judgement.cause in ("repeated work", "skipped work") for judgement in own):
             known.add("samples")  # So it shows in a run that is stopped before its end.
-        return list(dict.fromkeys(each.cause for each in own if each.cause not in known))
+        return list(dict.fromkeys(judgement.cause for judgement in own if judgement.cause not in known))
 
     @property
     def status(self) -> int:
         """0 if all that was tried is the same, 1 if something fails, 2 if nothing could be judged."""
-        verdicts = {each.verdict for each in self.judgements}
+        verdicts = {judgement.verdict for judgement in self.judgements}
         return 1 if FAILED in verdicts else 0 if PASSED in verdicts else 2
 
     def is_the_same(self) -> bool:
@@ -183,7 +185,7 @@ class _Check:
         self.result = Result(command)
         origin = Path.cwd().resolve()
         self.workspace = Workspace(origin, home, options.without, options.gigabytes << 30)
-        allow = [os.path.realpath(each) for each in options.allow]
+        allow = [os.path.realpath(folder) for folder in options.allow]
         deadline = self.began + 60 * options.minutes
         self.runner = Runner(command, home, self.workspace, allow=allow, deadline=deadline)
 
@@ -228,11 +230,11 @@ class _Check:
         self.runner.patience_s = _PATIENCE_S + _PATIENCE_FACTOR * self.reference.seconds
         result = self.result
         result.steps, result.ranks = self.reference.count(), len(self.reference.rows)
-        result.saves = [each for each in find_saves(self.reference, self.end) if each.events[0]["row"] < result.steps]
+        result.saves = [save for save in find_saves(self.reference, self.end) if save.events[0]["row"] < result.steps]
         self.runner.same = [name for name, entry in self.workspace.base.items() if self.end.get(name) == entry]
         if self.reference.is_limited:
             result.notes.append(f"only the first {result.steps} steps were tried")
-        snapshots = sum("tree" in each for each in self.reference.events)
+        snapshots = sum("tree" in event for event in self.reference.events)
         _say(
             f"  {result.steps} steps, {len(result.saves)} saves, {snapshots} snapshots "
             f"({self.workspace.stored_bytes >> 20} MB), {self.reference.seconds:.1f} s, {result.ranks} rank(s)"
@@ -278,7 +280,7 @@ class _Check:
 
     def _try_instants(self) -> None:
         chosen = choose_instants(self.result.saves, self.reference, self.options.all_instants)
-        instants = [each for each in chosen if each.done < self.result.steps or not self.reference.is_limited]
+        instants = [instant for instant in chosen if instant.done < self.result.steps or not self.reference.is_limited]
         self.result.instants = len(instants)
         confirmed: set[str] = set()
         for number, instant in enumerate(instants, 1):
@@ -315,8 +317,8 @@ class _Check:
     def _limit(self, instant: Instant) -> int:
         """Return how many steps are compared: to the next epoch or the horizon; few, if failures show at once."""
         repeated = instant.done - instant.lowest
-        failed = [each for _, each in self.result.tried if each.verdict == FAILED]
-        distances = [each.step - (each.resumed or 0) for each in failed if each.step is not None]
+        failed = [judgement for _, judgement in self.result.tried if judgement.verdict == FAILED]
+        distances = [judgement.step - (judgement.resumed or 0) for judgement in failed if judgement.step is not None]
         shows_at_once = max(distances, default=0) <= _FEW_STEPS
         if shows_at_once and (failed or instant.kind == "save"):
             return repeated + _FEW_STEPS
@@ -337,7 +339,7 @@ class _Check:
             if name is None:
                 return []
             text = text.replace(match.group(0), shlex.quote(name))
-        has_checkpoint = any(not is_log(each) for each in new if tree[each].kind != "dir")
+        has_checkpoint = any(not is_log(entry) for entry in new if tree[entry].kind != "dir")
         return shlex.split(text) if has_checkpoint else []
 
     def _judge(self, instant: Instant, run: Run) -> Judgement:
@@ -348,7 +350,7 @@ class _Check:
         if run.has_failed:
             return _judge_failure(instant, run)
         is_first_fault = instant.kind == "save" and not self.result.causes("step")
-        saved = {each.row for each in self.result.saves} if is_first_fault else set[int]()
+        saved = {save.row for save in self.result.saves} if is_first_fault else set[int]()
         resume = Resume(run.rows, instant.lowest, instant.done, not run.is_limited, instant.has_whole_save, saved)
         judgement = judge(self.reference.rows, resume, self.reference.names)
         if judgement.cause == "does not resume" and instant.kind == "save":
@@ -361,7 +363,7 @@ class _Check:
     def _compare_files(self, judgement: Judgement, run: Run) -> None:
         """Compare the files that both runs leave at their end: averaged, best and exported models."""
         models, others, missing = self._differing_files()
-        last, expected = (last_saved_row(each.events, self.reference) for each in (run, self.reference))
+        last, expected = (last_saved_row(either.events, self.reference) for either in (run, self.reference))
         if models and last != expected:  # It saves by the clock, or counts the steps of its own process.
             judgement.notes.append(
                 f"at the end {', '.join(models[:3])} has the weights after another step ({last}, and {expected} "
@@ -411,12 +413,16 @@ class _Check:
 
     def _repeat_reference(self) -> None:
         """Where something differs, run the reference again: what differs between equal runs cannot be judged."""
-        parted = [each for each in self.result.judgements if each.verdict == FAILED and each.cause != "lost work"]
-        steps = [each.step for each in parted if each.step]
-        if not any(each.cause not in ("cannot load", "saves nothing", "does not resume") for each in parted):
+        parted = [
+            judgement
+            for judgement in self.result.judgements
+            if judgement.verdict == FAILED and judgement.cause != "lost work"
+        ]
+        steps = [judgement.step for judgement in parted if judgement.step]
+        if not any(judgement.cause not in ("cannot load", "saves nothing", "does not resume") for judgement in parted):
             return
         _say("something differs: the reference again, to see whether it is repeatable")
-        is_to_end = any(each.files for each in parted)
+        is_to_end = any(judgement.files for judgement in parted)
         limit = None if is_to_end else min(max(steps, default=self.result.steps) + 1, self.result.steps)
         again = self.runner.start(self.workspace.base, limit=limit)
         if is_to_end:
@@ -431,17 +437,21 @@ class _Check:
                 f"not repeatable: two runs without a kill differ from step {step}{where} on ({cause}). Set a seed, "
                 "torch.use_deterministic_algorithms(True) and PYTHONHASHSEED"
             )
-            for each in self.result.judgements:
-                if each.verdict == FAILED and (each.step is None or each.step >= step) and each.cause != "cannot load":
-                    each.verdict, each.causes = NOT_JUDGED, ["not repeatable"]
+            for judgement in self.result.judgements:
+                if (
+                    judgement.verdict == FAILED
+                    and (judgement.step is None or judgement.step >= step)
+                    and judgement.cause != "cannot load"
+                ):
+                    judgement.verdict, judgement.causes = NOT_JUDGED, ["not repeatable"]
 
     def _judge_files_that_differ_anyway(self) -> None:
         """Take back what was found of files that differ between two runs without a kill: what is saved by the clock."""
         models = self._differing_files()[0]
-        for _, each in self.result.tried:
-            if each.files and set(each.files) <= set(models):
-                each.verdict, each.causes = PASSED, []
-                each.notes.append(f"{', '.join(each.files[:3])} differ between two runs without a kill, too")
+        for _, judgement in self.result.tried:
+            if judgement.files and set(judgement.files) <= set(models):
+                judgement.verdict, judgement.causes = PASSED, []
+                judgement.notes.append(f"{', '.join(judgement.files[:3])} differ between two runs without a kill, too")
 
     def _judge_unchanged_weights(self) -> None:
         """Where no step changes a weight, a resume cannot be told from another one."""
@@ -451,9 +461,9 @@ class _Check:
         if unchanged <= self.result.steps // 2:
             return
         self.result.notes.append(f"{unchanged} of {self.result.steps} steps change no weight: nothing is learned")
-        for _, each in self.result.tried:
-            if each.verdict == PASSED:
-                each.verdict, each.causes = NOT_JUDGED, ["weights that do not change"]
+        for _, judgement in self.result.tried:
+            if judgement.verdict == PASSED:
+                judgement.verdict, judgement.causes = NOT_JUDGED, ["weights that do not change"]
 
 
 def _judge_failure(instant: Instant, run: Run) -> Judgement:
@@ -471,15 +481,17 @@ def _newest(tree: Tree, new: set[str], pattern: str | None) -> str | None:
     """Return the newest file or folder that fits a pattern, or the newest checkpoint."""
 
     def modified(name: str) -> float:
-        inside = [each for each in new if each == name or each.startswith(name + "/")]
-        sources = [tree[each].source for each in inside if tree[each].kind in ("file", "torn")]
-        return max((os.path.getmtime(each) for each in sources), default=0.0)
+        inside = [entry for entry in new if entry == name or entry.startswith(name + "/")]
+        sources = [tree[path].source for path in inside if tree[path].kind in ("file", "torn")]
+        return max((os.path.getmtime(source) for source in sources), default=0.0)
 
     if pattern is None:
         names = [name for name in new if is_named_as_checkpoint(name) and tree[name].kind != "dir"]
     else:
         names = [name for name in new if fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/")]
-    return max(names, key=lambda name: (modified(name), [int(each) for each in re.findall(r"\d+", name)]), default=None)
+    return max(
+        names, key=lambda name: (modified(name), [int(digits) for digits in re.findall(r"\d+", name)]), default=None
+    )
 
 
 def _has_same_tensors(one: str, other: str) -> bool:
@@ -499,20 +511,20 @@ def _data_in(path: str) -> dict[str, bytes]:
         content = Path(path).read_bytes()
         return {"": content[8 + int.from_bytes(content[:8], "little") :]}
     with zipfile.ZipFile(path) as file:
-        return {each.partition("/")[2]: file.read(each) for each in file.namelist() if "/data/" in each}
+        return {name.partition("/")[2]: file.read(name) for name in file.namelist() if "/data/" in name}
 
 
 def _last_words(run: Run) -> str:
     """Return the last error that a failed script printed, and its status."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in run.output.splitlines() if line.strip()]
     is_error: Callable[[str], Any] = re.compile(r"[\w.\[\]: ]*(Error|Exception|Interrupt)\b").match
-    errors = [each for each in lines if is_error(each) and "ChildFailed" not in each]
+    errors = [line for line in lines if is_error(line) and "ChildFailed" not in line]
     return f"{(errors or lines or [''])[-1][:240]} (status {run.status})"
 
 
 def _cpu_seconds() -> float:
-    usages = [resource.getrusage(each) for each in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in usages)
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _say(text: str) -> None:

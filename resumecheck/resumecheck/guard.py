@@ -82,7 +82,7 @@ def restrict(folders: Iterable[str]) -> None:
 
 def _call(number: int, *arguments: Any) -> int:
     """Make a system call for which libc has no function."""
-    values = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    values = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     return int(ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *values))
 
 
@@ -105,7 +105,7 @@ def writable_caches(environment: Mapping[str, str], temporary: str, origin: str)
         folder = os.path.realpath(os.path.expanduser(environment.get(name) or default))
         if os.path.isdir(folder) and not is_within(origin, folder):
             folders.append(folder)
-        elif not any(is_within(folder, each) for each in folders):
+        elif not any(is_within(folder, cache) for cache in folders):
             variables[name] = os.path.join(temporary, name.lower())
     return folders, variables
 
@@ -161,7 +161,7 @@ class Guard:
     def __init__(
         self, folders: Sequence[str], refusal: str, then: Callable[..., None] = lambda operation, *paths: None
     ) -> None:
-        self.roots = tuple(os.path.join(os.path.realpath(each), "") for each in folders)
+        self.roots = tuple(os.path.join(os.path.realpath(cache), "") for cache in folders)
         self.refusal, self.then = refusal, then
         self.is_refusing = False
         sys.addaudithook(self.audit)
@@ -185,9 +185,9 @@ class Guard:
         """Refuse to change what is outside of the folders, and tell of all other changes."""
         if self.is_refusing or not all(isinstance(path, (str, bytes, os.PathLike)) for path, _ in places):
             return
-        paths = [place_of(*each) for each in places]
-        for each in paths:
-            self.check(operation, each)
+        paths = [place_of(*place) for place in places]
+        for path in paths:
+            self.check(operation, path)
         self.then(operation, *paths)
 
     def check(self, operation: str, path: str) -> None:

@@ -84,7 +84,7 @@ def judge(reference: Mapping[int, Sequence[Row]], resume: Resume, names: Mapping
         if len(reference) > 1 and judgement.verdict == FAILED:
             judgement.message += f" (rank {rank})"
         judgements.append(judgement)
-    return next((each for each in judgements if each.verdict == FAILED), judgements[0])
+    return next((judgement for judgement in judgements if judgement.verdict == FAILED), judgements[0])
 
 
 def first_difference(one: Sequence[Row], other: Sequence[Row]) -> tuple[int, str] | None:
@@ -125,7 +125,7 @@ class _Comparison:
         self.made = [self._without_probe(self.made[0]), *self.made[1:]]
         foreign = self._find_foreign_weights()
         if foreign is not None:
-            ends = {each["after"]: each["n"] for each in self.expected if each["optimizer"] == foreign["optimizer"]}
+            ends = {row["after"]: row["n"] for row in self.expected if row["optimizer"] == foreign["optimizer"]}
             is_of_a_save = bool(self.resume.saved) and foreign["before"] in ends
             return fail("two saves" if is_of_a_save else "weights", self._nearest(foreign))
         if start == 0 and resume.has_whole_save and resume.lowest:
@@ -169,14 +169,14 @@ class _Comparison:
         row, resume = self.made[0], self.resume
         places = [
             index
-            for index, each in enumerate(self.expected)
-            if each["optimizer"] == row["optimizer"] and each["before"] == row["before"]
+            for index, expected in enumerate(self.expected)
+            if expected["optimizer"] == row["optimizer"] and expected["before"] == row["before"]
         ]
 
         def score(index: int) -> tuple[int, int]:
-            each = self.expected[index]
+            candidate = self.expected[index]
             keys = ("inputs", "state_before", "options", "random", "scale")
-            same = sum(_is_same(each.get(key), row.get(key)) for key in keys)
+            same = sum(_is_same(candidate.get(key), row.get(key)) for key in keys)
             is_usual = len(places) > 1 and index in (resume.lowest, resume.done)
             return 10 * is_usual + same, -abs(resume.lowest - index)
 
@@ -193,7 +193,7 @@ class _Comparison:
 
     def _find_foreign_weights(self) -> Row | None:
         """Return the first row of an optimizer that begins with weights that nobody else has changed."""
-        last = {each["optimizer"]: each["after"] for each in self.expected[: self.start]}
+        last = {row["optimizer"]: row["after"] for row in self.expected[: self.start]}
         begun = {self.made[0]["optimizer"]}
         for one, other in zip(self.rest, self.made):
             name = other["optimizer"]
@@ -206,7 +206,7 @@ class _Comparison:
 
     def _whose(self, optimizer: str) -> str:
         """Name an optimizer among several, by its number in the order of their first steps, and what it trains."""
-        optimizers = list(dict.fromkeys(each["optimizer"] for each in self.expected))
+        optimizers = list(dict.fromkeys(row["optimizer"] for row in self.expected))
         names = self.names.get(optimizer, [])
         if len(optimizers) == 1 or not names:
             return ""
@@ -220,7 +220,7 @@ class _Comparison:
 
     def _part(self) -> tuple[int, list[str]]:
         """Return the first row from which on the runs part for good, and the causes."""
-        frozen = {each["optimizer"]: each["frozen"] for each in self.expected if "frozen" in each}
+        frozen = {row["optimizer"]: row["frozen"] for row in self.expected if "frozen" in row}
         first, causes = None, list[str]()
         last = min(len(self.rest), len(self.made)) - 1
         for index, (one, other) in enumerate(zip(self.rest, self.made)):
@@ -240,18 +240,18 @@ class _Comparison:
         row, other = self.rest[index], self.made[index]
         causes = _causes_of(keys)
         if index == 0 and "samples" in causes and other["seen"] > row["seen"] > 0:
-            return ["other state", *(each for each in causes if each not in ("samples", "random state"))]
+            return ["other state", *(cause for cause in causes if cause not in ("samples", "random state"))]
         if "random state" not in causes:
             return causes
         lost = self._lost_streams(index)
         if not lost:
             return _causes_of(key for key in keys if key != "random")
         if self._are_put_back(lost, index):
-            rest = [each for each in causes if each not in ("random state", "samples")]
+            rest = [cause for cause in causes if cause not in ("random state", "samples")]
             if other["shuffled"]:
                 return ["samples", *rest]
             if other["new_epoch"]:  # What a loader gives does not depend on what the script keeps.
-                return [*(each for each in causes if each == "samples"), "random state", *rest]
+                return [*(cause for cause in causes if cause == "samples"), "random state", *rest]
             return ["other state", *rest]
         if "samples" not in causes:
             return causes
@@ -291,7 +291,7 @@ class _Comparison:
         drawn = self._drawn_streams()
 
         def with_drawn_streams(row: Row) -> dict[str, Any]:
-            return {**row, "random": {name: each for name, each in row["random"].items() if name in drawn}}
+            return {**row, "random": {name: state for name, state in row["random"].items() if name in drawn}}
 
         row, *rows = map(with_drawn_streams, [self.made[0], *self.expected])
         keys = [key for key in _differing(rows[self.start], row) if key not in _FOLLOWS]
@@ -302,13 +302,15 @@ class _Comparison:
 
     def _drawn_streams(self) -> list[str]:
         """Return the random streams from which something draws."""
-        names = {name for each in self.expected for name in each["random"]}
-        return [name for name in names if len({each["random"].get(name) for each in self.expected}) > 1]
+        names = {name for row in self.expected for name in row["random"]}
+        return [name for name in names if len({row["random"].get(name) for row in self.expected}) > 1]
 
     def _step_of_state(self, row: Row) -> int | None:
         """Return the last step after which the optimizer had the state that a row begins with."""
         keys = ("optimizer", "state_before")
-        places = [n for n, each in enumerate(self.expected) if all(each.get(key) == row.get(key) for key in keys)]
+        places = [
+            n for n, expected in enumerate(self.expected) if all(expected.get(key) == row.get(key) for key in keys)
+        ]
         return places[-1] if places else None
 
     def _reason(self, causes: Sequence[str], index: int) -> str:
@@ -354,7 +356,7 @@ class _Comparison:
         if other["seen"] < one["seen"]:
             begun = "was it saved between the batches of an accumulated step?"
             return f"the step sees {other['seen']} inputs, and {one['seen']} without a kill: {begun}"
-        same = [index for index, each in enumerate(self.expected) if each["inputs"] == other["inputs"]]
+        same = [index for index, expected in enumerate(self.expected) if expected["inputs"] == other["inputs"]]
         if same and other["seen"]:
             return f"the batch of step {same[0] + 1} comes again instead of that of step {place + 1}"
         return "the batch is that of no step"
@@ -363,8 +365,8 @@ class _Comparison:
         """Name the weights that are others, where a run begins with weights of no step."""
         subject = self._subject(row["optimizer"])
         names, own = self.names.get(row["optimizer"], []), _chunks(row.get("parts_before", ""))
-        rows = [each for each in self.expected if each["optimizer"] == row["optimizer"]] or list(self.expected)
-        candidates = [(0, rows[0].get("parts_before", "")), *((each["n"], each["parts"]) for each in rows)]
+        rows = [step for step in self.expected if step["optimizer"] == row["optimizer"]] or list(self.expected)
+        candidates = [(0, rows[0].get("parts_before", "")), *((expected["n"], expected["parts"]) for expected in rows)]
         best, others = 0, list(range(len(own)))
         for step, parts in candidates:
             differing = [index for index, part in enumerate(_chunks(parts)) if own[index : index + 1] != [part]]
@@ -412,7 +414,7 @@ def _causes_of(keys: Iterable[str]) -> list[str]:
 
 def _lost_streams(whole: Sequence[Row], made: Sequence[Row]) -> list[str]:
     """Return the random streams that differ, unless nothing draws from them later or they are seeded anew."""
-    expected, resumed = [each["random"] for each in whole], [each["random"] for each in made]
+    expected, resumed = [row["random"] for row in whole], [row["random"] for row in made]
     shared = expected[0].keys() & resumed[0].keys()
     lost = [name for name in shared if expected[0][name] != resumed[0][name]]
     return sorted(name for name in lost if len(expected) == 1 or _is_drawn_from(expected, resumed, name))
@@ -420,11 +422,11 @@ def _lost_streams(whole: Sequence[Row], made: Sequence[Row]) -> list[str]:
 
 def _is_drawn_from(expected: Sequence[Mapping[str, str]], resumed: Sequence[Mapping[str, str]], name: str) -> bool:
     """Return whether a stream that differs goes on, and differs still."""
-    drawn = next((index for index, each in enumerate(expected) if each.get(name) != expected[0][name]), None)
+    drawn = next((index for index, row in enumerate(expected) if row.get(name) != expected[0][name]), None)
     if drawn is None:
         return False
     return drawn >= len(resumed) or resumed[drawn].get(name) != expected[drawn].get(name)
 
 
 def _text(values: Sequence[Any]) -> str:
-    return ", ".join(f"{each:.6g}" if isinstance(each, float) else str(each) for each in dict.fromkeys(values))
+    return ", ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in dict.fromkeys(values))

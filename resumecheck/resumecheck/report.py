@@ -68,7 +68,7 @@ def as_text(result: Result) -> str:
     saved = describe_save(result)
     if saved and result.status == 1:
         lines.append(f"  saved: {saved}")
-    for note in dict.fromkeys([*result.notes, *(note for each in result.judgements for note in each.notes)]):
+    for note in dict.fromkeys([*result.notes, *(note for judgement in result.judgements for note in judgement.notes)]):
         lines.append(f"  note: {note}")
     lines.append(
         "  not compared: metrics and logs, files of other programs, what comes after the horizon, what a power failure "
@@ -86,13 +86,13 @@ def _verdict(judgement: Judgement) -> str:
 
 def _lines_of(name: str, kind: str, result: Result) -> list[str]:
     """Return what was found at one kind of instants."""
-    tried = [each for each in result.tried if each[0].kind == kind]
+    tried = [attempt for attempt in result.tried if attempt[0].kind == kind]
     if not tried:
         return [f"  {name}: not tried"]
-    failed = [each for each in tried if each[1].verdict == FAILED]
+    failed = [attempt for attempt in tried if attempt[1].verdict == FAILED]
     if not failed:
         first, judgement = tried[0]
-        unjudged = [each for _, each in tried if each.verdict == NOT_JUDGED]
+        unjudged = [attempt for _, attempt in tried if attempt.verdict == NOT_JUDGED]
         verdict = _verdict(unjudged[0]) if unjudged else "the same"
         return [f"  {name}: {verdict} ({len(tried)} instants); {first.text}: {judgement.message}"]
     causes = result.causes(kind)
@@ -119,11 +119,11 @@ def describe_save(result: Result) -> str:
         holds = event.get("holds")
         if holds:
             entries = holds if isinstance(holds, dict) else {event["path"]: holds}
-            kinds |= {str(each) for each in entries.values()}
+            kinds |= {str(entry) for entry in entries.values()}
             shown = [_entry(name, kind) for name, kind in entries.items()]
             lines.setdefault(event.get("line") or "?", []).append(", ".join(shown[:8]))
     text = "; ".join(f"{line} saves {', '.join(dict.fromkeys(entries))}" for line, entries in list(lines.items())[:4])
-    cause = next((each.cause for each in result.judgements if each.verdict == FAILED), "")
+    cause = next((judgement.cause for judgement in result.judgements if judgement.verdict == FAILED), "")
     missing = _ENTRIES.get(cause)
     return f"{text}; no {missing} is seen in it" if text and missing and missing not in kinds else text
 
@@ -139,7 +139,7 @@ def as_dict(result: Result) -> dict[str, Any]:
         "status": result.status,
         "steps": result.steps,
         "ranks": result.ranks,
-        "saves": [_save_as_dict(each) for each in result.saves],
+        "saves": [_save_as_dict(save) for save in result.saves],
         "instants": result.instants,
         "whole": None if result.whole is None else vars(result.whole),
         "tried": [{"kind": i.kind, "instant": i.text, "done": i.done, **vars(j)} for i, j in result.tried],
@@ -169,6 +169,6 @@ def as_markdown(result: Result) -> str:
         lines += ["| instant | verdict | cause | what was found |", "|---|---|---|---|"]
         for instant, judgement in result.tried:
             cells = (instant.text, judgement.verdict, judgement.cause, judgement.message)
-            lines.append("| " + " | ".join(each.replace("|", "\\|") for each in cells) + " |")
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join([*lines, "```text", as_text(result), "```", ""])

@@ -80,8 +80,8 @@ class Runner:
         self.by = "optimizer"
         self.logs, self.temporary = home / "logs", home / "tmp"
         self.refusal = str(self.logs / "refusal.json")
-        for each in (self.logs, self.temporary):
-            each.mkdir()
+        for folder in (self.logs, self.temporary):
+            folder.mkdir()
         write_watcher(home / "watch")
         origin, shell = str(workspace.origin), os.environ.get("PWD", "")
         is_spelling = os.path.isabs(shell) and os.path.realpath(shell) == origin  # A shell may come through a link.
@@ -100,17 +100,17 @@ class Runner:
     def _find(self, command: Sequence[str]) -> list[str]:
         """Return the words of the command as they are started in the copy."""
         words = list(command)
-        for each in words:
-            if any(remote in each for remote in _REMOTE):
+        for word in words:
+            if any(remote in word for remote in _REMOTE):
                 raise Refused(
-                    f"{each} is a remote folder, of which no copy is made: a run would read what another one has "
+                    f"{word} is a remote folder, of which no copy is made: a run would read what another one has "
                     "written. Give a folder on this disk for the check"
                 )
         if words[0].endswith(".py"):
             words.insert(0, "python")
         if shutil.which(words[0]) is None:
             raise Refused(f"{words[0]} is no program that can be started here; write: resumecheck -- python train.py")
-        return [self._map(each) for each in words]
+        return [self._map(word) for word in words]
 
     def _map(self, text: str) -> str:
         return guard.map_paths(text, self.spellings, str(self.workspace.work))
@@ -177,7 +177,7 @@ class Runner:
         environment |= {watch.PLAN: json.dumps(plan), "PYTHONPATH": path, "TMPDIR": str(self.temporary)}
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1", "GIT_OPTIONAL_LOCKS": "0"}
         launcher = [sys.executable, "-I", str(guard.__file__), json.dumps(plan["writable"])]
-        words = [*launcher, *self.command, *(self._map(each) for each in more)]
+        words = [*launcher, *self.command, *(self._map(word) for word in more)]
         with open(plan["output"], "ab") as output:
             return subprocess.Popen(
                 words,
@@ -234,8 +234,8 @@ class Runner:
 
     def close(self, can_wait: bool = True) -> None:
         """End the processes that wait; there are no more of them, if they cannot be forked."""
-        for each in self.templates:
-            _end(each)
+        for template in self.templates:
+            _end(template)
         self.templates.clear()
         self.waiting = {} if can_wait else dict.fromkeys(self.waiting)
 
@@ -314,11 +314,11 @@ class Runner:
 
     def _is_ours(self, line: str) -> bool:
         """Return whether a path in a line is outside of the copy, and one that could be changed without the guard."""
-        allowed = [str(each) for each in (self.workspace.work, self.temporary, self.logs)]
+        allowed = [str(folder) for folder in (self.workspace.work, self.temporary, self.logs)]
         for word in re.findall(r"[^\s'\"`:=]*/[^\s'\"`:]*", line):
             path = os.path.realpath(self.workspace.work / word)
             existing = path if os.path.exists(path) else os.path.dirname(path)
-            if not any(guard.is_within(path, each) for each in allowed) and os.access(existing, os.W_OK):
+            if not any(guard.is_within(path, folder) for folder in allowed) and os.access(existing, os.W_OK):
                 return True
         return False
 
@@ -410,8 +410,8 @@ def _stopped(pid: int) -> Iterator[None]:
     pids = [pid, *_descendants(pid)]
     _signal(pids, signal.SIGSTOP)
     until = time.monotonic() + 1
-    for each in pids:
-        while _stat(each)[0] not in "TtZX" and time.monotonic() < until:
+    for process in pids:
+        while _stat(process)[0] not in "TtZX" and time.monotonic() < until:
             time.sleep(0.0005)
     try:
         yield
@@ -427,16 +427,16 @@ def _stat(pid: int) -> list[str]:
 
 
 def _signal(pids: Sequence[int], number: int) -> None:
-    for each in pids:
+    for process in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(each, number)
+            os.kill(process, number)
 
 
 def _descendants(pid: int) -> list[int]:
     """Return what a process has started, and what these have, as they are now."""
     children: dict[int, list[int]] = {}
-    for each in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        children.setdefault(int(_stat(each)[1]), []).append(each)
+    for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        children.setdefault(int(_stat(process)[1]), []).append(process)
     result, left = [], [pid]
     while left:
         new = children.get(left.pop(), [])

@@ -77,9 +77,9 @@ def find_saves(reference: Run, end: Tree) -> list[Save]:
         named = [
             save
             for save in saves
-            if any(_is_write(each) and is_named_as_checkpoint(each["path"]) for each in save.events)
+            if any(_is_write(event) and is_named_as_checkpoint(event["path"]) for event in save.events)
         ]
-        sized = [save for save in saves if any(is_large(each, reference) for each in save.files.values())]
+        sized = [save for save in saves if any(is_large(file, reference) for file in save.files.values())]
         by_weights = named or sized
     result = [save for save in by_weights if save.files]
     for index, event in enumerate(reference.events):
@@ -97,7 +97,7 @@ def _group(events: Sequence[Event]) -> list[list[tuple[int, Event]]]:
         if event["kind"] not in ("file", "content"):
             continue
         key = (event["rank"], event["thread"]) if event["thread"] else event["row"]
-        has_content = any("tensors" in each for _, each in open_groups.get(key, []))
+        has_content = any("tensors" in previous for _, previous in open_groups.get(key, []))
         if key not in open_groups or (event["thread"] and event.get("tensors") and has_content):
             open_groups[key] = []
             groups.append(open_groups[key])
@@ -107,14 +107,14 @@ def _group(events: Sequence[Event]) -> list[list[tuple[int, Event]]]:
 
 def _as_save(group: list[tuple[int, Event]], reference: Run, end: Tree) -> Save:
     places, events = [index for index, _ in group], [event for _, event in group]
-    known = [row for each in events if (row := _row_of_weights(each, reference, each["row"])) is not None]
-    row = max(known) if known else max(each["row"] for each in events)
+    known = [row for event in events if (row := _row_of_weights(event, reference, event["row"])) is not None]
+    row = max(known) if known else max(event["row"] for event in events)
     return Save(row, bool(known), events, places, _settled_files(events, places, reference.events, end))
 
 
 def last_saved_row(events: Iterable[Event], reference: Run) -> int | None:
     """Return the step of the reference whose weights are those that a run has saved last."""
-    known = (_row_of_weights(each, reference) for each in reversed(list(events)))
+    known = (_row_of_weights(event, reference) for event in reversed(list(events)))
     return next((row for row in known if row is not None), None)
 
 
@@ -207,18 +207,18 @@ def choose_instants(saves: Sequence[Save], reference: Run, all_of_them: bool) ->
         steps = steps[-1:] + steps[:-1]
     if steps:
         steps[0].runs_to_end = True
-    seen_trees = {_key(each.tree) for each in steps}
+    seen_trees = {_key(instant.tree) for instant in steps}
     seen_texts: set[str] = set()
     within = []
     order = saves if all_of_them or len(saves) == 1 else [*saves[1:], saves[0]]
-    for each in (instant for save in order for instant in _instants_within(save, saves, events)):
-        label, key = general_name(each.text), _key(each.tree)
+    for instant in (instant for save in order for instant in _instants_within(save, saves, events)):
+        label, key = general_name(instant.text), _key(instant.tree)
         if key in seen_trees or (label in seen_texts and not all_of_them):
             continue
         seen_trees.add(key)
         seen_texts.add(label)
-        within.append(each)
-    return steps + sorted(within, key=lambda each: "in the middle" not in each.text)
+        within.append(instant)
+    return steps + sorted(within, key=lambda instant: "in the middle" not in instant.text)
 
 
 def _instants_after_saves(saves: Sequence[Save], events: Sequence[Event]) -> list[Instant]:
@@ -228,9 +228,9 @@ def _instants_after_saves(saves: Sequence[Save], events: Sequence[Event]) -> lis
         if save.whole_at is None:
             continue
         later = (
-            (index, each) for index, each in enumerate(events) if index >= save.whole_at and each["kind"] == "step"
+            (index, event) for index, event in enumerate(events) if index >= save.whole_at and event["kind"] == "step"
         )
-        index, step = next(((index, each) for index, each in later if each["rank"] == 0), (-1, None))
+        index, step = next(((index, event) for index, event in later if event["rank"] == 0), (-1, None))
         if step is not None:
             lowest = _lowest(saves, index)
             text = f"killed after step {step['row']}, the first after a save"
@@ -243,12 +243,12 @@ def _instants_within(save: Save, saves: Sequence[Save], events: Sequence[Event])
     for place, event in zip(save.places, save.events):
         if event["kind"] != "file":
             continue
-        is_any_whole = any(each.whole_at is not None and each.whole_at <= place for each in saves)
+        is_any_whole = any(candidate.whole_at is not None and candidate.whole_at <= place for candidate in saves)
         lowest = _lowest(saves, place)
         where = f"killed in the save after step {event['row']}"
         name = event["path"]
         if event["operation"] in _WRITES:
-            tree: Tree = next((each["tree"] for each in events[place + 1 :] if "tree" in each), {})
+            tree: Tree = next((later["tree"] for later in events[place + 1 :] if "tree" in later), {})
             if name in tree and _size(tree[name]) > 1:
                 torn = {**tree, name: Entry("torn", tree[name].source)}
                 text = f"{where}, in the middle of writing {name}"
@@ -259,7 +259,10 @@ def _instants_within(save: Save, saves: Sequence[Save], events: Sequence[Event])
 
 def _lowest(saves: Sequence[Save], index: int) -> int:
     """Return the step of the last save that was whole before an event."""
-    return max((each.row for each in saves if each.whole_at is not None and each.whole_at <= index), default=0)
+    return max(
+        (candidate.row for candidate in saves if candidate.whole_at is not None and candidate.whole_at <= index),
+        default=0,
+    )
 
 
 def _key(tree: Tree) -> frozenset[tuple[str, Entry]]:

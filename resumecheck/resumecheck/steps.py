@@ -117,8 +117,10 @@ class Recorder:
         elif saved is not None:
             start["state_before"] = saved
         if "state_before" in start:  # All words of what a resumed run begins with.
-            start["words_before"] = [ordered_sum(each) for each in weights]
-        if self.versions.get(name) != [each._version for each in weights]:  # Else they are those after the step before.
+            start["words_before"] = [ordered_sum(weight) for weight in weights]
+        if self.versions.get(name) != [
+            weight._version for weight in weights
+        ]:  # Else they are those after the step before.
             start["before"] = self.sums(weights)
         self.starts.append(start)
 
@@ -127,7 +129,7 @@ class Recorder:
         if self._is_captured():
             return
         weights = parameters_of(optimizer)
-        groups = [{k: each[k] for k in optimizer.defaults if k in each} for each in optimizer.param_groups]
+        groups = [{k: group[k] for k in optimizer.defaults if k in group} for group in optimizer.param_groups]
         self._write_row(self._name(optimizer), weights, self.starts.pop(), groups, skipped)
 
     def _is_captured(self) -> bool:
@@ -146,20 +148,20 @@ class Recorder:
         is_first = name not in self.versions
         models = [model for reference in self.models.values() if (model := reference()) is not None]
         sums = {**start, "after": self.sums(weights), "inputs": self.inputs, "batches": self.batches}
-        sums["buffers"] = self.sums([each for model in models for each in model.buffers()])
+        sums["buffers"] = self.sums([buffer for model in models for buffer in model.buffers()])
         sums["loss"] = self.losses
         sums["scale"] = [] if self.scale is None else [self.scale]
         if is_first:
-            trained = {id(each) for each in weights}
-            frozen = [each for model in models for each in model.parameters() if not each.requires_grad]
-            sums["frozen"] = self.sums([each for each in frozen if id(each) not in trained])
-        values = iter(read([each for some in sums.values() for each in some]))
+            trained = {id(weight) for weight in weights}
+            frozen = [parameter for model in models for parameter in model.parameters() if not parameter.requires_grad]
+            sums["frozen"] = self.sums([weight for weight in frozen if id(weight) not in trained])
+        values = iter(read([weight for some in sums.values() for weight in some]))
         numbers = {key: [next(values) for _ in some] for key, some in sums.items()}
         if not (self.losses or self.inputs) and numbers.get("before") == numbers["after"]:
             return  # torch.distributed.checkpoint steps with zeros, to make the state into which it loads.
         if is_first:
-            names = [self.parameter_names.get(id(each), f"parameter {index}") for index, each in enumerate(weights)]
-            size = sum(each.numel() * each.element_size() for each in weights)
+            names = [self.parameter_names.get(id(weight), f"parameter {index}") for index, weight in enumerate(weights)]
+            size = sum(weight.numel() * weight.element_size() for weight in weights)
             self.write({"kind": "optimizer", "optimizer": name, "names": names, "bytes": size})
         self.count += 1
         row: Row = {"kind": "step", "n": self.count, "optimizer": name, "skipped": skipped}
@@ -172,13 +174,13 @@ class Recorder:
         if is_first:
             row["parts_before"] = fingerprints(numbers["before"])
             row["restored"] = self.restored
-        row["loss"], row["scale"] = [number(each) for each in numbers["loss"]], numbers["scale"]
-        row["lr"] = [number(each.get("lr")) for each in groups]
-        row["options"] = digest([sorted((key, _option(value)) for key, value in each.items()) for each in groups])
+        row["loss"], row["scale"] = [number(loss) for loss in numbers["loss"]], numbers["scale"]
+        row["lr"] = [number(group.get("lr")) for group in groups]
+        row["options"] = digest([sorted((key, _option(value)) for key, value in group.items()) for group in groups])
         row["random"], row["saved_random"] = self.random or random_streams(), self.saved_random
         row["shapes"], row["seen"] = digest(self.shapes), len(self.inputs)
         row["shuffled"], row["new_epoch"] = self.is_shuffled, self.is_new_epoch
-        self.weights_after[name], self.versions[name] = row["after"], [each._version for each in weights]
+        self.weights_after[name], self.versions[name] = row["after"], [weight._version for weight in weights]
         self.begin_row()
         self.write(row)
 
@@ -201,12 +203,12 @@ class Recorder:
         self.models.setdefault(id(module), weakref.ref(module))
         if id(module) not in self.named_models:
             self.named_models.add(id(module))
-            for name, each in module.named_parameters():
-                self.parameter_names.setdefault(id(each), name)
-        for each in tensors_in(self.torch, (args, kwargs)):
-            if not each.requires_grad:
-                self.shapes.append((str(each.dtype), tuple(each.shape)))
-                self.inputs.append(ordered_sum(each))
+            for name, parameter in module.named_parameters():
+                self.parameter_names.setdefault(id(parameter), name)
+        for tensor in tensors_in(self.torch, (args, kwargs)):
+            if not tensor.requires_grad:
+                self.shapes.append((str(tensor.dtype), tuple(tensor.shape)))
+                self.inputs.append(ordered_sum(tensor))
 
     def compile(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         """See the calls of a module that is compiled in place, with the hooks around it."""
@@ -230,8 +232,8 @@ class Recorder:
         if self.by == "backward":
             models = [model for reference in self.models.values() if (model := reference()) is not None]
             # Once each: a second model of the same weights, which has built the first, may be gone in the next step.
-            parameters = {id(each): each for model in models for each in model.parameters()}
-            weights = [each for each in parameters.values() if each.requires_grad]
+            parameters = {id(parameter): parameter for model in models for parameter in model.parameters()}
+            weights = [parameter for parameter in parameters.values() if parameter.requires_grad]
             start: dict[str, Any] = {"before": self.sums(weights)}
             self._write_row("backward", weights, start, [])
         elif not self.count:
@@ -268,7 +270,7 @@ class Recorder:
         """Hash the samples of a batch as the loader gives it."""
         batch = original(batches)
         if self.torch.is_grad_enabled():
-            self.batches += [ordered_sum(each) for each in tensors_in(self.torch, batch)]
+            self.batches += [ordered_sum(tensor) for tensor in tensors_in(self.torch, batch)]
         return batch
 
     def restore_random(self, stream: str) -> Callable[..., Any]:
@@ -286,15 +288,15 @@ class Recorder:
 
     def fingerprints_in(self, value: Any) -> str:
         """Return the fingerprints of the tensors in an object that is saved."""
-        return fingerprints(read([self._sum(each) for each in tensors_in(self.torch, value, is_deep=True)]))
+        return fingerprints(read([self._sum(tensor) for tensor in tensors_in(self.torch, value, is_deep=True)]))
 
     def sums(self, tensors: Iterable[Any]) -> list[Any]:
         """Sum the words of each tensor; what prepares a sum of a tensor that lives on is done once."""
         totals = []
-        for each in tensors:
-            tensor, place, view = self.views.get(id(each), _NO_VIEW)
-            is_prepared = tensor is not None and tensor() is each and each.data_ptr() == place
-            totals.append(view.sum() if is_prepared else self._sum(each))
+        for present in tensors:
+            tensor, place, view = self.views.get(id(present), _NO_VIEW)
+            is_prepared = tensor is not None and tensor() is present and present.data_ptr() == place
+            totals.append(view.sum() if is_prepared else self._sum(present))
         return totals
 
     def _sum(self, tensor: Any) -> Any:
@@ -328,8 +330,8 @@ class Recorder:
     def note_states(self) -> None:
         """Note the random state and that of each optimizer, as files are written that may hold them."""
         self.saved_random = self.saved_random or random_streams()
-        for each in self.optimizers.values():
-            if (optimizer := each()) is not None:
+        for reference in self.optimizers.values():
+            if (optimizer := reference()) is not None:
                 self.note_state(optimizer)
 
     def note_state(self, optimizer: Any) -> None:
@@ -341,8 +343,8 @@ class Recorder:
     def _state_of(self, optimizer: Any) -> list[Any]:
         """Sum the tensors of the state of an optimizer; of all else there is the text."""
         values: list[Any] = []
-        for each in parameters_of(optimizer):
-            state = optimizer.state.get(each) or {}
+        for parameter in parameters_of(optimizer):
+            state = optimizer.state.get(parameter) or {}
             for key in sorted(state, key=str):
                 value = state[key]
                 if isinstance(value, self.torch.Tensor):
@@ -355,9 +357,9 @@ class Recorder:
         """Name an optimizer by its class, the shapes of its parameters, and its number among equal ones."""
         name = self.optimizer_names.get(id(optimizer))
         if name is None:
-            shapes = [tuple(each.shape) for each in parameters_of(optimizer)]
+            shapes = [tuple(parameter.shape) for parameter in parameters_of(optimizer)]
             name = f"{type(optimizer).__name__}-{digest(shapes)[:6]}"
-            same = sum(each.split("#")[0] == name for each in self.optimizer_names.values())
+            same = sum(other_name.split("#")[0] == name for other_name in self.optimizer_names.values())
             name = self.optimizer_names[id(optimizer)] = f"{name}#{same}" if same else name
             self.optimizers[name] = weakref.ref(optimizer)
         return name
@@ -375,7 +377,7 @@ def wrap(original: Any, function: Any) -> Any:
 
 def parameters_of(optimizer: Any) -> list[Any]:
     """Return the parameters of all groups."""
-    return [each for group in optimizer.param_groups for each in group["params"]]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def tensors_in(torch: Any, value: Any, is_deep: bool = False) -> Iterator[Any]:
@@ -383,11 +385,11 @@ def tensors_in(torch: Any, value: Any, is_deep: bool = False) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict) or (hasattr(value, "items") and hasattr(value, "values")):
-        for each in value.values():
-            yield from tensors_in(torch, each, is_deep)
+        for entry in value.values():
+            yield from tensors_in(torch, entry, is_deep)
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(torch, each, is_deep)
+        for entry in value:
+            yield from tensors_in(torch, entry, is_deep)
     elif is_deep and isinstance(value, torch.nn.Module):
         yield from tensors_in(torch, value.state_dict(), is_deep)
 
@@ -407,10 +409,10 @@ def _option(value: Any) -> Any:
     """Return an option of an optimizer in one form, as what is loaded may be a list for a tuple, or 1.0 for 1."""
     value = number(value)
     if isinstance(value, (list, tuple)):
-        return [_option(each) for each in value]
+        return [_option(entry) for entry in value]
     return float(value) if isinstance(value, int) else value
 
 
 def fingerprints(sums: Iterable[int]) -> str:
     """Return eight digits for each tensor, by which the first one that differs is found."""
-    return "".join(f"{(each * _GOLDEN >> 32) & 0xFFFFFFFF:08x}" for each in sums)
+    return "".join(f"{(number * _GOLDEN >> 32) & 0xFFFFFFFF:08x}" for number in sums)

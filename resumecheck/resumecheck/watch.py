@@ -252,7 +252,7 @@ def is_forkable() -> bool:
         return False
     with open("/proc/self/maps") as file:
         libraries = {line.split()[-1] for line in file if "libgomp" in line or "libiomp" in line or "libomp" in line}
-    return all(ctypes.CDLL(each).omp_pause_resource_all(_OMP_PAUSE_HARD) == 0 for each in libraries)
+    return all(ctypes.CDLL(library).omp_pause_resource_all(_OMP_PAUSE_HARD) == 0 for library in libraries)
 
 
 def rank_of_process() -> int:
@@ -274,7 +274,7 @@ def line_of_the_script(work: str) -> str:
             not library
             and os.sep in name
             and not name.startswith(own)
-            and not any(each in name for each in _NOT_THE_SCRIPT)
+            and not any(part in name for part in _NOT_THE_SCRIPT)
         ):
             library = f"{'/'.join(name.split(os.sep)[-2:])}:{frame.f_lineno}"
         frame = frame.f_back
@@ -293,8 +293,8 @@ def describe(torch: Any, value: Any, depth: int = 0) -> Any:
     if isinstance(value, tuple) and len(value) in (3, 5) and value[0] in (3, "MT19937"):
         return "random state"
     if isinstance(value, (list, tuple)):
-        kinds = [str(describe(torch, each, depth + 1)) for each in value[:8]] if depth < 3 else []
-        return next((each for each in ("random state", "optimizer", "scheduler", "weights") if each in kinds), "list")
+        kinds = [str(describe(torch, entry, depth + 1)) for entry in value[:8]] if depth < 3 else []
+        return next((kind for kind in ("random state", "optimizer", "scheduler", "weights") if kind in kinds), "list")
     return "number" if isinstance(value, (int, float)) else type(value).__name__
 
 
@@ -306,11 +306,11 @@ def _describe_dict(torch: Any, value: dict[Any, Any], depth: int) -> Any:
         return "scheduler"
     if "growth_factor" in keys:
         return "loss scale"
-    if value and all(isinstance(each, torch.Tensor) for each in value.values()):
-        is_random = all(describe(torch, each) == "random state" for each in value.values())
+    if value and all(isinstance(entry, torch.Tensor) for entry in value.values()):
+        is_random = all(describe(torch, entry) == "random state" for entry in value.values())
         return "random state" if is_random else "weights"
     entries = (
-        {str(key): describe(torch, each, depth + 1) for key, each in list(value.items())[:40]} if depth < 2 else {}
+        {str(key): describe(torch, entry, depth + 1) for key, entry in list(value.items())[:40]} if depth < 2 else {}
     )
     if depth == 0:
         return entries
@@ -323,7 +323,7 @@ def start() -> None:
         plan = {**json.loads(os.environ[PLAN]), "pid": os.getpid()}
         Watch(plan, Fork(plan) if plan["orders"] else None)
     own = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    others = [each for each in sys.path if os.path.realpath(each or ".") != own]
+    others = [folder for folder in sys.path if os.path.realpath(folder or ".") != own]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -53,31 +53,31 @@ class Workspace:
         if parent in (Path("/"), Path.home()):
             return
         with contextlib.suppress(OSError):
-            for each in list(parent.iterdir())[:_MAX_SIBLINGS]:
-                if each != self.origin:
-                    (self.work.parent / each.name).symlink_to(each)
+            for sibling in list(parent.iterdir())[:_MAX_SIBLINGS]:
+                if sibling != self.origin:
+                    (self.work.parent / sibling.name).symlink_to(sibling)
 
     def _is_left_out(self, name: str) -> bool:
-        return any(fnmatch.fnmatch(name, each) for each in self.without)
+        return any(fnmatch.fnmatch(name, pattern) for pattern in self.without)
 
     def _read_origin(self) -> Tree:
         """Return the user's folder: large files, environments and .git are links."""
         tree: Tree = {}
         for here, folders, names in os.walk(self.origin):
             base = Path(here)
-            for each in list(folders):
-                path = base / each
+            for folder in list(folders):
+                path = base / folder
                 name = str(path.relative_to(self.origin))
                 is_environment = (path / "pyvenv.cfg").exists()
-                if each in _LEFT_OUT or self._is_left_out(name):
-                    folders.remove(each)
-                elif path.is_symlink() or each in _LINKED or is_environment:
-                    folders.remove(each)
+                if folder in _LEFT_OUT or self._is_left_out(name):
+                    folders.remove(folder)
+                elif path.is_symlink() or folder in _LINKED or is_environment:
+                    folders.remove(folder)
                     tree[name] = Entry("link", self._end_of_link(path))
                 else:
                     tree[name] = Entry("dir")
-            for each in names:
-                path = base / each
+            for file_name in names:
+                path = base / file_name
                 name = str(path.relative_to(self.origin))
                 if self._is_left_out(name) or not path.is_file():
                     continue
@@ -96,15 +96,15 @@ class Workspace:
     def files(self) -> Iterator[tuple[str, Path, os.stat_result]]:
         """Yield the name, the path and the status of each entry of the copy, without what Python caches."""
         for here, folders, names in os.walk(self.work):
-            folders[:] = [each for each in folders if each != "__pycache__"]
-            for each in (*folders, *names):
-                path = Path(here, each)
+            folders[:] = [folder for folder in folders if folder != "__pycache__"]
+            for entry in (*folders, *names):
+                path = Path(here, entry)
                 with contextlib.suppress(FileNotFoundError):  # A process of the script may still change something.
                     yield str(path.relative_to(self.work)), path, path.lstat()
 
     def snapshot(self) -> Tree:
         """Keep what is in the copy now; only what is new is stored."""
-        return {name: each for name, each in self._read(self._content).items() if each.kind != "other"}
+        return {name: entry for name, entry in self._read(self._content).items() if entry.kind != "other"}
 
     def _read(self, content: Callable[[Path, os.stat_result], str]) -> Tree:
         """Return what is in the copy now, with the content of each file as a function gives it."""

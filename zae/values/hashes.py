@@ -25,7 +25,7 @@ def digest(value: Any) -> str:
 
 def fingerprint(tensors: Iterable[Any]) -> str:
     """Return sixteen digits for some tensors: their types, their shapes, and each word in its place."""
-    parts = [part for each in tensors for part in _dense_parts(each)]
+    parts = [part for tensor in tensors for part in _dense_parts(tensor)]
     small: dict[Any, list[Any]] = {}  # Hashed with one call for each device.
     sums = []
     for part in parts:
@@ -33,13 +33,13 @@ def fingerprint(tensors: Iterable[Any]) -> str:
             small.setdefault(part.device, []).append(_bytes(part))
         else:
             sums.append(_sum_of_part(part))
-    sums += [_sum_of_part(sys.modules["torch"].cat(each)) for each in small.values()]
-    return digest(([(str(each.dtype), tuple(each.shape)) for each in parts], read(sums)))
+    sums += [_sum_of_part(sys.modules["torch"].cat(chunks)) for chunks in small.values()]
+    return digest(([(str(part.dtype), tuple(part.shape)) for part in parts], read(sums)))
 
 
 def fingerprints(tensors: Iterable[Any]) -> list[int]:
     """Return a number for each tensor: the sum of its words, each by its place."""
-    return [int(each) for each in read([ordered_sum(each) for each in tensors])]
+    return [int(number) for number in read([ordered_sum(tensor) for tensor in tensors])]
 
 
 def ordered_sum(tensor: Any) -> Any:
