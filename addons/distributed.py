@@ -33,7 +33,7 @@ from zae.distributed.blocks import check_shapes
 from zae.distributed.collectives import open_host_group
 from zae.distributed.drift import DriftCheck, add_failed_rank_note
 from zae.distributed.mesh import DIMENSIONS, Mesh, check_mesh
-from zae.distributed.rank_process import is_spawned, note_failure, show, tell_failures_early
+from zae.distributed.rank_process import is_spawned, note_failure, show
 from zae.distributed.ranks import NotJoined, RanksEngine
 from zae.distributed.stop_flag import StopFlag
 from zae.errors import ConfigError, DistributedError, TaskError
@@ -199,8 +199,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
                 between_ranks.check_begin(self, self.gather, has_whole_model=not self._placed)
             self._begin_streams()
             if self.engine.dp_world_size < self.world_size:  # Ranks with the same batches draw alike.
-                leader = self._mesh().dp_leaders()[self.engine.dp_rank]
-                random_state.restore(self.gather(random_state.capture())[leader])
+                streams = dict(self.gather((self.engine.dp_rank, random_state.capture()))[::-1])
+                random_state.restore(streams[self.engine.dp_rank])  # Those of the first of them.
         super().setup()
         if self._is_parallel:
             self.engine.begin(self.unwrap(), self.parameters)
@@ -593,7 +593,6 @@ class StreamsBetweenRuns:
 
 def run_rank(trainer: Any, name: str, is_shown: bool, **arguments: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Run a trainer that was sent to this rank; return what the one in the parent process takes over."""
-    tell_failures_early()
     if is_shown:  # The notebook is in the parent.
         draw_elsewhere(show)
     result = getattr(trainer, name)(*arguments.values())

@@ -97,11 +97,10 @@ EXHAUSTIVE += [(who, where, FSDPAddon) for who, where in zip((1, 0, 1), PLACES)]
 def test_a_stopped_rank_that_was_spawned(who, where, engine, whole, monkeypatch):
     """It is named and killed, and the run goes on to bitwise the same end."""
     monkeypatch.setattr(launching, "GRACE_TIMEOUT_S", 1.0)  # Seconds that nobody is going to use.
-    text = rf"rank {who} \(process \d+\) of 2 did not answer within timeout=10 s, .*rank {who} was stopped by a signal"
+    text = rf"rank {who} \(process \d+\) of 2 did not answer within timeout=10 s, .*If a signal has stopped it"
     with forks(), pytest.raises(DistributedError, match=text) as caught:
         train(make("run", ["cpu", "cpu"], engine), 2, "stop", who, where)
-    assert "start the script again, with resume='auto' it continues from the newest checkpoint" in str(caught.value)
-    assert "endless loop" not in str(caught.value)
+    assert "start the script again: with resume='auto' it continues from the newest checkpoint" in str(caught.value)
     assert is_gone(Path("rank").read_text())
     with forks():
         assert same(train(make("run", ["cpu", "cpu"], engine, 120.0), 2), whole[engine])

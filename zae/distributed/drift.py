@@ -46,30 +46,23 @@ class CollectiveCalls:
     failed_at = -1  # The count at which this rank has failed: what others have written there is the same failure.
 
     @classmethod
-    def _store(cls, whole: Any) -> Any:
-        """Return the part of the store for the next call."""
-        return dist.PrefixStore(f"zae/calls/{cls.count}", whole)
-
-    @classmethod
-    def fail(cls, whole: Any, failure: str) -> None:
-        """Tell the ranks that wait in the next call that this one has failed; an empty text only notes it here."""
-        cls.failed_at = cls.count
-        if failure:
-            cls._store(whole).compare_set("failure", "", failure)  # The first one is the cause of the others.
+    def next_store(cls) -> dist.Store | None:
+        """Return the part of the store for the next call; None where this process does not know a store."""
+        whole = default_store()
+        return None if whole is None else dist.PrefixStore(f"zae/calls/{cls.count}", whole)
 
     @classmethod
     def rendezvous(cls, call: str, timeout: float) -> None:
         """Wait until all ranks make this call; raise DistributedError where one makes another call, or none."""
-        if (whole := default_store()) is None:
+        if (store := cls.next_store()) is None:
             return
-        store = cls._store(whole)
         looks = cls.failed_at < cls.count
         rank = dist.get_rank()
         world = dist.get_world_size()
         who = f"rank {rank} of {world} called {call}"
         remedy = f"Call {call} on every rank, not under `if self.is_main`; only rank 0 writes files"
         try:
-            answer = ask_store(lambda: cls._exchange(store, call, rank, world, timeout, looks), timeout + MIN_WAIT_S)
+            answer = in_time(lambda: cls._exchange(store, call, rank, world, timeout, looks), timeout)
         except RuntimeError as error:
             raise DistributedError(f"{who}, and {describe_store()}; {_AGAIN}") from error
         if answer.failure:
@@ -82,9 +75,7 @@ class CollectiveCalls:
             )
         cls.count += 1
         if answer.call != call:
-            cls.failed_at = (
-                cls.count
-            )  # All ranks get this error: what one of them tells of it is no news in the next call.
+            cls.failed_at = cls.count  # All ranks get this error: it is no news in the next call.
             raise DistributedError(f"{who}, and another rank called {answer.call}. {remedy}")
 
     @classmethod
@@ -171,38 +162,43 @@ def _find_failed_rank(error: Exception, timeout: float) -> str:
     An exchange fails where a connection was closed, or where nothing came. The rank that does not report the same, or
     reports another error, is the cause.
     """
-    if is_spawned() or not dist.is_initialized() or dist.get_world_size() == 1 or (store := default_store()) is None:
+    if is_spawned() or not dist.is_initialized() or dist.get_world_size() == 1:
         return ""
+    if (store := CollectiveCalls.next_store()) is None:
+        return ""
+    CollectiveCalls.failed_at = CollectiveCalls.count
     rank = dist.get_rank()
     world = dist.get_world_size()
     is_lost = has_lost_peer(error)
     is_late = has_timed_out(error)
     seconds = min(max(MIN_WAIT_S, timeout / 20), MAX_WAIT_S) if is_late else MIN_WAIT_S
-    names = [f"zae/failed/{CollectiveCalls.count}/{each}" for each in range(world)]
 
     def collect() -> dict[int, str]:
-        store.set(names[rank], "" if is_lost else summarize(error))
-        CollectiveCalls.fail(store, "" if is_lost else f"rank {rank} of {world} failed: {summarize(error)}")
+        store.set(f"failed/{rank}", "" if is_lost else summarize(error))
         answers = dict[int, str]()
+        if not is_lost:  # The first one is the cause of the others.
+            store.compare_set("failure", "", f"rank {rank} of {world} failed: {summarize(error)}")
+            return answers
         deadline = time.monotonic() + seconds
-        others = [each for each in range(world) if each != rank] if is_lost else []
-        while len(answers) < len(others) and not any(answers.values()) and time.monotonic() < deadline:
-            new = [other for other in others if other not in answers and store.check([names[other]])]
-            answers |= {other: store.get(names[other]).decode() for other in new}
+        while len(answers) < world - 1 and not any(answers.values()) and time.monotonic() < deadline:
+            for other in range(world):
+                if other not in (rank, *answers) and store.check([f"failed/{other}"]):
+                    answers[other] = store.get(f"failed/{other}").decode()
             time.sleep(_PAUSE)
         return answers
 
     try:
-        answers = ask_store(collect, seconds + MIN_WAIT_S)
+        answers = in_time(collect, seconds)
     except RuntimeError:
         return f"{describe_store()}; {_AGAIN}" if is_lost else ""
     return summarize_ranks(answers, world, rank, f" within timeout={timeout:g} s" if is_late else "") if is_lost else ""
 
 
-def ask_store(function: Callable[[], _T], seconds: float) -> _T:
-    """Call a function that uses the store, and raise RuntimeError where it has not ended in time.
+def in_time(function: Callable[[], _T], timeout: float) -> _T:
+    """Call a function that uses a store or makes a process group; raise RuntimeError where it has not ended in time.
 
-    Some calls wait without a limit for a process that serves the store and is stopped.
+    Some calls of a store wait without a limit for a process that serves it and is stopped. Over a link that is down,
+    gloo tries again without an end.
     """
     answers: list[Any] = []
 
@@ -214,19 +210,11 @@ def ask_store(function: Callable[[], _T], seconds: float) -> _T:
 
     thread = threading.Thread(target=call, name="zae-store", daemon=True)
     thread.start()
-    thread.join(seconds)
-    result, error = answers[0] if answers else (None, RuntimeError(f"the store did not answer within {seconds:g} s"))
+    thread.join(timeout + _OWN_TIMEOUT)
+    result, error = answers[0] if answers else (None, RuntimeError(f"no answer within {timeout:g} s"))
     if error is not None:
         raise error
     return cast(_T, result)
-
-
-def in_time(function: Callable[[], _T], timeout: float) -> _T:
-    """Call a function that makes a process group, and raise RuntimeError where it has not ended in time.
-
-    Over a link that is down, gloo tries again without an end.
-    """
-    return ask_store(function, timeout + _OWN_TIMEOUT)
 
 
 def summarize_ranks(answers: Mapping[int, str], world: int, rank: int, within: str) -> str:

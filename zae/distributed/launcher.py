@@ -92,17 +92,12 @@ def _describe_failed_join(rank: int, world: int, init_method: str, timeout: floa
             "MASTER_PORT too: torchrun --nproc_per_node 2 script.py; without a launcher, unset RANK and WORLD_SIZE"
         )
     place = f"{host}:{port} (MASTER_ADDR and MASTER_PORT)" if init_method == "env://" else init_method
-    if rank:
-        look = (
-            "Look whether rank 0 has begun, whether this address is one of its machine and the same on all ranks, and "
-            f"whether the network lets this machine reach it: nc -vz {host or 'HOST'} {port or 'PORT'}"
-        )
-    else:
-        look = (
-            "Rank 0 serves this address: look whether it is one of this machine, whether another process has the port, "
-            f"and whether all {world} ranks have begun"
-        )
-    return f"{failed} {place} {within}. {look}. Where ranks take long to begin, write a longer timeout=..."
+    return (
+        f"{failed} {place} {within}. Rank 0 serves this address: look whether rank 0 has begun, and all other ranks, "
+        "whether the address is one of its machine and the same on all ranks, whether another process has the port, "
+        f"and whether this machine reaches it: nc -vz {host or 'HOST'} {port or 'PORT'}. Where ranks take long to "
+        "begin, write a longer timeout=..."
+    )
 
 
 def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:

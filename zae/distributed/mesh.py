@@ -99,13 +99,6 @@ class Mesh:
             number = number * self.sizes[name] + place[name] if name in DATA else number
         return number
 
-    def dp_leaders(self) -> list[int]:
-        """List the first rank of each share of the data, in the order of the shares."""
-        leaders: dict[int, int] = {}
-        for rank in range(self.world):
-            leaders.setdefault(self.dp_rank(rank), rank)
-        return [leaders[number] for number in sorted(leaders)]
-
     def build(self, device: torch.device, timeout: float) -> Any:
         """Return the DeviceMesh of torch; all ranks call it. Its process groups have this timeout."""
         from torch.distributed.device_mesh import DeviceMesh

@@ -40,7 +40,6 @@ __all__ = [
     "note_failure",
     "show",
     "summarize",
-    "tell_failures_early",
 ]
 
 _OF_AN_EXCHANGE = re.compile(r"gloo|nccl", re.IGNORECASE)
@@ -212,7 +211,6 @@ class _Line:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._failed_at: float | None = None
-        self.early = False  # Whether a failure is reported at once, before it ends the work.
 
     def send(self, report: Report) -> None:
         try:
@@ -238,14 +236,8 @@ def is_spawned() -> bool:
 
 def note_failure(error: BaseException) -> None:
     """Report to the parent of a spawned rank that it is failing, before the exception propagates."""
-    if _line is not None and _line.early:
-        _line.report_failure(error)
-
-
-def tell_failures_early() -> None:
-    """Make `note_failure` report."""
     if _line is not None:
-        _line.early = True
+        _line.report_failure(error)
 
 
 def show(*shown: Any) -> None:

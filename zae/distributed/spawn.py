@@ -131,13 +131,6 @@ def parse_address(text: Any) -> SplitResult:
     return address
 
 
-def _is_stopped(pid: int | None) -> bool:
-    """Return whether a signal has stopped a process, where the system says so."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    return False
-
-
 @contextmanager
 def _importable_main() -> Iterator[None]:
     """Hide the file of a main module that is none: of standard input it is "<stdin>", which no process can import."""
@@ -161,7 +154,6 @@ class _Ranks:
         self._reports: dict[int, Report] = {}
         self._died: dict[int, float] = {}  # When a rank was found dead that had not reported its end.
         self._ended_here: set[int] = set()
-        self._stopped: set[int] = set()  # Those of them that a signal had stopped.
         self._deadline: float | None = None
         self._done_at: dict[int, float] = {}  # When a rank has reported that its work is done.
 
@@ -253,12 +245,10 @@ class _Ranks:
         self._deadline = latest if self._deadline is None else min(self._deadline, latest)
 
     def _kill(self) -> None:
-        """Kill the remaining processes, stopped ones as well."""
+        """Kill the remaining processes."""
         for rank, process in enumerate(self._processes):
             if process.is_alive():
                 self._ended_here.add(rank)
-                if _is_stopped(process.pid):
-                    self._stopped.add(rank)
                 process.kill()
         for process in self._processes:
             process.join()
@@ -328,22 +318,13 @@ class _Ranks:
     def _describe_silence(self, missing: Sequence[int]) -> str:
         """Name the ranks that have not answered, and what to look for."""
         names = " and ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in missing)
-        text = (
+        return (
             f"{names} of {len(self._processes)} did not answer within timeout={self._tasks[0].timeout:g} s, and "
-            f"{'were' if missing[1:] else 'was'} ended; "
+            f"{'were' if missing[1:] else 'was'} ended; look for what only that rank does: an endless loop, a read "
+            "that does not return, a collective that the others do not call. If a signal has stopped it, SIGSTOP for "
+            "instance, start the script again: with resume='auto' it continues from the newest checkpoint. If the work "
+            "takes that long, write a longer timeout=..."
         )
-        if stopped := [str(rank) for rank in missing if rank in self._stopped]:
-            text += (
-                f"rank {' and rank '.join(stopped)} was stopped by a signal, SIGSTOP for instance: start the script "
-                "again, with resume='auto' it continues from the newest checkpoint"
-            )
-        if len(stopped) < len(missing):
-            text += (
-                f"{'. Else ' if stopped else ''}look for what only that rank does: an endless loop, a read that does "
-                "not return, a collective that the others do not call. If the work takes that long, write a longer "
-                "timeout=..."
-            )
-        return text
 
     def _describe_death(self, rank: int, code: int | None) -> str:
         who = f"rank {rank} of {len(self._processes)} (process {self._processes[rank].pid})"

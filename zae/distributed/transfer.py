@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import pickle
 import sys
@@ -28,15 +27,25 @@ _REMEDY = (
 def pack(value: Any, path: Path, name: str = "") -> None:
     """Write a value to a file for a process of the same run; tensors are copied, and what is shared stays shared."""
     from_main: list[Any] = []
+
+    class Pickler(pickle.Pickler):
+        """Records the classes and functions of ``__main__``, which are pickled by name."""
+
+        def reducer_override(self, value: Any) -> Any:
+            is_of_main = isinstance(value, (type, FunctionType)) and value.__module__ == "__main__"
+            if is_of_main and "_recipe" not in vars(value):
+                from_main.append(value)
+            return NotImplemented
+
     module = ModuleType("zae_pickle")
-    vars(module).update({**vars(pickle), "Pickler": _recording_pickler(from_main)})
+    vars(module).update({**vars(pickle), "Pickler": Pickler})
     try:
         with open(path, "wb") as file:  # Given a path, torch raises an error that does not say why.
             torch.save(value, file, pickle_module=module)
     except Exception as error:
         failed = _failure_of_the_disk(error)
         if failed is None:
-            raise ConfigError(_refusal(value, name, error)) from error
+            raise ConfigError(_refusal({name: value} if name else value, error)) from error
         raise DistributedError(
             f"{name or 'the trainer'} could not be written to {path.parent}, through which run() and the ranks that it "
             f"starts exchange it: {failed.strerror}. Free space there, or set TMPDIR to a folder on a larger disk; "
@@ -68,30 +77,6 @@ def unpack(path: Path, map_location: str | dict[str, str] = "cpu") -> Any:
     return torch.load(path, map_location=map_location, weights_only=False, pickle_module=module)
 
 
-def _recording_pickler(seen: list[Any]) -> type:
-    """Return a pickler class that records names of ``__main__``."""
-
-    class Recording(_Pickler):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.from_main = seen
-
-    return Recording
-
-
-class _Pickler(pickle.Pickler):
-    """Records the classes and functions of ``__main__``, which are pickled by name."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.from_main: list[Any] = []
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__" and "_recipe" not in vars(value):
-            self.from_main.append(value)
-        return NotImplemented
-
-
 class _Unpickler(pickle.Unpickler):
     """Names a missing class or function; Python's message differs between versions."""
 
@@ -113,20 +98,11 @@ def main_is_a_file() -> bool:
     return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
 
 
-def _refusal(value: Any, name: str, error: Exception) -> str:
+def _refusal(values: Mapping[str, Any], error: Exception) -> str:
     """Return the error that names what cannot be sent and its class, and the remedy."""
-    named = value if isinstance(value, Mapping) and not name else {name: value}
-    for key, each in named.items():
-        reason = _pickle_error(each)
-        if reason is not None:
-            return f"{key}, a {type(each).__name__}, cannot be sent to another process: {reason}. {_REMEDY}"
-    return f"{name or 'what is to be sent'} cannot be sent to another process: {error}. {_REMEDY}"
-
-
-def _pickle_error(value: Any) -> Exception | None:
-    """Return why pickle refuses a value."""
-    try:
-        _Pickler(io.BytesIO(), protocol=4).dump(value)
-    except Exception as error:
-        return error
-    return None
+    for name, value in values.items():
+        try:
+            pickle.dumps(value)
+        except Exception as reason:
+            return f"{name}, a {type(value).__name__}, cannot be sent to another process: {reason}. {_REMEDY}"
+    return f"{', '.join(values)} cannot be sent to another process: {error}. {_REMEDY}"
