@@ -37,9 +37,9 @@ _FORM = "2:"
 """What a digest begins with; those of older versions looked at the beginning of a batch, and are not compared."""
 
 _REMEDY = (
-    "Where it draws random numbers, seed them in each __iter__, or draw from a generator of its own. Let each call of "
-    "__iter__ begin a new epoch; or give it state_dict and load_state_dict, which say where it stands, as where its "
-    "batches depend on the model: those that a policy collects"
+    "Let each call of its __iter__ begin a new epoch; where it draws random numbers, seed them there, or draw from a "
+    "generator of its own. Where its batches depend on the model, as those that a policy collects, make it a class "
+    "with state_dict and load_state_dict, which says where it stands"
 )
 
 
