@@ -48,7 +48,7 @@ RULES: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"values"}),
     "user_state": frozenset({"values"}),
     "data": frozenset({"user_state", "values"}),
-    "record": frozenset({"compose", "data", "values"}),
+    "record": frozenset({"compose", "data", "user_state", "values"}),
     "loop": _BELOW - {"loop"},
     "description": _BELOW,
     "trainer": _BELOW | {"description"},

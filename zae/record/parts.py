@@ -17,9 +17,9 @@ from torch.utils.data import IterableDataset
 
 from zae.compose.introspect import function_of
 from zae.compose.options import option_values, options_of
-from zae.data.contents import contents_of
 from zae.data.loader_state import facts_of
 from zae.data.loaders import length_of
+from zae.record.contents import contents_of
 from zae.schedulers.lengths import milestones_of, parts_of
 from zae.values.plain_values import MAX_ENTRIES, code_digest, content_digest, plain_value
 from zae.values.walk import is_of_library
