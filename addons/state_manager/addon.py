@@ -358,7 +358,7 @@ class StateManagerAddon(AddOnBase):
     def on_run_end(self) -> None:
         """Save the end of the run, unless that was just done; after a signal, end the process."""
         super().on_run_end()
-        signal = next((each for each in self.gather(self._stop_signals.first) if each is not None), None)
+        signal = next((first for first in self.gather(self._stop_signals.first) if first is not None), None)
         self.checkpoints.sync(self.gather)
         if self.checkpoints.saved_at != self.progress_checker.moment:
             self.save_state()
@@ -472,7 +472,7 @@ class StateManagerAddon(AddOnBase):
             self.history.rows,
             checkpoints.lineage.describe(self.progress_checker, self.world_size, info),
             replaces=replaces,
-            trained={name for name, each in named_parameters(self.unwrap()).items() if each.requires_grad},
+            trained={name for name, weight in named_parameters(self.unwrap()).items() if weight.requires_grad},
             group=Group(self.rank, partial(self.engine.gather, in_background=True)),
             is_writer=self.is_main or has_failed,
         )

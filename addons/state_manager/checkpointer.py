@@ -200,7 +200,9 @@ class Checkpointer:
             names = [name for name in self.names() if has_checkpoint_name(name) and name.startswith(f"{kind}-")]
         return [self.folder / name for name in sorted(names, reverse=True)]
 
-    def load(self, path: Path, allow_partial: Collection[str] = (), held: Mapping[str, Tensor] = _NONE) -> Content:
+    def load(
+        self, path: Path, allow_partial: Collection[str] = (), local_shards: Mapping[str, Tensor] = _NONE
+    ) -> Content:
         """Read a whole checkpoint and verify its hashes.
 
         Parameters
@@ -209,7 +211,7 @@ class Checkpointer:
             The checkpoint.
         allow_partial : collection of str
             Files that may be missing or damaged.
-        held : mapping
+        local_shards : mapping
             With "sharded", the tensors of which this rank needs its part only.
 
         Returns
@@ -223,7 +225,7 @@ class Checkpointer:
             It is absent, it is not what was stored, or a newer zae wrote it.
         """
         with self._at_hand(path) as local:
-            return load_checkpoint(local, allow_partial=allow_partial, held=held)
+            return load_checkpoint(local, allow_partial=allow_partial, local_shards=local_shards)
 
     def load_manifest(self, path: Path) -> Manifest:
         """Read the manifest of a checkpoint alone.

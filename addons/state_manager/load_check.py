@@ -146,7 +146,7 @@ def _load_in_memory(trainer: Trainer, twin: Optimization, loaded: Mapping[str, A
         reason = f"its load raises {type(error).__name__}: {error}"
         if isinstance(error, CheckpointError):
             reason = str(error)
-        names = ", ".join(type(each).__name__ for each in (*twin.optimizers.values(), *twin.schedulers.values()))
+        names = ", ".join(type(part).__name__ for part in (*twin.optimizers.values(), *twin.schedulers.values()))
         raise CheckpointError(f"a checkpoint of this run would not load ({names}): {reason}") from error
 
 
@@ -198,7 +198,7 @@ def _refuse_shared(optimizer: Optimizer, state: Any, root: str) -> None:
 
 def _has_own_loading(cls: type) -> bool:
     """Return whether a user's class of trainers loads its state with code of its own, which may prepare the model."""
-    return any("load_state_dict" in vars(each) for each in cls.__mro__ if not is_of_zae(each))
+    return any("load_state_dict" in vars(base) for base in cls.__mro__ if not is_of_zae(base))
 
 
 # --------------------------------------------------------------------------------------------- the form of the model

@@ -173,8 +173,8 @@ class FsspecCheckpointer(Checkpointer):
         """
         with self.reaching("its checkpoints were not listed"), contextlib.suppress(FileNotFoundError):
             self.files.invalidate_cache()
-            listed = self.files.ls(f"{self.root}/{folder}".rstrip("/"), detail=False)
-            return [each.rstrip("/").rpartition("/")[2] for each in listed]
+            places = self.files.ls(f"{self.root}/{folder}".rstrip("/"), detail=False)
+            return [place.rstrip("/").rpartition("/")[2] for place in places]
         return []
 
     @staticmethod

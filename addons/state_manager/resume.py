@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Resumption", "find", "newest_whole", "read"]
 
 _log = logging.getLogger("zae")
-_Held = Mapping[str, Tensor]
-_NONE: _Held = MappingProxyType({})
+_Shards = Mapping[str, Tensor]
+_NONE: _Shards = MappingProxyType({})
 _NEWEST = "write resume=True for the newest checkpoint in save_path, or 'auto' to start a new run where there is none"
 _PLACES = {
     "latest": _NEWEST,
@@ -45,7 +45,10 @@ _PLACES = {
 
 
 def find(
-    checkpoints: Checkpoints, resume: bool | str | Path, allow_partial: Collection[str] = (), held: _Held = _NONE
+    checkpoints: Checkpoints,
+    resume: bool | str | Path,
+    allow_partial: Collection[str] = (),
+    local_shards: _Shards = _NONE,
 ) -> tuple[Path, Content] | None:
     """Find the checkpoint that the option ``resume`` means, and read it as `read` does.
 
@@ -65,11 +68,11 @@ def find(
     folder = checkpoints.folder if resume in (True, "auto") else Path(resume).expanduser()  # type: ignore[arg-type]
     paths = checkpointer.list_saved(folder)
     if folder != checkpoints.folder and not paths:
-        return folder, read(checkpointer, folder, allow_partial, held)
-    newest_checkpoint = newest_valid(folder, partial(read, checkpointer, held=held), paths)
+        return folder, read(checkpointer, folder, allow_partial, local_shards)
+    newest_checkpoint = newest_valid(folder, partial(read, checkpointer, local_shards=local_shards), paths)
     refuse_links(folder, newest_checkpoint[0] if newest_checkpoint else None)
     newest = None if newest_checkpoint is None else newest_checkpoint[1][0]
-    failed = _exact_crash(checkpointer, folder, newest, held)
+    failed = _exact_crash(checkpointer, folder, newest, local_shards)
     if failed is not None:
         _log.info("resuming from %s: a failed run has saved it between two steps", failed[0])
         return failed
@@ -90,7 +93,7 @@ def find(
 
 
 def _exact_crash(
-    checkpointer: Checkpointer, folder: Path, newest: Manifest | None, held: _Held
+    checkpointer: Checkpointer, folder: Path, newest: Manifest | None, local_shards: _Shards
 ) -> tuple[Path, Content] | None:
     """Return the exact state of a failed run that is newer than the newest checkpoint, and of its run."""
     for path in checkpointer.list_saved(folder, "crash"):
@@ -100,26 +103,28 @@ def _exact_crash(
                 return None
             is_of_run = newest is None or manifest["run_id"] == newest["run_id"]
             if is_of_run and manifest["info"].get(EXACT) is True:
-                return path, read(checkpointer, path, held=held)
+                return path, read(checkpointer, path, local_shards=local_shards)
         except (CheckpointDamaged, CheckpointNotFound) as error:
             _log.warning("passed over %s, which is damaged (%s)", path, error)
     return None
 
 
 def newest_whole(
-    checkpointer: Checkpointer, path: Path, allow_partial: Collection[str], held: _Held
+    checkpointer: Checkpointer, path: Path, allow_partial: Collection[str], local_shards: _Shards
 ) -> tuple[Path, Content]:
     """Read a checkpoint as `read` does, or the newest whole one in a folder of them."""
-    newest = newest_valid(path, partial(read, checkpointer, held=held), checkpointer.list_saved(path))
-    return (path, read(checkpointer, path, allow_partial, held)) if newest is None else newest[:2]
+    newest = newest_valid(path, partial(read, checkpointer, local_shards=local_shards), checkpointer.list_saved(path))
+    return (path, read(checkpointer, path, allow_partial, local_shards)) if newest is None else newest[:2]
 
 
-def read(checkpointer: Checkpointer, path: Path, allow_partial: Collection[str] = (), held: _Held = _NONE) -> Content:
+def read(
+    checkpointer: Checkpointer, path: Path, allow_partial: Collection[str] = (), local_shards: _Shards = _NONE
+) -> Content:
     """Read a checkpoint, and warn if other ranks have lost their part of it.
 
-    ``held`` names the tensors of which this rank holds a part, and needs no more of the checkpoint.
+    ``local_shards`` names the tensors of which this rank holds a part, and needs no more of the checkpoint.
     """
-    manifest, model, state = checkpointer.load(path, allow_partial, held)
+    manifest, model, state = checkpointer.load(path, allow_partial, local_shards)
     check_progress(path, manifest, state)
     warn_of_lost_ranks(path, manifest)
     return manifest, model, state

@@ -143,10 +143,10 @@ def test_a_rank_reads_what_it_holds_and_one_tensor_at_a_time(tmp_path: Path) -> 
         options = {"model": nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16))), "decay": 0.5}
         made = trainer(tmp_path, optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=None, **options)
         with made.ready():
-            path, held = made.save_state(tmp_path / "step-00000001"), made.local_shards()
+            path, shards = made.save_state(tmp_path / "step-00000001"), made.local_shards()
             Path("/proc/self/clear_refs").write_text("5")  # The peak begins here.
             before = peak()
-            _, model, state = resume.read(made.checkpointer, path, held=held)
+            _, model, state = resume.read(made.checkpointer, path, local_shards=shards)
             grown = peak() - before
         tensors = [*model.values(), *state["EMAAddon"]["average"].values()]
         assert all(each.shape == (1024, 1024) and isinstance(each, DTensor) for each in tensors)
@@ -560,7 +560,7 @@ def test_a_disk_that_hangs_at_an_operation_of_a_thread(saved: Any, victim: int, 
 def save_nan(folder: Path) -> str:
     made, _ = begun(folder)
     with made.ready():
-        _, _, state = resume.read(made.checkpointer, folder / "step-00000004", held=made.local_shards())
+        _, _, state = resume.read(made.checkpointer, folder / "step-00000004", local_shards=made.local_shards())
         slots = [each["exp_avg"] for each in state["optimizer"]["0"]["state"].values()]
         assert all(isinstance(each, DTensor) for each in slots)
         with torch.no_grad():

@@ -129,7 +129,7 @@ def _list(parts: Any) -> list[Any]:
 
 def _members(values: Any) -> list[Any]:
     """Return the members of a set in an order that does not depend on the hash seed."""
-    return sorted(values, key=lambda each: (type(each).__name__, repr(each)))
+    return sorted(values, key=lambda member: (type(member).__name__, repr(member)))
 
 
 def _deque(items: Any, maxlen: Any) -> deque[Any]:

@@ -216,10 +216,10 @@ def _give_back(path: Path, foreign: list[Path]) -> bool:
     if not os.path.lexists(home):
         disk.rename(path, home)
         return True
-    taken = [each for each in foreign if os.path.lexists(home / each.name)]
-    for each in foreign:
-        if each not in taken:
-            disk.rename(each, home / each.name)
+    taken = [path for path in foreign if os.path.lexists(home / path.name)]
+    for path in foreign:
+        if path not in taken:
+            disk.rename(path, home / path.name)
     return bool(taken)
 
 

@@ -75,7 +75,7 @@ def _refuse_depth(content: Any) -> None:
     """Refuse a value that is nested too deep; the parser itself stops at Python's limit for recursion."""
     level = [content]
     for _ in range(DEPTH_LIMIT):
-        inside = [each.values() if type(each) is dict else each for each in level if type(each) in (dict, list)]
+        inside = [node.values() if type(node) is dict else node for node in level if type(node) in (dict, list)]
         level = [value for values in inside for value in values if type(value) in (dict, list)]
         if not level:
             return

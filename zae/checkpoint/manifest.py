@@ -127,12 +127,13 @@ def parse(data: bytes, where: str) -> Manifest:
         f"written by zae {str(content.get('zae'))[:40]!r}, format {content['format']}; "
         f"this version reads up to {ROWS_FORMAT}; upgrade zae"
     )
-    found, got = content.get("sha256"), _digest(data)
-    if found != got:
-        shown = ascii(found[:12])[1:-1] if isinstance(found, str) else "none"
+    expected = content.get("sha256")
+    actual = _digest(data)
+    if expected != actual:
+        shown = ascii(expected[:12])[1:-1] if isinstance(expected, str) else "none"
         either = f" (or it was {newer})" if content["format"] > ROWS_FORMAT else ""
         raise CheckpointDamaged(
-            f"{where}: changed since it was written: expected sha256 {shown}, got {got[:12]}{either}. {REMEDY}"
+            f"{where}: changed since it was written: expected sha256 {shown}, got {actual[:12]}{either}. {REMEDY}"
         )
     if content["format"] > ROWS_FORMAT:
         raise CheckpointMismatch(f"{where}: {newer}")
@@ -150,7 +151,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _refuse_other_folder(directory: Path) -> None:
     """Say of a folder that holds something else than a checkpoint what it is, and which call takes it."""
-    names = {each.name for each in directory.iterdir()} if directory.is_dir() else set()
+    names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
     weights = sorted(name for name in names if Path(name).suffix in SUFFIXES)
     if names & {MANIFEST, STATE, STATE_TENSORS, SHARDS} or not names:  # A damaged one.
         return

@@ -28,11 +28,11 @@ def load_checkpoint(
     directory: str | os.PathLike[str],
     *,
     allow_partial: Collection[str] = (),
-    held: Mapping[str, Tensor] = MappingProxyType({}),
+    local_shards: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Manifest, dict[str, Tensor], dict[Any, Any]]:
     """Read each byte of a checkpoint once, and return its content if every file has the hash in the manifest.
 
-    Of one in shards, ``held`` names tensors of which this rank keeps its part (`read_parts`).
+    Of one in shards, ``local_shards`` names tensors of which this rank keeps its part (`read_parts`).
     """
     unknown = [name for name in allow_partial if name not in KNOWN - {MANIFEST} and not PIECE.fullmatch(name)]
     if unknown:
@@ -40,7 +40,7 @@ def load_checkpoint(
     directory = locate(Path(directory))
     manifest = read_manifest(directory)
     model_state: dict[str, Tensor] = {}
-    model_parts, state_parts = read_parts(directory, manifest, held)
+    model_parts, state_parts = read_parts(directory, manifest, local_shards)
     try:
         model_state = {**read_model(directory, manifest), **model_parts}
     except CheckpointDamaged:

@@ -58,7 +58,7 @@ class Pieces:
 
     def __init__(self) -> None:
         self.source: Path | None = None
-        self._made: dict[str, tuple[tuple[Any, Any], Piece]] = {}  # With the first and the last row of each.
+        self._known: dict[str, tuple[tuple[Any, Any], Piece]] = {}  # With the first and the last row of each.
 
     def __reduce__(self) -> tuple[type[Pieces], tuple[()]]:
         """Make them anew in a copy, which may be in another process."""
@@ -69,23 +69,23 @@ class Pieces:
     ) -> tuple[dict[str, Piece], dict[str, list[dict[str, Any]]]]:
         """Return the pieces of these lists by the names of their files, and the rows that remain of each list."""
         pieces = {}
-        pieces_made = {}
+        known_pieces = {}
         loose_rows = {}
         for key, rows in lists.items():
             end = 0
             for start, end in _spans(len(rows)):
                 name = f"{key}-{start}-{end}.json"
                 ends = rows[start], rows[end - 1]
-                known = self._made.get(name)
+                known = self._known.get(name)
                 if known is not None and known[0][0] is ends[0] and known[0][1] is ends[1]:
                     piece = known[1]._replace(source=self.source)
                 else:  # New, or of other rows: a state was loaded, or a script has removed some.
                     text = json_text(Path(name), encode([dict(row) for row in rows[start:end]])[0])
                     piece = Piece(text, FileEntry(size=len(text), sha256=hashlib.sha256(text).hexdigest()))
-                pieces_made[name] = ends, piece
+                known_pieces[name] = ends, piece
                 pieces[name] = piece
             loose_rows[key] = [dict(row) for row in rows[end:]]
-        self._made = pieces_made
+        self._known = known_pieces
         return pieces, loose_rows
 
 

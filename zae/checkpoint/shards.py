@@ -75,12 +75,13 @@ def _untie(chunks: dict[str, Tensor]) -> None:
 
 
 def read_parts(
-    directory: Path, manifest: Manifest, held: Mapping[str, Tensor] = MappingProxyType({})
+    directory: Path, manifest: Manifest, local_shards: Mapping[str, Tensor] = MappingProxyType({})
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Read and verify the shards of a checkpoint, and return the tensors of the model, and the others.
 
-    They are whole, or laid out as the DTensor that ``held`` has for the beginning of their name: "model/head.weight",
-    "state/optimizer.0.state.3.". Of these, this rank keeps its part alone, and one tensor of a file at a time.
+    They are whole, or laid out as the DTensor that ``local_shards`` has for the beginning of their name:
+    "model/head.weight", "state/optimizer.0.state.3.". Of these, this rank keeps its part alone, and one tensor of a
+    file at a time.
     """
     if manifest["model_format"] != "sharded":
         return {}, {}
@@ -88,16 +89,21 @@ def read_parts(
     plan = read_json(directory / SHARDS, manifest["files"][SHARDS])
     files = {name: manifest["files"][name] for name in map(shard_name, range(manifest["world_size"]))}
     try:
-        tensors = _allocate(plan, sum(file["size"] for file in files.values()), held)
-        _fill(tensors, plan, directory, files)
+        targets = _allocate(plan, sum(file["size"] for file in files.values()), local_shards)
+        _fill(targets, plan, directory, files)
     # Hostile text may have any type anywhere.
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointDamaged(f"{where}: does not describe the shards ({str(error)[:160]!r}). {REMEDY}") from error
-    model = {name.removeprefix(OF_MODEL): each.tensor() for name, each in tensors.items() if name.startswith(OF_MODEL)}
-    rest = {name.removeprefix(OF_STATE): each.tensor() for name, each in tensors.items() if name.startswith(OF_STATE)}
-    return model, rest
+    model = {}
+    state = {}
+    for name, target in targets.items():
+        if name.startswith(OF_MODEL):
+            model[name.removeprefix(OF_MODEL)] = target.tensor()
+        elif name.startswith(OF_STATE):
+            state[name.removeprefix(OF_STATE)] = target.tensor()
+    return model, state
 
 
 def _fill(targets: Mapping[str, _Target], plan: Any, directory: Path, files: Mapping[str, FileEntry]) -> None:
@@ -125,16 +131,16 @@ def _fill(targets: Mapping[str, _Target], plan: Any, directory: Path, files: Map
         raise ValueError(f"the parts of {lacking[0]!r:.80} are not all of it")
 
 
-def _allocate(plan: Any, limit: int, held: Mapping[str, Tensor]) -> dict[str, _Target]:
+def _allocate(plan: Any, limit: int, local_shards: Mapping[str, Tensor]) -> dict[str, _Target]:
     """Return what is to be filled with what the shards hold, which cannot be more bytes than their files have."""
-    kinds = {name: (tuple(each["shape"]), DTYPES[each["dtype"]]) for name, each in plan.items()}
+    kinds = {name: (tuple(about["shape"]), DTYPES[about["dtype"]]) for name, about in plan.items()}
     if any(type(size) is not int or size < 0 for shape, _ in kinds.values() for size in shape):
         raise ValueError("a shape is not a list of sizes")
     if sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds.values()) > limit:
         raise ValueError("it claims more than the files hold")
     tensors = {}
     for name, (shape, dtype) in kinds.items():
-        reference = held.get(name, held.get(name.rpartition(".")[0] + "."))
+        reference = local_shards.get(name, local_shards.get(name.rpartition(".")[0] + "."))
         fits = reference is not None and is_sharded(reference) and reference.shape == shape
         tensors[name] = _Target(torch.empty(shape, dtype=dtype, device="meta"), reference if fits else None)
     return tensors
@@ -154,7 +160,7 @@ class _Target:
             first = chunks[0].offsets
             shape = chunks[0].sizes
         self._first = tuple(first)  # Where in the whole tensor its own part begins.
-        self._held = torch.zeros(shape, dtype=whole.dtype, device="cpu")
+        self._part = torch.zeros(shape, dtype=whole.dtype, device="cpu")
 
     def fill(self, part: Tensor, offsets: Sequence[int]) -> None:
         """Copy what overlaps with a part that was read."""
@@ -165,22 +171,22 @@ class _Target:
         if any(end > size for end, size in zip(ends, whole.shape)):
             raise ValueError(f"a part ends at {ends}, in a tensor of {list(whole.shape)}")
         target, source = [], []
-        for own_first, size, first, end in zip(self._first, self._held.shape, offsets, ends):
+        for own_first, size, first, end in zip(self._first, self._part.shape, offsets, ends):
             begin = max(own_first, first)
             stop = min(own_first + size, end)
             if begin >= stop:  # They do not overlap.
                 return
             target.append(slice(begin - own_first, stop - own_first))
             source.append(slice(begin - first, stop - first))
-        self._held[tuple(target)] = part[tuple(source)]
+        self._part[tuple(target)] = part[tuple(source)]
 
     def tensor(self) -> Tensor:
         """Return it, in the layout of the reference if there is one."""
         like = self._reference
         if like is None:
-            return self._held
+            return self._part
         from torch.distributed.tensor import DTensor
 
-        local = self._held.to(like.device)
+        local = self._part.to(like.device)
         layout = {"shape": like.shape, "stride": self.whole.stride(), "run_check": False}
         return DTensor.from_local(local, like.device_mesh, like.placements, **layout)

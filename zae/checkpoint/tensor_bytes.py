@@ -129,7 +129,7 @@ def shared_memory(tensors: Sequence[tuple[str, object]]) -> tuple[str, str] | No
             if number > _MOST_VIEWS:
                 break
             size = tensor.element_size()
-            strides = [each * size for each in tensor.stride()]
+            strides = [stride * size for stride in tensor.stride()]
             marks = taken.as_strided((*tensor.shape, size), (*strides, 1), tensor.storage_offset() * size)
             if (before := int(marks.max())) > 0:
                 return [*views.values()][before - 1][0], name

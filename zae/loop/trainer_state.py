@@ -80,7 +80,7 @@ def read_state(trainer: Trainer) -> dict[str, Any]:
     user_state = trainer.user_state.state_dict(trainer)
     if user_state or trainer.world_size > 1:  # Several ranks compare what they have.
         state[USER_STATE] = user_state
-    devices = {name: places for name, each in optimizers.items() if (places := places_on_device(each))}
+    devices = {name: places for name, saved in optimizers.items() if (places := places_on_device(saved))}
     # Some optimizers train with other weights than they evaluate with.
     rare = {"extra_state": extra, "devices": devices, "training_weights": training_weights}
     return state | {key: entry for key, entry in rare.items() if entry}
@@ -211,7 +211,7 @@ def _needed_keys(trainer: Trainer) -> set[str] | None:
     """Return the keys of the model that saved weights must have; None means all keys."""
     names = own_names(trainer.unwrap())
     needed = trainer.weights_to_save(names)
-    return None if needed is names else {names[each] for each in needed}
+    return None if needed is names else {names[name] for name in needed}
 
 
 # ---------------------------------------------------------------------------------------- states that do not fit
@@ -253,12 +253,12 @@ def _restoring_on_error(plain: Iterable[Any], stateful: list[Any]) -> Iterator[N
     try:
         yield
     except BaseException:
-        for each, before in attributes:
-            for name in vars(each).keys() - before.keys():
-                delattr(each, name)
-            vars(each).update(before)
-        for each, state in states:
-            each.load_state_dict(state)
+        for part, before in attributes:
+            for name in vars(part).keys() - before.keys():
+                delattr(part, name)
+            vars(part).update(before)
+        for part, state in states:
+            part.load_state_dict(state)
         raise
 
 

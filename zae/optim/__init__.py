@@ -84,7 +84,7 @@ def make(factory: Callable[..., Any], module: nn.Module) -> Any:
     by_name = {"model": module, "named_parameters": module.named_parameters}
     name = argument_of(factory)
     try:
-        made = factory(by_name.get(name, module.parameters()))
+        optimizer = factory(by_name.get(name, module.parameters()))
     except (AttributeError, TypeError, ValueError) as error:
         passed = {"model": "the model", "named_parameters": "model.named_parameters, a method"}.get(name)
         error.add_note(
@@ -93,9 +93,9 @@ def make(factory: Callable[..., Any], module: nn.Module) -> Any:
             "well, and any other name model.parameters()"
         )
         raise
-    if isinstance(made, Optimizer):
-        check_parameters("what the function given as optimizer returned", made, module)
-    return made
+    if isinstance(optimizer, Optimizer):
+        check_parameters("what the function given as optimizer returned", optimizer, module)
+    return optimizer
 
 
 def check_parameters(place: str, optimizer: Optimizer, model: nn.Module) -> None:
@@ -129,7 +129,7 @@ def call_factories(
     argument: Callable[[str], Any],
     kind: type,
     option: str,
-    call: Callable[..., Any] = lambda factory, given: factory(given),
+    call: Callable[..., Any] = lambda factory, argument: factory(argument),
 ) -> Any:
     """Call the factories among one or several objects."""
 

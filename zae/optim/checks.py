@@ -93,7 +93,7 @@ def check_disjoint(optimizers: Mapping[str, Optimizer], model: nn.Module) -> Non
         for parameter in parameters_of(optimizer):
             first = owners.setdefault(id(parameter), owner)
             if first != owner:
-                names = [name for name, each in model.named_parameters() if each is parameter]
+                names = [name for name, candidate in model.named_parameters() if candidate is parameter]
                 raise ConfigError(
                     f"optimizers {first!r} and {owner!r} share the parameter {names[0] if names else 'of a module'}, "
                     "which both would update in each step; give each parameter to one of them, for instance "

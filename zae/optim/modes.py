@@ -121,7 +121,7 @@ def _flags(optimizer: Any) -> list[dict[str, Any]]:
     """Return the plain settings of an optimizer, its mode among them."""
     flags = []
     for settings in (vars(optimizer), *optimizer.param_groups):
-        flags.append({key: each for key, each in settings.items() if isinstance(each, (bool, int, str))})
+        flags.append({key: value for key, value in settings.items() if isinstance(value, (bool, int, str))})
     return flags
 
 

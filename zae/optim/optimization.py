@@ -137,7 +137,7 @@ class Optimization:
         self._list_parameters(model)
         for optimizer in self.optimizers.values():  # On the object: searching for new groups in each step is slower.
             vars(optimizer)["add_param_group"] = partial(self._add_group, model, optimizer)
-        self._clearing = [each for each in self.optimizers.values() if type(each).zero_grad is not Optimizer.zero_grad]
+        self._clearing = [one for one in self.optimizers.values() if type(one).zero_grad is not Optimizer.zero_grad]
 
     def _list_parameters(self, model: nn.Module) -> None:
         self.clipped_parameters = optim.parameters_to_clip(self.optimizers, model)
@@ -306,7 +306,7 @@ class Optimization:
             warnings.simplefilter("ignore")  # A scheduler of a copy sees no optimizer step.
             for name, optimizer in self.optimizers.items():
                 copied = memo | {id(parameter): parameter for parameter in optim.parameters_of(optimizer)}
-                tensors = [each for _, each in leaves_of(vars(optimizer), "") if isinstance(each, Tensor)]
+                tensors = [value for _, value in leaves_of(vars(optimizer), "") if isinstance(value, Tensor)]
                 # Without parameters, which may be lazy.
                 state_tensors = [tensor for tensor in tensors if id(tensor) not in copied]
                 if not are_small_and_whole(state_tensors):  # Mostly nothing: the state is made in the first step.
@@ -329,12 +329,12 @@ class Optimization:
 
         ``parameters`` are those of the module, by their plain names.
         """
-        names = {id(each): name for name, each in parameters.items()}
+        names = {id(parameter): name for name, parameter in parameters.items()}
         return {
-            "scheduler": {name: each.state_dict() for name, each in self.schedulers.items()},
+            "scheduler": {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()},
             # Parameters that an optimizer trains outside of the model, a learnt loss weight for instance.
-            "outside": {name: optim.parameters_outside(each, module) for name, each in self.optimizers.items()},
-            "order": {name: parameter_order(each, names) for name, each in self.optimizers.items()},
+            "outside": {name: optim.parameters_outside(part, module) for name, part in self.optimizers.items()},
+            "order": {name: parameter_order(part, names) for name, part in self.optimizers.items()},
         }
 
     def records(self) -> dict[str, Any]:
@@ -422,7 +422,7 @@ class Optimization:
             if any(parameter is None or id(parameter) in present for parameter in parameters):
                 return []  # It is refused, by its parameters.
             present.update(map(id, parameters))
-            settings = {key: each for key, each in group.items() if key not in ("params", "param_names")}
+            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             if "param_names" in group:
                 settings["params"] = list(zip(group["param_names"], parameters))
             else:

@@ -89,13 +89,13 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 def _in_layout_of_parameters(optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a whole state as this rank holds it: in the layouts of its parameters, without those of other ranks."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if "param_groups" not in state or not any(is_sharded(each) or each.is_meta for each in parameters):
+    if "param_groups" not in state or not any(is_sharded(parameter) or parameter.is_meta for parameter in parameters):
         return state
     indices = [index for group in state["param_groups"] for index in group["params"]]
     parameter_at = dict(zip(indices, parameters))
     # Parameters of other ranks are on the meta device; where all are there, they are of a model without memory.
-    others = [] if all(each.is_meta for each in parameters) else [each for each in parameters if each.is_meta]
-    ids_of_others = set(map(id, others))
+    on_meta = {id(parameter) for parameter in parameters if parameter.is_meta}
+    ids_of_others = on_meta if len(on_meta) < len({*map(id, parameters)}) else set()
     states = {}
     for index, values in state["state"].items():
         parameter = parameter_at.get(index)
@@ -286,7 +286,7 @@ def with_enums(saved: Any, present: Any) -> Any:
     if isinstance(present, enum.Enum):
         return type(present)(saved)
     if type(saved) is dict and isinstance(present, Mapping):
-        return {key: with_enums(each, present.get(key)) for key, each in saved.items()}
+        return {key: with_enums(value, present.get(key)) for key, value in saved.items()}
     if type(saved) in (list, tuple) and isinstance(present, (list, tuple)) and len(saved) == len(present):
         return type(saved)(with_enums(value, model) for value, model in zip(saved, present))
     return saved
@@ -297,7 +297,7 @@ def with_enums(saved: Any, present: Any) -> Any:
 
 def places_on_device(state: Mapping[str, Any]) -> list[str]:
     """Name the tensors on an accelerator that belong to no parameter: a checkpoint has them on the host."""
-    return [path for path, each in _apart_from_parameters(state) if isinstance(each, Tensor) and not each.is_cpu]
+    return [path for path, value in _apart_from_parameters(state) if isinstance(value, Tensor) and not value.is_cpu]
 
 
 def device_of(optimizer: Optimizer) -> torch.device:
@@ -311,9 +311,9 @@ def device_of(optimizer: Optimizer) -> torch.device:
 
 def move_to_device(state: Mapping[str, Any], places: Collection[str], device: torch.device) -> Any:
     """Return a state with the tensors of these names, as `places_on_device` returned them, on a device."""
-    tensors = {path: each for path, each in _apart_from_parameters(state) if path in places}
-    moved = {id(each): each.to(device) for each in tensors.values() if isinstance(each, Tensor)}
-    return map_tensors(lambda each: moved.get(id(each), each), state) if moved else state
+    tensors = {path: value for path, value in _apart_from_parameters(state) if path in places}
+    moved = {id(value): value.to(device) for value in tensors.values() if isinstance(value, Tensor)}
+    return map_tensors(lambda tensor: moved.get(id(tensor), tensor), state) if moved else state
 
 
 def _apart_from_parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -335,7 +335,7 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **i
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         instead.setdefault(name, OrderedDict())
     attributes = {
-        key: each for key, each in vars(optimizer).items() if key not in (*instead, "step", "add_param_group")
+        key: value for key, value in vars(optimizer).items() if key not in (*instead, "step", "add_param_group")
     }
     for hooks in attributes.values():
         if not isinstance(hooks, dict):
@@ -353,7 +353,7 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None, **i
 
 def has_own_loading(optimizer: Optimizer) -> bool:
     """Return whether code of a class other than torch's loads the state of an optimizer, or of one that it wraps."""
-    return any(type(each).load_state_dict is not _LOAD for each in with_inner(optimizer))
+    return any(type(part).load_state_dict is not _LOAD for part in with_inner(optimizer))
 
 
 def check_rates(part: str, saved: Any, present: Any) -> None:
@@ -375,7 +375,7 @@ def parameter_order(optimizer: Optimizer, names: Mapping[int, str]) -> list[list
     outside = itertools.count()
     order = []
     for group in optimizer.param_groups:
-        order.append([names.get(id(each)) or f"outside {next(outside)}" for each in group["params"]])
+        order.append([names.get(id(parameter)) or f"outside {next(outside)}" for parameter in group["params"]])
     return order
 
 
@@ -398,9 +398,9 @@ def match_order(
         groups = []
         for group, keys in zip(state["param_groups"], present):
             # torch's own list of names would be in the old order.
-            settings = {key: each for key, each in group.items() if key != "param_names"}
+            settings = {key: value for key, value in group.items() if key != "param_names"}
             groups.append({**settings, "params": [numbers[places[key]] for key in keys]})
-        values = {numbers.get(place, place): each for place, each in state["state"].items()}
+        values = {numbers.get(place, place): value for place, value in state["state"].items()}
         return {**state, "state": values, "param_groups": groups}
     if not strict:
         return state
@@ -467,7 +467,7 @@ def check_groups(name: str, optimizer: Optimizer, state: Any, added: Sequence[in
     # What belongs to no parameter has a name, and any value: MADGRAD counts its steps in state["k"].
     of_parameters = [None]
     if isinstance(entries, Mapping):
-        of_parameters = [each for key, each in entries.items() if type(key) is int]
+        of_parameters = [value for key, value in entries.items() if type(key) is int]
     if not all(isinstance(of_parameter, Mapping) for of_parameter in of_parameters):
         raise CheckpointMismatch(f"the state of optimizer {name} is not one of a torch optimizer")
     saved = [len(group["params"]) for group in state["param_groups"]]
