@@ -550,7 +550,6 @@ class StateManagerAddon(AddOnBase):
         """Load the checkpoint that the run continues from; it counts the calls of run of this script, not its own."""
         index = self.progress_checker.run_calls.index
         try:
-            self._resumption.check_ranks(path, content, self.world_size, self.engine.dp_world_size)
             self._load_content(path, content, True, self._resumption.allow_partial)
         except CheckpointMismatch as error:
             if "strict=False" in str(error):  # A resume is always strict.

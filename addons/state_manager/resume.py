@@ -19,9 +19,8 @@ from zae.arguments.paths import check_partial
 from zae.checkpoint.folder import newest_valid, refuse_links
 from zae.checkpoint.manifest import Manifest, check_progress
 from zae.data.position import LoaderPosition
-from zae.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError, did_you_mean
+from zae.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, did_you_mean
 from zae.loop.progress import ProgressChecker, RunCalls
-from zae.loop.rank_states import RankStates
 
 if TYPE_CHECKING:
     from zae.loop.run import Run
@@ -241,20 +240,3 @@ class Resumption:
         position.restart(progress.batch)
         progress.epoch_step = 0
         progress.epoch_batch = 0
-
-    def check_ranks(self, path: Path, content: Content, processes: int, shares: int) -> None:
-        """Refuse a checkpoint of another number of shares of the data, unless ``reshard`` is set."""
-        manifest, _, state = content
-        saved = manifest["world_size"]
-        divided = RankStates.any_in(state).world_size
-        if divided == shares or self.reshard or not state:
-            return
-        before = f"by {saved} processes"
-        present = f"{processes}"
-        if saved != divided or processes != shares:  # Some ranks get the same data.
-            before += f" with {divided} shares of the data"
-            present += f" with {shares}"
-        raise CheckpointMismatch(
-            f"checkpoint {path} was saved {before}; this run has {present}; use as many processes, write reshard=True "
-            "to reshard the rest of the epoch, or load only the weights: apply_weights(path)"
-        )

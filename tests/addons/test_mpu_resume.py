@@ -97,7 +97,7 @@ def test_another_number_of_ranks_is_refused(world, tmp_path):
     alone.run(2, loader(size, batch_size * world, 6), max_steps=2)
     dist.barrier()
     options = {"save_path": tmp_path / "together", "resume": str(tmp_path / "alone-0")}
-    with pytest.raises(CheckpointMismatch, match=rf"was saved by 1 processes; this run has {world}.*reshard=True"):
+    with pytest.raises(CheckpointMismatch, match=rf"was saved by 1 rank .* and this run has {world}.*reshard=True"):
         build(Seen, (MultiGPUAddon, StateManagerAddon), **options).run(2, loader(size, batch_size, 6))
     trainer = build(Seen, (MultiGPUAddon, StateManagerAddon), **options, reshard=True)
     before = list(alone.seen[0])

@@ -173,9 +173,9 @@ def test_the_state_of_two_ranks_is_named_where_one_loads_it(tmp_path):
         trainer.run(1, loader(8, 2))
     assert trainer.state_dict()["MultiGPUAddon"]["world_size"] == 2
     options = {"save_path": tmp_path / "one", "resume": str(tmp_path / "two")}
-    with pytest.raises(CheckpointMismatch, match="was saved by 2 processes; this run has 1"):
+    with pytest.raises(CheckpointMismatch, match=r"was saved by 2 ranks .* and this run has 1"):
         build(Task, (StateManagerAddon,), **options).run(1, loader(8, 4))
-    with pytest.raises(CheckpointMismatch, match=r"was saved by 2 processes; this run has 1.*reshard=True"):
+    with pytest.raises(CheckpointMismatch, match=r"was saved by 2 ranks .* and this run has 1.*reshard=True"):
         build(Task, (MultiGPUAddon, StateManagerAddon), **options).run(1, loader(8, 4))
     again = build(Task, (MultiGPUAddon, StateManagerAddon), **options, reshard=True)
     assert again.run(2, loader(8, 4))["step"] == 4

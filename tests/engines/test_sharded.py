@@ -258,12 +258,12 @@ def test_another_number_of_shares_is_what_needs_reshard(tmp_path: Path, crews: A
     path = tmp_path / "tensor" / "step-00000004"
     assert train(1, tmp_path / "one", path, 5, engine="tensor", mesh={}, reshard=False)[2] == 5
     for said in crews(2).call(refused, tmp_path / "two", path):
-        assert re.search(r"by 2 processes with 1 shares of the data; this run has 2 with 2.*resha", said)
+        assert re.search(r"by 1 rank that has all of the data, and this run has 2.*resha", said)
 
 
 def test_another_number_of_ranks_is_refused_without_reshard(saved: Any, tmp_path: Path) -> None:
     """The error names both numbers."""
-    with pytest.raises(CheckpointMismatch, match="was saved by 2 processes; this run has 1"):
+    with pytest.raises(CheckpointMismatch, match="was saved by 2 ranks that divide the data, and this run has 1"):
         train(1, tmp_path, saved[0], reshard=False)
 
 

@@ -128,10 +128,11 @@ class RankStates:
         """Return a state as a rank continues from it; before its number is known, that of rank 0."""
         if self.world_size != world:
             if not state["position"].get("may_reshard"):
+                ranks = f"{self.world_size} ranks that divide" if self.world_size > 1 else "1 rank that has all of"
                 raise CheckpointMismatch(
-                    f"the state was saved with {self.world_size} rank{'s' * (self.world_size > 1)}, and this run has "
-                    f"{world}, which has other batches. Use {self.world_size}, or write reshard=True (an option of "
-                    "StateManagerAddon) to distribute the rest of the data again"
+                    f"the state was saved by {ranks} the data, and this run has {world}, which get other batches. Use "
+                    f"{self.world_size}, write reshard=True (an option of StateManagerAddon) to distribute the rest of "
+                    "the epoch again, or load only the weights: apply_weights(path)"
                 )
             state = {**self._merge(state, rank), **self._merge_entries(trainer, state, rank)}
         elif is_known and len(self.ranks) == world:
