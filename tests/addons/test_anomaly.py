@@ -25,7 +25,8 @@ from zae.addons import (
     MultiGPUAddon,
     StateManagerAddon,
 )
-from zae.testing.watch import difference, streams
+from zae.random_state import capture
+from zae.testing.watch import difference
 
 
 class Call(nn.Module):
@@ -187,7 +188,7 @@ def test_weights_are_bitwise_those_without_it() -> None:
         kept = {"checkpoint_modules": ["body"], "gradient_accumulation_steps": 2}
         cls = Task.add_on(GradientCheckpointingAddon, GradientAccumulationAddon, *add_ons)
         cls(model, "cpu", optimizer=optimizer, log_bar=False, gradient_clip=0.5, **kept).run(2, batches())
-        found.append((model.state_dict(), optimizer.state_dict(), streams()))
+        found.append((model.state_dict(), optimizer.state_dict(), capture()))
     assert difference(*found) is None
 
 

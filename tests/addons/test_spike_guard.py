@@ -27,7 +27,8 @@ from zae.addons import (
     StateManagerAddon,
 )
 from zae.checkpoint.reader import load_checkpoint
-from zae.testing.watch import difference, streams
+from zae.random_state import capture
+from zae.testing.watch import difference
 
 BAD = 13  # The batch with the spike: that of step 14.
 
@@ -68,7 +69,7 @@ def left(trainer: Any) -> dict[str, Any]:
     state = trainer.state_dict()
     guard = {key: value for key, value in state["SpikeGuardAddon"].items() if key in ("losses", "norms")}
     kept = {key: state[key] for key in ("model", "optimizer", "scheduler", "EMAAddon", "AMPAddon") if key in state}
-    return {**kept, "guard": guard, "train": trainer.history.train[-1]["loss"], "streams": streams()}
+    return {**kept, "guard": guard, "train": trainer.history.train[-1]["loss"], "streams": capture()}
 
 
 def train(trainer: Any, data: Any, n_epoch: int = 1, **options: Any) -> Any:

@@ -244,7 +244,7 @@ FAULTS: list[tuple[Any, str, str, str]] = [
     (SwallowsValueErrorAddon, "exception", "swallows an exception of loader", "raise it again"),
     (SwallowsInOptimizerAddon, "exception", "swallows an exception of step_one", "let it"),
     (SwallowsCtrlCAddon, "exception", "swallows a KeyboardInterrupt of train_step", "let it pass"),
-    (NeedsSetupAddon, "exception", r"fails with AttributeError where setup\(\) does not end .*'buffer'", "set in"),
+    (NeedsSetupAddon, "exception", "replaces an exception of setup with AttributeError .*'buffer'", "set in"),
     (LeavesThreadAddon, "exception", "leaves a thread running after an exception in train_step", "end it in teardown"),
     (LeavesGradientHooksAddon, "exception", "leaves hooks behind after an exception", r"remove them in teardown\(\)"),
 ]

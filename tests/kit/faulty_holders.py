@@ -116,7 +116,12 @@ class MisspeltAddon(AddOnBase):
 
 
 FAULTS: list[tuple[Any, str, str, str]] = [
-    (PopsAddon, "state", "takes 'GoodAddon' out of the state", r"self.take\(state, 'PopsAddon', strict\)"),
+    (
+        PopsAddon,
+        "state",
+        "changes the state that it was loaded from: state\\['GoodAddon'\\]",
+        r"self.take\(state, 'PopsAddon', strict\)",
+    ),
     (AliasesAddon, "state", "changes the state that it was loaded from: state\\['AliasesAddon'\\]", "copy what"),
     (WrongKeyAddon, "state", "saves its state under 'count'", "'WrongKeyAddon': ..."),
     (UnsavableAddon, "state", "has a state that no checkpoint can contain: .*Path", "return numbers, text, tensors"),

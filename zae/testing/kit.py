@@ -18,7 +18,7 @@ from zae.addon import AddOnBase
 from zae.compose.introspect import function_of, hooks_of, kinds_of
 from zae.compose.options import options_of
 from zae.errors import ZaeError
-from zae.random_state import seed_everything
+from zae.random_state import capture, seed_everything
 from zae.testing import watch
 from zae.trainer import Trainer
 
@@ -194,7 +194,7 @@ class Kit:
             try:
                 trainer.run(n_epoch, data, valid, valid_every=2 if valid else None)
             finally:
-                trainer.notes.streams = watch.streams()
+                trainer.notes.streams = capture()
                 self.changes = settings.restore()
         return trainer
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zae import random_state
+from zae.random_state import STREAMS, read_stream
 from zae.torch_private import accelerator
+from zae.values.walk import fields_of, has_same_bits, is_dataclass
 
 __all__ = [
     "Calls",
@@ -25,18 +24,10 @@ __all__ = [
     "difference",
     "differing_parts",
     "hooks_of",
-    "streams",
 ]
 
-
-def streams() -> dict[str, Any]:
-    """Return the state of each random stream by name, in a comparable form."""
-    name, key, *position = cast("Any", np.random.get_state(legacy=True))
-    devices = {}
-    for kind, states in random_state.of_devices().items():
-        devices[kind] = [bytes(state.numpy()) for state in states]
-    streams_of_host = {"torch": bytes(torch.get_rng_state().numpy()), "python": random.getstate()}
-    return {**streams_of_host, "numpy": (name, bytes(key), *position), **devices}
+_SEQUENCES = (list, tuple, deque)
+_VALUES = (int, float, complex, str, bytes, set, frozenset, type(None), np.ndarray, Tensor)
 
 
 def _read_autocast() -> tuple[Any, ...]:
@@ -95,47 +86,28 @@ def hooks_of(model: nn.Module, optimizers: list[Any]) -> dict[str, int]:
 
 def difference(a: Any, b: Any, where: str = "", depth: int = 8) -> str | None:
     """Return the first place where two nested values differ bitwise; what cannot be compared is ignored."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        is_same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
-        return None if is_same else where
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        if a.keys() != b.keys():
-            return f"{where}[{next(iter(a.keys() ^ b.keys()))!r}]"
-        return next((f for key in a if (f := difference(a[key], b[key], f"{where}[{key!r}]")) is not None), None)
-    if isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)):
-        if len(a) != len(b):
-            return where
-        pairs = enumerate(zip(a, b, strict=True))
-        return next((f for i, (x, y) in pairs if (f := difference(x, y, f"{where}[{i}]")) is not None), None)
-    plain = (int, float, complex, str, bytes, bool, type(None))
-    if isinstance(a, plain) or isinstance(b, plain):
-        return None if type(a) is type(b) and repr(a) == repr(b) else where
-    if isinstance(a, (set, frozenset)) and isinstance(b, (set, frozenset)):
-        return None if a == b else where
-    if type(a) is type(b) and depth:
-        return difference(_inside(a), _inside(b), where, depth - 1)
-    return None
+    pairs: list[tuple[str, Any, Any]]
+    if isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys():
+        pairs = [(f"{where}[{key!r}]", a[key], b[key]) for key in a]
+    elif isinstance(a, _SEQUENCES) and isinstance(b, _SEQUENCES) and len(a) == len(b):
+        pairs = [(f"{where}[{index}]", *items) for index, items in enumerate(zip(a, b, strict=True))]
+    elif type(a) is not type(b) or isinstance(a, (*_VALUES, *_SEQUENCES, Mapping)):
+        return None if has_same_bits(a, b) else where
+    else:
+        pairs = [(where, _contents(a), _contents(b))]
+    if not depth:
+        return None
+    places = (difference(x, y, place, depth - 1) for place, x, y in pairs)
+    return next((place for place in places if place is not None), None)
 
 
-def _inside(value: Any) -> Any:
-    """Return the contents of an object of a known kind."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, np.ndarray):
-        return (str(value.dtype), value.shape, value.tobytes())
+def _contents(value: Any) -> Any:
+    """Return what an object of a known kind contains; None for any other."""
+    if isinstance(value, STREAMS):
+        return read_stream(value)
     if isinstance(value, nn.Module):
         return dict(value.state_dict())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dict(vars(value)) if hasattr(value, "__dict__") else None
-    return None
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8)
+    return fields_of(value) if is_dataclass(value) else None
 
 
 class Calls:
