@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zae.arguments import checked
 from zae.distributed.blocks import check_shapes, check_tables
-from zae.distributed.collectives import average, broadcast
+from zae.distributed.collectives import average
 from zae.errors import DistributedError
 from zae.model.weights import named_parameters
 from zae.null_context import NULL_CONTEXT, both
@@ -162,7 +162,6 @@ class DDPEngine(Engine):
         self._sparse: set[int] = set()  # The ids of the parameters with sparse gradients.
         self._wrapped_ids: list[int] = []  # The ids of the trained parameters that the wrapper was made for.
         self._outside: list[Tensor] = []  # Those of them that it does not hold.
-        self._owners: list[dict[str, Tensor | None]] = []  # The dicts of buffers: a forward may replace one.
         self._marks_used = False  # Whether the wrapper takes parameters for used that the next step may leave out.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,7 +193,6 @@ class DDPEngine(Engine):
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Send the weights and buffers of rank 0, with parameters outside of the model."""
         self.inner.begin(module, parameters)
-        self._owners = [submodule._buffers for submodule in module.modules()]
         self._wrapped_ids = _trained(parameters)
         tensors = {} if self.replica is None else self.replica._trained_by_id
         self._outside = [
@@ -236,15 +234,6 @@ class DDPEngine(Engine):
             self._check_used(self.replica)
             rest = self._outside
         average(rest, self.world_size, self.reduce, self._sparse)
-
-    def sync_buffers(self, module: nn.Module) -> None:
-        """Send the buffers of rank 0, as DistributedDataParallel does before a forward."""
-        distinct: dict[int, Tensor] = {}
-        for owner in self._owners:
-            for buffer in owner.values():
-                if buffer is not None and buffer.numel():
-                    distinct[id(buffer)] = buffer
-        broadcast(distinct.values())
 
     def _check_used(self, replica: Replica) -> None:
         """Refuse a step that left parameters without gradients: the wrapper has then not averaged any."""

@@ -239,7 +239,9 @@ class TensorParallelAddon(DistributedAddon):
         ranks = engine.find(RanksEngine)
         assert ranks is not None
         compiled = tuple(self.changed_modules("compiled"))
-        return TensorParallelEngine(engine, partial(_mesh_of, ranks, self.device), self.styles(), compiled)
+        return TensorParallelEngine(
+            engine, partial(ranks.device_mesh, self.device, ["tensor"]), self.styles(), compiled
+        )
 
     @property
     def _tensor_engine(self) -> TensorParallelEngine | None:
@@ -317,12 +319,6 @@ class TensorParallelAddon(DistributedAddon):
                 "precision='bf16'"
             )
 
-    def on_step_begin(self, batch: Any) -> None:
-        """Compare the first batches of an epoch."""
-        super().on_step_begin(batch)
-        if not (self._is_watched and self.progress_checker.epoch_batch):
-            self._compare_batches(batch)
-
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Compute losses of logits that the plan leaves in parts without gathering them."""
@@ -330,27 +326,17 @@ class TensorParallelAddon(DistributedAddon):
         with NULL_CONTEXT if engine is None else engine.divided_loss(), super().evaluation_context():
             yield
 
-    def evaluation_batches(self, loader: Any) -> Iterator[Any]:
-        """Compare the first batches of an evaluation."""
-        for index, batch in enumerate(super().evaluation_batches(loader)):
-            if not index:
-                self._compare_batches(batch)
-            yield batch
-
-    def _compare_batches(self, batch: Any) -> None:
+    def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
+        """Compare the first batch of an epoch, and its loss: each rank may have taken its part for the whole."""
         engine = self._tensor_engine
-        if engine is not None and not engine.is_same_on_ranks(batch):
+        is_first = not self.progress_checker.epoch_batch and not self.current_run.activity.micro_index
+        if engine is not None and is_first and not engine.is_same_on_ranks(batch):
             raise DistributedError(
                 f"rank {self.rank} of {self.world_size} has another batch than the ranks that compute the same layers "
                 "with it. Let the loader depend on engine.dp_rank and engine.dp_world_size, not on the rank, and draw "
                 "from torch, numpy.random or random, whose streams these ranks share"
             )
-
-    def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
-        """Compare the losses of the first batch of an epoch: each rank may have taken its part for the whole."""
         values, weight = super().micro_step(batch, count)
-        is_first = not self.progress_checker.epoch_batch and not self.current_run.activity.micro_index
-        engine = self._tensor_engine
         if engine is not None and is_first and not engine.is_same_on_ranks(values["loss"]):
             raise ConfigError(
                 f"rank {self.rank} of {self.world_size} has another loss than the ranks that compute the same layers "
@@ -404,12 +390,6 @@ def _plan_error(path: str, module: nn.Module, count: int, names: Sequence[str]) 
         f"that of this part. Add to tensor_plan {entry}; or compute behind the layer that ends the division "
         "(RowwiseParallel)"
     )
-
-
-def _mesh_of(ranks: RanksEngine, device: torch.device) -> DeviceMesh:
-    """Return the mesh of the ranks that divide layers among them."""
-    mesh = ranks.device_mesh(device)
-    return mesh if len(ranks.mesh.sizes) == 1 else mesh["tensor"]
 
 
 def _check_ties(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

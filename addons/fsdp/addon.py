@@ -267,7 +267,7 @@ class FSDPAddon(DistributedAddon):
         assert ranks is not None
         return FSDPEngine(
             engine,
-            mesh=partial(_data_mesh, ranks, self.device),
+            mesh=partial(ranks.device_mesh, self.device, DATA),
             blocks=partial(choose_blocks, selection=self.fsdp_blocks),
             compile_block=partial(_compile, how=self.compile_blocks) if self.compile_blocks else None,
             methods=self.fsdp_methods,
@@ -397,13 +397,6 @@ class FSDPAddon(DistributedAddon):
         if is_meta(self.unwrap()):
             self._meta.fill(self.unwrap(), self.seed)
         super()._take_back(state, rest, loader)
-
-
-def _data_mesh(ranks: RanksEngine, device: torch.device) -> DeviceMesh:
-    """Return the dimensions of the mesh that shard and replicate the model."""
-    names = tuple(name for name in ranks.mesh.sizes if name in DATA)
-    mesh = ranks.device_mesh(device)
-    return mesh if len(names) == len(ranks.mesh.sizes) else mesh[names]
 
 
 def _compile(block: nn.Module, how: bool | str) -> None:

@@ -240,14 +240,10 @@ def summarize_ranks(answers: Mapping[int, str], world: int, rank: int, within: s
 
 
 def describe_store() -> str:
-    """Return that the store does not answer, and who serves it."""
+    """Return that the store does not answer, and who may serve it."""
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     where = f" at {host}:{port}" if host and port else ""
-    if is_spawned():
-        return f"the store of the process group{where} does not answer: the process that started the ranks is stopped"
-    served = "the agent of torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-    network = f", or the network to {host} is down" if host else ""
     return (
-        f"the store of the process group{where} does not answer: {served}, which serves it, has ended or is stopped"
-        f"{network}"
+        f"the store of the process group{where} does not answer: what serves it (rank 0, the agent of torchrun, or the "
+        "process that started the ranks) has ended or is stopped, or the network to it is down"
     )

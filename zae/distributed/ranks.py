@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from zae.distributed import shards
 from zae.distributed.collectives import all_reduce, average, broadcast, gather_objects
 from zae.distributed.drift import CollectiveCalls, in_time
 from zae.distributed.launcher import launched_world
-from zae.distributed.mesh import Mesh
+from zae.distributed.mesh import DIMENSIONS, Mesh
 from zae.distributed.rank_process import has_timed_out
 from zae.errors import DistributedError
 from zae.parts import SingleProcess
@@ -31,7 +30,7 @@ __all__ = ["NotJoined", "RanksEngine"]
 class NotJoined(SingleProcess):
     """The engine of a process before it joins the others: under a launcher it knows its number, and works alone.
 
-    It looks for a launcher when it is first asked. A copy looks again: it may be one for a process that was started.
+    A copy looks for a launcher again: it may be one for a process that was started.
 
     Parameters
     ----------
@@ -43,38 +42,14 @@ class NotJoined(SingleProcess):
 
     def __init__(self, sizes: Mapping[str, int], dimensions: Sequence[str]) -> None:
         super().__init__()
-        self._sizes = dict(sizes)
-        self._dimensions = list(dimensions)
+        self._arguments = sizes, dimensions
+        self.rank, self.world_size = launched_world() or (0, 1)
+        mesh = Mesh(sizes, dimensions, self.world_size)
+        self.dp_rank = mesh.dp_rank(self.rank)
+        self.dp_world_size = mesh.dp_world_size
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy, without what was found in the environment of this process."""
-        found_here = ("_launched", "_mesh", "rank", "world_size", "dp_rank", "dp_world_size")
-        return {name: value for name, value in vars(self).items() if name not in found_here}
-
-    @cached_property
-    def _launched(self) -> tuple[int, int]:
-        """The number of this process, and how many there are."""
-        return launched_world() or (0, 1)
-
-    @cached_property
-    def _mesh(self) -> Mesh:
-        return Mesh(self._sizes, self._dimensions, self.world_size)
-
-    @cached_property
-    def rank(self) -> int:  # type: ignore[override]
-        return self._launched[0]
-
-    @cached_property
-    def world_size(self) -> int:  # type: ignore[override]
-        return self._launched[1]
-
-    @cached_property
-    def dp_rank(self) -> int:  # type: ignore[override]
-        return self._mesh.dp_rank(self.rank)
-
-    @cached_property
-    def dp_world_size(self) -> int:  # type: ignore[override]
-        return self._mesh.dp_world_size
+    def __reduce__(self) -> Any:
+        return NotJoined, self._arguments
 
 
 class RanksEngine(SingleProcess):
@@ -103,11 +78,15 @@ class RanksEngine(SingleProcess):
         """Return the attributes of a copy, which makes process groups of its own."""
         return {**vars(self), "_background": None, "_device_mesh": None}
 
-    def device_mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the mesh for torch, on this kind of device; all ranks call it, since the first call makes groups."""
+    def device_mesh(self, device: torch.device, dimensions: Sequence[str] = DIMENSIONS) -> DeviceMesh:
+        """Return the mesh for torch along these dimensions, on this kind of device.
+
+        All ranks call it, since the first call makes groups.
+        """
         if self._device_mesh is None:
             self._device_mesh = self.mesh.build(device, self.timeout)
-        return self._device_mesh
+        names = tuple(name for name in self.mesh.sizes if name in dimensions)
+        return self._device_mesh if len(names) == len(self.mesh.sizes) else self._device_mesh[names]
 
     def reduce(self, value: Tensor) -> Tensor:
         # All ranks add up a copy of the tensor, which they get in its place.
