@@ -214,7 +214,7 @@ def test_names_of_other_distributions(tmp_path, monkeypatch):
         ),
         ({"precison": "bf16"}, r"unknown argument 'precison' for Task\[AMPAddon\]; did you mean 'precision'\?"),
         ({"save_path": "x"}, r": it is an option of StateManagerAddon; add it with .add_on\(StateManagerAddon\)"),
-        ({"ema_decay": 0.9}, r"did you mean 'decay', an option of EMAAddon\? Add it with .add_on\(EMAAddon\)"),
+        ({"ema_decay": 0.9}, r"here it is decay \(EMAAddon\)"),
         ({"save_pth": "x"}, r"did you mean 'save_path', an option of StateManagerAddon\? Add it with .add_on\(StateM"),
         ({"zzzzzz": 1}, r"unknown argument 'zzzzzz' for Task\[AMPAddon\]; it has model, device, mode"),
         ({"model": torch.nn.Linear(1, 1)}, "got 'model' twice: by position and by name; keep one"),

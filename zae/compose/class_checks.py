@@ -39,8 +39,10 @@ FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "pr
 _OF_DATA = ("evaluate", "predict")
 """The methods of `FIXED` that an add-on may override with a call of ``super()``, for instance to make the loader."""
 
-_PARTS = (
+_OPTIONS = ("seed", "gradient_clip", "monitor", "log_bar", "log_every")
+_OF_THE_TRAINER = (
     "current_run",
+    "engine",
     "history",
     "loader_position",
     "nonfinite",
@@ -48,15 +50,9 @@ _PARTS = (
     "precision_part",
     "progress_checker",
     "step_window",
+    *_OPTIONS,
     "best",
     "device",
-    "engine",
-)
-"""The objects that a trainer is made of, and those that it reads by these names: each is of a class of zae or torch."""
-
-_OPTIONS = ("seed", "gradient_clip", "monitor", "log_bar", "log_every")
-_VALUES = (
-    *_OPTIONS,
     "devices",
     "grad_norm",
     "log_history",
@@ -69,7 +65,8 @@ _VALUES = (
     "train_metrics",
     "valid_history",
 )
-"""What a trainer reads by these names and an attribute of the user's may replace unseen: options first."""
+"""What a trainer reads by these names, and an attribute of the user's may replace unseen: first its parts, of which the
+rest are attributes."""
 
 _STEPS = ("train_step", "test_step", "predict_step")
 _BODIES = {
@@ -372,19 +369,18 @@ def check_instance(trainer: Any) -> None:
                 f"{cls.__name__}.__init__ sets self.{name} = {type(value).__name__}, which hides the method {name}(); "
                 "give the attribute another name"
             )
-    for name in _PARTS:
-        if not any(c.__module__.partition(".")[0] in ("zae", "torch") for c in type(getattr(trainer, name)).__mro__):
-            raise _taken(cls, name)
     for name, value in vars(trainer).pop("_initial_values").items():
         present = getattr(trainer, name)
+        # An add-on puts another part in, of a class that derives from one of zae, or a device.
+        is_part = any(c.__module__.partition(".")[0] in ("zae", "torch") for c in type(present).__mro__)
         is_plain = type(present) is type(value) and isinstance(value, (bool, int, float, str))
-        if present is not value and not (is_plain and present == value):
+        if not (present is value or is_part or (is_plain and present == value)):
             raise _taken(cls, name)
 
 
 def initial_values(trainer: Any) -> dict[str, Any]:
     """Return what the constructor of Trainer has set, for `check_instance` to compare after every other one."""
-    return {name: getattr(trainer, name) for name in _VALUES}
+    return {name: getattr(trainer, name) for name in _OF_THE_TRAINER}
 
 
 def explain_setter(cls: Any, error: AttributeError) -> None:

@@ -172,6 +172,7 @@ HINTS = HOOKS | _by_name(
         "start_from=path, with the parts in start_with (StateManagerAddon)": "restore_optimizer_state "
         "restore_scheduler_state",
         "EMAAddon": "ema use_ema",
+        "decay (EMAAddon)": "ema_decay",
         # The best epoch.
         "monitor": "metric_for_best_model optimization_metric score_metric_descriptor",
         "monitor_mode='max' or 'min'": "greater_is_better",

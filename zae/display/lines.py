@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zae.display.terminal import Clock, Display, Source, write_line
+from zae.display.terminal import Clock, Display, write_line
 from zae.display.text import cell, duration
 from zae.errors import printable
+
+if TYPE_CHECKING:
+    from zae.loop.run_view import RunView
 
 __all__ = ["Lines"]
 
@@ -35,45 +38,45 @@ class Lines(Display):
         self._next = time.perf_counter() + self.interval
         self._next_validation = 0.0
 
-    def open(self, run: Source) -> None:
+    def open(self, run: RunView) -> None:
         self._clock.begin_epoch(run.position().step)
 
     def due(self) -> bool:
         return time.perf_counter() >= self._next
 
-    def update(self, run: Source) -> None:
+    def update(self, run: RunView) -> None:
         at = run.position()
         of_total = f" of {at.epoch_steps}" if at.epoch_steps else ""
         row = {f"{at.epoch_step}{of_total}": "in this epoch", **run.current()}
         self._write_row(run, {"epoch": at.epoch, "step": at.step}, row)
 
-    def validation(self, run: Source) -> None:
+    def validation(self, run: RunView) -> None:
         if time.perf_counter() < self._next_validation:
             return
         row, mark = run.last_validation()
         self._write_row(run, row, row, mark)
         self._next_validation = time.perf_counter() + self.validation_interval
 
-    def end_epoch(self, run: Source) -> None:
+    def end_epoch(self, run: RunView) -> None:
         self._clock.read(run.position().step)
 
-    def line(self, run: Source) -> None:
+    def line(self, run: RunView) -> None:
         row, mark = run.last_row()
         self._write_row(run, row, row, mark)
         self._has_rows = True
 
-    def report(self, run: Source, text: str, level: int = logging.INFO) -> None:
+    def report(self, run: RunView, text: str, level: int = logging.INFO) -> None:
         self._write(f"warning: {text}" if level >= logging.WARNING else text)
 
-    def fail(self, run: Source, error: BaseException) -> None:
+    def fail(self, run: RunView, error: BaseException) -> None:
         self._has_rows = False  # An error has no summary: its message follows.
 
-    def close(self, run: Source) -> None:
+    def close(self, run: RunView) -> None:
         if self._has_rows:
             self._write("; ".join([", ".join(self._clock.summary(run.position())), *run.ending()]))
         self._has_rows = False
 
-    def _write_row(self, run: Source, place: Mapping[str, Any], row: Mapping[str, Any], mark: str = "") -> None:
+    def _write_row(self, run: RunView, place: Mapping[str, Any], row: Mapping[str, Any], mark: str = "") -> None:
         """Write where the run is, the metrics of a row, the time, and the time to come."""
         at = run.position()
         of_total = f"/{at.last_epoch}" if at.last_epoch else ""

@@ -6,11 +6,14 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zae.display.html import block, escape, metrics_html, note_shown
-from zae.display.terminal import Clock, Display, Source
+from zae.display.terminal import Clock, Display
 from zae.errors import printable
+
+if TYPE_CHECKING:
+    from zae.loop.run_view import RunView
 
 __all__ = ["Notebook", "Output", "hide_frames"]
 
@@ -60,7 +63,7 @@ class Notebook(Display):
         self._error: BaseException | None = None
         self._sentences: list[str] = []
 
-    def open(self, run: Source) -> None:
+    def open(self, run: RunView) -> None:
         self._clock.begin_epoch(run.position().step)
         if not self._is_drawn or time.perf_counter() >= self._next:
             self.update(run)
@@ -68,7 +71,7 @@ class Notebook(Display):
     def due(self) -> bool:
         return time.perf_counter() >= self._next
 
-    def update(self, run: Source) -> None:
+    def update(self, run: RunView) -> None:
         at = run.position()
         self._clock.read(at.step)
         done = f"{at.epoch_step:,} of {at.epoch_steps:,} steps" if at.epoch_steps else f"step {at.epoch_step:,}"
@@ -78,21 +81,21 @@ class Notebook(Display):
         self._draw(run, " · ".join(filter(None, parts)), f"{bar}</progress> " if at.epoch_steps else "")
         self._next = time.perf_counter() + self.interval
 
-    def end_epoch(self, run: Source) -> None:
+    def end_epoch(self, run: RunView) -> None:
         self._clock.read(run.position().step)
 
-    def line(self, run: Source) -> None:
+    def line(self, run: RunView) -> None:
         if self.due():
             self.update(run)
 
-    def report(self, run: Source, text: str, level: int = logging.INFO) -> None:
+    def report(self, run: RunView, text: str, level: int = logging.INFO) -> None:
         self._sentences.append(text)
         self._draw(run, "")
 
-    def fail(self, run: Source, error: BaseException) -> None:
+    def fail(self, run: RunView, error: BaseException) -> None:
         self._error = error
 
-    def close(self, run: Source) -> None:
+    def close(self, run: RunView) -> None:
         """Leave the table, with how the run ended and no bar."""
         if not self._is_drawn:
             return
@@ -105,7 +108,7 @@ class Notebook(Display):
             parts.append(f"ended in {place} by {error_text}")
         self._draw(run, " · ".join(filter(None, parts)), is_failed=error is not None)
 
-    def _draw(self, run: Source, status: str, bar: str = "", *, is_failed: bool = False) -> None:
+    def _draw(self, run: RunView, status: str, bar: str = "", *, is_failed: bool = False) -> None:
         """Show the output, or replace it."""
         metrics = run.metrics()
         text = str(metrics)

@@ -7,17 +7,16 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from zae.display.text import cell, duration, fitting, number, terminal_columns, width_of
 from zae.errors import printable
 
 if TYPE_CHECKING:
     from zae.display.above_bar import AboveBar
-    from zae.loop.run_view import Position
+    from zae.loop.run_view import Position, RunView
 
-__all__ = ["Clock", "Display", "Source", "Terminal", "can_write", "is_on_a_terminal", "write_line"]
+__all__ = ["Clock", "Display", "Terminal", "can_write", "is_on_a_terminal", "write_line"]
 
 _log = logging.getLogger("zae")
 
@@ -26,67 +25,39 @@ _MARK = 8  # Columns of "best", or of "(best)" for a validation within the epoch
 _ENDS = ("time", "steps/s")  # The last columns of the table; a metric that comes later goes before them.
 
 
-class Source(Protocol):
-    """What a display asks a run for."""
-
-    def position(self) -> Position:
-        """Return how far the run is."""
-        ...
-
-    def current(self) -> Mapping[str, float]:
-        """Return the means of the open epoch."""
-        ...
-
-    def last_row(self) -> tuple[Mapping[str, Any], str]:
-        """Return the row of the last epoch, and its mark."""
-        ...
-
-    def last_validation(self) -> tuple[Mapping[str, Any], str]:
-        """Return the row of the last validation, and its mark."""
-        ...
-
-    def ending(self) -> list[str]:
-        """Return what there is to say at the end."""
-        ...
-
-    def metrics(self) -> Any:
-        """Return the metrics so far, as ``Trainer.run`` returns them."""
-        ...
-
-
 class Display:
     """What a run shows while it trains: by default nothing, and what the run says goes to the log."""
 
     shown = False
     """Whether something is shown within an epoch, when it is due."""
 
-    def open(self, run: Source) -> None:
+    def open(self, run: RunView) -> None:
         """Begin an epoch."""
 
     def due(self) -> bool:
         """Return whether it is time to redraw."""
         return False
 
-    def update(self, run: Source) -> None:
+    def update(self, run: RunView) -> None:
         """Redraw."""
 
-    def end_epoch(self, run: Source) -> None:
+    def end_epoch(self, run: RunView) -> None:
         """End the steps of an epoch; its validation follows."""
 
-    def validation(self, run: Source) -> None:
+    def validation(self, run: RunView) -> None:
         """Show a validation within an epoch."""
 
-    def line(self, run: Source) -> None:
+    def line(self, run: RunView) -> None:
         """Show the row of a finished epoch."""
 
-    def report(self, run: Source, text: str, level: int = logging.INFO) -> None:
+    def report(self, run: RunView, text: str, level: int = logging.INFO) -> None:
         """Show a sentence about the run; ``level`` is that of the log, where nothing is shown."""
         _log.log(level, "%s", text)
 
-    def fail(self, run: Source, error: BaseException) -> None:
+    def fail(self, run: RunView, error: BaseException) -> None:
         """Show the error that ends the run."""
 
-    def close(self, run: Source) -> None:
+    def close(self, run: RunView) -> None:
         """End the display."""
 
 
@@ -146,7 +117,7 @@ class Terminal(Display):
         self._widths: dict[str, int] = {}
         self._header: list[str] = []
 
-    def open(self, run: Source) -> None:
+    def open(self, run: RunView) -> None:
         at = run.position()
         self._clock.begin_epoch(at.step)
         if not self.shown:
@@ -166,7 +137,7 @@ class Terminal(Display):
     def due(self) -> bool:
         return self._bar is not None and time.perf_counter() >= self._next
 
-    def update(self, run: Source) -> None:
+    def update(self, run: RunView) -> None:
         at = run.position()
         self._clock.read(at.step)
         texts = self._clock.texts(at)
@@ -181,11 +152,11 @@ class Terminal(Display):
         self._bar.update(at.epoch_step - self._bar.n)
         self._next = time.perf_counter() + self.interval
 
-    def end_epoch(self, run: Source) -> None:
+    def end_epoch(self, run: RunView) -> None:
         self._clock.read(run.position().step)
         self._remove_bar()
 
-    def line(self, run: Source) -> None:
+    def line(self, run: RunView) -> None:
         if not self.shown:
             return
         self._remove_bar()
@@ -200,18 +171,18 @@ class Terminal(Display):
         cells = [cell(row.get(name)).rjust(self._widths[name]) for name in columns]
         self._write("  ".join(cells) + (f"  {mark}" if mark else ""))
 
-    def report(self, run: Source, text: str, level: int = logging.INFO) -> None:
+    def report(self, run: RunView, text: str, level: int = logging.INFO) -> None:
         if self._bar is not None:
             self._bar.clear()
         self._wrap(text)
         if self._bar is not None:
             self._bar.refresh()
 
-    def fail(self, run: Source, error: BaseException) -> None:
+    def fail(self, run: RunView, error: BaseException) -> None:
         self._remove_bar()
         self._header = []  # An error has no summary: its message follows.
 
-    def close(self, run: Source) -> None:
+    def close(self, run: RunView) -> None:
         self._remove_bar()
         if self._header and self.shown:
             self._wrap("; ".join([", ".join(self._clock.summary(run.position())), *run.ending()]))
