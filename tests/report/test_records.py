@@ -29,17 +29,16 @@ def test_the_log_of_a_run_becomes_its_series(tmp_path: Path) -> None:
     assert records.description_of("config")["composition"] == ["JSONLLoggerAddon"]
     assert records.description_of("environment")["device"] == "cpu"
     assert "for each epoch" in records.about["explain"]
-    assert records.unread == 0
     assert all(rate > 0 for rate in records.series[THROUGHPUT].values)
 
 
 def test_a_log_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """Without times and without a description; what another program wrote between the records is counted."""
+    """Without times and without a description; what another program wrote between the records is passed over."""
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1, "epoch": 1, "batch": 1, "train/loss": 0.5}\nhello\n{"step": 2, "valid/loss": 0.25}')
     records = read_log(path)
     assert {key: each.values for key, each in records.series.items()} == {"train/loss": [0.5], "valid/loss": [0.25]}
-    assert (records.about, records.unread, math.isnan(records.began)) == ({}, 1, True)
+    assert (records.about, math.isnan(records.began)) == ({}, True)
 
 
 def test_not_a_number_is_a_gap_that_is_known() -> None:
@@ -85,7 +84,6 @@ def test_a_hostile_line_is_no_record(tmp_path: Path, line: str) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(line + '\n{"step": 3, "x": 4}\n')
     assert read_log(path).series["x"].steps == [3]
-    assert read_log(path).unread == 1
     path.write_text(line + "\n")
     with pytest.raises(ConfigError, match="contains no records; give a file that JSONLLoggerAddon wrote"):
         read_log(path)

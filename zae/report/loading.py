@@ -30,21 +30,23 @@ def load_run(path: Path, name: str, others: Sequence[Path] = ()) -> Run:
 
     The checkpoints in folders of ``others`` are not those of this run.
     """
+    from zae.doctor.checkpoints import examine  # It imports torch, which takes seconds: not for --help.
     from zae.report.records import Run, find_log, read_log
 
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give the folder of a run, or its log")
     log = path if path.is_file() else find_log(path)
-    if log is None:
-        path = _only_run_in(path)
-        log = find_log(path)
     records = None if log is None else read_log(log)
-    reports = _examine_all(path, records, others)
-    if records is None and not reports:
+    folders = _folders_of_checkpoints(path, records, others)
+    if records is None and len(folders) > 1:
+        names = " ".join(map(str, folders[:9]))
+        raise ConfigError(f"{path} contains {len(folders)} runs; give the ones that you mean: {names}")
+    if records is None and not folders:
         raise ConfigError(
             f"{path} contains neither a log nor checkpoints; give the folder of a run, or the file of JSON lines that "
             "JSONLLoggerAddon(jsonl_path=...) wrote"
         )
+    reports = [examine(folder) for folder in folders]
     intact = ((report, checkpoint) for report in reports for checkpoint in report["checkpoints"] if checkpoint["whole"])
     newest = next(intact, None)
     if records is None:
@@ -52,43 +54,21 @@ def load_run(path: Path, name: str, others: Sequence[Path] = ()) -> Run:
     return Run(name, records, reports, newest[1]["composition"] if newest else [])
 
 
-def _only_run_in(folder: Path) -> Path:
-    """Return a folder without a log, or the folder in it that has the one run; ConfigError where there are several."""
+def _folders_of_checkpoints(path: Path, records: Records | None, others: Sequence[Path]) -> list[Path]:
+    """Return a folder with checkpoints, or those in it that have some, or that of which a log says so."""
     from zae.checkpoint.folder import list_checkpoints
-    from zae.report.records import find_log
 
-    if (folder / "manifest.json").exists() or list_checkpoints(folder):
-        return folder
-    near = sorted(each for each in folder.iterdir() if each.is_dir() and not each.is_symlink())
-    logged = [path for path in near if find_log(path) is not None]
-    runs = [path for path in near if path in logged or list_checkpoints(path)]
-    if len(runs) > 1:
-        names = " ".join(str(run) for run in runs[:9])
-        raise ConfigError(f"{folder} contains {len(runs)} runs; give the ones that you mean: {names}")
-    return logged[0] if logged else folder
+    def has_checkpoints(folder: Path) -> bool:
+        return folder.is_dir() and bool((folder / "manifest.json").exists() or list_checkpoints(folder))
 
-
-def _examine_all(path: Path, records: Records | None, others: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return what doctor reports of the checkpoints in a folder and in those in it, or where a log says they are."""
-    from zae.checkpoint.folder import list_checkpoints
-    from zae.doctor.checkpoints import examine  # It imports torch, which takes seconds: not for --help.
-
+    if has_checkpoints(path):
+        return [path]
     if path.is_dir():
-        folders = [path, *sorted(each for each in path.iterdir() if each.is_dir() and not each.is_symlink())]
+        folders = sorted(folder for folder in path.iterdir() if not folder.is_symlink())
     else:
         saved = records.description_of("config").get("save_path") if records is not None else None
         folders = [Path(saved), path.parent / saved] if isinstance(saved, str) and saved else []
-    folders = [
-        candidate for candidate in folders if candidate.is_dir() and (candidate == path or candidate not in others)
-    ]
-    candidates = [
-        candidate for candidate in folders if (candidate / "manifest.json").exists() or list_checkpoints(candidate)
-    ]
-    inner = {
-        folder for folder in candidates if folder.parent in candidates
-    }  # A checkpoint is not a folder of checkpoints.
-    outer = dict.fromkeys(each.absolute() for each in candidates if each not in inner)
-    return [examine(each) for each in outer]
+    return [*dict.fromkeys(each.absolute() for each in folders if each not in others and has_checkpoints(each))]
 
 
 def _records_in(newest: tuple[dict[str, Any], dict[str, Any]] | None) -> Records:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import array
 import base64
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
+
+import numpy as np
 
 import zae
 from zae.checkpoint.filesystem import replace_file
@@ -110,10 +110,7 @@ def _since(run: Run, series: Series) -> list[float]:
 
 
 def _pack(values: Iterable[float]) -> str:
-    numbers = array.array("d", values)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return base64.b64encode(numbers.tobytes()).decode()
+    return base64.b64encode(np.array([*values], dtype="<f8").tobytes()).decode()
 
 
 def _embed(value: Any) -> str:

@@ -53,8 +53,6 @@ class Records:
     sessions : list of dict
         The descriptions of the run, one for each process that logged: "step", "unix_time", "config", "explain" and
         "environment".
-    unread : int
-        The number of lines that are not records.
 
     Examples
     --------
@@ -66,18 +64,16 @@ class Records:
     series: dict[str, Series] = field(default_factory=dict)
     epochs: Series = field(default_factory=Series)
     sessions: list[dict[str, Any]] = field(default_factory=list)
-    unread: int = 0
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Records:
-        """Sort rows into series; a row that is not a record is counted."""
+        """Sort rows into series; a row that is not a record is passed over."""
         records = cls()
         rate = Series()
         before: tuple[int, float] | None = None  # The last record of training in this session.
         for row in rows:
             step = row.get("step") if isinstance(row, Mapping) else None
             if not isinstance(step, int) or not 0 <= step < _LARGEST:
-                records.unread += 1
                 continue
             time = _number(row.get("unix_time"))
             time = math.nan if time is None or not math.isfinite(time) else time
@@ -182,10 +178,7 @@ def read_log(path: Path) -> Records:
         raise ConfigError(f"{path}: {error.strerror}; give the folder of a run, or a file of JSON lines") from None
     records = Records.of(_parse(line) for line in lines if line.strip())
     if not records.series:
-        raise ConfigError(
-            f"{path} contains no records; give a file that JSONLLoggerAddon wrote"
-            + (f" ({records.unread} lines are not records)" if records.unread else "")
-        )
+        raise ConfigError(f"{path} contains no records; give a file that JSONLLoggerAddon wrote")
     return records
 
 
