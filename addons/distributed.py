@@ -147,7 +147,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
 
     def _begin_here(self) -> None:
         """Continue the random streams of the last ranks, unless this process has drawn or seeded since."""
-        if self._between_runs.were_left and not self._between_runs.are_continued(self.progress_checker):
+        if not self._between_runs.are_continued(self.progress_checker):
             self._rank_states = RankStates()
             self.loader_position = self.loader_position.fresh()
 
@@ -558,11 +558,6 @@ class StreamsBetweenRuns:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "own": None}  # They are those of this process.
 
-    @property
-    def were_left(self) -> bool:
-        """Whether a run has ended, so that there are streams to continue."""
-        return self._of_script is not None
-
     def leave(self) -> None:
         """Note what the script is given as a run ends."""
         self._of_script = random_state.comparable()
@@ -575,7 +570,7 @@ class StreamsBetweenRuns:
 
     def are_continued(self, progress: Any) -> bool:
         """Return whether the next run continues them: within an epoch, or if the script has not drawn since."""
-        return bool(progress.epoch_batch) or random_state.comparable() == self._of_script
+        return bool(progress.epoch_batch) or self._of_script in (None, random_state.comparable())
 
 
 def run_rank(trainer: Any, name: str, is_shown: bool, **arguments: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:

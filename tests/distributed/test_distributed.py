@@ -501,10 +501,8 @@ def test_half_of_an_environment_of_ranks_is_refused_at_once(found, rank, world, 
     """One process would train in silence, or wait for the whole time limit."""
     for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    trainer = build(Task, (MultiGPUAddon,))
     with pytest.raises(DistributedError, match=f"the environment has {found}; .*torchrun"):
-        trainer.run(1, loader(8, 2))
-    assert trainer.progress_checker.step == 0
+        build(Task, (MultiGPUAddon,))
 
 
 def test_one_process_of_a_launcher_that_sets_a_name_alone_trains(monkeypatch):

@@ -27,7 +27,9 @@ _joins = itertools.count()
 
 def launched_world() -> tuple[int, int] | None:
     """Return the rank and the number of ranks that a launcher has set in the environment, None without one."""
-    _adopt_tasks()
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:  # srun may have started it.
+        for name, value in launcher_variables(os.environ).items():
+            os.environ.setdefault(name, value)
     rank, world = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
     if (rank, world) in ((None, None), (None, "1"), ("0", None)):
         return None
@@ -126,13 +128,6 @@ def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:
             raise DistributedError(f"{world} ranks did not join within timeout={timeout:g} s")
         time.sleep(_PAUSE)
     return own_number
-
-
-def _adopt_tasks() -> None:
-    """Set RANK, WORLD_SIZE and what belongs to them where srun has started several tasks, and no launcher in them."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        for name, value in launcher_variables(os.environ).items():
-            os.environ.setdefault(name, value)
 
 
 def launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -13,12 +13,13 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -205,66 +206,55 @@ def _pickle_error(error: BaseException) -> bytes | None:
     return data if type(again) is type(error) and str(again) == str(error) else None
 
 
-class _Line:
-    """The connection to the parent."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._failed_at: float | None = None
-
-    def send(self, report: Report) -> None:
-        try:
-            self._connection.send(report)
-        except OSError:  # The parent is gone, and this process is about to be.
-            return
-
-    def report_failure(self, error: BaseException) -> float:
-        """Report at once that this rank has failed, because other ranks fail as a consequence."""
-        if self._failed_at is None:
-            self._failed_at = time.monotonic()
-            self.send(Report.of("failing", error, self._failed_at))
-        return self._failed_at
-
-
-_line: _Line | None = None
+_connection: Connection | None = None  # To the parent of a spawned rank.
+_failed_at: float | None = None  # When this rank has failed.
 
 
 def is_spawned() -> bool:
     """Return whether this process is a rank that another one has started and watches."""
-    return _line is not None
+    return _connection is not None
+
+
+def _send(report: Report) -> None:
+    """Send a message to the parent of a spawned rank."""
+    if _connection is not None:
+        with suppress(OSError):  # The parent is gone, and this process is about to be.
+            _connection.send(report)
 
 
 def note_failure(error: BaseException) -> None:
-    """Report to the parent of a spawned rank that it is failing, before the exception propagates."""
-    if _line is not None:
-        _line.report_failure(error)
+    """Report at once to the parent that this rank fails, because other ranks fail as a consequence."""
+    global _failed_at
+    if is_spawned() and _failed_at is None:
+        _failed_at = time.monotonic()
+        _send(Report.of("failing", error, _failed_at))
 
 
 def show(*shown: Any) -> None:
     """Give what the run shows to the function ``show`` of `spawn`, in the parent of a spawned rank."""
-    if _line is not None:
-        _line.send(Report("shows", shown=shown))
+    _send(Report("shows", shown=shown))
 
 
 def main_of_rank(task: Task, connection: Connection) -> None:
     """Run one rank; the entry point of its process."""
-    global _line
+    global _connection
     _die_with(task.parent)
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C in the terminal goes to the parent only, which passes it on once.
     _interrupt_once()
-    line = _line = _Line(connection)
-    line.send(Report("began"))
+    _connection = connection
+    _send(Report("began"))
     try:
         result = _work(task)
         if task.rank == 0:
             transfer.pack(result, Path(task.folder, "end"), "the result")
     except BaseException as error:
-        line.send(Report.of("failed", error, line.report_failure(error)))
+        note_failure(error)
+        _send(Report.of("failed", error, cast(float, _failed_at)))
         leave()
         # The parent shows the error; a second traceback from here would only come between.
         sys.exit(1)
-    line.send(Report("done"))
+    _send(Report("done"))
     leave()
 
 
