@@ -447,7 +447,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         _check_places(self.gather((progress.epoch, progress.step, progress.epoch_batch)))
         if self._is_parallel:
             between_ranks.check_schedules(self.schedulers, self.gather)
-        self._drift.begin(progress.step)
+        self._drift.agreed_at = progress.step
         super().on_run_begin()
 
     def on_validation_begin(self) -> None:

@@ -108,10 +108,6 @@ class DriftCheck:
     def __init__(self) -> None:
         self.agreed_at = -1
 
-    def begin(self, step: int) -> None:
-        """Note that the ranks begin alike at this step."""
-        self.agreed_at = step
-
     def check(self, step: int, hashes: Callable[[], Mapping[str, int]], gather: Callable[[Any], list[Any]]) -> None:
         """Raise DistributedError on all ranks where a tensor differs; all ranks call it, at the same step.
 

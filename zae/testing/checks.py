@@ -198,7 +198,13 @@ def _fail(kit: Kit, place: str, error: type[BaseException]) -> Iterator[tuple[st
         threads = set(threading.enumerate())
         trainer = kit.make()
         hooks = watch.hooks_of(trainer.unwrap(), [trainer.optimizer])
-        raised = _raised_by(kit, trainer, place, error)
+        trainer.notes.fail_in = place
+        trainer.notes.error = error
+        raised = None
+        try:
+            kit.run(trainer, data=Loader(kit.data(), trainer.notes))
+        except (Exception, Stopped) as failure:
+            raised = failure
         changed = kit.changes
         yield from _error_faults(place, error, raised) if trainer.notes.has_failed else ()
         for name, change in changed.items():
@@ -211,17 +217,6 @@ def _fail(kit: Kit, place: str, error: type[BaseException]) -> Iterator[tuple[st
             yield "hooks", f"leaves hooks behind after an exception in {place}; remove them in teardown()"
         if _threads_left(threads):
             yield "thread", f"leaves a thread running after an exception in {place}; end it in teardown()"
-
-
-def _raised_by(kit: Kit, trainer: Any, place: str, error: type[BaseException]) -> BaseException | None:
-    """Return what a run raises that fails in this place."""
-    trainer.notes.fail_in = place
-    trainer.notes.error = error
-    try:
-        kit.run(trainer, data=Loader(kit.data(), trainer.notes))
-    except (Exception, Stopped) as raised:
-        return raised
-    return None
 
 
 def _error_faults(place: str, error: type[BaseException], raised: BaseException | None) -> Iterator[tuple[str, str]]:

@@ -47,10 +47,7 @@ class PlainTask(Trainer):
         inputs, targets = batch
         return {"loss": nn.functional.mse_loss(self.model(inputs), targets)}
 
-    def test_step(self, batch: Any) -> Mapping[str, Any]:
-        """Return the squared error."""
-        inputs, targets = batch
-        return {"loss": nn.functional.mse_loss(self.model(inputs), targets)}
+    test_step = train_step
 
 
 @dataclass
@@ -145,10 +142,9 @@ class Kit:
     def _bare_keys(self) -> set[str]:
         return set(options_of(self.probe.add_on(*self.beside)))
 
-    def derive(self, base: Any, **members: Any) -> Any:
+    def derive(self, base: Any) -> Any:
         """Derive a class with the name of the task."""
-        derived: Any = type(self.task.__name__, (base,), {"__module__": __name__, **members})
-        return derived
+        return type(self.task.__name__, (base,), {"__module__": __name__})
 
     def build_model(self) -> nn.Module:
         """Make the model, the same each time."""
@@ -157,9 +153,9 @@ class Kit:
 
     def make(self, task: Any = None, without_it: bool = False, add: Sequence[Any] = (), **keywords: Any) -> Any:
         """Make a trainer from a seed, with the add-on or without it."""
-        model = keywords.pop("model", None) or self.build_model()
-        optimizer = keywords.pop("optimizer", None) or build_optimizer(model.parameters())
-        scheduler = keywords.pop("scheduler", None) or build_scheduler(optimizer)
+        model = self.build_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
         task = self.probe if task is None else task
         cls = task.add_on(*self.beside, *add) if without_it else task.add_on(self.add_on, *self.beside, *add)
         options = {k: v for k, v in self.options.items() if not without_it or k in self._bare_keys}
@@ -217,37 +213,18 @@ class Kit:
         with in_new_folder():
             return self.run(trainer)
 
-    @cached_property
-    def own_codes(self) -> dict[Any, str]:
-        """The names of the methods of the add-on, by their code."""
-        codes = {}
-        for klass in self.own_classes:
-            for name, value in klass.__dict__.items():
-                code = getattr(function_of(value), "__code__", None)
-                if code is not None:
-                    codes[code] = name
-        return codes
-
     @property
     def own_hooks(self) -> dict[Any, str]:
         """The names of the hooks that the add-on overrides, by their code."""
         hooks = hooks_of(Trainer)
-        return {code: name for code, name in self.own_codes.items() if name in hooks}
+        methods = [item for klass in self.own_classes for item in vars(klass).items() if item[0] in hooks]
+        codes = [(getattr(function_of(value), "__code__", None), name) for name, value in methods]
+        return {code: name for code, name in codes if code is not None}
 
 
 def _draw(seed: int, sizes: Sequence[int]) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     return [[torch.randn(size, width, generator=generator) for width in (3, 2)] for size in sizes]
-
-
-def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """Make the optimizer of every run."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def build_scheduler(optimizer: Any) -> Any:
-    """Make the scheduler of every run."""
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
 
 
 def _probing(task: Any) -> Any:
