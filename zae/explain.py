@@ -165,7 +165,7 @@ def lines_of(cls: Any, instance: Any = None) -> list[Line]:
         if closed is not None and text and depth > closed:
             continue
         closed = None
-        dropped = [each for each in dropped if each < depth] if text else []
+        dropped = [level for level in dropped if level < depth] if text else []
         # A call in the arguments of another one is made first.
         calls = tuple(reversed([name for name in re.findall(r"(\w+)\(", text) if name in hooks]))
         overrides = [(name, owner) for name in calls for owner in owners_of(cls, name)]

@@ -652,7 +652,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
         if count == 1 and (num_targets is None or self.engine.dp_world_size == 1):
             return loss
         if isinstance(loss, Mapping):  # Not self.scale_loss: an override scales all of them, once.
-            return {key: Trainer.scale_loss(self, each, num_targets, count) for key, each in loss.items()}
+            return {key: Trainer.scale_loss(self, scalar, num_targets, count) for key, scalar in loss.items()}
         return loss / count if num_targets is None else loss * num_targets
 
     @hook

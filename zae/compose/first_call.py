@@ -188,7 +188,7 @@ class FirstCall:
     def _refuse_none(self) -> None:
         """Refuse an override that has returned nothing where the loop needs a value."""
         cls = type(self._trainer)
-        owners = [each for each in cls.__mro__ if self._name in vars(each) and each is not hooks_of(cls)[self._name]]
+        owners = [c for c in cls.__mro__ if self._name in vars(c) and c is not hooks_of(cls)[self._name]]
         klass, *others = [owner for owner in owners if not is_base(owner)]
         names = [other.__name__ for other in others]
         passes_on = f" (or {' or '.join(names)} inside of it)" if names else ""

@@ -152,7 +152,7 @@ def mentions_super(value: Any) -> bool:
     """Return whether a method, or one that it wraps or holds, has the cell that ``super()`` without arguments needs."""
     functions = [wrapper for wrapper in wrappers_of(value) if isinstance(wrapper, FunctionType)]
     for layer in list(functions):
-        functions += [held for held in _cell_values(layer) if isinstance(held, FunctionType)]
+        functions += [value for value in _cell_values(layer) if isinstance(value, FunctionType)]
     return any("__class__" in function.__code__.co_freevars for function in functions)
 
 

@@ -17,29 +17,29 @@ def leave_out(cls: Any, layers: Container[str]) -> Any:
     Other public attributes of the add-on are None.
     """
     present = add_ons_of(cls)
-    left_out = [each for each in present if each.layer in layers]
-    gone: set[Any] = set()
+    left_out = [add_on for add_on in present if add_on.layer in layers]
+    removed: set[Any] = set()
     for add_on in left_out:
-        gone.update(kinds_of(add_on))
+        removed.update(kinds_of(add_on))
     for add_on in present:
         if add_on not in left_out:
-            gone.difference_update(kinds_of(add_on))
-    if not gone:
+            removed.difference_update(kinds_of(add_on))
+    if not removed:
         return cls
 
     class Passing(type(cls)):  # type: ignore[misc]
         def mro(cls) -> list[type]:
-            return [base for base in super().mro() if base not in gone]
+            return [base for base in super().mro() if base not in removed]
 
-    left: set[str] = set()
+    remaining_names: set[str] = set()
     for klass in cls.__mro__:
-        if klass not in gone:
-            left.update(vars(klass))
+        if klass not in removed:
+            remaining_names.update(vars(klass))
     # Code of the task may read and call what an add-on has: it finds a method that does nothing, or None.
     idle: dict[str, Any] = {}
-    for klass in gone:
+    for klass in removed:
         for name, value in vars(klass).items():
-            if name[0] != "_" and name not in left:
+            if name[0] != "_" and name not in remaining_names:
                 idle[name] = _do_nothing if callable(value) else None
     return Passing(cls.__name__, (cls,), {"__module__": cls.__module__, "_partial": True, **idle})
 

@@ -45,7 +45,7 @@ def is_named_in(add_on: TrainerMeta, names: Iterable[str | type]) -> bool:
     kinds_or_traits = {*names}
     if not kinds_or_traits:
         return False
-    kinds = {each for kind in add_on.__mro__ for each in (kind, kind.__name__)}
+    kinds = {label for kind in add_on.__mro__ for label in (kind, kind.__name__)}
     return not kinds_or_traits.isdisjoint(kinds | traits_of(add_on))
 
 

@@ -157,9 +157,9 @@ class Processes:
         """
         from zae.checkpoint.encoding import name_of_key
 
-        tensors = {f"model/{key}": each for key, each in self.unwrap().state_dict().items()}
+        tensors = {f"model/{key}": tensor for key, tensor in self.unwrap().state_dict().items()}
         for name, optimizer in self.optimizers.items():
             slots = f"state/optimizer.{name_of_key(name)}.state"
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            tensors |= {f"{slots}.{index}.": each for index, each in enumerate(parameters)}
-        return {key: each for key, each in tensors.items() if is_sharded(each)}
+            tensors |= {f"{slots}.{index}.": parameter for index, parameter in enumerate(parameters)}
+        return {key: tensor for key, tensor in tensors.items() if is_sharded(tensor)}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["FirstEpoch", "FirstStep"]
 
 _log = logging.getLogger("zae")
-_SHOWN = 16  # Numbers of each parameter that are kept for an epoch.
+_SAMPLE_SIZE = 16  # Numbers of each parameter that are kept for an epoch.
 _ACTS_BY_MODE = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -153,7 +153,7 @@ class FirstStep:
         """Enclose ``train_step``, and refuse one that does what is done for it."""
         trainer = self._trainer
         gradients = self._gradients()
-        taken = self._scheduler_steps()
+        steps_before = self._scheduler_steps()
         was_training = self._is_model_training()
         watched = [
             optimizer for optimizer in trainer.optimizers.values() if hasattr(optimizer, "_optimizer_step_pre_hooks")
@@ -171,7 +171,7 @@ class FirstStep:
             raise self._of_a_loop_by_hand("has removed the gradients of the batches before it in the window")
         if after != gradients:
             raise self._of_a_loop_by_hand("has changed gradients itself (to clip them, write gradient_clip=...)")
-        if self._scheduler_steps() != taken:
+        if self._scheduler_steps() != steps_before:
             raise self._of_a_loop_by_hand("steps a scheduler, as the trainer does (scheduler_step_on_batch=...)")
         if was_training and not self._is_model_training() and trainer.is_main:
             _log.warning(
@@ -183,11 +183,11 @@ class FirstStep:
     def _warn_of_modules_beside(self) -> None:
         """Warn of modules in attributes of the task that got gradients, and that no optimizer trains."""
         trainer = self._trainer
-        held = set(map(id, trainer.optimization.parameters))
+        trained = set(map(id, trainer.optimization.parameters))
         names = []
         for name, value in vars(trainer).items():
             weights = value.parameters() if isinstance(value, nn.Module) else ()
-            if any(weight.grad is not None and id(weight) not in held for weight in weights):
+            if any(weight.grad is not None and id(weight) not in trained for weight in weights):
                 names.append(f"self.{name}")
         if names and trainer.is_main:
             _log.warning(
@@ -244,7 +244,7 @@ class _WeightSample(NamedTuple):
 
 
 def _first_numbers(parameter: Tensor) -> Tensor:
-    return local_part(parameter.data).reshape(-1)[:_SHOWN]
+    return local_part(parameter.data).reshape(-1)[:_SAMPLE_SIZE]
 
 
 class FirstEpoch:

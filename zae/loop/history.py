@@ -351,7 +351,7 @@ class History:
         """Find the best in the rows by the present monitor, after a state that was saved with another one."""
         sign = 1 if self.direction == "min" else -1
         scored = [row for row in self.scores_by_step().values() if row["score"] == row["score"]]  # Not those of NaN.
-        self.best = min(scored, key=lambda each: sign * each["score"], default=Metrics())
+        self.best = min(scored, key=lambda row: sign * row["score"], default=Metrics())
 
     def scores_by_step(self) -> dict[int, Metrics]:
         """Map each step with a value of the present monitor to a row as ``best`` is one."""
@@ -413,12 +413,12 @@ class History:
 
     def state_dict(self, is_open: bool = True, has_rows: bool = True) -> dict[str, Any]:
         """Return the records; ``is_open`` says whether the rest of an epoch, or its validation, needs the log."""
-        rows = self.rows if has_rows else {}
+        histories = self.rows if has_rows else {}
         return {
             "log_train": self.log_train.state_dict(is_open),
             "train_metrics": dict(self.train_metrics),
             "test_metrics": dict(self.test_metrics),
-            **{name: [dict(row) for row in each] for name, each in rows.items()},
+            **{name: [dict(row) for row in rows] for name, rows in histories.items()},
             "best": dict(self.best),
             "monitor": self.criterion,
         }

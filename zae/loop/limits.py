@@ -89,7 +89,7 @@ def _parse_batch_limits(limit: Any, overfit: int | None) -> BatchLimits:
     pair = limit if isinstance(limit, (tuple, list)) else (limit, limit)
     if len(pair) != 2:
         raise ConfigError(f"limit_batches={limit!r}; write one number of batches, or (training, validation)")
-    train, valid = (check_argument("limit_batches", each, Count | None) for each in pair)
+    train, valid = (check_argument("limit_batches", count, Count | None) for count in pair)
     if overfit is not None and train is not None:
         raise ConfigError(
             f"limit_batches={limit!r} and overfit_batches={overfit} both limit the training batches; write "

@@ -75,8 +75,8 @@ class Predictions:
                 f"return the same entries for each, {_INSTEAD}"
             )
         try:
-            for name, each in rows.items():
-                self._columns[name].add(each)
+            for name, tensor in rows.items():
+                self._columns[name].add(tensor)
         except OSError as error:
             assert self.path is not None
             raise not_saved(self.path, error, byte_count(*rows.values())) from error
@@ -107,7 +107,7 @@ class Predictions:
             if first.dtype.is_floating_point and first.dtype not in (torch.float64, torch.float32, torch.float16):
                 raise StepError(f"{self.path}: NumPy has no {first.dtype}; return .float(), or write .safetensors")
         folder = None if self.path is None else self.path.parent
-        self._columns = {name: _Column(name, each, folder, self.writes) for name, each in rows.items()}
+        self._columns = {name: _Column(name, first, folder, self.writes) for name, first in rows.items()}
 
 
 class _Column:

@@ -218,7 +218,7 @@ class RankStates:
                 len(self.ranks),
                 world,
             )
-        elif varying and self.rank not in (None, rank) and not all("add_ons" in each for each in self.ranks or [{}]):
+        elif varying and self.rank not in (None, rank) and not all("add_ons" in saved for saved in self.ranks or [{}]):
             _log.warning(
                 "rank %d takes the state of %s from rank %d: a state that one rank has read, or saved alone after an "
                 "exception, does not hold what differs on the others",
@@ -241,8 +241,8 @@ def engine_of(cls: type, state: Mapping[str, Any] = MappingProxyType({})) -> str
 
 def _entries_of_ranks(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the entry of the parallel add-on in a state, by its key; empty where one process has saved it."""
-    entries = {key: each for key, each in state.items() if isinstance(each, Mapping)}
-    return {key: each for key, each in entries.items() if isinstance(each.get("ranks"), list)}
+    entries = {key: entry for key, entry in state.items() if isinstance(entry, Mapping)}
+    return {key: entry for key, entry in entries.items() if isinstance(entry.get("ranks"), list)}
 
 
 def _of_one_process(trainer: Trainer, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -84,7 +84,7 @@ class StepOutput(tuple[Mapping[str, Any], Any]):
 def loss_numbers(loss: Any) -> Any:
     """Return a loss as a float; one for each optimizer as a dict by their names."""
     if isinstance(loss, Mapping):
-        return {str(key): loss_numbers(each) for key, each in loss.items()}
+        return {str(key): loss_numbers(scalar) for key, scalar in loss.items()}
     return float(loss.detach() if isinstance(loss, Tensor) else loss)
 
 
@@ -151,7 +151,7 @@ def _copy(value: Any, in_window: bool, with_outputs: bool) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy() if value.size == 1 or with_outputs else value
     if isinstance(value, Mapping):
-        return {key: _copy(each, in_window, with_outputs) for key, each in value.items()}
+        return {key: _copy(entry, in_window, with_outputs) for key, entry in value.items()}
     if is_typed(value):
         return type(value)(*(_copy(entry, in_window, with_outputs) for entry in value))
     return value
