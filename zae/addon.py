@@ -13,7 +13,14 @@ from zae.compose.composition import mix
 from zae.compose.introspect import LAYERS, hook, repeats, replaces
 from zae.description import Description
 from zae.errors import CheckpointMismatch
-from zae.loop.addon_state import GENERATORS, Generators, as_saved, check_declared, declaring, read_declared
+from zae.loop.addon_state import (
+    GENERATORS,
+    Generators,
+    as_saved,
+    attributes_by_owner,
+    check_attributes,
+    read_attributes,
+)
 from zae.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -177,18 +184,18 @@ class AddOnBase(Trainer):
         """Add the generators, and an entry for each add-on that declares what it keeps."""
         generators = self._generators.state_dict()
         drawn = {GENERATORS: generators} if generators else {}
-        return {**super().state_dict(), **read_declared(self), **drawn}
+        return {**super().state_dict(), **read_attributes(self), **drawn}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Check the entries of declared attributes and of generators, load the rest, and then set them."""
         generators, state = self.take(state, GENERATORS, strict=False)
         values: dict[str, Any] = {}
-        for owner in declaring(type(self)):
+        for owner in attributes_by_owner(type(self)):
             entry, rest = self.take(state, owner.__name__, strict=False)
             entry = owner.adapt_state(self, entry)
             if entry is None:
                 entry, rest = self.take(state, owner.__name__, strict)
-            values |= {} if entry is None else check_declared(self, owner, entry)
+            values |= {} if entry is None else check_attributes(self, owner, entry)
             state = rest
         super().load_state_dict(state, strict)
         for name, value in values.items():

@@ -23,7 +23,11 @@ from zae.values.walk import flatten, json_safe
 __all__ = ["ClientSink", "JSONLSink", "RunInfo", "Sink"]
 
 _log = logging.getLogger("zae")
-_OTHERS = ("run", "image", "histogram")  # A line that is no record has a dict there; the last two are of older files.
+_KEYS_OF_OTHER_LINES = (
+    "run",
+    "image",
+    "histogram",
+)  # A line that is no record has a dict there; the last two are of older files.
 
 
 @dataclass(frozen=True)
@@ -303,7 +307,7 @@ def _place_of(line: bytes) -> tuple[float | None, bool]:
     try:
         row: Any = json.loads(line) if line.endswith(b"\n") else None
         step = row["step"]
-        is_other = any(isinstance(row.get(key), dict) for key in _OTHERS)
+        is_other = any(isinstance(row.get(key), dict) for key in _KEYS_OF_OTHER_LINES)
         return (step if isinstance(step, (int, float)) else None), not is_other
     except (ValueError, TypeError, LookupError, RecursionError):
         return None, True

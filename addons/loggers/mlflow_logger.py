@@ -14,21 +14,21 @@ from zae.addons.loggers.logger import WebLoggerAddon
 
 __all__ = ["MLflowLoggerAddon", "MLflowSink"]
 
-_KNOWN = ("experiment_name", "tracking_uri", "run_id", "run_name", "tags")
-_REFUSED = re.compile(r"[^\w\-. /]")  # What MLflow does not take in the name of a metric or a parameter.
-_LONGEST_NAME = 250
-_LONGEST = 500
+_KNOWN_ENTRIES = ("experiment_name", "tracking_uri", "run_id", "run_name", "tags")
+_INVALID_CHARACTERS = re.compile(r"[^\w\-. /]")  # What MLflow does not take in the name of a metric or a parameter.
+_MAX_NAME_LENGTH = 250
+_MAX_VALUE_LENGTH = 500
 _TAG = "zae.run_id"
 
 
 def _name_for(key: str) -> str:
     """Return a name that MLflow takes: it may be a path, and must then be the only name of that path."""
-    parts = _REFUSED.sub("_", key).split("/")
+    parts = _INVALID_CHARACTERS.sub("_", key).split("/")
     name = "/".join("_" * max(1, len(part)) if part in ("", ".", "..") else part for part in parts)
-    if len(name) <= _LONGEST_NAME:
+    if len(name) <= _MAX_NAME_LENGTH:
         return name
     digest = hashlib.sha256(key.encode()).hexdigest()[:8]  # Two long names may begin alike.
-    return f"{name[: _LONGEST_NAME - len(digest) - 1]}-{digest}"
+    return f"{name[: _MAX_NAME_LENGTH - len(digest) - 1]}-{digest}"
 
 
 class MLflowSink(ClientSink):
@@ -47,7 +47,7 @@ class MLflowSink(ClientSink):
     @classmethod
     def check(cls, entries: Mapping[str, Any]) -> None:
         """Refuse entries that are not known."""
-        cls.refuse_unknown(entries, _KNOWN, "MLflowLoggerAddon")
+        cls.refuse_unknown(entries, _KNOWN_ENTRIES, "MLflowLoggerAddon")
 
     def load(self) -> None:
         """Import mlflow and make its client, which may first create the tables of a database."""
@@ -75,7 +75,7 @@ class MLflowSink(ClientSink):
         self.client = (client, run_id)
         from mlflow.entities import Param
 
-        options = [Param(_name_for(key), str(value)[:_LONGEST]) for key, value in info.flat_config.items()]
+        options = [Param(_name_for(key), str(value)[:_MAX_VALUE_LENGTH]) for key, value in info.flat_config.items()]
         for start in range(0, len(options), 100):  # The most that a server takes at once.
             client.log_batch(run_id, params=options[start : start + 100])
 

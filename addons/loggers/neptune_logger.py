@@ -13,7 +13,7 @@ from zae.errors import AddOnRequirement
 
 __all__ = ["NeptuneLoggerAddon", "NeptuneSink"]
 
-_LOCAL = ("offline", "debug")
+_LOCAL_MODES = ("offline", "debug")
 _OFFLINE = 'web_logger={"neptune": {"mode": "offline"}}'
 
 
@@ -42,7 +42,7 @@ class NeptuneSink(ClientSink):
         """Refuse a run that needs a token and has none."""
         mode = entries.get("mode") or os.environ.get("NEPTUNE_MODE") or "async"
         has_token = entries.get("api_token") or entries.get("api_tkn") or os.environ.get("NEPTUNE_API_TOKEN")
-        if mode not in _LOCAL and not has_token:
+        if mode not in _LOCAL_MODES and not has_token:
             raise AddOnRequirement(
                 "NeptuneLoggerAddon has no API token; log in with: export NEPTUNE_API_TOKEN=... (the hosted service "
                 f"has ended, so you need your own server), or log to files: {_OFFLINE}"

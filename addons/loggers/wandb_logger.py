@@ -21,8 +21,8 @@ __all__ = ["WandBLoggerAddon", "WandBSink"]
 
 _HOST = "https://api.wandb.ai"
 _FOLDERS = ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")
-_INTERVAL = "x_transaction_log_flush_interval"
-_SECONDS = 0.05
+_FLUSH_SETTING = "x_transaction_log_flush_interval"
+_FLUSH_INTERVAL_S = 0.05
 """The interval in which the client writes its file; at its default of 15 s, a kill loses the records since."""
 
 
@@ -79,7 +79,7 @@ class WandBSink(ClientSink):
             "init_timeout": info.timeout,
             "finish_timeout": info.timeout * 0.9,
             "finish_timeout_raises": True,
-            _INTERVAL: _SECONDS,
+            _FLUSH_SETTING: _FLUSH_INTERVAL_S,
         }
         known_settings = getattr(wandb.Settings, "model_fields", {})  # Older clients do not have all of them.
         settings = {**{key: value for key, value in own_settings.items() if key in known_settings}, **settings}
@@ -97,7 +97,7 @@ class WandBSink(ClientSink):
 
     def flush(self) -> None:
         """Wait until the file of the client has grown; there is no call for that."""
-        interval = getattr(self.client.settings, _INTERVAL, 0.0)
+        interval = getattr(self.client.settings, _FLUSH_SETTING, 0.0)
         if not self._written or not 0 < interval < 1:
             return
         self._written = False

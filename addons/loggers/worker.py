@@ -22,7 +22,7 @@ __all__ = ["SinkGroup"]
 
 _log = logging.getLogger("zae")
 _NOISE = re.compile(r"(?:\x1b\[[0-9;]*m|[\x00-\x1f\x7f\s])+")
-_LONGEST = 400
+_MAX_ERROR_LENGTH = 400
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class GuardedSink:
         try:
             self.sink.load()
         except Exception as error:
-            self.fail(self._in_words(error), error)
+            self.fail(self._describe(error), error)
         else:
             self._has_begun = True
             self.submit("open", self.info)
@@ -165,7 +165,7 @@ class GuardedSink:
         try:
             getattr(self.sink, call.name)(*call.arguments)
         except (Exception, SystemExit) as error:
-            self.fail(self._in_words(error), error if call.name == "open" else None, call)
+            self.fail(self._describe(error), error if call.name == "open" else None, call)
 
     def raise_error(self) -> None:
         """Raise the error of a required sink that has failed, or what the user must mend, once."""
@@ -239,12 +239,12 @@ class GuardedSink:
             self._kept += 1
         except Exception as error:
             self._dropped = 1
-            _log.warning("the records of %s cannot be kept in %s: %s", self.sink.name, self.path, self._in_words(error))
+            _log.warning("the records of %s cannot be kept in %s: %s", self.sink.name, self.path, self._describe(error))
 
-    def _in_words(self, error: BaseException) -> str:
+    def _describe(self, error: BaseException) -> str:
         """Return an exception as one line, without colours and secrets."""
         text = redact(_NOISE.sub(" ", str(error)).strip(), self._secrets)
-        return f"{type(error).__name__}: {text[:_LONGEST]}" if text else type(error).__name__
+        return f"{type(error).__name__}: {text[:_MAX_ERROR_LENGTH]}" if text else type(error).__name__
 
 
 class SinkGroup:

@@ -54,11 +54,11 @@ def _cause(message: str, owner: Any, names: Collection[str]) -> str:
     place, _, text = message.partition("() ")
     unknown = re.match(r"got an unexpected keyword argument '(\w+)'", text)
     if unknown:
-        text = f"{unknown[0]}{_meaning(unknown[1], owner, names)}"
+        text = f"{unknown[0]}{_remedy_for(unknown[1], owner, names)}"
     return f"{place.rpartition('.')[2]}() {text}"
 
 
-def _meaning(name: str, owner: Any, names: Collection[str]) -> str:
+def _remedy_for(name: str, owner: Any, names: Collection[str]) -> str:
     """Return what a name stands for that a method does not take; empty where nothing is known."""
     from zae.compose.hints import hint
 

@@ -36,11 +36,11 @@ __all__ = [
 FIXED = ("run", "run_epoch", "run_batch", "add_on", "evaluate", "inference", "predict")
 """The loop itself, which an add-on must not override."""
 
-_OF_DATA = ("evaluate", "predict")
+_DATA_METHODS = ("evaluate", "predict")
 """The methods of `FIXED` that an add-on may override with a call of ``super()``, for instance to make the loader."""
 
 _OPTIONS = ("seed", "gradient_clip", "monitor", "log_bar", "log_every")
-_OF_THE_TRAINER = (
+_TRAINER_NAMES = (
     "current_run",
     "engine",
     "history",
@@ -69,7 +69,7 @@ _OF_THE_TRAINER = (
 rest are attributes."""
 
 _STEPS = ("train_step", "test_step", "predict_step")
-_BODIES = {
+_STEP_LINES = {
     "train_step": [
         "    def train_step(self, batch):",
         "        inputs, targets = batch",
@@ -128,7 +128,7 @@ def _check_declaration(cls: Any) -> None:
     if "apply" in cls.__dict__ and not isinstance(cls.__dict__["apply"], classmethod):
         raise AddOnError(f"{name}.apply is not a classmethod; write @classmethod def apply(cls, base_cls)")
     for fixed in FIXED:
-        if fixed in cls.__dict__ and not (fixed in _OF_DATA and mentions_super(cls.__dict__[fixed])):
+        if fixed in cls.__dict__ and not (fixed in _DATA_METHODS and mentions_super(cls.__dict__[fixed])):
             raise AddOnError(
                 f"{name} overrides {fixed}, which is the loop itself; override a hook inside it, for instance "
                 "gradients, backward, optimizer_step or logging (Trainer.explain() shows where each is called)"
@@ -339,7 +339,7 @@ def check_complete(cls: Any) -> None:
     composition = f"{name}.add_on({', '.join(a.__name__ for a in ordered)})" if ordered else name
     lines = [f"class {name}(Trainer):"]
     for method in missing:
-        lines += _BODIES.get(method, [f"    def {method}(self): ..."])
+        lines += _STEP_LINES.get(method, [f"    def {method}(self): ..."])
     lines += ["", f"trainer = {composition}(model, optimizer=optimizer, ...)"]
     absent = " and no ".join(missing)
     raise TaskError(f"{cls.__name__} cannot be instantiated: it has no {absent}. Write:\n\n" + "\n".join(lines))
@@ -375,22 +375,22 @@ def check_instance(trainer: Any) -> None:
         is_part = any(c.__module__.partition(".")[0] in ("zae", "torch") for c in type(present).__mro__)
         is_plain = type(present) is type(value) and isinstance(value, (bool, int, float, str))
         if not (present is value or is_part or (is_plain and present == value)):
-            raise _taken(cls, name)
+            raise _name_error(cls, name)
 
 
 def initial_values(trainer: Any) -> dict[str, Any]:
     """Return what the constructor of Trainer has set, for `check_instance` to compare after every other one."""
-    return {name: getattr(trainer, name) for name in _OF_THE_TRAINER}
+    return {name: getattr(trainer, name) for name in _TRAINER_NAMES}
 
 
 def explain_setter(cls: Any, error: AttributeError) -> None:
     """Add what to write to Python's error for an ``__init__`` that sets a property of the trainer."""
     match = re.fullmatch(r"property '(\w+)' of '.*' object has no setter", str(error))
     if match and isinstance(getattr(cls, match[1], None), property):
-        error.add_note(f"zae: {_taken(cls, match[1])}")
+        error.add_note(f"zae: {_name_error(cls, match[1])}")
 
 
-def _taken(cls: type, name: str) -> TaskError:
+def _name_error(cls: type, name: str) -> TaskError:
     option = f", or write super().__init__(..., {name}=...)" if name in _OPTIONS else ""
     return TaskError(
         f"{cls.__name__}.__init__ sets self.{name}, which the trainer keeps for itself; give the attribute another "

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_composition", "check_set"]
 
-_KINDS = ("state_attributes", "rank_state_attributes", "process_attributes")
-_OURS = ("_is_addon", "_is_base", "_applied", "_partial", "_recipe", "_compositions")
+_ATTRIBUTE_LISTS = ("state_attributes", "rank_state_attributes", "process_attributes")
+_PRIVATE_MARKS = ("_is_addon", "_is_base", "_applied", "_partial", "_recipe", "_compositions")
 
 
 def check_composition(cls: TrainerMeta) -> None:
@@ -126,7 +126,7 @@ def _check_collisions(cls: Any) -> None:
             count = is_add_on(outer) + is_add_on(klass)
             if name in core or count == 0 or (count == 2 and name in declared):
                 continue
-            if name in _KINDS and is_base(outer):  # A task says what its own attributes are.
+            if name in _ATTRIBUTE_LISTS and is_base(outer):  # A task says what its own attributes are.
                 continue
             if any(name in names.get(c, ()) for c in outer.__mro__ if c in klass.__mro__):
                 continue  # Both inherit it from one base.
@@ -175,6 +175,8 @@ def _root(cls: Any) -> Any:
 def _own_names(cls: Any) -> dict[str, None]:
     """Return the names that a class body defines, and the attributes that it declares, in order."""
     body = cls.__dict__
-    defined = [name for name in body if name not in _OURS and not name.startswith("__") and name != "_abc_impl"]
-    declared = [name for kind in _KINDS for name in body.get(kind, ())]
+    defined = [
+        name for name in body if name not in _PRIVATE_MARKS and not name.startswith("__") and name != "_abc_impl"
+    ]
+    declared = [name for kind in _ATTRIBUTE_LISTS for name in body.get(kind, ())]
     return dict.fromkeys((*defined, *declared))

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["check_properties", "watching_first_calls", "without_first_calls"]
 
-_GIVES_BACK = ("to_device", "wrap_model", "wrap_loader")  # Their type is Any, and they return what they are given.
-_MAY_GIVE_NOTHING = ("metric_on_epoch_end",)  # None is no metrics.
+_RETURN_ARGUMENT = ("to_device", "wrap_model", "wrap_loader")  # Their type is Any, and they return what they are given.
+_MAY_RETURN_NONE = ("metric_on_epoch_end",)  # None is no metrics.
 
-_AT_THE_END = ("teardown", "on_exception")
+_FINAL_HOOKS = ("teardown", "on_exception")
 """The hooks whose skipped work is done all the same: the process is left as it was, and a user's error goes on."""
 
-_OF_STATE = ("state_dict", "load_state_dict")  # AddOnBase does it for what add-ons declare.
-_OF_THE_LOOP = ("setup", *_OF_STATE)  # No task can do the work of their defaults.
+_STATE_HOOKS = ("state_dict", "load_state_dict")  # AddOnBase does it for what add-ons declare.
+_LOOP_HOOKS = ("setup", *_STATE_HOOKS)  # No task can do the work of their defaults.
 _END = object()  # Of an iterator.
 _overridden: WeakKeyDictionary[type, list[tuple[str, Any]]] = WeakKeyDictionary()  # The hooks of each class.
 _judged: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()  # Those whose first call is over.
@@ -40,7 +40,7 @@ def watching_first_calls(trainer: Trainer) -> Iterator[None]:
     """Put a `FirstCall` before each overridden hook of a trainer, unless this process has called it already."""
     attributes = vars(trainer)
     calls = {}
-    for name, introduced in _unjudged(type(trainer)):
+    for name, introduced in _hooks_to_judge(type(trainer)):
         if name not in attributes and not isinstance(vars(introduced)[name], property):
             calls[name] = FirstCall(trainer, name)
     attributes |= calls
@@ -59,12 +59,12 @@ def without_first_calls(attributes: dict[str, Any]) -> dict[str, Any]:
 
 def check_properties(trainer: Trainer) -> None:
     """Read each hook that is a property, which no attribute of an object can stand before."""
-    for name, introduced in _unjudged(type(trainer)):
+    for name, introduced in _hooks_to_judge(type(trainer)):
         if isinstance(vars(introduced)[name], property):
             FirstCall(trainer, name).read()
 
 
-def _unjudged(cls: Any) -> list[tuple[str, Any]]:
+def _hooks_to_judge(cls: Any) -> list[tuple[str, Any]]:
     """Return the overridden hooks of a class whose first call was not judged, with the class that introduced each."""
     if cls not in _overridden:
         _judged[cls] = set()
@@ -152,14 +152,14 @@ class FirstCall:
         klass, *skipped = watch.unreached
         add_ons = [base for base in skipped if is_add_on(base)]
         does_default = mentions_super(vars(klass)[self._name])
-        if self._name not in _OF_THE_LOOP:
+        if self._name not in _LOOP_HOOKS:
             does_default = does_default or not is_add_on(klass)
         if not skipped or (does_default and not add_ons):
             _judged.setdefault(type(self._trainer), set()).add(self._name)
             return
         text = self._describe(klass, add_ons)
         error = None
-        if self._name in _AT_THE_END:
+        if self._name in _FINAL_HOOKS:
             getattr(super(klass, self._trainer), self._name)(*args)
             error = sys.exc_info()[1]
         if error is None:
@@ -169,7 +169,7 @@ class FirstCall:
     def _describe(self, klass: Any, add_ons: Sequence[Any]) -> str:
         """Say what an override skips, of these add-ons, and what to write."""
         skipped = [add_on for add_on in add_ons if not is_base(add_on)]
-        if self._name in _OF_STATE and len(skipped) < len(add_ons):
+        if self._name in _STATE_HOOKS and len(skipped) < len(add_ons):
             skipped += [c for c in type(self._trainer).__mro__ if is_add_on(c) and _declares_state(c)]
         names = dict.fromkeys(base.__name__ for base in skipped)
         left_out = "the add-ons inside it and the default"
@@ -308,12 +308,12 @@ def _method_of(trainer: Any, name: str) -> Any:
 
 def _needs_value(cls: type, name: str, args: Sequence[Any]) -> bool:
     """Return whether the loop needs what a hook returns."""
-    if name in _GIVES_BACK:
+    if name in _RETURN_ARGUMENT:
         return args[0] is not None
     default: Callable[..., Any] = function_of(vars(hooks_of(cls)[name])[name])
     returned = str(default.__annotations__.get("return"))
     may_be_none = returned in ("None", "Any") or returned.endswith("| None")
-    return not may_be_none and name not in _MAY_GIVE_NOTHING
+    return not may_be_none and name not in _MAY_RETURN_NONE
 
 
 def _error(klass: type) -> type[TaskError]:

@@ -27,7 +27,7 @@ def leave_out(cls: Any, layers: Container[str]) -> Any:
     if not removed:
         return cls
 
-    class Passing(type(cls)):  # type: ignore[misc]
+    class WithoutAddOns(type(cls)):  # type: ignore[misc]
         def mro(cls) -> list[type]:
             return [base for base in super().mro() if base not in removed]
 
@@ -41,7 +41,7 @@ def leave_out(cls: Any, layers: Container[str]) -> Any:
         for name, value in vars(klass).items():
             if name[0] != "_" and name not in remaining_names:
                 idle[name] = _do_nothing if callable(value) else None
-    return Passing(cls.__name__, (cls,), {"__module__": cls.__module__, "_partial": True, **idle})
+    return WithoutAddOns(cls.__name__, (cls,), {"__module__": cls.__module__, "_partial": True, **idle})
 
 
 def _do_nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...

@@ -30,7 +30,7 @@ __all__ = [
 
 _Options: TypeAlias = "Mapping[str, tuple[inspect.Parameter, type]]"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class _SetByClass:
@@ -53,7 +53,7 @@ def options_of(cls: Any) -> _Options:
         options_by_name: _Options = {}
         for klass in reversed(_classes_to_initialize(cls)):
             if isinstance(klass.__dict__.get("__init__"), FunctionType):
-                options_by_name = _outside_of(options_by_name, klass)
+                options_by_name = _options_outside(options_by_name, klass)
         options = MappingProxyType(options_by_name)
         cls.__options__ = (inits, options)
     return options
@@ -65,7 +65,7 @@ def _classes_to_initialize(cls: Any) -> list[Any]:
     return mro[: 1 + max(index for index, klass in enumerate(mro) if is_trainer(klass))]
 
 
-def _outside_of(inner: _Options, klass: type) -> _Options:
+def _options_outside(inner: _Options, klass: type) -> _Options:
     """Return the options of a class whose ``__init__`` passes the rest on to one that takes ``inner``."""
     parameters = _parameters(klass)
     positional = [p for p in parameters if p.kind in _POSITIONAL]
@@ -103,7 +103,7 @@ def _parameters(cls: type) -> list[inspect.Parameter]:
 
 def own_options(cls: type) -> dict[str, inspect.Parameter]:
     """Return the options that a class declares in its own ``__init__``."""
-    return {p.name: p for p in _parameters(cls) if p.kind not in _REST}
+    return {p.name: p for p in _parameters(cls) if p.kind not in _VARIADIC}
 
 
 def option_values(trainer: Any) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _hint_for(cls: Any, name: str, options: Collection[str]) -> str:
         owner = owners[near.split("'")[1]].__name__
         return f"{near[:-1]}, an option of {owner}? Add it with .add_on({owner})"
     listing = f"; it has {', '.join(options)}"
-    user_class = next((klass for klass in _initialized(cls) if not klass.__module__.startswith("zae.")), None)
+    user_class = next((klass for klass in _classes_with_init(cls) if not klass.__module__.startswith("zae.")), None)
     if user_class is None:
         return listing
     return (
@@ -225,14 +225,14 @@ def _hint_for(cls: Any, name: str, options: Collection[str]) -> str:
     )
 
 
-def _initialized(cls: Any) -> list[Any]:
+def _classes_with_init(cls: Any) -> list[Any]:
     """Return the classes that have an ``__init__`` of their own, the outermost first."""
     return [klass for klass in _classes_to_initialize(cls) if isinstance(klass.__dict__.get("__init__"), FunctionType)]
 
 
 def _not_passed_on(cls: Any, name: str) -> str:
     """Say which ``__init__`` does not pass an option on to the one that declares it; empty where none does."""
-    initialized = _initialized(cls)
+    initialized = _classes_with_init(cls)
     for index, klass in enumerate(initialized):
         if not any(p.kind is p.VAR_KEYWORD for p in _parameters(klass)):
             owner = next((inner for inner in initialized[index + 1 :] if name in own_options(inner)), None)

@@ -13,7 +13,7 @@ from tqdm.utils import ObjectWrapper
 
 __all__ = ["AboveBar"]
 
-_MOVE = re.compile(r"\r|\x1b(?!\[[0-9;]*m)")
+_CURSOR_MOVE = re.compile(r"\r|\x1b(?!\[[0-9;]*m)")
 """What begins a move of the cursor; a sequence that ends in m sets a colour."""
 
 
@@ -37,7 +37,7 @@ class AboveBar(ObjectWrapper):
             "below": stream,
             "process": os.getpid(),
             "handlers": [handler for handler in _handlers() if handler.stream is stream],
-            "held": "",  # The beginning of a line that has not ended.
+            "beginning": "",  # The beginning of a line that has not ended.
             "is_writing": False,
         }
         for key, value in attributes.items():
@@ -58,12 +58,12 @@ class AboveBar(ObjectWrapper):
         if os.getpid() != self.process:
             return self._write_beside(text)
         # A newline alone on standard error moves the cursor to the line of another bar.
-        is_newline = self.stands_for == "stderr" and not self.held and not text.strip("\n")
-        if self.is_writing or is_newline or _MOVE.match(text):
+        is_newline = self.stands_for == "stderr" and not self.beginning and not text.strip("\n")
+        if self.is_writing or is_newline or _CURSOR_MOVE.match(text):
             self.below.write(text)
             return len(text)
-        lines, end, unfinished = (self.held + text).rpartition("\n")
-        self.wrapper_setattr("held", unfinished)
+        lines, end, unfinished = (self.beginning + text).rpartition("\n")
+        self.wrapper_setattr("beginning", unfinished)
         if end:
             self._write_lines(lines)
         return len(text)
@@ -78,12 +78,12 @@ class AboveBar(ObjectWrapper):
 
     def _write_beside(self, text: Any) -> int:
         """Write whole lines of a forked process over the bar of the other process, which draws it again."""
-        pending = self.held + text
+        pending = self.beginning + text
         if pending.endswith("\n"):
             self.below.write(("\r\x1b[K" if self.below.isatty() else "") + pending)
             self.below.flush()
             pending = ""
-        self.wrapper_setattr("held", pending)
+        self.wrapper_setattr("beginning", pending)
         return len(text)
 
     def end(self) -> None:
@@ -93,8 +93,8 @@ class AboveBar(ObjectWrapper):
         for handler in self.handlers:
             if handler.stream is self:
                 handler.stream = self.below
-        unfinished = self.held
-        self.wrapper_setattr("held", "")
+        unfinished = self.beginning
+        self.wrapper_setattr("beginning", "")
         if unfinished:  # On a terminal the next bar would overwrite it.
             self.below.write(unfinished + ("\n" if self.below.isatty() else ""))
 

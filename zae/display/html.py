@@ -25,19 +25,19 @@ __all__ = [
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#3a93c4", "#7a8699")
 """The colours of curves, training and validation first: those of Okabe and Ito, which readers with a colour vision
 deficiency tell apart, where they have a contrast of at least 3 to white and to #111."""
-_LINE = "1px solid rgba(128,128,128,.35)"
-_QUIET = "opacity:.75"
-_ROWS = 60  # Rows of a table at most: the first ones and the last ones.
-_POINTS = 300  # Points of a curve at most.
-_CHARTS = 4
+_BORDER = "1px solid rgba(128,128,128,.35)"
+_FAINT = "opacity:.75"
+_MAX_ROWS = 60  # Rows of a table at most: the first ones and the last ones.
+_MAX_POINTS = 300  # Points of a curve at most.
+_MAX_CHARTS = 4
 # A chart in pixels, its margins, and the width of a letter.
 _WIDTH = 320
 _HEIGHT = 150
-_RIGHT = 8
-_TOP = 24
-_BOTTOM = 20
-_LEAST_LEFT = 46
-_PER_LETTER = 6.2
+_RIGHT_MARGIN = 8
+_TOP_MARGIN = 24
+_BOTTOM_MARGIN = 20
+_MIN_LEFT_MARGIN = 46
+_LETTER_WIDTH = 6.2
 _SPLITS = ("train", "valid")
 
 
@@ -55,17 +55,17 @@ def rows_html(rows: Sequence[Mapping[str, Any]], marks: Sequence[str] = ()) -> s
     """Return rows as a table with a header; a long one without its middle."""
     columns = columns_of(rows)
     marks = marks or [""] * len(rows)
-    style = f"padding:2px 10px 2px 0;text-align:right;border:0;border-bottom:{_LINE};white-space:nowrap"
+    style = f"padding:2px 10px 2px 0;text-align:right;border:0;border-bottom:{_BORDER};white-space:nowrap"
     head = "".join(f"<th scope='col' style='{style};font-weight:600'>{escape(name)}</th>" for name in columns)
     lines = []
     for row, mark in zip(rows, marks, strict=True):
         kind = ";font-weight:600" if mark else ""
         cells = "".join(f"<td style='{style}{kind}'>{escape(row.get(name))}</td>" for name in columns)
         lines.append(f"<tr style='background:transparent'>{cells}<td style='border:0{kind}'>{escape(mark)}</td></tr>")
-    if len(lines) > _ROWS:
-        left_out = f"<tr style='background:transparent'><td style='border:0;text-align:left;{_QUIET}' "
-        left_out += f"colspan='{len(columns) + 1}'>{len(lines) - _ROWS:,} rows are not shown</td></tr>"
-        lines = [*lines[: _ROWS // 2], left_out, *lines[-_ROWS // 2 :]]
+    if len(lines) > _MAX_ROWS:
+        left_out = f"<tr style='background:transparent'><td style='border:0;text-align:left;{_FAINT}' "
+        left_out += f"colspan='{len(columns) + 1}'>{len(lines) - _MAX_ROWS:,} rows are not shown</td></tr>"
+        lines = [*lines[: _MAX_ROWS // 2], left_out, *lines[-_MAX_ROWS // 2 :]]
     return (
         "<div style='overflow-x:auto;max-width:100%'><table style='border-collapse:collapse;margin:4px 0;"
         "font-size:13px;font-variant-numeric:tabular-nums;color:inherit;background:transparent'>"
@@ -91,7 +91,7 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> str:
                 if isinstance(value, (int, float)) and math.isfinite(value):
                     points.append((row["step"], float(value)))
             metrics.setdefault(metric, {})[split] = points
-    drawn = [chart(name, series) for name, series in metrics.items() if any(series.values())][:_CHARTS]
+    drawn = [chart(name, series) for name, series in metrics.items() if any(series.values())][:_MAX_CHARTS]
     return f"<div style='display:flex;flex-wrap:wrap;gap:8px 20px'>{''.join(drawn)}</div>" if drawn else ""
 
 
@@ -113,18 +113,17 @@ def chart(name: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str
     title = escape(f"{name}, {' to '.join(filter(None, ends))}; last: {last_values}")
     parts = [f"<text x='0' y='12' font-weight='600' fill='currentColor'>{escape(name)}</text>"]
     parts += _legend(colors)
-    margin = max(_LEAST_LEFT, 8 + math.ceil(_PER_LETTER * max(len(number(value)) for value in down)))
+    margin = max(_MIN_LEFT_MARGIN, 8 + math.ceil(_LETTER_WIDTH * max(len(number(value)) for value in down)))
     # A line at the largest and one at the smallest value; at an only value one in the middle.
     lines = [(0.0, down[1]), (1.0, down[0])] if down[0] < down[1] else [(0.5, down[0])]
     for share, value in lines:
-        y = _TOP + share * (_HEIGHT - _TOP - _BOTTOM)
-        parts.append(
-            f"<line x1='{margin}' x2='{_WIDTH - _RIGHT}' y1='{y:.0f}' y2='{y:.0f}' stroke='#888' stroke-opacity='.35'/>"
-        )
+        y = _TOP_MARGIN + share * (_HEIGHT - _TOP_MARGIN - _BOTTOM_MARGIN)
+        end = _WIDTH - _RIGHT_MARGIN
+        parts.append(f"<line x1='{margin}' x2='{end}' y1='{y:.0f}' y2='{y:.0f}' stroke='#888' stroke-opacity='.35'/>")
         parts.append(
             f"<text x='{margin - 5}' y='{y + 4:.0f}' text-anchor='end' fill='currentColor'>{number(value)}</text>"
         )
-    for at, anchor, text in zip((margin, _WIDTH - _RIGHT), ("start", "end"), ends):
+    for at, anchor, text in zip((margin, _WIDTH - _RIGHT_MARGIN), ("start", "end"), ends):
         parts.append(
             f"<text x='{at}' y='{_HEIGHT - 5}' text-anchor='{anchor}' fill='currentColor'>{escape(text)}</text>"
         )
@@ -137,9 +136,9 @@ def chart(name: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str
 
 def _legend(colors: dict[str, str]) -> Iterator[str]:
     """Yield the label of each curve with its colour, from the right to the left."""
-    x = float(_WIDTH - _RIGHT)
+    x = float(_WIDTH - _RIGHT_MARGIN)
     for label, color in reversed(colors.items()):
-        x -= _PER_LETTER * len(label)
+        x -= _LETTER_WIDTH * len(label)
         yield f"<text x='{x:.0f}' y='12' fill='currentColor'>{escape(label)}</text>"
         yield f"<rect x='{x - 16:.0f}' y='6' width='12' height='4' rx='2' fill='{color}'/>"
         x -= 26
@@ -153,7 +152,7 @@ def _curve(
     margin: int,
 ) -> str:
     """Return the line through points, of a long one every so many; few points have dots."""
-    every = math.ceil(len(points) / _POINTS)
+    every = math.ceil(len(points) / _MAX_POINTS)
     shown = list(points[::every])
     if (len(points) - 1) % every:  # The last one is shown in any case.
         shown.append(points[-1])
@@ -170,7 +169,7 @@ def _place(
     """Return where a point is drawn, in pixels."""
     x = (step - across[0]) / (across[1] - across[0]) if across[1] > across[0] else 0.5
     y = (down[1] - value) / (down[1] - down[0]) if down[1] > down[0] else 0.5
-    return margin + x * (_WIDTH - margin - _RIGHT), _TOP + y * (_HEIGHT - _TOP - _BOTTOM)
+    return margin + x * (_WIDTH - margin - _RIGHT_MARGIN), _TOP_MARGIN + y * (_HEIGHT - _TOP_MARGIN - _BOTTOM_MARGIN)
 
 
 # -------------------------------------------------------------------------------------------- what a cell shows

@@ -20,9 +20,9 @@ __all__ = ["Clock", "Display", "Terminal", "can_write", "is_on_a_terminal", "wri
 
 _log = logging.getLogger("zae")
 
-_BAR = 8  # Columns that a bar has at least.
-_MARK = 8  # Columns of "best", or of "(best)" for a validation within the epoch, after a line.
-_ENDS = ("time", "steps/s")  # The last columns of the table; a metric that comes later goes before them.
+_MIN_BAR_WIDTH = 8  # Columns that a bar has at least.
+_MARK_WIDTH = 8  # Columns of "best", or of "(best)" for a validation within the epoch, after a line.
+_LAST_COLUMNS = ("time", "steps/s")  # The last columns of the table; a metric that comes later goes before them.
 
 
 class Display:
@@ -145,7 +145,7 @@ class Terminal(Display):
         # In the order in which they are shown, each with its rank: the last ranks are left out first.
         parts = [(3, texts["time"]), (0, texts["ETA"]), (2, texts["speed"]), *zip([1, *range(4, 99)], metrics)]
         parts = [(rank, text) for rank, text in parts if text]
-        room = _width() - len(f"{at.title} || {at.epoch_step}/{at.epoch_steps}") - _BAR
+        room = _width() - len(f"{at.title} || {at.epoch_step}/{at.epoch_steps}") - _MIN_BAR_WIDTH
         while parts and sum(len(text) + 2 for _, text in parts) > room:
             parts.remove(max(parts))
         self._bar.set_postfix_str(", ".join(text for _, text in parts), refresh=False)
@@ -163,8 +163,9 @@ class Terminal(Display):
         row, mark = run.last_row()
         row = {**row, "time": duration(self._clock.elapsed), "steps/s": number(self._clock.speed, 3, aligned=True)}
         widths = {name: width_of(name, value) for name, value in row.items()} | self._widths
-        self._widths = {name: widths[name] for name in widths if name not in _ENDS} | {n: widths[n] for n in _ENDS}
-        columns = fitting(self._widths, _width() - _MARK)
+        names = [*(name for name in widths if name not in _LAST_COLUMNS), *_LAST_COLUMNS]
+        self._widths = {name: widths[name] for name in names}
+        columns = fitting(self._widths, _width() - _MARK_WIDTH)
         if columns != self._header:
             self._header = columns
             self._write("  ".join(cell(name).rjust(self._widths[name]) for name in columns))

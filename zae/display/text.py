@@ -24,9 +24,9 @@ __all__ = [
     "wrapped",
 ]
 
-_GAP = 2  # Spaces between two columns.
+_COLUMN_GAP = 2  # Spaces between two columns.
 _RANKS = {"epoch": 0, "time": 3, "steps/s": 6, "step": 7}
-_LEAST = 7  # Columns of a float: most of them, so that a line does not shift the next ones.
+_MIN_FLOAT_WIDTH = 7  # Columns of a float: most of them, so that a line does not shift the next ones.
 
 
 def number(value: Any, digits: int = 5, *, aligned: bool = False) -> str:
@@ -156,7 +156,7 @@ def table(rows: Sequence[Mapping[str, Any]], marks: Sequence[str]) -> str:
 
 def width_of(name: str, value: Any) -> int:
     """Return the columns that a metric needs in a table that grows line by line."""
-    return max(len(cell(name)), len(cell(value)), _LEAST if isinstance(value, float) else 0)
+    return max(len(cell(name)), len(cell(value)), _MIN_FLOAT_WIDTH if isinstance(value, float) else 0)
 
 
 def fitting(widths: Mapping[str, int], columns: int) -> list[str]:
@@ -175,9 +175,9 @@ def fitting(widths: Mapping[str, int], columns: int) -> list[str]:
         return 5 if name.startswith("lr") else 4
 
     fitting_names = set()
-    used = -_GAP
+    used = -_COLUMN_GAP
     for name in sorted(widths, key=rank):
-        if used + widths[name] + _GAP <= columns or name == "epoch":
+        if used + widths[name] + _COLUMN_GAP <= columns or name == "epoch":
             fitting_names.add(name)
-            used += widths[name] + _GAP
+            used += widths[name] + _COLUMN_GAP
     return [name for name in widths if name in fitting_names]

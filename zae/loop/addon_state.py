@@ -34,13 +34,13 @@ __all__ = [
     "USER_STATE",
     "Generators",
     "as_saved",
-    "check_declared",
-    "declaring",
+    "attributes_by_owner",
+    "check_attributes",
     "digest",
     "gather_tensors",
     "is_in_mode",
     "key_of",
-    "read_declared",
+    "read_attributes",
     "state_mode",
 ]
 
@@ -91,7 +91,7 @@ def as_saved(value: Any) -> Any:
     return decode(*encode(value))
 
 
-def declaring(cls: type) -> dict[Any, dict[str, str]]:
+def attributes_by_owner(cls: type) -> dict[Any, dict[str, str]]:
     """Map each add-on that declares attributes to these, by their keys in its entry, outermost add-on first."""
     declared = {}
     for base in cls.__mro__:
@@ -106,10 +106,10 @@ def key_of(name: str) -> str:
     return name.lstrip("_")
 
 
-def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
+def read_attributes(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """Return the entries of the add-ons that declare attributes."""
     entries = {}
-    for owner, names in declaring(type(trainer)).items():
+    for owner, names in attributes_by_owner(type(trainer)).items():
         missing = [name for name in names.values() if not hasattr(trainer, name)]
         if missing:
             raise AddOnError(
@@ -124,9 +124,9 @@ def read_declared(trainer: Trainer) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def check_declared(trainer: Trainer, owner: Any, entry: Any) -> dict[str, Any]:
+def check_attributes(trainer: Trainer, owner: Any, entry: Any) -> dict[str, Any]:
     """Return the values of a saved entry by attribute, on this device; refuse one that does not fit."""
-    names = declaring(type(trainer))[owner]
+    names = attributes_by_owner(type(trainer))[owner]
     keys = {key for key in entry if key != _ON_HOST} if isinstance(entry, Mapping) else set()
     if not isinstance(entry, Mapping) or keys != set(names):
         kind = "nothing" if isinstance(entry, Mapping) else f"a {type(entry).__name__}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Continuation"]
 
-_MOST_RETURNS = 100  # To one state: what decides to go back goes back as well, and decides so again.
+_MAX_RETURNS = 100  # To one state: what decides to go back goes back as well, and decides so again.
 
 
 class Continuation:
@@ -87,9 +87,9 @@ class Continuation:
         """Refuse to go back to one state without end."""
         moment = (counters.epoch, counters.step)
         self._returns[moment] += 1
-        if self._returns[moment] == _MOST_RETURNS:
+        if self._returns[moment] == _MAX_RETURNS:
             raise ConfigError(
-                f"this call of run() has gone back to step {counters.step} {_MOST_RETURNS} times. The attributes of "
+                f"this call of run() has gone back to step {counters.step} {_MAX_RETURNS} times. The attributes of "
                 "the task go back as well: name what counts the returns, or decides on them, in the class: "
                 "unsaved_attributes = ('returns',)"
             )

@@ -16,7 +16,7 @@ from zae.loop.step_output import NotNumber, not_number
 from zae.metrics.reductions import KIND_OF, Partial, is_typed, means_of
 from zae.values.host import to_host
 
-__all__ = ["EpochLog", "in_turn", "merge_logs", "plain"]
+__all__ = ["EpochLog", "interleave", "merge_logs", "plain"]
 
 _log = logging.getLogger("zae")
 _HINTS = {
@@ -349,10 +349,10 @@ def merge_logs(parts: list[EpochLog]) -> EpochLog:
         all_series = [part._series.get(key) for part in parts]
         kind = next(series.kind for series in all_series if series is not None)
         pairs = [[] if series is None else list(zip(series.values, series.weights)) for series in all_series]
-        for value, weight in in_turn(pairs):
+        for value, weight in interleave(pairs):
             merged._add(key, value, weight, kind)
     for key in _keys_of([part._outputs for part in parts]):
-        merged._outputs[key] = in_turn([part._outputs.get(key, []) for part in parts])
+        merged._outputs[key] = interleave([part._outputs.get(key, []) for part in parts])
     for part in parts:
         merged._dropped.update(part._dropped)
         merged.not_numbers |= part.not_numbers
@@ -367,7 +367,7 @@ def _keys_of(parts: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(keys)
 
 
-def in_turn(parts: list[list[Any]]) -> list[Any]:
+def interleave(parts: list[list[Any]]) -> list[Any]:
     """List the first of each part, then the second of each, and so on; parts may end early."""
     if len(parts) == 1:
         return parts[0]

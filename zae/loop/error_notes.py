@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["add_notes", "describe_failed_call"]
 
 _MODULE_CALLS = ("_call_impl", "_wrapped_call_impl")  # The methods of nn.Module behind ``module(...)``.
-_SHOWN = 8  # Parameters of a module.
-_OF_KERNELS = ("CUDA error", "HIP error", "cuDNN error")
+_MAX_PARAMETERS = 8  # Parameters of a module.
+_KERNEL_ERRORS = ("CUDA error", "HIP error", "cuDNN error")
 """How the messages begin of accelerator errors that are plain RuntimeErrors, those of its libraries for instance."""
 
 
@@ -69,7 +69,7 @@ def _may_be_late(error: Exception) -> bool:
     if waits_for_kernels or is_out_of_memory(error) or not isinstance(error, RuntimeError):
         return False
     is_of_torch = isinstance(error, getattr(torch, "AcceleratorError", ()))  # From torch 2.8 on.
-    return is_of_torch or str(error).startswith(_OF_KERNELS)
+    return is_of_torch or str(error).startswith(_KERNEL_ERRORS)
 
 
 def _why_late() -> str:
@@ -131,8 +131,8 @@ def _describe_module(module: nn.Module, model: nn.Module, arguments: Mapping[str
     name = next((name for name, value in model.named_modules() if value is module), "")
     title = f"{name} ({type(module).__name__})" if name else type(module).__name__
     shapes = [f"{key} {list(value.shape)}" for key, value in module.named_parameters(recurse=False)]
-    shapes += ["..."] if len(shapes) > _SHOWN else []
-    parameters = f", with the parameters {', '.join(shapes[:_SHOWN])}" if shapes else ""
+    shapes += ["..."] if len(shapes) > _MAX_PARAMETERS else []
+    parameters = f", with the parameters {', '.join(shapes[:_MAX_PARAMETERS])}" if shapes else ""
     inputs = [_describe(argument) for argument in arguments.get("args", ())]
     inputs += [f"{key}={_describe(value)}" for key, value in arguments.get("kwargs", {}).items()]
     return f"the error is of {title}{parameters}; its input was {', '.join(inputs) or 'nothing'}"

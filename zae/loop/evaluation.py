@@ -17,10 +17,10 @@ from zae.data.loaders import check_ended, check_loader, describe, has_pinned_bat
 from zae.data.workers import abandon_workers
 from zae.errors import LoaderError
 from zae.loop.activity import EvaluationSettings
-from zae.loop.epoch_log import in_turn
+from zae.loop.epoch_log import interleave
 from zae.loop.history import Metrics
 from zae.loop.progress import EvaluationAborted
-from zae.loop.step_output import read_output, report_not_numbers, report_uncounted
+from zae.loop.step_output import read_output, report_not_numbers, report_unknown_samples
 from zae.metrics.reductions import combine_loaders
 from zae.null_context import NULL_CONTEXT
 from zae.parts import gather_dp
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "evaluated_model", "evaluation_weights", "switch_mode"]
 
-_SECONDS = 2.0  # Between two times that the ranks ask each other in a validation.
-_TOGETHER = 8  # Batches of each rank whose predictions are gathered at once.
+_POLL_INTERVAL_S = 2.0  # Between two times that the ranks ask each other in a validation.
+_GATHERED_BATCHES = 8  # Batches of each rank whose predictions are gathered at once.
 
 
 class DistributedStopFlag:
@@ -65,7 +65,7 @@ class DistributedStopFlag:
                 signals, seconds = self._trainer.reduce(counts).tolist()  # Sums: all ranks go on by the same numbers.
                 if signals:
                     self.signals.append(0)  # Which signal came to another rank does not matter: it ends the validation.
-                batches_until = _SECONDS * self._trainer.world_size / max(seconds, 1e-9)
+                batches_until = _POLL_INTERVAL_S * self._trainer.world_size / max(seconds, 1e-9)
                 # The mean of a few batches may be far off: at most twice as many come before the next time.
                 ask_at += int(min(index, max(1.0, batches_until)))
             yield batch
@@ -170,7 +170,7 @@ class Evaluation:
         """
         trainer = self.trainer
         metrics = Metrics()
-        with self._fresh_log(), self._testing(loader, name=name):
+        with self._fresh_log(), self._test_scope(loader, name=name):
             wrapped = trainer.wrap_loader(loader, False)
             batches = trainer.evaluation_batches(wrapped)
             if self.signals is None or trainer.world_size == 1:
@@ -202,7 +202,7 @@ class Evaluation:
 
     def record_batch(self, batch: Any) -> None:
         """Evaluate and record one batch, in an evaluation or outside of one."""
-        context = NULL_CONTEXT if self.trainer.current_run.activity.evaluation.is_running else self._testing(None)
+        context = NULL_CONTEXT if self.trainer.current_run.activity.evaluation.is_running else self._test_scope(None)
         with context:
             self._test_batches(None, iter([batch]), self.trainer.logging)
 
@@ -216,16 +216,16 @@ class Evaluation:
         activity = trainer.current_run.activity
         # What this rank has computed and not passed on yet: one entry for each batch, None for a batch that was None.
         outputs: list[tuple[int | None, Any] | None] = []
-        batches_at_once = 1 if trainer.world_size == 1 else _TOGETHER
+        batches_at_once = 1 if trainer.world_size == 1 else _GATHERED_BATCHES
 
-        def hold(values: Any, weight: Any) -> None:
+        def store(values: Any, weight: Any) -> None:
             outputs[-1] = (leading_dimension(activity.batch), to_host(values))
 
         def pass_on(is_last: bool) -> bool:
             """Gather what all ranks hold, and take it; return whether every rank has passed on its last batch."""
             activity.is_loading = False  # An error in here is not one of the loader.
             parts = gather_dp(trainer.engine, (is_last, outputs))
-            for entry in in_turn([part for _, part in parts]):
+            for entry in interleave([part for _, part in parts]):
                 if entry is not None:
                     size, values = entry
                     take(size, values)
@@ -233,7 +233,7 @@ class Evaluation:
             activity.is_loading = not is_last
             return all(ends for ends, _ in parts)
 
-        def hold_each(batches: Iterator[Any]) -> Iterator[Any]:
+        def batches_with_places(batches: Iterator[Any]) -> Iterator[Any]:
             for batch in batches:
                 outputs.append(None)
                 yield batch
@@ -243,10 +243,10 @@ class Evaluation:
 
         is_default = getattr(trainer.predict_step, "__qualname__", "") == "Trainer.predict_step"
         step = "test_step" if is_default else "predict_step"  # As errors name it.
-        with self._testing(loader, step):
+        with self._test_scope(loader, step):
             wrapped = trainer.wrap_loader(loader, False)
-            batches = hold_each(trainer.evaluation_batches(wrapped))
-            self._test_batches(loader, batches, hold, weighs=False, wrapped=wrapped)
+            batches = batches_with_places(trainer.evaluation_batches(wrapped))
+            self._test_batches(loader, batches, store, weighs=False, wrapped=wrapped)
             # A rank with fewer batches than others takes part in gathering theirs.
             while not pass_on(True):
                 continue
@@ -289,7 +289,7 @@ class Evaluation:
                     out = step(batch)
                 values, weight = read_output(out, batch, sample_weight, type(trainer), mode)
                 if not count and weighs:
-                    report_uncounted(run, batch, values)
+                    report_unknown_samples(run, batch, values)
                 take(values, weight)
                 activity.batch = None
                 count += 1
@@ -297,7 +297,7 @@ class Evaluation:
         return count
 
     @contextmanager
-    def _testing(self, loader: Any, step: str = "test_step", name: str | None = None) -> Iterator[None]:
+    def _test_scope(self, loader: Any, step: str = "test_step", name: str | None = None) -> Iterator[None]:
         """Enclose an evaluation by this step, and put back what it changes."""
         trainer = self.trainer
         position = trainer.loader_position

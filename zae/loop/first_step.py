@@ -20,7 +20,7 @@ from zae.compose.first_call import check_properties
 from zae.compose.introspect import is_add_on, is_base
 from zae.data.loaders import describe, length_of
 from zae.errors import StepError, TaskError
-from zae.loop.step_output import report_not_numbers, report_uncounted
+from zae.loop.step_output import report_not_numbers, report_unknown_samples
 from zae.optim import parameters_of
 from zae.schedulers.lengths import steps_taken
 from zae.torch_private import version_of
@@ -34,7 +34,7 @@ __all__ = ["FirstEpoch", "FirstStep"]
 
 _log = logging.getLogger("zae")
 _SAMPLE_SIZE = 16  # Numbers of each parameter that are kept for an epoch.
-_ACTS_BY_MODE = (
+_MODE_DEPENDENT = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
     nn.BatchNorm3d,
@@ -43,8 +43,8 @@ _ACTS_BY_MODE = (
     nn.Dropout1d,
     nn.Dropout2d,
 )
-_WATCHED = ("forward_context", "micro_step", "clip", "optimizer_step")
-_OF_GRADIENTS = (
+_WATCHED_HOOKS = ("forward_context", "micro_step", "clip", "optimizer_step")
+_GRADIENT_HOOKS = (
     "gradients",
     "micro_batches",
     "sync_context",
@@ -61,27 +61,27 @@ class FirstStep:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._called: list[str] = []
+        self._calls: list[str] = []
 
     def run_batch(self, batch: Any) -> None:
         """Make the step, with some of its hooks watched."""
         trainer = self._trainer
-        with self._watching():
+        with self._watch():
             type(trainer).run_batch(trainer, batch)
         check_properties(trainer)
         self._warn_of_modules_beside()
         report_not_numbers(trainer.current_run, trainer.log_train, "train_step")
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watch(self) -> Iterator[None]:
         attributes = vars(self._trainer)
-        before = {name: attributes[name] for name in _WATCHED if name in attributes}
+        before = {name: attributes[name] for name in _WATCHED_HOOKS if name in attributes}
         # On the object, before the methods of its class: afterwards nothing of it is left.
-        attributes |= {name: partial(self._call, name, getattr(self._trainer, name)) for name in _WATCHED}
+        attributes |= {name: partial(self._call, name, getattr(self._trainer, name)) for name in _WATCHED_HOOKS}
         try:
             yield
         finally:
-            for name in _WATCHED:
+            for name in _WATCHED_HOOKS:
                 attributes.pop(name, None)
             attributes |= before
 
@@ -92,9 +92,9 @@ class FirstStep:
         if name == "optimizer_step":
             return self._step_optimizers(partial(hook, *args, **kwargs))
         result = hook(*args, **kwargs)
-        self._called.append(name)
+        self._calls.append(name)
         if name == "micro_step":
-            report_uncounted(self._trainer.current_run, args[0], result[0])
+            report_unknown_samples(self._trainer.current_run, args[0], result[0])
         elif name == "forward_context":
             return self._forward(result)
         return result
@@ -110,30 +110,30 @@ class FirstStep:
                 parameter for parameter in parameters_of(optimizer) if parameter.requires_grad and parameter.is_leaf
             ]
             hooks += [parameter.register_post_accumulate_grad_hook(computed.append) for parameter in trained]
-        self._called.clear()
+        self._calls.clear()
         try:
             result = optimizer_step()
         except RuntimeError as error:
             if "dtype" in str(error):  # What is computed outside of autocast meets what was computed in it.
-                self._check_computed()
+                self._check_gradients()
             raise
         finally:
             for hook in hooks:
                 hook.remove()
         if computed:
-            self._check_computed()
+            self._check_gradients()
         return result
 
-    def _check_computed(self) -> None:
+    def _check_gradients(self) -> None:
         """Refuse gradients that are computed without what the trainer does to them."""
         trainer = self._trainer
         without = []
-        if trainer.gradient_clip and "clip" not in self._called:
+        if trainer.gradient_clip and "clip" not in self._calls:
             without.append("gradient_clip")
-        if "forward_context" not in self._called:  # Nor what the add-ons do around it.
+        if "forward_context" not in self._calls:  # Nor what the add-ons do around it.
             for klass in type(trainer).__mro__:
                 is_of_add_on = is_add_on(klass) and not is_base(klass)
-                if is_of_add_on and any(name in vars(klass) for name in _OF_GRADIENTS):
+                if is_of_add_on and any(name in vars(klass) for name in _GRADIENT_HOOKS):
                     without.append(klass.__name__)
         if not without:
             return
@@ -168,11 +168,11 @@ class FirstStep:
         after = self._gradients()
         # Of an earlier batch of the window: a loop by hand begins with zero_grad().
         if gradients and not after:
-            raise self._of_a_loop_by_hand("has removed the gradients of the batches before it in the window")
+            raise self._loop_by_hand_error("has removed the gradients of the batches before it in the window")
         if after != gradients:
-            raise self._of_a_loop_by_hand("has changed gradients itself (to clip them, write gradient_clip=...)")
+            raise self._loop_by_hand_error("has changed gradients itself (to clip them, write gradient_clip=...)")
         if self._scheduler_steps() != steps_before:
-            raise self._of_a_loop_by_hand("steps a scheduler, as the trainer does (scheduler_step_on_batch=...)")
+            raise self._loop_by_hand_error("steps a scheduler, as the trainer does (scheduler_step_on_batch=...)")
         if was_training and not self._is_model_training() and trainer.is_main:
             _log.warning(
                 "%s.train_step leaves the model in evaluation mode: the next step has no dropout, and uses running "
@@ -216,9 +216,9 @@ class FirstStep:
         return bool(getattr(self._trainer.model, "training", False))
 
     def _refuse_step(self, *_: Any) -> None:
-        raise self._of_a_loop_by_hand("steps an optimizer itself")
+        raise self._loop_by_hand_error("steps an optimizer itself")
 
-    def _of_a_loop_by_hand(self, fault: str) -> StepError:
+    def _loop_by_hand_error(self, fault: str) -> StepError:
         return StepError(
             f"{type(self._trainer).__name__}.train_step computes the loss, and backward(), optimizer.step() and "
             f"zero_grad() are done for you: it {fault}; take them out of it"
@@ -262,7 +262,7 @@ class FirstEpoch:
         is_begin = not progress.epoch_batch
         if is_begin:
             self._length = None if progress.epoch else length_of(wrapped_loader)
-        self._weights = _weights_of(trainer) if run.watches_next_step and is_begin else {}
+        self._weights = _weight_samples(trainer) if run.watches_next_step and is_begin else {}
         if self._weights and trainer.is_main:
             _warn_of_evaluation_mode(trainer)
         self._skipped_steps = progress.skipped_steps
@@ -311,7 +311,7 @@ def _warn_of_evaluation_mode(trainer: Trainer) -> None:
         if part.training or not part._modules or any(name.startswith(f"{outer}.") for outer in names):
             continue
         is_trained = any(id(weight) in trained and weight.requires_grad for weight in part.parameters())
-        if is_trained and any(isinstance(layer, _ACTS_BY_MODE) for layer in part.modules()):
+        if is_trained and any(isinstance(layer, _MODE_DEPENDENT) for layer in part.modules()):
             names.append(name)
     if names:
         _log.warning(
@@ -322,15 +322,15 @@ def _warn_of_evaluation_mode(trainer: Trainer) -> None:
         )
 
 
-def _weights_of(trainer: Trainer) -> dict[str, list[_WeightSample]]:
+def _weight_samples(trainer: Trainer) -> dict[str, list[_WeightSample]]:
     """Return the first numbers of what each optimizer trains on this rank, to compare them later."""
     weights = {}
     for name, optimizer in trainer.optimizers.items():
-        weights[name] = [_WeightSample.of(parameter) for parameter in _trained_by(optimizer)]
+        weights[name] = [_WeightSample.of(parameter) for parameter in _trained_parameters(optimizer)]
     return weights
 
 
-def _trained_by(optimizer: Any) -> list[Tensor]:
+def _trained_parameters(optimizer: Any) -> list[Tensor]:
     """Return the parameters that an optimizer trains and of which this rank has plain numbers."""
     parameters = []
     for parameter in parameters_of(optimizer):

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["History", "Metrics", "MetricsDict", "direction_of", "split_prefix"]
 
 _log = logging.getLogger("zae")
-_SMALLER = """loss error mse mae rmse mape perplexity ppl wer cer eer fid nll distance bits divergence kl regret
-brier"""
-_LARGER = """acc accuracy f1 auc auroc precision recall iou miou bleu rouge meteor map mcc r2 psnr ssim dice score
-reward return corr correlation spearman pearson kappa sensitivity specificity hit ndcg mrr top1 top5 elbo likelihood"""
+_SMALLER_IS_BETTER = """loss error mse mae rmse mape perplexity ppl wer cer eer fid nll distance bits divergence kl
+regret brier"""
+_LARGER_IS_BETTER = """acc accuracy f1 auc auroc precision recall iou miou bleu rouge meteor map mcc r2 psnr ssim dice
+score reward return corr correlation spearman pearson kappa sensitivity specificity hit ndcg mrr top1 top5
+elbo likelihood"""
 _PREFIXES = ("train", "valid", "val", "eval", "test")
 
 
@@ -36,11 +37,11 @@ def direction_of(monitor: str, mode: str = "auto") -> str:
         return mode
     words = monitor.lower().replace("/", "_").replace("-", "_").replace("@", "_").split("_")
     for word in reversed(words):
-        if word in _SMALLER.split():
+        if word in _SMALLER_IS_BETTER.split():
             return "min"
-        if word in _LARGER.split():
+        if word in _LARGER_IS_BETTER.split():
             return "max"
-    hint = did_you_mean(words[-1], [*_SMALLER.split(), *_LARGER.split()], cutoff=0.75)
+    hint = did_you_mean(words[-1], [*_SMALLER_IS_BETTER.split(), *_LARGER_IS_BETTER.split()], cutoff=0.75)
     raise ConfigError(
         f"monitor={monitor!r}: its name does not say whether smaller or larger is better; write monitor_mode='min' or "
         f"monitor_mode='max'{hint}"

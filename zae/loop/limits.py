@@ -124,10 +124,10 @@ class Extent:
     @property
     def _progress(self) -> ProgressChecker:
         """The counters of the trainer, which are another object once a state was loaded."""
-        return self._of_trainer.progress_checker
+        return self._present_trainer.progress_checker
 
     @property
-    def _of_trainer(self) -> Any:
+    def _present_trainer(self) -> Any:
         return self._trainer()
 
     # ------------------------------------------------------------------------------------------- the whole call
@@ -159,7 +159,7 @@ class Extent:
 
     def total_steps(self) -> int | None:
         """Return the steps that the last call of ``run`` was planned to take; None for a loader without a length."""
-        trainer = self._of_trainer
+        trainer = self._present_trainer
         calls = self._progress.run_calls
         if self._is_call and trainer.mode == "train":
             steps_in_epoch = self.steps_per_epoch(trainer.wrap_loader(self._loader, True))
@@ -189,7 +189,7 @@ class Extent:
     def steps_per_epoch(self, wrapped_loader: Any) -> int | None:
         """Return the optimizer steps of an epoch over a loader that ``wrap_loader`` returned; None is unknown."""
         limit = self._limits.steps_per_epoch
-        length: int | None = self._of_trainer.steps_per_epoch(wrapped_loader)
+        length: int | None = self._present_trainer.steps_per_epoch(wrapped_loader)
         if limit is None or length is None:
             return length if limit is None else limit
         return min(limit, length)

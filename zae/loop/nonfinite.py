@@ -26,7 +26,7 @@ _log = logging.getLogger("zae")
 LATEST = 64
 """On an accelerator, after how many steps at most a loss has been looked at."""
 
-_LARGEST_COPY = 16 * 2**20
+_MAX_COPY_BYTES = 16 * 2**20
 """Bytes of the largest buffer that is copied before each step: statistics are small, large buffers are constants."""
 
 
@@ -193,7 +193,7 @@ class NonFiniteGuard:
 
 def _is_copied(buffer: Tensor) -> bool:
     """Return whether a buffer can be copied and written to, and is not so large that each step would be slower."""
-    if nn.parameter.is_lazy(buffer) or buffer.is_meta or buffer.numel() * buffer.element_size() > _LARGEST_COPY:
+    if nn.parameter.is_lazy(buffer) or buffer.is_meta or buffer.numel() * buffer.element_size() > _MAX_COPY_BYTES:
         return False
     return has_own_elements(buffer)
 

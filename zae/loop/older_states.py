@@ -18,8 +18,8 @@ __all__ = ["convert_wrapped"]
 _log = logging.getLogger("zae")
 _REMOVED_WRAPPERS = ("MasterWeights", "Schedule")
 """The classes that zae once put around an optimizer and around a scheduler of a LightningModule."""
-_COPY = "master"
-_LOW = (torch.bfloat16, torch.float16)
+_COPY_KEY = "master"
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def convert_wrapped(
@@ -57,10 +57,10 @@ def _use_copies(
         return state
     weights = fit_state(module, state["model"])
     for key, parameter in module.state_dict(keep_vars=True).items():
-        if key in weights and weights[key].dtype in _LOW:
+        if key in weights and weights[key].dtype in _LOW_PRECISION:
             weights[key] = copies.get(id(parameter), weights[key]).to(parameter.dtype)
     if is_main:
-        is_rounded = any(parameter.dtype in _LOW for parameter in named.values())
+        is_rounded = any(parameter.dtype in _LOW_PRECISION for parameter in named.values())
         _log.warning(
             "the state has float32 copies of the weights in bfloat16, which zae no longer keeps: %s",
             "the weights are these, rounded; without dtype=, and with precision='bf16', they stay in float32"
@@ -79,9 +79,9 @@ def _without_copies(
     by_index = {}
     for index, values in saved["state"].items():
         parameter = places.get(index)
-        if parameter is not None and _COPY in values:
-            copies[id(parameter)] = values[_COPY]
-            values = {key: _cast(key, value, parameter) for key, value in values.items() if key != _COPY}
+        if parameter is not None and _COPY_KEY in values:
+            copies[id(parameter)] = values[_COPY_KEY]
+            values = {key: _cast(key, value, parameter) for key, value in values.items() if key != _COPY_KEY}
         by_index[index] = values
     return {**saved, "state": by_index}
 

@@ -21,7 +21,7 @@ from zae.loop.addon_state import (
     PARTS,
     PARTS_WITHOUT_ROWS,
     USER_STATE,
-    declaring,
+    attributes_by_owner,
     digest,
     key_of,
     state_mode,
@@ -155,7 +155,7 @@ class RankStates:
     def _merge_entries(self, trainer: Trainer, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """Return the entries for a rank of add-ons that can merge the entries of another number of ranks."""
         merged = {}
-        for name, owner in _merging(type(trainer)).items():
+        for name, owner in _owners_that_merge(type(trainer)).items():
             common = state.get(name)
             if isinstance(common, Mapping):
                 is_saved = self.ranks and all("add_ons" in saved for saved in self.ranks)
@@ -168,7 +168,7 @@ class RankStates:
         """Return the parts with which ranks that are still to be started begin: as saved, or merged."""
         if self.world_size == world:
             return self
-        merged = [name for name in _merging(type(trainer)) if isinstance(state.get(name), Mapping)]
+        merged = [name for name in _owners_that_merge(type(trainer)) if isinstance(state.get(name), Mapping)]
         ranks = []
         for rank in range(world):
             rank_state = self.state_for(trainer, state, rank, world, is_known=True)
@@ -207,7 +207,7 @@ class RankStates:
         saved: set[str] = set()
         for entries in self._entries():
             saved.update(entries.keys() - {USER_STATE})
-        names = sorted(saved - {GENERATORS} - _merging(cls).keys())
+        names = sorted(saved - {GENERATORS} - _owners_that_merge(cls).keys())
         if any(entries.get(USER_STATE) for entries in self._entries()):  # It is there on several ranks, also empty.
             names.append("objects of the script")
         if names and len(self.ranks) != world and not rank:
@@ -287,9 +287,9 @@ def derive_streams(position: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return {**position, "present": present, "last_batch": None}  # Its own was another one.
 
 
-def _merging(cls: type) -> dict[str, Any]:
+def _owners_that_merge(cls: type) -> dict[str, Any]:
     """Map the names of the entries that another number of ranks merges to their classes."""
-    return {owner.__name__: owner for owner in declaring(cls) if "merge_ranks" in vars(owner)}
+    return {owner.__name__: owner for owner in attributes_by_owner(cls) if "merge_ranks" in vars(owner)}
 
 
 def _varying_entries(cls: type) -> dict[str, tuple[str, ...] | None]:
@@ -300,7 +300,7 @@ def _varying_entries(cls: type) -> dict[str, tuple[str, ...] | None]:
             continue
         if names := tuple(base.__dict__.get("rank_state_attributes", ())):
             varying[base.__name__] = tuple(map(key_of, names))
-        elif not is_of_zae(base) and "state_dict" in base.__dict__ and base not in declaring(cls):
+        elif not is_of_zae(base) and "state_dict" in base.__dict__ and base not in attributes_by_owner(cls):
             varying[base.__name__] = None
     return varying
 

@@ -12,7 +12,7 @@ from zae.metrics.reductions import Partial
 
 __all__ = ["Series"]
 
-_CHUNK = 64  # Values that wait on an accelerator before they are packed into one tensor.
+_CHUNK_SIZE = 64  # Values that wait on an accelerator before they are packed into one tensor.
 
 
 class _PendingDeviceValues:
@@ -25,7 +25,7 @@ class _PendingDeviceValues:
     def add(self, value: Tensor) -> None:
         # A buffer that the step continues to use, or the static output of a CUDA graph, has changed until it is read.
         self._waiting.append(value.detach().clone())
-        if len(self._waiting) == _CHUNK:
+        if len(self._waiting) == _CHUNK_SIZE:
             self._chunks.append(torch.stack(self._waiting))
             self._waiting = []
 

@@ -39,12 +39,12 @@ __all__ = [
     "not_number",
     "read_output",
     "report_not_numbers",
-    "report_uncounted",
+    "report_unknown_samples",
     "sample_weight",
 ]
 
-_SILENT = (bool, int, float, np.number, np.bool_, type(None))  # A batch of these, in a range(100) for instance.
-_INDICES = ("int64", "uint64")  # Of classes and tokens; comparisons and counts are of other types.
+_PLAIN_TYPES = (bool, int, float, np.number, np.bool_, type(None))  # A batch of these, in a range(100) for instance.
+_INDEX_TYPES = ("int64", "uint64")  # Of classes and tokens; comparisons and counts are of other types.
 
 
 class StepOutput(tuple[Mapping[str, Any], Any]):
@@ -305,15 +305,15 @@ def not_number(key: str, value: Any) -> NotNumber:
     to_float = ".float()" if isinstance(value, Tensor) else ""
     remedy = f"its mean: {key}{'' if is_float else to_float}.mean()"
     # One for each sample, or what is right among predictions; classes and tokens are of the types of indices.
-    may_be_metric = kind == "bool" or (value.ndim <= 1 and kind not in _INDICES)
+    may_be_metric = kind == "bool" or (value.ndim <= 1 and kind not in _INDEX_TYPES)
     return NotNumber(of_shape, remedy, may_be_metric)
 
 
-def _why_uncounted(batch: Any) -> str:
+def _why_samples_are_unknown(batch: Any) -> str:
     """Say why the number of samples in a batch is not known; an empty text where it is, or where each batch is one."""
     if isinstance(batch, PackedSequence):
         return ""
-    leaves = [leaf for _, leaf in leaves_of(batch) if not isinstance(leaf, _SILENT)]
+    leaves = [leaf for _, leaf in leaves_of(batch) if not isinstance(leaf, _PLAIN_TYPES)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, (Tensor, np.ndarray))]
     sizes = dict.fromkeys(size for size in map(leading_dimension, tensors) if size is not None)
     if len(sizes) > 1:
@@ -334,12 +334,12 @@ def report_not_numbers(run: Run, log: EpochLog, step: str) -> None:
             run.report(f"{type(trainer).__name__}.{step} returned {entry.text(key)}", logging.WARNING)
 
 
-def report_uncounted(run: Run, batch: Any, values: Mapping[str, Any]) -> None:
+def report_unknown_samples(run: Run, batch: Any, values: Mapping[str, Any]) -> None:
     """Say, once, that the means of an epoch cannot weigh the batches by their samples."""
     trainer = run.trainer
     if values.get("num_targets") is not None or is_overridden(trainer, "sample_weight"):
         return
-    reason = _why_uncounted(batch)
+    reason = _why_samples_are_unknown(batch)
     if reason and trainer.history.is_first_remark("the weight of a batch"):
         run.report(
             f"cannot tell how many samples a batch has: {reason}. The means of an epoch weigh each sample alike only "

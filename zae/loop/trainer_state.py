@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["explaining_misfits", "load_state", "load_weights", "read_state", "weights_of"]
 
 _log = logging.getLogger("zae")
-_KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position", "order", "module")
+_REQUIRED_KEYS = ("model", "optimizer", "outside", "scheduler", "progress", "records", "position", "order", "module")
 # Add-ons that are no longer there, of which older checkpoints have a state.
-_REMOVED = ("AutoBatchAddon", "LightningAddon", "SilentFaultGuardAddon")
-_OPTIONAL = ("validation", "training_weights", "generators", "extra_state", "devices", USER_STATE)
+_REMOVED_ADD_ONS = ("AutoBatchAddon", "LightningAddon", "SilentFaultGuardAddon")
+_OPTIONAL_KEYS = ("validation", "training_weights", "generators", "extra_state", "devices", USER_STATE)
 _LOAD = torch.optim.Optimizer.load_state_dict
 
 
@@ -222,9 +222,9 @@ def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
 
     The state of an add-on that zae no longer has is left out, with a line that says so.
     """
-    missing = [key for key in _KEYS if key not in state]
-    removed = [key for key in state if key in _REMOVED]
-    leftover = [str(key) for key in state if key not in (*_KEYS, *_OPTIONAL, *_REMOVED)]
+    missing = [key for key in _REQUIRED_KEYS if key not in state]
+    removed = [key for key in state if key in _REMOVED_ADD_ONS]
+    leftover = [str(key) for key in state if key not in (*_REQUIRED_KEYS, *_OPTIONAL_KEYS, *_REMOVED_ADD_ONS)]
     if missing:
         is_model = all(isinstance(value, Tensor) for value in state.values())
         alternative = ", or load weights alone with apply_weights(...)"
