@@ -113,7 +113,9 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         super().__init__(*args, **kwargs)
         if init_method is not None:
             launching.parse_address(init_method)
-        if not isinstance(backend, str) or not _is_known(backend):
+        known = {"auto", *dist.Backend.backend_list}
+        # Also one for each kind of device, as in "cpu:gloo,cuda:nccl".
+        if not known.issuperset(part.rpartition(":")[2].lower() for part in str(backend).split(",")):
             raise ConfigError(f"backend={backend!r}; it must be 'auto', 'gloo' or 'nccl', or another that torch knows")
         self.init_method = init_method
         self.backend = backend
@@ -136,7 +138,9 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         world = self._planned_world()
         if world == 1 or dist.is_initialized() or launching.launched_world() is not None:
             return super().launch(function, *args)
-        self._begin_here()
+        if not self._between_runs.are_continued(self.progress_checker):  # The script has drawn or seeded since.
+            self._rank_states = RankStates()
+            self.loader_position = self.loader_position.fresh()
         names = inspect.signature(function).parameters
         output = Output() if is_in_a_notebook() else None
         sent = {"trainer": self, "name": function.__name__, "is_shown": output is not None, **dict(zip(names, args))}
@@ -144,12 +148,6 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         result, state, rest = launching.spawn(run_rank, sent, self.devices, show=output, **options)
         self._take_back(state, rest, args[0] if args else None)
         return result
-
-    def _begin_here(self) -> None:
-        """Continue the random streams of the last ranks, unless this process has drawn or seeded since."""
-        if not self._between_runs.are_continued(self.progress_checker):
-            self._rank_states = RankStates()
-            self.loader_position = self.loader_position.fresh()
 
     def _take_back(self, state: dict[str, Any], rest: Mapping[str, Any], loader: Any) -> None:
         """Restore the final state of rank 0 in the objects of the caller, and its random streams here."""
@@ -580,11 +578,6 @@ def run_rank(trainer: Any, name: str, is_shown: bool, **arguments: Any) -> tuple
     result = getattr(trainer, name)(*arguments.values())
     rest = {name: getattr(trainer, name) for name in ("log_test", "grad_norm", "progress_checker")}
     return result, RankStates.read_state(trainer, in_parts=False), rest
-
-
-def _is_known(backend: str) -> bool:
-    """Return whether torch knows a backend, or one for each kind of device, as in "cpu:gloo,cuda:nccl"."""
-    return {"auto", *dist.Backend.backend_list}.issuperset(p.rpartition(":")[2].lower() for p in backend.split(","))
 
 
 def _check_places(places: list[tuple[int, int, int]]) -> None:

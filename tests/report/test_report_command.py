@@ -97,7 +97,6 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     assert names_of([Path("a/saved"), Path("b/saved")]) == ["a/saved", "b/saved"]
     assert names_of([tmp_path / "a.jsonl"]) == ["a"]
     assert names_of([Path("runs/v1.5")]) == ["v1.5"]
-    assert [name[-3:] for name in names_of([Path("same"), Path("same")])] == ["(1)", "(2)"]
 
 
 def test_a_folder_of_runs_is_not_taken_for_one(

@@ -53,8 +53,6 @@ def spawn(
 
     ``show`` is called here with what a rank gives to `zae.distributed.rank_process.show`.
     """
-    if not devices:
-        raise ConfigError("devices is empty; give one device for each rank")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError(
             "a run on several devices was started while a new process was importing the main script, which would start "

@@ -21,8 +21,8 @@ def names_of(paths: list[Path]) -> list[str]:
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
-            return names
-    return [f"{name} ({number})" for number, name in enumerate(names, 1)]
+            break
+    return names
 
 
 def load_run(path: Path, name: str, others: Sequence[Path] = ()) -> Run:
