@@ -359,7 +359,7 @@ def _first_of(loader: Any, count: int, repeats: bool = False) -> Any:
         if repeats:
             loader = with_entries(loader, lambda entries, size: SequentialSampler(loader.dataset))
         return with_entries(loader, partial(_FirstEntries, count))
-    return _FirstOfStateful(loader, count) if is_stateful(loader) else _FirstOfStream(loader, count)
+    return _FirstOfStream(loader, count)
 
 
 class _FirstEntries(Proxy):
@@ -389,39 +389,13 @@ class _FirstOfStream(Proxy):
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.passed), self.count)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict"):  # That of the loader knows no end of an epoch at these batches.
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
     @property
     def is_sharded(self) -> bool:
         """Whether each rank gets other batches without help."""
         dataset = getattr(self.passed, "dataset", None)
         return any(getattr(part, "is_sharded", False) for part in (self.passed, dataset))
-
-
-class _FirstOfStateful(_FirstOfStream):
-    """The first batches of a loader that has its position in its state."""
-
-    _used = 0  # Batches of the present iteration.
-    _begin = 0  # Those that a loaded state has used already.
-    _has_ended = False
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._begin == self.count:  # The loaded state is at the end of our epoch, and within one of the loader.
-            next(iter(self.passed), None)  # Its next iteration begins at its first batch.
-            if self._has_ended:
-                self._begin = 0
-        self._used = self._begin
-        self._begin = 0
-        self._has_ended = False
-        for batch in islice(iter(self.passed), self.count - self._used):
-            self._used += 1
-            yield batch
-        self._has_ended = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loader, how many batches of the epoch were used, and whether that was its end."""
-        return {"loader": self.passed.state_dict(), "used": self._used, "has_ended": self._has_ended}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state; the next iteration yields what is left of the epoch, or the next one."""
-        self.passed.load_state_dict(state["loader"])
-        self._has_ended = state["has_ended"]
-        self._begin = state["used"] if not self._has_ended or state["used"] == self.count else 0
