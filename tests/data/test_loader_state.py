@@ -554,15 +554,19 @@ def test_a_stateful_loader_over_a_sampler_without_a_state(sampler: Any) -> None:
         assert differing(end, goes_on(build(), states[at], make())) == [], at
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_stateful_loader_whose_workers_persist(shuffle: bool) -> None:
+ORDERS: dict[str, Any] = {
+    "in order": dict,
+    "shuffled": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(2)},
+    "without a state": lambda: {"sampler": torch.utils.data.WeightedRandomSampler([1.0] * SIZE, SIZE)},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_stateful_loader_whose_workers_persist(order: str) -> None:
     """Resumed at the end of an epoch, its new workers draw no seed that those of an uninterrupted run had already."""
 
     def make() -> Any:
-        generator = torch.Generator().manual_seed(2) if shuffle else None
-        return StatefulDataLoader(
-            hand.data(SIZE), 8, shuffle=shuffle, generator=generator, num_workers=1, persistent_workers=True
-        )
+        return StatefulDataLoader(hand.data(SIZE), 8, num_workers=1, persistent_workers=True, **ORDERS[order]())
 
     states, end = states_of(make, build())
     for at in (3, 4, 5):

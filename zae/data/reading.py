@@ -246,7 +246,7 @@ class StatefulPosition(SampledPosition):
         state = self._loaded
         self._loaded = None
         self._last_state = None
-        self._is_skipped = bool(used) and (state is None or _begins_anew(self.loader) or _lacks_place(state))
+        self._is_skipped = bool(used) and (state is None or _lacks_place(state))
         if state is None or present is None or self._is_skipped:
             return super().batches(used, present)
         loader = self.loader
@@ -263,7 +263,7 @@ class StatefulPosition(SampledPosition):
             self.streams.restore(present, with_values=False)
             self.streams.mark_begin()
             return iterate(loader)
-        elif isinstance(loader, DataLoader) and self._keeps_workers and not _begins_anew(loader):
+        elif isinstance(loader, DataLoader) and self._keeps_workers:
             random_state.restore(present["random"])  # The workers of an uninterrupted run have their seed already.
         if not used:
             self.streams.begin = present
@@ -305,7 +305,7 @@ def position_of(loader: Any, streams: LoaderStreams, is_fast: bool, used_before:
     """Return how a loader is read that is met after so many batches of epochs before."""
     if isinstance(loader, Iterator):
         return IteratorPosition(loader, streams, is_fast, used_before)
-    if is_stateful(loader):
+    if is_stateful(loader) and not _begins_anew(loader):
         return StatefulPosition(loader, streams, is_fast)
     if isinstance(loader, Sequence) or iterates_as_torch(loader):
         return SampledPosition(loader, streams, is_fast)
