@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
-_EXACT = ("torch.utils.data.", "zae.data.")  # The modules of samplers that yield as many entries as they say.
+_EXACT = ("torch.utils.data.", "zae.data.", "builtins")  # Of samplers that yield as many entries as they say.
 _DEPTH = 4  # Datasets in datasets: Subset(ConcatDataset([...])).
 
 
@@ -110,18 +110,11 @@ def check_ended(loader: Any, count: int) -> None:
 
     A DataLoader takes a StopIteration that its dataset raises for the end of the epoch.
     """
-    batches: Any = getattr(loader, "batch_sampler", None)
-    if not iterates_as_torch(loader):
-        return
-    expected = length_of(loader) or 0
+    expected = (length_of(loader) or 0) if iterates_as_torch(loader) else 0
     if count >= expected:
         return
-    samplers = (
-        unwrap_sampler(loader.sampler),
-        unwrap_sampler(batches),
-        unwrap_sampler(getattr(batches, "sampler", None)),
-    )
-    if all(type(sampler).__module__.startswith((*_EXACT, "builtins")) for sampler in samplers):
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    if all(type(unwrap_sampler(sampler)).__module__.startswith(_EXACT) for sampler in samplers):
         raise LoaderError(
             f"the loader has ended after {count} of {expected} batches ({describe(loader)}): "
             f"{type(loader.dataset).__name__}.__getitem__, a transform or the collate_fn has raised StopIteration, "

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import enum
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -141,11 +139,11 @@ def shard(loader: Any, training: bool, ranks: Ranks) -> Any:
         return _shard_other(loader, training, ranks)
     if isinstance(loader.dataset, IterableDataset):
         return _shard_stream(loader, loader.dataset, training, ranks)
-    sampler = _sampler_of(loader)
+    each_is_batch = loader.batch_sampler is None
+    sampler = loader.sampler if each_is_batch else getattr(loader.batch_sampler, "sampler", None)
     user_sharded = isinstance(unwrap_sampler(sampler), DistributedSampler)
     if user_sharded and training:
         return loader
-    each_is_batch = loader.batch_sampler is None
     inner: Any = loader.sampler if each_is_batch else loader.batch_sampler
     if user_sharded:
         # With its padding, samples would be evaluated twice.
@@ -231,18 +229,15 @@ class ListShards(Shards, Sequence[Any]):
 
 def _draw(sampler: Any, ranks: Ranks) -> list[Any]:
     """Return all entries of a sampler in this epoch, drawn on every rank from the random streams of rank 0."""
-    generators = random_state.generators_of(sampler)
     streams = {key: value for key, value in random_state.capture().items() if key in random_state.HOST}
-    own_states = [generator.get_state() for generator in generators]
     # Rank 0 sends its random streams: every rank draws the order of all, and takes its own entries of it.
-    main_streams, main_states = ranks.from_main((streams, own_states))
+    main_streams, main_states = ranks.from_main((streams, random_state.capture_generators(sampler)))
     if ranks.rank == 0:
         entries = list(sampler)
     else:
         with random_state.isolated():
             random_state.restore(main_streams)
-            for generator, state in zip(generators, main_states, strict=True):
-                generator.set_state(state)
+            random_state.restore_generators(sampler, main_states)
             entries = list(sampler)
     if not _is_of_torch(sampler):
         _check_entries(sampler, entries, ranks)
@@ -278,12 +273,6 @@ def _check_entries(sampler: Any, entries: list[Any], ranks: Ranks) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- the loaders
-
-
-def _sampler_of(loader: Any) -> Any:
-    if loader.batch_sampler is None:
-        return loader.sampler
-    return getattr(loader.batch_sampler, "sampler", None)
 
 
 def _with_batches(loader: Any, batches: Any, each_is_batch: bool, training: bool, rank: int) -> Any:
@@ -339,10 +328,7 @@ class _WorkerSeed:
         self._rank = rank
 
     def __call__(self, worker: int) -> None:
-        seed = torch.initial_seed() + random_state.SPREAD * self._rank & (1 << 63) - 1
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+        random_state.seed_everything(torch.initial_seed() + random_state.SPREAD * self._rank & (1 << 63) - 1)
         if self._own is not None:
             self._own(worker)
 
@@ -417,11 +403,10 @@ class _TogetherOnce(_Together):
             return
         self._warned[0] = True
         ranks = sorted({rank for rank, each in ended if each})
-        ranks_text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
         _log.warning(
-            "the loader of %s has ended after %d batches, and other ranks had more: the epoch ends on all ranks there, "
-            "and the rest is not used. Let each rank yield as many batches, or write steps_per_epoch=%d",
-            ranks_text,
+            "the loader of rank %s has ended after %d batches, and other ranks had more: the epoch ends on all ranks "
+            "there, and the rest is not used. Let each rank yield as many batches, or write steps_per_epoch=%d",
+            ", ".join(map(str, ranks[:8])),
             self._count,
             self._count,
         )
