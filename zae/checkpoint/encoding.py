@@ -373,12 +373,12 @@ class _Decoder:
             for key, item in node.items():
                 values[key] = item if type(item) in PLAIN else self.value(item, depth + 1)
             return values
-        tag = next(key for key in node if key[:1] == "$")
-        if len(node) > 1 or tag not in KINDS.keys() | {"$tensor"}:
+        (tag, content), *others = node.items()
+        if tag == "$tensor" and not others:
+            return self._tensor(content)
+        if tag not in KINDS or others:
             raise _Malformed(f"contains the unknown tag {tag!r:.80}; a newer zae may have written it")
-        if tag == "$tensor":
-            return self._tensor(node[tag])
-        return KINDS[tag].make(self.value(node[tag], depth + 1))
+        return KINDS[tag].make(self.value(content, depth + 1))
 
     def _tensor(self, reference: Any) -> Tensor:
         """Return a tensor by its name, in the form that the first reference to it describes."""

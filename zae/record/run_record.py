@@ -100,10 +100,9 @@ class RunRecord:
     def check_classes(self, records: Mapping[str, Any]) -> None:
         """Refuse the state of a trainer whose optimizers or schedules are of other classes."""
         saved = _classes_in(records)
-        present = {key: value for key, value in self._script.items() if _is_class(key)}
         for key in self._objects:
             before = _class_of(saved, key)
-            now = _class_of(present, key)
+            now = _class_of(self._script, key)
             if before and before != now and not ("settings" in records and now.startswith(f"{before}(")):
                 raise CheckpointMismatch(
                     f"{key} was saved by {printable(before)}, and is {now} here; build it as it was, or {REMEDY}"
@@ -234,15 +233,11 @@ def _without(record: Mapping[str, Any], owners: Iterable[str]) -> parts.Record:
     }
 
 
-def _is_class(key: str) -> bool:
-    """Return whether a setting is the class of an optimizer, of a schedule or of a part of one."""
-    return key.startswith(("optimizer ", "scheduler ")) and ": " not in key
-
-
 def _classes_in(records: Mapping[str, Any]) -> parts.Record:
-    """Return the classes in the records of a state; those of an older version had other names."""
+    """Return the records of a state that have the classes among them; those of an older version had other names."""
     if "run" in records:
-        return {key: value for key, value in records["run"]["script"].items() if _is_class(key)}
+        script: parts.Record = records["run"]["script"]
+        return script
     classes = {}
     for part, by_name in records.get("settings", {}).items():
         for name, description in by_name.items():
@@ -250,12 +245,9 @@ def _classes_in(records: Mapping[str, Any]) -> parts.Record:
     return classes
 
 
-def _class_of(classes: Mapping[str, Any], key: str) -> str:
+def _class_of(record: Mapping[str, Any], key: str) -> str:
     """Return the class of an optimizer or a schedule with the classes of its parts."""
-    class_name = str(classes.get(key, ""))
-    inner = []
-    index = 0
-    while f"{key}, part {index}" in classes:
-        inner.append(_class_of(classes, f"{key}, part {index}"))
-        index += 1
-    return class_name + (f"({', '.join(inner)})" if inner else "")
+    inner: list[str] = []
+    while (part := f"{key}, part {len(inner)}") in record:
+        inner.append(_class_of(record, part))
+    return str(record.get(key, "")) + (f"({', '.join(inner)})" if inner else "")
