@@ -143,15 +143,15 @@ def _stage_in_parts(
     return files, manifest
 
 
-def write(save: SavePlan, directory: Path | None = None, reads_back: bool = False) -> None:
-    """Write a checkpoint to its place, or to another directory; all ranks of its group call it.
+def write(save: SavePlan, reads_back: bool = False) -> None:
+    """Write a checkpoint to its place; all ranks of its group call it.
 
     When this returns, the disk has all of it. If it fails on one rank, it fails on all, and nothing is left. An
     existing checkpoint with this name stays complete until the new one is, which then replaces it. The directory must
     be on a disk that all ranks share. With ``reads_back``, and where it replaces one, each rank then reads what it has
     written, and compares the hashes: before others are removed.
     """
-    directory = Path(os.path.abspath(directory or save.target))
+    directory = Path(os.path.abspath(save.target))
     manifest = save.manifest
     needed = save.byte_count
     together = partial(save.group.together, where=directory, needed=needed)
@@ -169,7 +169,7 @@ def write(save: SavePlan, directory: Path | None = None, reads_back: bool = Fals
             return {}, None
         for entries in written:
             manifest["files"] |= entries
-        output = write_file(staging / MANIFEST, partial(_write_text, text=seal(manifest)))
+        output = write_file(staging / MANIFEST, partial(_write_content, MANIFEST, seal(manifest), {}))
         filesystem.disk.fsync_directory(staging)  # The names of the files, before the directory gets its own.
         entry = FileEntry(size=output.size, sha256=output.hexdigest())
         return {MANIFEST: entry}, install(staging, directory)
@@ -205,25 +205,22 @@ def _write_files(staging: Path, save: SavePlan) -> dict[str, FileEntry]:
             if content.source is not None and share_file(content.source / name, path, content.entry["size"]):
                 continue
             content = content.text
-        outputs[name] = write_file(path, _writer(name, content, tied))
+        outputs[name] = write_file(path, partial(_write_content, name, content, tied))
     for name, output in outputs.items():  # Each is hashed while the next is written.
         entries[name] = FileEntry(size=output.size, sha256=output.hexdigest())
     return entries
 
 
-def _writer(
-    name: str, content: dict[str, Tensor] | bytes, tied: Mapping[str, str]
-) -> Callable[[Callable[[Any], object]], object]:
-    """Return what writes the content of a file with a function for buffers."""
+def _write_content(
+    name: str, content: dict[str, Tensor] | bytes, tied: Mapping[str, str], write: Callable[[Any], object]
+) -> None:
+    """Write the content of a file with a function for buffers."""
     if isinstance(content, bytes):
-        return partial(_write_text, text=content)
-    if name == MODEL_FILES["ckpt"]:
-        return partial(write_ckpt, tensors=content)
-    return partial(write_safetensors, tensors=content, tied=tied if name in MODEL_FILES.values() else {})
-
-
-def _write_text(write: Callable[[Any], object], text: bytes) -> None:
-    write(text)
+        write(content)
+    elif name == MODEL_FILES["ckpt"]:
+        write_ckpt(write, content)
+    else:
+        write_safetensors(write, content, tied=tied if name in MODEL_FILES.values() else {})
 
 
 def _read_back(directory: Path, written: Mapping[str, FileEntry]) -> None:
