@@ -328,12 +328,9 @@ class StateManagerAddon(AddOnBase):
         if self.current_run.signals and self.progress_checker.stop_reason is None:
             self.stop(SIGNALED)  # Before super(), where several ranks agree on it.
         super().checkpoint()
-        if (
-            self._load_check.is_due(self.optimization)
-            and self.progress_checker.step > self.progress_checker.skipped_steps
-        ):
-            self._load_check.check(self)
         progress = self.progress_checker
+        if progress.step > progress.skipped_steps and self._load_check.is_due(self.optimization):
+            self._load_check.check(self)
         checkpoints = self.checkpoints
         self._crash.rest(progress)
         if checkpoints.saver.is_pending:  # Asked here: a step without a save makes no call.
@@ -407,19 +404,17 @@ class StateManagerAddon(AddOnBase):
         """Wait for the last save, and give back the folder and the signals."""
         self._crash.end()
         self._resumption.leave(self.progress_checker.run_calls)
-        try:
+        with contextlib.ExitStack() as steps:  # The last first, whatever fails.
+            steps.callback(self._stop_signals.restore)
+            steps.callback(self._end_by_signal)
+            steps.callback(super().teardown)
+            steps.callback(self.checkpoints.close)
             self.checkpoints.settle()
-        finally:
-            self.checkpoints.close()
-            signal = None if self.checkpoints.has_failed else self._stop_signals.first
-            try:
-                super().teardown()
-            finally:
-                try:
-                    if signal is not None:
-                        self._stop_signals.end(signal)
-                finally:
-                    self._stop_signals.restore()
+
+    def _end_by_signal(self) -> None:
+        """End the process if a signal has come, also while the last save was awaited; an exception ends a run first."""
+        if self._stop_signals.first is not None and not self.checkpoints.has_failed:
+            self._stop_signals.end(self._stop_signals.first)
 
     # ---------------------------------------------------------------------------------------------------- saving
 
