@@ -29,7 +29,7 @@ from kit.faults import everything
 from kit.hand import data
 from kit.ranks import each_rank, on_ranks
 from zae import AddOnBase, Every, Trainer
-from zae.addons import EMAAddon, MultiGPUAddon, StateManagerAddon
+from zae.addons import EMAAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 from zae.errors import CheckpointMismatch, ConfigError
 from zae.loop.user_state import names_of_trainer
 
@@ -452,6 +452,47 @@ def test_what_is_set_as_a_run_begins_is_of_its_process(tmp_path: Path) -> None:
     assert "values" not in second.state_dict().get("user_state", {})
 
 
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.LeakyReLU(0.1), nn.Linear(8, 1))
+
+
+def set_option(name: str, value: float) -> Callable[[Any], None]:
+    return lambda trainer: setattr(trainer, name, value)
+
+
+SETTINGS: dict[str, Callable[[Any], None]] = {
+    "rate of a Dropout": lambda trainer: setattr(trainer.unwrap()[1], "p", 0.5),
+    "slope of a LeakyReLU": lambda trainer: setattr(trainer.unwrap()[2], "negative_slope", 0.5),
+    "another module of the class": lambda trainer: trainer.unwrap().__setitem__(2, nn.LeakyReLU(0.5)),
+    "gradient_clip": set_option("gradient_clip", 0.01),
+    "gradient_accumulation_steps": set_option("gradient_accumulation_steps", 2),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_training_changes(name: str, tmp_path: Path) -> None:
+    """Of a module of torch, and of zae: once, after the first epoch."""
+
+    class Schedules(Task):
+        def on_epoch_begin(self) -> None:
+            super().on_epoch_begin()
+            if self.progress_checker.epoch == 1 and not self.progress_checker.epoch_batch:
+                SETTINGS[name](self)
+
+    options: Any = {"add_ons": [GradientAccumulationAddon]}
+    last = assert_resumes(lambda: Schedules, tmp_path, net, epochs=3, stops=(5, 8), **options)
+    plain = build(Task, tmp_path / "plain", net, **options)
+    plain.run(3, INPUTS)
+    assert not torch.equal(last.unwrap()[0].weight, plain.unwrap()[0].weight), "the setting has no effect"
+
+
+def test_an_option_that_the_script_changed_is_the_scripts(tmp_path: Path) -> None:
+    build(Task, tmp_path, gradient_clip=1.0).run(2, INPUTS, max_steps=3)
+    second = build(Task, tmp_path, gradient_clip=2.0)
+    second.run(2, INPUTS)
+    assert second.gradient_clip == 2.0
+
+
 def test_a_setting_that_the_script_changed_is_the_scripts(tmp_path: Path) -> None:
     """Also in a dict of which training changes another entry."""
 
@@ -575,6 +616,8 @@ def test_a_resume_into_another_class_says_what_has_no_place(tmp_path: Path, capl
         ("model", "training"),
         ("model", "weight"),
         ("task.optimizer", "lr"),
+        ("options", "save_path"),
+        ("options", "train_step"),
         ("os", "environ"),
     ],
 )
@@ -707,6 +750,18 @@ def test_a_value_that_is_held_in_c_is_named(
     build(Changes, tmp_path, save_every=1).run(2, INPUTS)
     (warning,) = warnings_in(caplog)
     assert warning.startswith("self.kept has changed, and no checkpoint can hold a ")
+
+
+def test_too_many_values_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Many(Task):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for index in range(5_100):
+                setattr(self, f"value_{index}", index)
+
+    build(Many, tmp_path, save_every=1).run(2, INPUTS)
+    (warning,) = warnings_in(caplog)
+    assert re.match(r"task.value_\d+ and what comes after it is not looked at: .* more than 5000 values", warning)
 
 
 def test_the_size_of_a_replay_buffer_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

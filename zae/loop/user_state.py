@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -206,6 +206,42 @@ def check_user_state(state: Any) -> dict[str, Any]:
     return entries
 
 
+class _Options(MutableMapping[str, Any]):
+    """The options of a trainer that are numbers, and that training may set: ``gradient_clip``, for instance.
+
+    No texts and no flags: a checkpoint of somebody else is not to choose a folder, or to permit something.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        names = _names_of_options(type(trainer))
+        self._names = [name for name in names if type(getattr(trainer, name, None)) in (int, float)]
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._trainer, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("an option cannot be removed")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@once_for_a_class
+def _names_of_options(cls: Any) -> list[str]:
+    """Return the options of zae and of add-ons; others are attributes of the task."""
+    return [name for name, (_, owner) in options_of(cls).items() if is_of_zae(owner) or is_add_on(owner)]
+
+
 def _walk(trainer: Trainer, changes: Changes, is_begin: bool = False) -> Walk:
     """Return the user's objects: the task, the model, and the optimizers."""
     model = trainer.unwrap()
@@ -219,6 +255,8 @@ def _walk(trainer: Trainer, changes: Changes, is_begin: bool = False) -> Walk:
     walk = changes.walk([owner for owner in apart if owner is not None], is_begin)
     walk.add_module("model", model, with_tensors=False)  # The first: a task may hold a part of its model.
     walk.add("task", trainer, without=names_of_trainer(type(trainer)))
+    options = _Options(trainer)
+    walk.add_settings("options", options, options)
     for key, optimizer in optimizers.items():
         if is_of_user(type(optimizer)):
             walk.add(f"optimizer[{key!r}]", optimizer)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from zae.user_state.marks import mark_of
-from zae.user_state.owners import STATE, Place, Walk, can_have
+from zae.user_state.owners import MAX_PLACES, STATE, Place, Walk, can_have
 from zae.user_state.values import PLAIN, Absent, Maker, Name, NotSaved, Packer, fill, same_kind
 
 __all__ = ["Changes"]
@@ -45,6 +45,7 @@ class Changes:
         self._dicts: dict[str, dict[str, Any]] = {}  # Those that were looked at by their keys, by path.
         self._objects: dict[str, Callable[[], Any]] = {}  # The owners, by path.
         self._reported: set[Name] = set()
+        self._has_reported_omitted = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the names: a copy has other objects, and marks are of this process."""
@@ -68,6 +69,7 @@ class Changes:
     def begin(self, walk: Walk, packer: Packer) -> None:
         """Mark all values, as a run begins: what the script has set since the run before counts as the script's."""
         self._has_begun = True
+        self._report_omitted(walk)
         for name, place in walk.places.items():
             if name not in self._beginnings or name not in self.names:
                 value = place.value
@@ -80,6 +82,7 @@ class Changes:
     def note(self, walk: Walk) -> set[Name]:
         """Note which values are others than as the run began; return those that were not known to be."""
         new = set()
+        self._report_omitted(walk)
         for name, place in walk.places.items() if self._has_begun else ():
             if name not in self.names:
                 beginning = self._beginnings.get(name)
@@ -206,6 +209,16 @@ class Changes:
                 place.store.pop(place.key, None)
 
     # --------------------------------------------------------------------------------------------- what is reported
+
+    def _report_omitted(self, walk: Walk) -> None:
+        if walk.first_omitted and not self._has_reported_omitted:
+            self._has_reported_omitted = True
+            _log.warning(
+                "%s and what comes after it is not looked at: the objects of this run hold more than %d values. What "
+                "training changes there is in no checkpoint; keep it in lists or arrays",
+                walk.first_omitted,
+                MAX_PLACES,
+            )
 
     def _report_unsaved(self, name: Name, reason: NotSaved) -> None:
         if name not in self._reported:

@@ -31,7 +31,17 @@ from zae.torch_private import unsaved_buffers
 from zae.user_state.values import PLAIN, Name, has_state, kind_of
 from zae.values.walk import has_same_bits, is_of_library, is_of_zae
 
-__all__ = ["STATE", "Owner", "Place", "Walk", "attributes_of", "can_have", "is_of_user", "once_for_a_class"]
+__all__ = [
+    "MAX_PLACES",
+    "STATE",
+    "Owner",
+    "Place",
+    "Walk",
+    "attributes_of",
+    "can_have",
+    "is_of_user",
+    "once_for_a_class",
+]
 
 _Found = TypeVar("_Found")
 _log = logging.getLogger("zae")
@@ -136,6 +146,8 @@ class Walk:
         The paths of the owners, by id.
     stateful : dict
         The owners that save a state of their own, by path.
+    first_omitted : str
+        The first value that is one too many to be looked at; else an empty string.
     """
 
     def __init__(
@@ -148,11 +160,13 @@ class Walk:
         self.owners: dict[str, Owner] = {}
         self.paths: dict[int, str] = {}
         self.stateful: dict[str, Any] = {}
+        self.first_omitted = ""
         self._apart = set(map(id, apart))
         self._known = known
         self._taken = set(known.values())
         self._is_divided = is_divided
         self._classes: dict[type, tuple[frozenset[str], list[tuple[type, str]]]] = {}
+        self._count = 0  # Of the values of the user.
 
     def add(self, path: str, value: Any, depth: int = MAX_DEPTH, without: frozenset[str] = frozenset()) -> None:
         """Look at an object whose attributes are values, whatever its class."""
@@ -187,13 +201,22 @@ class Walk:
             if is_of_user(type(part)) or (with_tensors and not type(part).__module__.startswith("torch.")):
                 self.add(inner, part, depth)
             else:
-                self.paths[id(part)] = inner
-                self.owners[inner] = Owner(part, vars(part))
+                self.add_settings(inner, part, vars(part))
+
+    def add_settings(self, path: str, owner: Any, store: MutableMapping[str, Any]) -> None:
+        """Look at the numbers and texts alone: the rate of a Dropout, for instance, or the options of a trainer."""
+        self.paths[id(owner)] = path
+        self.owners[path] = Owner(owner, store)
+        for name in store:
+            if type(store[name]) in PLAIN and not name.startswith("_") and name not in _OF_BASES[nn.Module]:
+                self.places[path, name] = Place(store, name)
 
     def _visit(self, path: str, place: Place, depth: int) -> None:
         """Note a value, and look into it where it is an owner."""
         value = place.value
-        if len(self.places) > MAX_PLACES:
+        self._count += 1
+        if self._count > MAX_PLACES:
+            self.first_omitted = self.first_omitted or f"{path}.{place.key}"
             return
         if type(value) in PLAIN:
             self.places[path, place.key] = place
@@ -206,14 +229,7 @@ class Walk:
             self.add(inner, value, depth - 1)
             return
         self.places[path, place.key] = place
-        if len(self.places) > MAX_PLACES:
-            _log.warning(
-                "%s and what comes after it is not looked at: the objects of this run hold more than %d values. What "
-                "training changes there is in no checkpoint; keep it in lists or arrays",
-                inner,
-                MAX_PLACES,
-            )
-        elif depth:
+        if depth:
             for location, owner in _owners_in(inner, value):
                 self._enter(location, owner, depth - 1)
 
@@ -304,6 +320,8 @@ def can_have(owner: Owner, name: str) -> bool:
     """
     if isinstance(owner.object, dict):
         return True
+    if owner.object is owner.store:  # The options of a trainer: its class says which there are.
+        return False
     cls = type(owner.object)
     if name.startswith("__") or not name.isidentifier() or name in _names_aside(cls):
         return False

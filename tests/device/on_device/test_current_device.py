@@ -70,7 +70,7 @@ def test_under_a_launcher(visible, tmp_path):
         "from device.on_device.test_current_device import *\n"
         "trainer = NamesTheKind.add_on(MultiGPUAddon)(dense(), DEVICE, optimizer=sgd)\n"
         "trainer.run(1, [data(), data()])\n"
-        "print('rank', trainer.rank, 'on', trainer.device, flush=True)\n"
+        "print(f'rank {trainer.rank} on {trainer.device}\\n', end='', flush=True)\n"  # One write: ranks share it.
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = {**os.environ, "ZAE_EMULATED_DEVICES": str(visible)}
