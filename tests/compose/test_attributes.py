@@ -53,10 +53,9 @@ def test_a_name_of_the_trainer_is_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), READ_ONLY.items())
-def test_a_property_that_cannot_be_set_is_explained(name: str, value: Any) -> None:
-    with pytest.raises(AttributeError, match=f"property '{name}' of .* has no setter") as caught:
+def test_a_property_that_cannot_be_set_is_named_by_python(name: str, value: Any) -> None:
+    with pytest.raises(AttributeError, match=f"property '{name}' of .* has no setter"):
         make((name, value))
-    assert f"zae: Task.__init__ sets self.{name}, which the trainer keeps for itself" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("name", ["seed", "gradient_clip", "monitor", "log_bar", "mode"])

@@ -456,19 +456,6 @@ def test_an_attribute_of_the_wrong_kind_is_refused(namespace, message):
         type(Task)("X", (Task,), namespace)
 
 
-def test_async_and_yielding_steps_are_refused():
-    with pytest.raises(TaskError, match=r"X.train_step is async, and the loop does not await it"):
-
-        class X(Task):
-            async def train_step(self, batch): ...
-
-    with pytest.raises(TaskError, match=r"Y.train_step yields; return the dict instead"):
-
-        class Y(Task):
-            def train_step(self, batch):
-                yield {"loss": 0}
-
-
 def test_a_signature_that_the_loop_cannot_call_is_refused():
     message = r"X.train_step\(self, batch, batch_idx\) does not fit the call in the loop; write def train_step\(self, b"
     with pytest.raises(TaskError, match=message):
@@ -507,15 +494,6 @@ def _addon(init):
 def test_an_add_ons_init_that_swallows_is_refused(init, message):
     with pytest.raises(AddOnError, match=f"InitAddon.__init__ {message}"):
         _addon(init)
-
-
-@pytest.mark.parametrize("default", [[], {}, set()], ids=repr)
-def test_a_mutable_default_of_an_option_is_refused(default):
-    with pytest.raises(AddOnError, match=r"that all trainers would share; write tags=None, or a tuple"):
-
-        class TagAddon(AddOnBase):
-            def __init__(self, *args, tags=default, **kwargs):
-                super().__init__(*args, **kwargs)
 
 
 def test_a_forgotten_super_init_is_said_in_words():

@@ -238,23 +238,6 @@ def test_every_answer_is_given_and_leads_to_names_that_exist():
 PARTS = {"engine": SingleProcess, "precision_part": Precision, "step_window": StepWindow}
 
 
-def test_a_name_of_a_part_is_led_to_the_part():
-    trainer = trainer_of()
-    for part, kind in PARTS.items():
-        for name in dir(kind):
-            if name.startswith("_") or name in dir(trainer) or name == "step":
-                continue
-            with pytest.raises(zae.MissingError, match=rf"has no attribute '{name}'; here it is \w+\.{name}$"):
-                getattr(trainer, name)
-            assert hasattr(getattr(trainer, part), name)
-
-
-@pytest.mark.parametrize("name", ["gradient_norm", "average_gradients", "sync_buffers"])
-def test_an_override_of_what_the_loop_no_longer_calls_is_told(name):
-    with pytest.warns(UserWarning, match=rf"Own\.{name} is not called by the loop \(here it is "):
-        type(Task)("Own", (Task,), {name: lambda self, *args: None})
-
-
 # ------------------------------------------------------------------------------------- the options of the class itself
 
 

@@ -99,7 +99,7 @@ def state_without_that_of_the_loop():
     trainer_of(Own.add_on(StateManagerAddon), save_path="runs").run(1, loader())
 
 
-@mistake(zae.CheckpointMismatch, "the state has no model", "an override of which returns {**super().state_dict(), ...}")
+@mistake(zae.CheckpointMismatch, "the state has no model", "or load weights alone with apply_weights(...)")
 def state_of_an_own_form():
     trainer_of().load_state_dict({"own": 1})
 

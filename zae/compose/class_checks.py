@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import warnings
 from collections.abc import Iterator
 from functools import cached_property
@@ -28,7 +27,6 @@ __all__ = [
     "check_class",
     "check_complete",
     "check_instance",
-    "explain_setter",
     "initial_values",
     "without_test_step",
 ]
@@ -147,11 +145,6 @@ def _check_attributes(cls: Any, name: str) -> None:
             f"{name}.process_attributes is {value!r}; it must be a dict of names and the values that a copy has: "
             "process_attributes = {'_file': None}"
         )
-    if twice := set(cls.state_attributes) & set(cls.rank_state_attributes):
-        raise AddOnError(
-            f"{name} lists {min(twice)!r} in both state_attributes and rank_state_attributes; keep it in "
-            "rank_state_attributes if it differs between ranks, otherwise in state_attributes"
-        )
 
 
 def _check_init(cls: Any) -> None:
@@ -171,12 +164,6 @@ def _check_init(cls: Any) -> None:
         )
     if not {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
         raise AddOnError(f"{cls.__name__}.__init__ does not accept the arguments of the trainer; write {right}")
-    for p in options:
-        if isinstance(p.default, (list, dict, set)):
-            raise AddOnError(
-                f"{cls.__name__}.__init__ has {p.name}={p.default!r}, one {type(p.default).__name__} that all trainers "
-                f"would share; write {p.name}=None, or a tuple"
-            )
 
 
 # ------------------------------------------------------------------------------------------ where a class stands
@@ -282,12 +269,8 @@ def _check_kind(klass: Any, name: str, value: Any, ours: Any) -> None:
         raise _error(klass)(f"{where} is a property, but the trainer calls it; remove @property, or rename it")
     if not (callable(value) or isinstance(function, FunctionType)):
         raise _error(klass)(f"{where} = {value!r:.60} hides the trainer's method {name}(); give it another name")
-    if inspect.iscoroutinefunction(function):
-        raise _error(klass)(f"{where} is async, and the loop does not await it; write def {name}, without async")
     if inspect.isgeneratorfunction(value) and name.endswith("_context"):
         raise _error(klass)(f"{where} yields, and must be a context manager; put @contextlib.contextmanager above it")
-    if inspect.isgeneratorfunction(value) and name in _STEPS:
-        raise _error(klass)(f"{where} yields; return the dict instead: return {{'loss': loss}}")
 
 
 def _check_signature(klass: Any, name: str, value: Any, ours: Any) -> None:
@@ -381,13 +364,6 @@ def check_instance(trainer: Any) -> None:
 def initial_values(trainer: Any) -> dict[str, Any]:
     """Return what the constructor of Trainer has set, for `check_instance` to compare after every other one."""
     return {name: getattr(trainer, name) for name in _TRAINER_NAMES}
-
-
-def explain_setter(cls: Any, error: AttributeError) -> None:
-    """Add what to write to Python's error for an ``__init__`` that sets a property of the trainer."""
-    match = re.fullmatch(r"property '(\w+)' of '.*' object has no setter", str(error))
-    if match and isinstance(getattr(cls, match[1], None), property):
-        error.add_note(f"zae: {_name_error(cls, match[1])}")
 
 
 def _name_error(cls: type, name: str) -> TaskError:

@@ -54,8 +54,6 @@ HOOKS = _by_name(
         "metric_on_epoch_end()": "on_validation_epoch_end validation_epoch_end training_epoch_end test_epoch_end",
         "add-ons: Task.add_on(...)": "configure_callbacks",
         # Parts of a trainer, and what tells of them.
-        "a method of the engine, which an add-on puts in: self.engine = MyEngine(self.engine)": "gradient_norm "
-        "average_gradients sync_buffers optimizer_state",
         # Data.
         "loader of run(n_epoch, loader)": "_get_train_sampler",
         "to_device(batch)": "transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer _prepare_batch "
@@ -314,16 +312,10 @@ def hint(name: str) -> str:
     return f"here it is {HINTS[name]}" if name in HINTS else ""
 
 
-def _of_part(owner: Any, name: str) -> str:
-    """Return where a part of a trainer has a public name; empty where none has, and for a class, which has no parts."""
-    owners = {part: type(vars(owner).get(part)) for part in ("engine", "precision_part", "step_window")}
-    return next((f"{part}.{name}" for part, kind in owners.items() if name[0] != "_" and hasattr(kind, name)), "")
-
-
 def missing_attribute(owner: Any, name: str, is_class: bool = False) -> AttributeError:
     """Return the error for a name that nothing has; Python's own where nothing is known of it."""
     kind = owner if is_class else type(owner)
-    if remedy := _of_part(owner, name) or HINTS.get(name):
+    if remedy := HINTS.get(name):
         return MissingError(f"{kind.__name__} has no attribute {name!r}; here it is {remedy}")
     description = f"type object {kind.__name__!r}" if is_class else f"{kind.__name__!r} object"
     return AttributeError(f"{description} has no attribute {name!r}", name=name, obj=owner)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from zae.arguments import checked
-from zae.compose.class_checks import check_class, check_complete, check_instance, explain_setter
+from zae.compose.class_checks import check_class, check_complete, check_instance
 from zae.compose.conflicts import check_composition
 from zae.compose.introspect import recipe_of
 from zae.compose.options import check_call, check_received, expand_call, options_of
@@ -85,11 +85,7 @@ class TrainerMeta(ABCMeta):
         args, kwargs = expand_call(cls, args, kwargs)
         check_call(cls, args, kwargs)
         check_complete(cls)
-        try:
-            trainer = super().__call__(*args, **kwargs)
-        except AttributeError as error:
-            explain_setter(cls, error)
-            raise
+        trainer = super().__call__(*args, **kwargs)
         check_instance(trainer)
         check_received(trainer, kwargs)
         return trainer

@@ -286,17 +286,12 @@ class FirstEpoch:
         self._length = None
         if length in (None, count) or run.extent.epoch_ends_at or not trainer.is_main:
             return
-        planned = run.extent.total_steps()
-        made_for = ""
-        if planned is not None and trainer.schedulers:
-            made_for = f", and its schedules were made for {planned} steps of the whole run"
         _log.warning(
-            "the loader has a length of %d and yielded %d batches in the first epoch (%s)%s: let __len__ return the "
-            "number of batches, or write steps_per_epoch=...",
+            "the loader has a length of %d, by which schedules are made, and yielded %d batches in the first epoch "
+            "(%s): let __len__ return the number of batches, or write steps_per_epoch=...",
             length,
             count,
             describe(wrapped_loader),
-            made_for,
         )
 
 

@@ -262,12 +262,7 @@ class ProgressChecker:
         """Return the progress in a whole state."""
         progress = cls()
         progress.load_state_dict(state["progress"])
-        pending = state.get("validation", "")
-        if pending not in ("", "step", "epoch"):
-            raise CheckpointMismatch(
-                f"the state has validation={pending!r:.80}, which is not '', 'step' or 'epoch'; load another checkpoint"
-            )
-        progress.pending_validation = pending
+        progress.pending_validation = state.get("validation", "")
         return progress
 
     def state_dict(self) -> dict[str, Any]:

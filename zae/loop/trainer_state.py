@@ -170,12 +170,7 @@ def load_state(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None
 
 def _fitting_weights(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> tuple[dict[str, Tensor], bool]:
     """Return the weights that training continues from, under the model's keys, and whether they must be all."""
-    further: dict[str, Any] = {}
-    for key in ("training_weights", "extra_state"):  # The second by the keys of get_extra_state.
-        entry = state.get(key, {})
-        if not isinstance(entry, Mapping):
-            raise CheckpointMismatch(f"the {key} of the state is {entry!r:.80}, and must be a dict")
-        further |= entry
+    further = {**state.get("training_weights", {}), **state.get("extra_state", {})}
     module = trainer.unwrap()
     needed = _needed_keys(trainer)
     weights = fit_weights(module, {**state["model"], **further}, strict, needed)
@@ -226,13 +221,9 @@ def _check_keys(state: Mapping[str, Any], strict: bool) -> None:
     removed = [key for key in state if key in _REMOVED_ADD_ONS]
     leftover = [str(key) for key in state if key not in (*_REQUIRED_KEYS, *_OPTIONAL_KEYS, *_REMOVED_ADD_ONS)]
     if missing:
-        is_model = all(isinstance(value, Tensor) for value in state.values())
-        alternative = ", or load weights alone with apply_weights(...)"
-        if not is_model:
-            alternative = ", an override of which returns {**super().state_dict(), ...}"
         raise CheckpointMismatch(
             f"the state has no {', '.join(missing)}; its entries are {', '.join(map(str, state)) or 'none'}; give what "
-            f"state_dict() returned{alternative}"
+            "state_dict() returned, or load weights alone with apply_weights(...)"
         )
     if removed:
         _log.warning("the state of %s is not loaded: zae no longer has this add-on", ", ".join(removed))

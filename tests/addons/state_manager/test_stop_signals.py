@@ -26,7 +26,6 @@ from zae.addons.loggers.jsonl_logger import JSONLLoggerAddon
 from zae.addons.mpu import MultiGPUAddon
 from zae.checkpoint.folder import list_checkpoints, newest_valid
 from zae.checkpoint.reader import load_checkpoint
-from zae.errors import CheckpointMismatch
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 BATCHES = 10  # Of the validation.
@@ -254,7 +253,7 @@ def test_evaluations_by_hand_are_not_given_up(folder: Path) -> None:
 
 
 def test_the_call_of_run_that_it_is_of(folder: Path) -> None:
-    """A script of two calls validates in the second; a state that says nonsense of it is refused."""
+    """A script of two calls validates in the second."""
 
     def script(place: Path, seed: int, **more: Any) -> Any:
         faults.ambient(seed)
@@ -267,8 +266,6 @@ def test_the_call_of_run_that_it_is_of(folder: Path) -> None:
         trainer.run(2, hand.loader(), hand.loader(20, 2, seed=8))
         state = trainer.state_dict()
         assert "validation" not in state
-        with pytest.raises(CheckpointMismatch, match="has validation='soon', which is not '', 'step' or 'epoch'"):
-            trainer.load_state_dict({**state, "validation": "soon"})
         return everything(trainer)
 
     whole = answer(script, made(folder / "whole"), 1)
