@@ -439,7 +439,7 @@ class StateManagerAddon(AddOnBase):
         checkpoints = self.checkpoints
         progress = self.progress_checker
         checkpoints.settle()  # One save at a time: the one before may still be written.
-        if path is None and self._resumption.is_ahead(progress.run_calls):
+        if path is None and self._resumption.belongs_to_later_call(progress.run_calls):
             return self._resumption.skip_save()
         target = checkpoints.path_at(progress.step) if path is None else Path(path).expanduser()
         self.engine.rendezvous("save_state")

@@ -22,7 +22,7 @@ __all__ = ["FsspecCheckpointer"]
 
 _log = logging.getLogger("zae")
 _UPLOAD = re.compile(r"((step|crash)-\d{8,18})\.(\d{1,9})")
-_PIECE = 1 << 22  # Bytes that are read at a time to be hashed.
+_READ_BYTES = 1 << 22  # Bytes that are read at a time to be hashed.
 
 
 class FsspecCheckpointer(Checkpointer):
@@ -288,7 +288,7 @@ class FsspecCheckpointer(Checkpointer):
         for name, sha256 in {**expected, MANIFEST: hashlib.sha256(text).hexdigest()}.items():
             digest = hashlib.sha256()
             with self.reaching(f"{place}/{name} was not read back"), self.files.open(f"{place}/{name}", "rb") as file:
-                while piece := file.read(_PIECE):
+                while piece := file.read(_READ_BYTES):
                     digest.update(piece)
             if digest.hexdigest() != sha256:
                 raise CheckpointDamaged(f"{place}/{name}: changed while it was uploaded. {REMEDY}")

@@ -206,13 +206,13 @@ class Resumption:
         because = f", stopped: {progress.stop_reason}" if progress.stop_reason else ""
         return f"already finished; nothing to train: {place} is at {run.place}{because}"
 
-    def is_ahead(self, calls: RunCalls) -> bool:
+    def belongs_to_later_call(self, calls: RunCalls) -> bool:
         """Return whether the state belongs to a call of ``run`` that the script has not made yet."""
         return self.path is not None and calls.must_replay
 
     def leave(self, calls: RunCalls) -> None:
         """Note, as the trainer is torn down, that the script may change it from now on."""
-        self._is_left = self.is_ahead(calls)
+        self._is_left = self.belongs_to_later_call(calls)
 
     def must_reload(self, calls: RunCalls) -> Path | None:
         """Return the checkpoint if the script may have changed its state before the call of ``run`` that continues."""

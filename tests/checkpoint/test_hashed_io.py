@@ -78,7 +78,7 @@ def test_it_works_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_slow_hash_holds_the_writing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashed_files, "_AHEAD", 2)
+    monkeypatch.setattr(hashed_files, "_MAX_WAITING", 2)
     real = hashlib.sha256()
     ahead: list[int] = []
 

@@ -42,14 +42,14 @@ NUMPY_KINDS = "biufcSUmM"
 """The kinds of numpy dtypes that are written: numbers, text and dates."""
 
 _NUMPY_TEXT = re.compile(r"[<>|=](?:[biufcSU]\d{1,9}|[mM]8(?:\[\d*[A-Za-z]{1,2}\])?)")
-_COLLISIONS = 64  # Keys of one hash in a dict: 34 powers of two have the same, as floats.
+_MAX_COLLISIONS = 64  # Keys of one hash in a dict: 34 powers of two have the same, as floats.
 _ALWAYS = frozenset({type(None), bool, str})  # Of these, JSON has every value.
 _NUMBERS = frozenset({int, float})
-_LEAST = -(2**63)  # Beyond 64 bits, integers are not read the same by all readers of JSON.
-_MOST = 2**63 - 1
-_ROOM = 4  # Brackets that a leaf may add: {"$tensor": ["name", null, [1, 0], [1, 2]]} below a tag.
-_OUTSIDE_NAMES = re.compile(r"[^A-Za-z0-9_-]")  # What names of tensors do not contain.
-_FIRST = itemgetter(slice(1))  # The first letter of a key: "$" if it looks like a tag.
+_MIN_INT = -(2**63)  # Beyond 64 bits, integers are not read the same by all readers of JSON.
+_MAX_INT = 2**63 - 1
+_LEAF_BRACKETS = 4  # Brackets that a leaf may add: {"$tensor": ["name", null, [1, 0], [1, 2]]} below a tag.
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")  # What names of tensors do not contain.
+_initial = itemgetter(slice(1))  # The first letter of a key: "$" if it looks like a tag.
 
 _Path: TypeAlias = "tuple[object, ...]"  # The keys from the root to a value.
 
@@ -154,8 +154,8 @@ def _check_keys(keys: list[Any]) -> list[Any]:
             waiting += key
         elif type(key) not in PLAIN:
             raise _Malformed(f"contains a key that is a {_type_name(key)}")
-    if len(keys) > _COLLISIONS and max(Counter(map(hash, keys)).values()) > _COLLISIONS:
-        raise _Malformed(f"contains a dict or set in which more than {_COLLISIONS} keys have one hash")
+    if len(keys) > _MAX_COLLISIONS and max(Counter(map(hash, keys)).values()) > _MAX_COLLISIONS:
+        raise _Malformed(f"contains a dict or set in which more than {_MAX_COLLISIONS} keys have one hash")
     return keys
 
 
@@ -222,20 +222,24 @@ class _Encoder:
     def value(self, value: Any, path: _Path, depth: int) -> Any:
         """Return the JSON form of `value`, which stands at `path` and `depth` brackets deep."""
         kind = type(value)
-        if kind in _ALWAYS or (kind is int and _LEAST <= value <= _MOST) or (kind is float and math.isfinite(value)):
+        if (
+            kind in _ALWAYS
+            or (kind is int and _MIN_INT <= value <= _MAX_INT)
+            or (kind is float and math.isfinite(value))
+        ):
             return value
-        if depth + _ROOM > DEPTH_LIMIT:
+        if depth + _LEAF_BRACKETS > DEPTH_LIMIT:
             raise CheckpointError(
                 f"the state is nested deeper than {DEPTH_LIMIT} levels, or contains itself, at {_show(path)[:80]}...; "
                 "keep it flatter"
             )
-        if kind is list and set(map(type, value)) == {int} and min(value) >= _LEAST and max(value) <= _MOST:
+        if kind is list and set(map(type, value)) == {int} and min(value) >= _MIN_INT and max(value) <= _MAX_INT:
             return list(value)  # The states of random streams, in every checkpoint, are 600 integers.
-        if kind is list or (kind is dict and {str}.issuperset(map(type, value)) and "$" not in map(_FIRST, value)):
+        if kind is list or (kind is dict and {str}.issuperset(map(type, value)) and "$" not in map(_initial, value)):
             forms: Any = [None] * len(value) if kind is list else {}
             for key, item in enumerate(value) if kind is list else value.items():
                 kind = type(item)  # Most of them are plain: these take no call.
-                is_plain = kind in _ALWAYS or (kind in _NUMBERS and _LEAST <= item <= _MOST)
+                is_plain = kind in _ALWAYS or (kind in _NUMBERS and _MIN_INT <= item <= _MAX_INT)
                 forms[key] = item if is_plain else self.value(item, (*path, key), depth + 1)
             return forms
         if kind in (dict, OrderedDict, Counter):
@@ -290,7 +294,7 @@ class _Encoder:
 
     def _keep(self, tensor: Tensor, path: _Path) -> str:
         """Store a tensor under a unique ASCII name made of its path."""
-        base = ".".join([_OUTSIDE_NAMES.sub("_", str(key)) for key in path]) or "value"
+        base = ".".join(map(name_of_key, path)) or "value"
         name = base
         while name in self.tensors or name == "__metadata__":  # the one name that safetensors reserves
             self._uses[base] += 1
@@ -313,7 +317,7 @@ def _check_key(key: Any, path: _Path) -> None:
 
 def name_of_key(key: Any) -> str:
     """Return what stands for a key in the name of a tensor."""
-    return _OUTSIDE_NAMES.sub("_", str(key))
+    return _NOT_IN_NAMES.sub("_", str(key))
 
 
 def _show(path: _Path) -> str:
@@ -368,7 +372,7 @@ class _Decoder:
             return [self.value(item, depth + 1) for item in node]
         if type(node) is not dict:
             raise _Malformed(f"contains a {_type_name(node)}; expected a dict")
-        if "$" not in map(_FIRST, node):
+        if "$" not in map(_initial, node):
             values = {}
             for key, item in node.items():
                 values[key] = item if type(item) in PLAIN else self.value(item, depth + 1)

@@ -21,7 +21,7 @@ from zae.checkpoint.hashed_files import Output, reason
 from zae.checkpoint.names import is_known, original_name, set_aside, staging_name
 from zae.errors import CheckpointError, ConfigError
 
-_LARGE = 1 << 20  # bytes: smaller pieces are left to the system
+_LARGE_BYTES = 1 << 20  # Smaller pieces are left to the system.
 
 staging_now: set[str] = set()  # names that this process is staging at this moment, in any thread
 
@@ -47,7 +47,7 @@ class FileSystem:
         size = len(data)
         while data:
             data = data[os.write(handle, data) :]
-        if size >= _LARGE and hasattr(os, "posix_fadvise"):
+        if size >= _LARGE_BYTES and hasattr(os, "posix_fadvise"):
             # Linux starts to bring such a range to the disk without waiting for it, so that the later fsync has less
             # to wait for. Elsewhere it is only a hint.
             with contextlib.suppress(OSError):

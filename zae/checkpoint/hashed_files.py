@@ -22,8 +22,8 @@ REMEDY = "Restore the file from a copy, or delete this checkpoint and resume fro
 CHUNK = 8 << 20
 """The most bytes in one write or read."""
 
-_AHEAD = 16  # The most pieces that wait for their hash while the next are written: memory must not grow.
-_BATCH = 1 << 20  # smaller pieces are collected: one write for a thousand small tensors
+_MAX_WAITING = 16  # Pieces that wait for their hash while the next are written: memory must not grow.
+_BATCH_BYTES = 1 << 20  # Smaller pieces are collected: one write for a thousand small tensors.
 
 
 class Output:
@@ -40,7 +40,7 @@ class Output:
         self._pending = bytearray()
         self._digest = hashlib.sha256()
         self._hasher: threading.Thread | None = None
-        self._queue: queue.Queue[memoryview | None] = queue.Queue(_AHEAD)
+        self._queue: queue.Queue[memoryview | None] = queue.Queue(_MAX_WAITING)
 
     def write(self, data: Any) -> None:
         """Write a buffer, which must not change before it is hashed; small ones are collected."""
@@ -50,9 +50,9 @@ class Output:
         if not view.nbytes:
             return
         view = view.cast("B")
-        if len(view) < _BATCH:
+        if len(view) < _BATCH_BYTES:
             self._pending += view
-            if len(self._pending) >= _BATCH:
+            if len(self._pending) >= _BATCH_BYTES:
                 self.flush()
             return
         self.flush()
@@ -79,7 +79,7 @@ class Output:
 
     def _emit(self, data: memoryview) -> None:
         """Hash one piece and write it: in this thread while the file is small, then hashed by the other one."""
-        if self._hasher is None and len(data) >= _BATCH:
+        if self._hasher is None and len(data) >= _BATCH_BYTES:
             hasher = threading.Thread(target=self._hash_all, name="zae-sha256", daemon=True)
             with contextlib.suppress(RuntimeError):  # no thread is started while the interpreter shuts down
                 hasher.start()
@@ -126,7 +126,7 @@ class Input:
 
     def finish(self, expected: str) -> None:
         """Read the rest, and compare the SHA-256 of the whole file with the expected one."""
-        while data := self._file.read(_BATCH):
+        while data := self._file.read(_BATCH_BYTES):
             self._digest.update(data)
         digest = self._digest.hexdigest()
         if digest != expected:

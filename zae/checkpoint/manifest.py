@@ -195,7 +195,7 @@ _ENTRIES: dict[str, tuple[type, str]] = {  # The type of each entry, and how an 
     "info": (dict, "a dict"),
     "sha256": (str, "text"),
 }
-_LEAST = {"step": 0, "epoch": 0, "world_size": 1}
+_MINIMUM = {"step": 0, "epoch": 0, "world_size": 1}
 
 
 def _fault(content: Mapping[str, Any]) -> str | None:
@@ -210,8 +210,8 @@ def _fault(content: Mapping[str, Any]) -> str | None:
 
 def _is_allowed(key: str, value: Any) -> bool:
     """Return whether an entry of the right type has a value that a manifest may have."""
-    if key in _LEAST:
-        return bool(value >= _LEAST[key])
+    if key in _MINIMUM:
+        return bool(value >= _MINIMUM[key])
     if key == "model_format":
         return value in MODEL_FILES
     if key in ("composition", "tied"):

@@ -34,7 +34,7 @@ _STAGED = re.compile(r"\.staging-.+-([0-9a-f]{8})-(\d+)-[0-9a-f]{16}")
 _SHARD = re.compile(r"shard-\d{5}\.safetensors")
 PIECE = re.compile(r"(train_history|valid_history|log_history)-(\d{1,12})-(\d{1,12})\.json")
 """The files of rows: the list, its first row in the file, and the row after the last, see zae.checkpoint.rows."""
-_OLD = 24 * 3600.0
+_MAX_AGE_S = 24 * 3600.0
 
 
 def has_checkpoint_name(name: str) -> bool:
@@ -80,7 +80,7 @@ def is_abandoned(name: str, age: float) -> bool:
         return False
     host, pid = match[1], int(match[2])
     # An earlier process had the number of this one, as in a container that was restarted.
-    return age > _OLD or (host == _host() and (pid == os.getpid() or not is_running(pid)))
+    return age > _MAX_AGE_S or (host == _host() and (pid == os.getpid() or not is_running(pid)))
 
 
 def aside_name(name: str, kind: str) -> str:

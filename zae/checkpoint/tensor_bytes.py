@@ -50,7 +50,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_MOST_VIEWS = 255  # Of one memory, that are examined.
+_MAX_VIEWS = 255  # Of one memory, that are examined.
 AXES_LIMIT = 1024
 """The most axes of a tensor that is read: torch takes time with the square of their number."""
 
@@ -126,7 +126,7 @@ def shared_memory(tensors: Sequence[tuple[str, object]]) -> tuple[str, str] | No
         (_, first), *_ = views.values()
         taken = torch.zeros(first.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
         for number, (name, tensor) in enumerate(views.values(), start=1):
-            if number > _MOST_VIEWS:
+            if number > _MAX_VIEWS:
                 break
             size = tensor.element_size()
             strides = [stride * size for stride in tensor.stride()]

@@ -43,8 +43,8 @@ from zae.values.walk import leaves_of
 __all__ = ["Optimization"]
 
 _log = logging.getLogger("zae")
-_SHOWN = 5  # Names of parameters in a warning.
-_LOW = 0.1  # Of the base rate: a first epoch below it trains very little.
+_MAX_SHOWN = 5  # Names of parameters in a warning.
+_LOW_RATE = 0.1  # Of the base rate: a first epoch below it trains very little.
 
 
 class Optimization:
@@ -186,9 +186,9 @@ class Optimization:
         self._warned.update(names)
         if not names or not is_main:
             return
-        shown = ", ".join(names[:_SHOWN])
-        if len(names) > _SHOWN:
-            shown += f" and {len(names) - _SHOWN} more"
+        shown = ", ".join(names[:_MAX_SHOWN])
+        if len(names) > _MAX_SHOWN:
+            shown += f" and {len(names) - _MAX_SHOWN} more"
         _log.warning(
             "no optimizer of the trainer holds %s (%d parameters with requires_grad=True), and until one does, the "
             "trainer leaves them as they are; give them to one, optimizer.add_param_group({'params': [...]}), or "
@@ -281,7 +281,7 @@ class Optimization:
             # A schedule that states its unit is as long as it is meant to be.
             if is_plateau(scheduler) or hasattr(scheduler, "steps_on_batch"):
                 continue
-            if steps_taken(scheduler) != 0 or _highest(scheduler) >= _LOW:
+            if steps_taken(scheduler) != 0 or _highest(scheduler) >= _LOW_RATE:
                 continue
             rate = optim.learning_rates({"0": scheduler.optimizer}).get("lr", 0.0)
             texts.append(

@@ -54,8 +54,8 @@ __all__ = [
 _LOAD = Optimizer.load_state_dict
 _RATES = ("lr", "initial_lr", "base_lrs", "_last_lr", "max_lr", "min_lr")
 _HOOKS = "_optimizer_load_state_dict_pre_hooks"  # What the constructor of torch.optim.Optimizer makes.
-_SHOWN = 10
-_SMALL = 64 << 20  # Bytes up to which tensors are compared bit by bit.
+_MAX_SHOWN = 10
+_MAX_COMPARED_BYTES = 64 << 20  # Bytes up to which tensors are compared bit by bit.
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -261,7 +261,7 @@ def are_small_and_whole(tensors: Iterable[Tensor]) -> bool:
         if nn.parameter.is_lazy(tensor) or tensor.is_meta or is_sharded(tensor):
             return False
         size += tensor.numel() * tensor.element_size()
-    return size <= _SMALL
+    return size <= _MAX_COMPARED_BYTES
 
 
 def _are_alike(a: Any, b: Any) -> bool:
@@ -406,7 +406,7 @@ def match_order(
         return state
     change = "with its parameters in another order"
     if differ:
-        change = f"with other parameters ({', '.join(differ[:_SHOWN])})"
+        change = f"with other parameters ({', '.join(differ[:_MAX_SHOWN])})"
     raise CheckpointMismatch(
         f"optimizer {name} ({type(optimizer).__name__}) was saved {change}; build it as it was, or load only the "
         "weights: apply_weights(path)"
