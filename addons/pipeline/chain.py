@@ -383,9 +383,7 @@ class Chain:
 
     def keep(self, stages: Collection[int]) -> None:
         """Let go of the tensors of all other stages, which this rank has dropped."""
-        for stage, names in enumerate(self.names):
-            if stage not in stages:
-                self.names[stage] = {name: each.detach().to("meta") for name, each in names.items()}
+        self.names = [names if stage in stages else {} for stage, names in enumerate(self.names)]
 
     def tensors(self, stages: Iterable[int]) -> list[Tensor]:
         """Return the parameters and buffers of some stages, once each."""

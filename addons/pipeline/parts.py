@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zae.distributed.collectives import all_reduce
-from zae.values.walk import map_tensors
+from zae.values.walk import leaves_of, map_tensors
 
 __all__ = ["check_loss", "fill_states", "gradient_norm", "keep_own", "make_whole"]
 
@@ -28,30 +28,18 @@ def keep_own(model: nn.Module, ids_to_keep: Collection[int]) -> None:
                 setattr(module, name, twin_by_id.setdefault(id(buffer), buffer.to("meta")))
 
 
-def _tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Yield the tensors in dicts, lists and tuples with their places."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _tensors(each, (*path, key))
-    elif type(value) in (list, tuple):
-        for index, each in enumerate(value):
-            yield from _tensors(each, (*path, index))
-
-
 def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], device: torch.device) -> Any:
     """Return a value in which tensors of the meta device are those that other ranks have; all ranks call it.
 
     What was received is in the memory of the host. A rank that does not keep it gets its own value.
     """
-    parts = dict(_tensors(value))
+    parts = {place: leaf for place, leaf in leaves_of(value, "value") if isinstance(leaf, Tensor)}
     absent = {path: _kind_of(each) for path, each in parts.items() if each.is_meta}
     # Each rank tells which tensors it lacks, and whether it needs them.
     ranks = gather((absent, keeps))
     rank = dist.get_rank()
     whole = dict[int, Tensor]()
-    kinds: dict[tuple[Any, ...], _Kind] = {}
+    kinds: dict[str, _Kind] = {}
     for absent_there, _ in ranks:
         kinds |= absent_there
     # One after another, in an order that all ranks know: the first rank that has a tensor sends it to those that need

@@ -23,6 +23,7 @@ from zae.values.walk import leading_dimension, tensors_in
 __all__ = ["Place", "Runner", "StagedModel"]
 
 _KEPT = 8  # Schedules for inputs of different shapes; each has buffers for what the stages exchange.
+_FAILURES = ("failed to run forward", "Failed to run stage backward")  # Errors of torch around those of a stage.
 _ONCE = (
     "A pipeline computes one call of the model for each batch: write outputs = self.model(inputs) once, with "
     "torch.cat([first, second]) for several inputs"
@@ -156,7 +157,6 @@ class Runner:
         self._engines: OrderedDict[Any, Any] = OrderedDict()
         self._job: _Job | None = None
         self._outputs: dict[int, Any] = {}
-        self._error: BaseException | None = None
 
     @property
     def is_running(self) -> bool:
@@ -285,7 +285,6 @@ class Runner:
     def _compute(self, job: _Job) -> None:
         """Run the schedule for a batch; an error of a stage is raised as it was, with its cause."""
         self._job = job
-        self._error = None
         failure: BaseException | None = None
         try:
             if job.trains:
@@ -297,19 +296,13 @@ class Runner:
             else:
                 self._forward()
         except Exception as error:
-            failure = self._first_error(error)
+            is_of_torch = any(text in str(error) for text in _FAILURES)
+            failure = error.__cause__ if error.__cause__ and is_of_torch else error
         finally:
             self._job = None
-            self._error = None
             self._outputs.clear()
         if failure is not None:
             raise failure
-
-    def _first_error(self, error: Exception) -> BaseException:
-        """Return what a step, a stage or its backward has raised, of which torch makes another error."""
-        if self._error is not None:
-            return self._error
-        return error.__cause__ if error.__cause__ and "Failed to run stage backward" in str(error) else error
 
     def _forward(self) -> None:
         """Compute one stage after the other for all micro-batches, without a backward.
@@ -399,11 +392,7 @@ class Runner:
 
     def _loss(self, index: int) -> Tensor:
         assert self._job is not None
-        try:
-            return self._job.answer(index, self._outputs.pop(index))
-        except BaseException as error:
-            self._error = error
-            raise
+        return self._job.answer(index, self._outputs.pop(index))
 
     def compute(self, stage: int, index: int, received: Sequence[Tensor], is_trial: bool) -> Any:
         """Compute one stage for a micro-batch."""
@@ -412,14 +401,10 @@ class Runner:
         for each in received:
             if each.requires_grad:
                 each.register_hook(Tensor.contiguous)  # Gloo sends no others.
-        try:
-            with self._context(), self._stream(job, stage, index), _unchanged(self._buffers(stage), is_trial):
-                values = job.programs[stage](job.feed[index], received)
-            if stage < self._stages - 1:
-                return check_passed(values, stage)
-        except BaseException as error:
-            self._error = error
-            raise
+        with self._context(), self._stream(job, stage, index), _unchanged(self._buffers(stage), is_trial):
+            values = job.programs[stage](job.feed[index], received)
+        if stage < self._stages - 1:
+            return check_passed(values, stage)
         self._outputs[index] = values
         return torch.zeros(1, device=self._device)  # The loss depends on what was kept.
 
