@@ -26,6 +26,7 @@ __all__ = [
     "changes_of",
     "facts_of",
     "is_exhausted",
+    "own_batch_sampler",
     "parts_of",
     "preserve_streams",
     "restore_parts",
@@ -59,6 +60,12 @@ def facts_of(loader: Any) -> dict[str, Any]:
         "batch sampler": type(parts["batch_sampler"]).__name__ if "batch_sampler" in parts else None,
     }
     return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
+
+
+def own_batch_sampler(facts: Mapping[str, Any]) -> str:
+    """Return the class name of a batch sampler that is not one of torch's; else an empty string."""
+    name = facts.get("batch sampler") or "BatchSampler"
+    return "" if name in ("BatchSampler", "SampleShards") else str(name)
 
 
 def changes_of(before: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:

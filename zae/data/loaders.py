@@ -308,8 +308,12 @@ class BatchLimits(NamedTuple):
                     "overfit_batches cannot take them in each epoch; give a list, a DataLoader or a class with "
                     "__iter__, or write steps_per_epoch=..., which ends the epochs of a stream"
                 )
-        if self.repeats:
-            _check_batch_sampler(loader)
+        if self.repeats and iterates_as_torch(loader) and type(loader.batch_sampler) not in (BatchSampler, type(None)):
+            raise ConfigError(
+                "overfit_batches takes the first samples of the dataset in each epoch, and the batches of this loader "
+                f"are those of its {type(loader.batch_sampler).__name__} ({describe(loader)}); give a DataLoader with "
+                "batch_size=..., or a list of batches"
+            )
 
     def of_training(self, loader: Any) -> Any:
         """Return the view of a training loader."""
@@ -322,16 +326,6 @@ class BatchLimits(NamedTuple):
         if isinstance(loader, Mapping):
             return {name: _first_of(each, self.valid) for name, each in loader.items()}
         return _first_of(loader, self.valid)
-
-
-def _check_batch_sampler(loader: Any) -> None:
-    """Refuse a loader whose batch sampler decides which samples come first."""
-    if iterates_as_torch(loader) and type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        raise ConfigError(
-            f"overfit_batches takes the first samples of the dataset in each epoch, and the batches of this loader are "
-            f"those of its {type(loader.batch_sampler).__name__} ({describe(loader)}); give a DataLoader with "
-            "batch_size=..., or a list of batches"
-        )
 
 
 def takes_samples(loader: Any) -> bool:

@@ -7,11 +7,11 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from zae import random_state
-from zae.data.loader_state import as_begun, changes_of, facts_of
-from zae.data.loaders import check_ended, describe, has_order, has_pinned_batches, is_stateful, length_of
+from zae.data.loader_state import as_begun, changes_of, facts_of, own_batch_sampler
+from zae.data.loaders import check_ended, describe, has_order, has_pinned_batches, iterates_as_torch, length_of
 from zae.data.reading import FirstBatches, LastBatch, SampledPosition, position_of
 from zae.data.streams import LoaderStreams, values_in
 from zae.data.workers import (
@@ -165,9 +165,9 @@ class LoaderPosition:
         # Datasets and samplers begin the epoch as they began it; the random streams go on from where they are.
         values = [*values_in(present), *values_in(begin)]  # The later ones are put back last.
         present = {**present, "parts": as_begun(present["parts"], begin["parts"]), "values": {"values": values}}
-        unset = {"begin": None, "first": None, "loader": None, "pad": 0, "last_batch": None}
-        absent = {"absent": [], "absent_before": -used_before}
-        self._loaded = {**self._loaded, **unset, "present": present, **absent}
+        unset = dict.fromkeys(("begin", "first", "loader", "last_batch"))
+        begun = {"pad": 0, "absent": [], "absent_before": -used_before}
+        self._loaded = {**self._loaded, **unset, **begun, "present": present}
 
     def check(self, loader: Any, new_run: bool) -> None:
         """Refuse to resume with another loader, after ``wrap_loader``, than the run was saved with.
@@ -186,7 +186,8 @@ class LoaderPosition:
         if not changes:
             return
         if not new_run:
-            if not _may_vary(before, changes):
+            # A batch sampler may change the number of batches in each epoch.
+            if not (len(changes) == 1 and changes[0].startswith("number of batches") and own_batch_sampler(before)):
                 raise _another_loader(changes)
             return
         # Another loader begins anew: of the state, the global random streams alone are for it.
@@ -195,14 +196,10 @@ class LoaderPosition:
 
     def _check_order(self, loader: Any) -> None:
         """Refuse to continue an open epoch whose batches came in no known order."""
-        if self._continues_state:
-            error: type[Exception] = CheckpointMismatch
-            is_known = not self._loaded.get("has_no_order")  # type: ignore[union-attr]
-        else:
-            error = LoaderError
-            is_known = has_order(loader)
+        state = self._loaded if self._continues_state else None
+        is_known = has_order(loader) if state is None else not state.get("has_no_order")
         if not is_known:
-            raise error(
+            raise (LoaderError if state is None else CheckpointMismatch)(
                 f"an epoch is open, and {_NO_ORDER}. Write in_order=True, and resume from a checkpoint of the end of "
                 "an epoch; or begin the epoch again: mid_epoch='restart' (an option of StateManagerAddon); or give "
                 "another loader, which begins the next epoch"
@@ -269,9 +266,9 @@ class LoaderPosition:
         It has not where workers read the samples, in an order that was drawn as the epoch began.
         """
         loader: Any = self.loader
-        if self.failed_at is None or not isinstance(loader, DataLoader) or not loader.num_workers:
+        if self.failed_at is None or not iterates_as_torch(loader) or not loader.num_workers:
             return True
-        if type(loader.batch_sampler) is not BatchSampler or is_stateful(loader):
+        if type(loader.batch_sampler) is not BatchSampler:
             return True
         sampler: Any = loader.batch_sampler.sampler
         return type(sampler) not in _DRAW_FIRST or getattr(sampler, "replacement", False) is True
@@ -351,13 +348,6 @@ def _check_number(facts: Mapping[str, Any], loader: Any) -> None:
     before = facts.get("number of batches")
     if before is not None and length_of(loader) != before:
         raise _another_loader([f"number of batches was {before} and is {length_of(loader)}"])
-
-
-def _may_vary(before: Mapping[str, Any], changes: Sequence[str]) -> bool:
-    """Return whether only the number of batches differs, and the batch sampler may change it in each epoch."""
-    from zae.data.reshard import own_batch_sampler
-
-    return bool(own_batch_sampler(before)) and len(changes) == 1 and changes[0].startswith("number of batches")
 
 
 def _another_loader(changes: Sequence[str]) -> CheckpointMismatch:

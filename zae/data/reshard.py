@@ -15,7 +15,7 @@ from zae.errors import CheckpointMismatch
 if TYPE_CHECKING:
     from zae.trainer import Trainer
 
-__all__ = ["own_batch_sampler", "place_of", "reshard", "why_not_reshard", "with_placeholders"]
+__all__ = ["place_of", "reshard", "why_not_reshard", "with_placeholders"]
 
 _log = logging.getLogger("zae")
 _BY_SAMPLE = ("BatchSampler", "SampleShards")
@@ -138,12 +138,6 @@ def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, in
     compared_before = {name: before[name] for name in names if name in before}
     compared_now = {name: present[name] for name in names if name in present}
     return changes_of(compared_before, compared_now)
-
-
-def own_batch_sampler(facts: Mapping[str, Any]) -> str:
-    """Return the class name of a batch sampler that is not one of torch's; else an empty string."""
-    name = facts.get("batch sampler") or "BatchSampler"
-    return "" if name in ("BatchSampler", "SampleShards") else str(name)
 
 
 def _is_by_sample(facts: Mapping[str, Any]) -> bool:

@@ -20,9 +20,8 @@ from zae import optim, random_state
 from zae.compose.introspect import is_overridden
 from zae.data import sharding
 from zae.data.gather import why_not
-from zae.data.loader_state import facts_of
+from zae.data.loader_state import facts_of, own_batch_sampler
 from zae.data.loaders import batch_size_of, describe, length_of
-from zae.data.reshard import own_batch_sampler
 from zae.loop.limits import RunLimits
 from zae.loop.progress import NO_LIMIT
 from zae.model.copying import deep_copy
