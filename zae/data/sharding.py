@@ -91,9 +91,9 @@ class Shards:
         count = len(self._entries)
         if self._drops_last:
             return count // self._together
-        return -(-count // self._together) if self._is_even else len(self._own(range(count)))
+        return -(-count // self._together) if self._is_even else len(self._of_rank(range(count)))
 
-    def _own(self, entries: Any) -> Any:
+    def _of_rank(self, entries: Any) -> Any:
         """Return those of this rank, so that the entries of all ranks in a step are consecutive."""
         return entries[self._ranks.rank :: self._ranks.size]
 
@@ -109,7 +109,7 @@ class Shards:
     def samples_in(self, step: int) -> tuple[int, int]:
         """Return the number of samples of this rank, and of all ranks, in a step."""
         sizes = [self._samples_at(place) for place in self._places(step)]
-        return sum(self._own(sizes)), sum(sizes)
+        return sum(self._of_rank(sizes)), sum(sizes)
 
     def _samples_at(self, place: int) -> int:
         """Return how many samples an entry has."""
@@ -184,13 +184,13 @@ class SampleShards(Shards):
         self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[list[Any]]:
-        entries = self._own(_draw(self.sampler, self._ranks))
+        entries = self._of_rank(_draw(self.sampler, self._ranks))
         for step in range(len(self)):
             yield entries[step * self.batch_size : (step + 1) * self.batch_size]
 
     def samples_in(self, step: int) -> tuple[int, int]:
         places = self._places(step)
-        return len(self._own(places)), len(places)
+        return len(self._of_rank(places)), len(places)
 
 
 class BatchShards(Shards):
@@ -205,9 +205,9 @@ class BatchShards(Shards):
     def __iter__(self) -> Iterator[list[Any]]:
         entries = _draw(self.sampler, self._ranks)
         self._sizes = [1 if self._each_is_batch else len(entry) for entry in entries]
-        own = self._own(entries)
+        batches = self._of_rank(entries)
         for step in range(len(self)):
-            batch = own[step : step + 1]  # Nothing, for a rank without a batch in the last step.
+            batch = batches[step : step + 1]  # Nothing, for a rank without a batch in the last step.
             yield batch if self._each_is_batch or not batch else batch[0]
 
     def _samples_at(self, place: int) -> int:
@@ -330,7 +330,7 @@ class _WorkerSeed:
     def __call__(self, worker: int) -> None:
         random_state.seed_everything(torch.initial_seed() + random_state.SPREAD * self._rank & (1 << 63) - 1)
         if self._own is not None:
-            self._own(worker)
+            self._of_rank(worker)
 
 
 def _shard_other(loader: Any, training: bool, ranks: Ranks) -> Any:
