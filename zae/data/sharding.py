@@ -323,14 +323,14 @@ def _present(batch: Any) -> Any:
 class _WorkerSeed:
     """Seed the workers of each rank differently, where the loaders of all ranks draw from one generator."""
 
-    def __init__(self, own: Callable[[int], None] | None, rank: int) -> None:
-        self._own = own
+    def __init__(self, worker_init: Callable[[int], None] | None, rank: int) -> None:
+        self._worker_init = worker_init
         self._rank = rank
 
     def __call__(self, worker: int) -> None:
         random_state.seed_everything(torch.initial_seed() + random_state.SPREAD * self._rank & (1 << 63) - 1)
-        if self._own is not None:
-            self._of_rank(worker)
+        if self._worker_init is not None:
+            self._worker_init(worker)
 
 
 def _shard_other(loader: Any, training: bool, ranks: Ranks) -> Any:
