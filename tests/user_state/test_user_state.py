@@ -780,6 +780,53 @@ def test_the_size_of_a_replay_buffer_is_said_once(tmp_path: Path, caplog: pytest
     assert told[0].startswith("self.replay has changed, and each checkpoint contains its 38 MB")
 
 
+class Images(torch.utils.data.Dataset[Any]):
+    """It opens its file as it is first read, and keeps what it has read."""
+
+    def __init__(self) -> None:
+        self.transform: Callable[[Any], Any] = torch.abs
+        self.file: Any = None
+        self.cache: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        self.file = self.file or threading.Lock()
+        self.cache.setdefault(index, Keeper())
+        return self.transform(INPUTS[index % 6][index // 6])
+
+
+def collate_doubled(rows: list[Any]) -> Any:
+    return torch.stack(rows) * 2
+
+
+DATA_CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "nothing": (lambda loader: None, ""),
+    "transform": (lambda loader: setattr(loader.dataset, "transform", torch.square), "loader.dataset.transform"),
+    "collate_fn": (lambda loader: setattr(loader, "collate_fn", collate_doubled), "loader.collate_fn"),
+}
+
+
+@pytest.mark.parametrize("change", DATA_CHANGES)
+def test_functions_of_the_data_that_training_replaces(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are named; a file that is opened as it is first read, and a cache, are not: a resume opens it too."""
+    replace, place = DATA_CHANGES[change]
+    loader = DataLoader(Images(), 3)
+
+    class Switches(Task):
+        def on_epoch_begin(self) -> None:
+            super().on_epoch_begin()
+            if self.progress_checker.epoch == 1:
+                replace(loader)
+
+    build(Switches, tmp_path, save_every=1).run(3, loader)
+    expected = [f"{place} has changed, and no checkpoint can hold a "] if place else []
+    assert [text[: len(expected[0])] if expected else text for text in warnings_in(caplog)] == expected
+
+
 def test_attributes_of_a_dataset_that_workers_never_see(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Data(torch.utils.data.Dataset[Any]):
         level = 0

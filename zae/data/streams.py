@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from zae import random_state
 from zae.data.loader_state import capture_parts, is_exhausted, parts_of, restore_parts
@@ -24,7 +25,7 @@ from zae.random_state import STREAMS
 from zae.torch_private import is_loader_iterator
 from zae.user_state.changes import Changes
 from zae.user_state.marks import LARGE, mark_of
-from zae.user_state.owners import Walk, is_of_user
+from zae.user_state.owners import Place, Walk, is_of_user
 from zae.user_state.values import Maker, Name, Packer
 from zae.values.walk import is_of_zae
 
@@ -55,7 +56,7 @@ class LoaderStreams:
     def __init__(self) -> None:
         self.loader: Any = None
         self.begin: State | None = None
-        self._changes = Changes()  # Which values have changed.
+        self._changes = Changes(opens_lazily=True)  # Which values have changed.
         self._has_warned = False
         self._source: Any = None  # What the run before has read.
         self._trainer: weakref.ref[Trainer] | None = None
@@ -75,7 +76,7 @@ class LoaderStreams:
         self._trainer = weakref.ref(trainer)
         source = getattr(loader, "dataset", loader)
         if self._source is not None and self._source is not source:
-            self._changes = Changes()
+            self._changes = Changes(opens_lazily=True)
         self._source = source
         walk = self._walk(loader, is_begin=True)
         self._changes.begin(walk, Packer({}, walk.paths, _HOST, copies=True, max_bytes=LARGE))
@@ -100,7 +101,9 @@ class LoaderStreams:
         """Return the values that have changed, or all small ones besides."""
         walk = self.note(loader)
         unchanged = self._changes.unchanged(walk) if with_unchanged else []
-        changed = self._changes.write(walk, Packer({}, walk.paths, _HOST, copies=True), says=False)
+        trainer = self._trainer() if self._trainer is not None else None
+        says = trainer is not None and trainer.is_main
+        changed = self._changes.write(walk, Packer({}, walk.paths, _HOST, copies=True), says=says)
         return [*unchanged, *changed.get("values", ())]
 
     def with_changed(self, state: State | None) -> dict[str, Any] | None:
@@ -170,6 +173,8 @@ class LoaderStreams:
             # What a class of a library keeps to itself, it computes.
             private = () if is_of_user(type(part)) else [name for name in vars(part) if name.startswith("_")]
             walk.add(place, part, without=frozenset(private))
+        if isinstance(loader, DataLoader) and "loader.collate_fn" not in parts:
+            walk.places["loader", "collate_fn"] = Place(vars(loader), "collate_fn")
         return walk
 
     def _warn_of_workers(self, walk: Walk, names: Iterable[Name]) -> None:

@@ -32,14 +32,21 @@ class Changes:
 
     Once changed, a value is saved for good: it may come back to what it was by chance, and be changed again by a hook.
 
+    Parameters
+    ----------
+    opens_lazily : bool
+        Whether what no checkpoint can hold is reported only where another such object was there as the run began: a
+        dataset opens a file, or fills a cache, as it is first read, and does so again after a resume.
+
     Attributes
     ----------
     names : set
         The names of the values that have changed, in this process or in those that it continues.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opens_lazily: bool = False) -> None:
         self.names: set[Name] = set()
+        self._opens_lazily = opens_lazily
         self._has_begun = False
         self._beginnings: dict[Name, _Beginning] = {}
         self._dicts: dict[str, dict[str, Any]] = {}  # Those that were looked at by their keys, by path.
@@ -49,10 +56,10 @@ class Changes:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the names: a copy has other objects, and marks are of this process."""
-        return {"names": set(self.names)}
+        return {"names": set(self.names), "opens_lazily": self._opens_lazily}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.__init__(state["opens_lazily"])  # type: ignore[misc]
         self.names = state["names"]
 
     # ------------------------------------------------------------------------------------------------- during a run
@@ -93,11 +100,11 @@ class Changes:
 
     # --------------------------------------------------------------------------------------------- writing a state
 
-    def write(self, walk: Walk, packer: Packer, names: Iterable[Name] | None = None, *, says: bool) -> dict[str, Any]:
+    def write(self, walk: Walk, packer: Packer, *, says: bool) -> dict[str, Any]:
         """Return the values that have changed, as a state holds them; what none can hold is reported once."""
         packer.objects = {id(each.object): path for path, each in walk.owners.items() if path in self._objects}
         values = {}
-        for name in sorted(walk.places.keys() & (self.names if names is None else names)):
+        for name in sorted(walk.places.keys() & self.names):
             if name[1] != STATE or name[0] in self._objects:
                 values[name] = walk.places[name].value
         for name, value in values.items():  # What is in a list and is an attribute as well stays one object.
@@ -108,7 +115,7 @@ class Changes:
             try:
                 entries.append(self._entry(walk.places[name], name, value, packer.write(name, value)))
             except NotSaved as why:
-                if says and (name[0] not in walk.stateful or name[1] == STATE):
+                if says and (name[0] not in walk.stateful or name[1] == STATE) and not self._is_opened(name):
                     self._report_unsaved(name, why)
             else:
                 if says and packer.size > _LARGE_TO_SAY:
@@ -209,6 +216,11 @@ class Changes:
                 place.store.pop(place.key, None)
 
     # --------------------------------------------------------------------------------------------- what is reported
+
+    def _is_opened(self, name: Name) -> bool:
+        """Return whether a value takes the place of None, or is in a container, of an object that opens lazily."""
+        beginning = self._beginnings.get(name)
+        return self._opens_lazily and (beginning is None or beginning.kind != "another")
 
     def _report_omitted(self, walk: Walk) -> None:
         if walk.first_omitted and not self._has_reported_omitted:
