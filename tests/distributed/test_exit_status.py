@@ -19,6 +19,7 @@ from zae.distributed.collectives import all_reduce, gather_objects
 SCRIPT = """
     import sys, torch, torch.distributed as dist
     from torch import nn
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     import zae.addons
     from zae import Trainer
 
@@ -35,7 +36,9 @@ SCRIPT = """
     x = torch.rand(256, 8)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), 16)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    trainer = Task.add_on(getattr(zae.addons, engine))(model, "cpu", optimizer=torch.optim.SGD, seed=0, log_bar=False)
+    plan = {"tensor_plan": {"0": ColwiseParallel(), "2": RowwiseParallel()}} if "Tensor" in engine else {}
+    cls = Task.add_on(getattr(zae.addons, engine))
+    trainer = cls(model, "cpu", optimizer=torch.optim.SGD, seed=0, log_bar=False, **plan)
     trainer.run(2, loader, loader)
     if how == "evaluate":
         trainer.evaluate(loader)
