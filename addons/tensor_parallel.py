@@ -44,8 +44,13 @@ class TensorParallelEngine(Engine):
         Returns the DeviceMesh of the ranks that divide layers among them; all ranks call it.
     styles : mapping of str to ParallelStyle
         How each module of the plan is divided, by its path.
-    compiled : callable
-        Returns the paths of the modules that are compiled.
+    compiled : collection of str
+        The paths of the modules that are compiled.
+
+    Attributes
+    ----------
+    is_checked : bool
+        Whether a first step has shown that the plan names all that it has to, and that nothing is drawn for a part.
     """
 
     can_save_alone = False  # The state lies in parts on the ranks.
@@ -62,11 +67,11 @@ class TensorParallelEngine(Engine):
         self._styles = styles
         self._compiled = compiled
         self._modules: dict[str, nn.Module] = {}
-        self._is_checked = False  # Whether a first step has shown that the plan names all that it has to.
+        self.is_checked = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which has divided no model."""
-        return {**vars(self), "_modules": {}, "_is_checked": False}
+        return {**vars(self), "_modules": {}, "is_checked": False}
 
     def wrap(self, module: nn.Module, trains: bool) -> Any:
         """Divide the layers of the plan in place, with the weights of rank 0."""
@@ -127,7 +132,7 @@ class TensorParallelEngine(Engine):
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Send what is whole on each rank."""
         self.inner.begin(module, parameters)
-        self._is_checked = False
+        self.is_checked = False
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Add up the gradients that a sequence parallel layer has left in parts: its ranks exchange them."""
@@ -136,9 +141,9 @@ class TensorParallelEngine(Engine):
             if is_sharded(gradient) and any(place.is_partial() for place in gradient.placements):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         self.inner.average_gradients(parameters)
-        if not self._is_checked:
+        if not self.is_checked:
             self._check_plan()
-            self._is_checked = True
+            self.is_checked = True
 
     def _check_plan(self) -> None:
         """Refuse gradients of what each rank has whole that are not the same on all ranks: each has a part of them."""
@@ -207,7 +212,6 @@ class TensorParallelAddon(DistributedAddon):
     mesh_dimensions = ("tensor",)
     traits = ("divides_weights",)
     inside = ("parallel.data",)
-    process_attributes = {"_is_watched": False}
     excludes = {
         "replicates_weights": "whole gradients are averaged there, and here they are parts; use FSDPAddon with "
         "TensorParallelAddon and mesh={'shard': 2, 'tensor': 2}",
@@ -221,7 +225,6 @@ class TensorParallelAddon(DistributedAddon):
     def __init__(self, *args: Any, tensor_plan: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tensor_plan = {} if tensor_plan is None else tensor_plan
-        self._is_watched = False  # Whether a first step has shown that nothing is drawn for a part of an activation.
         if not isinstance(self.tensor_plan, Mapping) or not all(isinstance(name, str) for name in self.tensor_plan):
             raise ConfigError(
                 f"tensor_plan={tensor_plan!r}; give a dict of styles by the path of a module, as in "
@@ -310,9 +313,8 @@ class TensorParallelAddon(DistributedAddon):
     # ------------------------------------------------------------------------------------------------ a step
 
     def on_run_begin(self) -> None:
-        """Refuse a loss scale, and check the first step again: the modules may have changed."""
+        """Refuse a loss scale."""
         super().on_run_begin()
-        self._is_watched = False
         if self._is_parallel and self.precision_part.is_scaled:
             raise ConfigError(
                 "precision='fp16' needs a loss scale, which torch does not have for layers in parts; write "
@@ -353,12 +355,11 @@ class TensorParallelAddon(DistributedAddon):
         return inner if engine is None else both(inner, engine.divided_loss())
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """In the first forward of training, look for random numbers that are drawn for a part of an activation."""
+        """In the first step of a run, look for random numbers that are drawn for a part of an activation."""
         inner = super().forward_context()
         engine = self._tensor_engine
-        if engine is None or self._is_watched or not torch.is_grad_enabled():
+        if engine is None or engine.is_checked or not torch.is_grad_enabled():
             return inner
-        self._is_watched = True
         # Compiled code would not be watched.
         watch = both(
             torch.compiler.set_stance("force_eager"),
