@@ -27,14 +27,14 @@ from zae.data.sharding import Ranks, shard
 from zae.device import exchange_current
 from zae.display.choose import draw_elsewhere, is_in_a_notebook
 from zae.display.notebook import Output
-from zae.distributed import shards
-from zae.distributed import spawn as launching
+from zae.distributed import launcher, shards
 from zae.distributed.blocks import check_shapes
 from zae.distributed.collectives import open_host_group
-from zae.distributed.drift import DriftCheck, add_failed_rank_note
+from zae.distributed.drift import DriftCheck, find_failed_rank
 from zae.distributed.mesh import DIMENSIONS, Mesh, check_mesh
 from zae.distributed.rank_process import is_spawned, note_failure, show
 from zae.distributed.ranks import NotJoined, RanksEngine
+from zae.distributed.spawn import parse_address, spawn
 from zae.distributed.stop_flag import StopFlag
 from zae.errors import ConfigError, DistributedError
 from zae.loop.addon_state import ENTRIES, is_in_mode
@@ -112,7 +112,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
     ) -> None:
         super().__init__(*args, **kwargs)
         if init_method is not None:
-            launching.parse_address(init_method)
+            parse_address(init_method)
         known = {"auto", *dist.Backend.backend_list}
         # Also one for each kind of device, as in "cpu:gloo,cuda:nccl".
         if not known.issuperset(part.rpartition(":")[2].lower() for part in str(backend).split(",")):
@@ -136,7 +136,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
     def launch(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the loop on every rank; without a launcher, start the processes."""
         world = self._planned_world()
-        if world == 1 or dist.is_initialized() or launching.launched_world() is not None:
+        if world == 1 or dist.is_initialized() or launcher.launched_world() is not None:
             return super().launch(function, *args)
         if not self._between_runs.are_continued(self.progress_checker):  # The script has drawn or seeded since.
             self._rank_states = RankStates()
@@ -145,7 +145,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         output = Output() if is_in_a_notebook() else None
         sent = {"trainer": self, "name": function.__name__, "is_shown": output is not None, **dict(zip(names, args))}
         options: dict[str, Any] = {"backend": self._backend(), "timeout": self.timeout, "init_method": self.init_method}
-        result, state, rest = launching.spawn(run_rank, sent, self.devices, show=output, **options)
+        result, state, rest = spawn(run_rank, sent, self.devices, show=output, **options)
         self._take_back(state, rest, args[0] if args else None)
         return result
 
@@ -175,7 +175,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
 
     def _planned_world(self) -> int:
         """Return how many ranks there are, or will be."""
-        return launching.planned_world(len(self.devices))
+        return launcher.planned_world(len(self.devices))
 
     def _backend(self) -> str:
         """Return the name of the backend; ranks can always communicate over the CPU too."""
@@ -187,7 +187,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
     def setup(self) -> None:
         """Join the other ranks, then set up on the device of this rank."""
         self._outer_error = sys.exc_info()[1]  # The other ranks have it too.
-        if launching.join(self._backend(), self.timeout, self.init_method):
+        if launcher.join(self._backend(), self.timeout, self.init_method):
             open_host_group(self.timeout)
             self.device = self._own_device(dist.get_world_size())
             self._take_engine(dist.get_world_size())
@@ -340,7 +340,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
 
     def _own_device(self, world: int) -> torch.device:
         """Return the device of this rank."""
-        local = launching.local_rank()
+        local = launcher.local_rank()
         first = self.devices[0]
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         if len(self.devices) not in (1, local_world, world):
@@ -403,8 +403,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         if isinstance(error, Exception) and self._is_parallel:
             error.add_note(f"zae: in rank {self.rank} of {self.world_size}")
         super().on_exception(error)
-        if self._is_parallel:
-            add_failed_rank_note(error, self.timeout)
+        if self._is_parallel and isinstance(error, Exception) and (cause := find_failed_rank(error, self.timeout)):
+            error.add_note(f"zae: {cause}")
 
     # -------------------------------------------------------------------------------------------------- the ranks
 

@@ -28,7 +28,7 @@ from zae.checkpoint.locks import FolderLock
 from zae.compose.options import option_value
 from zae.device import release_memory
 from zae.display.terminal import write_line
-from zae.distributed.spawn import launched_world
+from zae.distributed.launcher import launched_world
 from zae.errors import AddOnRequirement, ConfigError, NonFiniteError, printable
 from zae.values.describe import describe_value
 

@@ -24,7 +24,7 @@ from zae.addons.ddp import ReplicatedAddon
 from zae.addons.distributed import DistributedAddon
 from zae.checkpoint.group import Group
 from zae.compose.introspect import slots_of
-from zae.distributed.spawn import launched_world
+from zae.distributed.launcher import launched_world
 from zae.errors import ConfigError, did_you_mean
 from zae.optim import as_dict
 from zae.parts import Precision

@@ -17,7 +17,7 @@ from torch import Tensor
 from zae.compose.introspect import slots_of
 from zae.compose.options import option_value
 from zae.data.loaders import length_of
-from zae.distributed.spawn import local_rank
+from zae.distributed.launcher import local_rank
 from zae.errors import MissingError, did_you_mean
 from zae.loop.history import split_prefix
 from zae.loop.limits import remaining

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zae.distributed.spawn import launched_world
+from zae.distributed.launcher import launched_world
 from zae.errors import ConfigError
 
 __all__ = ["GangSizes", "read_gangs"]

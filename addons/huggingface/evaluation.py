@@ -25,7 +25,7 @@ from zae.addons.huggingface.metrics import (
 from zae.addons.huggingface.training import call_by_name, check_named, without_change
 from zae.arguments import Count, checked
 from zae.compose.introspect import AddOnPart, is_add_on, is_default
-from zae.distributed.spawn import planned_world
+from zae.distributed.launcher import planned_world
 from zae.errors import ConfigError, StepError
 from zae.loop.evaluation import Evaluation
 

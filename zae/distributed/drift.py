@@ -15,7 +15,7 @@ from zae.distributed.rank_process import SIGNALS, has_lost_peer, has_timed_out, 
 from zae.errors import DistributedError
 from zae.torch_private import default_store
 
-__all__ = ["CollectiveCalls", "DriftCheck", "add_failed_rank_note", "in_time"]
+__all__ = ["CollectiveCalls", "DriftCheck", "find_failed_rank", "in_time"]
 
 # Seconds in which the others may answer.
 MIN_WAIT_S = 2.0
@@ -146,13 +146,7 @@ def _describe(differing: Sequence[str], count: int, ranks: Sequence[Mapping[str,
     )
 
 
-def add_failed_rank_note(error: BaseException, timeout: float) -> None:
-    """Add a note to the error of a rank of a launcher: which other rank is the cause, and what to do."""
-    if isinstance(error, Exception) and (cause := _find_failed_rank(error, timeout)):
-        error.add_note(f"zae: {cause}")
-
-
-def _find_failed_rank(error: Exception, timeout: float) -> str:
+def find_failed_rank(error: Exception, timeout: float) -> str:
     """Return which rank is the cause of an error, and what to do; "" where it is this one, or its parent says so.
 
     An exchange fails where a connection was closed, or where nothing came. The rank that does not report the same, or

@@ -1,4 +1,4 @@
-"""Ranks: processes that are started, watched and ended together, or those of a launcher such as torchrun.
+"""Ranks: processes that are started, watched and ended together.
 
 `spawn` is the whole of it for the caller: it starts one process for each device, calls a function there, returns what
 rank 0 returned, and raises what went wrong. No process outlives it; on Linux not even where it is killed.
@@ -26,11 +26,10 @@ import torch
 import torch.distributed as dist
 
 from zae.distributed import transfer
-from zae.distributed.launcher import join, launched_world, local_rank, planned_world
 from zae.distributed.rank_process import SIGNALS, Report, Task, main_of_rank
 from zae.errors import ConfigError, DistributedError, exit_status
 
-__all__ = ["join", "launched_world", "local_rank", "planned_world", "spawn"]
+__all__ = ["parse_address", "spawn"]
 
 GRACE_TIMEOUT_S = 5.0
 """Seconds in which the other ranks may end by themselves after one has failed."""
