@@ -30,6 +30,7 @@ from kit.rank_tasks import forks
 from kit.ranks import each_rank
 from zae import LoaderError, Trainer
 from zae.addons import MultiGPUAddon
+from zae.data.sharding import Ranks, shard
 from zae.record.between_ranks import check_loader
 
 SIZE, WORLD = 16, 2
@@ -237,6 +238,35 @@ def test_ranks_are_refused_what_they_have_divided():
     even, odd = each_rank(WORLD, rank, "its own")
     assert even == (4, [float(each) for each in range(0, SIZE, 2)])
     assert odd == (4, [float(each) for each in range(1, SIZE, 2)])
+
+
+class Noise(Dataset):
+    """Says whether the function of the script was called in its worker, and draws a number."""
+
+    has_begun = False
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([float(self.has_begun), torch.rand(())])
+
+
+def begin_worker(worker):
+    torch.utils.data.get_worker_info().dataset.has_begun = True
+
+
+def test_workers_of_each_rank_draw_for_themselves_and_begin_with_the_function_of_the_script():
+    """Where one generator orders the samples of all ranks, it seeds the workers of all alike."""
+    draws = []
+    for rank in range(WORLD):
+        ranks = Ranks(rank, WORLD, lambda value: value, lambda agrees: agrees)
+        generator = torch.Generator().manual_seed(1)
+        loader = DataLoader(Noise(), 2, generator=generator, num_workers=1, worker_init_fn=begin_worker)
+        rows = torch.cat([*shard(loader, True, ranks)])
+        assert rows[:, 0].tolist() == [1.0] * 4
+        draws.append(rows[:, 1])
+    assert not torch.equal(*draws)
 
 
 class Stream(IterableDataset):
