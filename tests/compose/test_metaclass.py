@@ -439,9 +439,9 @@ def test_what_is_no_add_on_is_refused():
         Trainer.add_on(Task)
     with pytest.raises(AddOnError, match=r"AddOnBase is the base of all add-ons"):
         Task.add_on(AddOnBase)
-    with pytest.raises(AddOnError, match=r"one by one, not in a list; write add_on\(A, B\)"):
+    with pytest.raises(AddOnError, match=r"one by one, and got \[.*; write add_on\(A, B\)"):
         Task.add_on([AMPAddon, EMAAddon])
-    with pytest.raises(AddOnError, match=r"takes classes, and got an instance"):
+    with pytest.raises(AddOnError, match=r"takes classes, one by one, and got <"):
         Task.add_on(object())
     with pytest.raises(AddOnError, match=r"AMPAddon is an add-on, not a trainer; write Task.add_on\(AMPAddon, ...\)"):
         AMPAddon.add_on(EMAAddon)

@@ -60,10 +60,8 @@ def _resolve(base: TrainerMeta, add_on: Any) -> TrainerMeta:
     """Return an add-on class, looking a name up among the installed entry points."""
     if isinstance(add_on, str):
         add_on = load_installed(add_on)
-    if isinstance(add_on, (list, tuple, set)):
-        raise AddOnError(f"add_on() takes the classes one by one, not in a {type(add_on).__name__}; write add_on(A, B)")
     if not isinstance(add_on, type):
-        raise AddOnError(f"add_on() takes classes, and got an instance, {add_on!r:.80}; write add_on(SomeAddon)")
+        raise AddOnError(f"add_on() takes classes, one by one, and got {add_on!r:.80}; write add_on(A, B)")
     if not is_add_on(add_on) or is_base(add_on):
         kind = "the base of all add-ons" if is_add_on(add_on) else "not an add-on"
         name = "MyAddon" if is_trainer(add_on) or add_on.__module__ == "builtins" else add_on.__name__

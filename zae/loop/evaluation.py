@@ -12,6 +12,7 @@ from torch import nn
 
 from zae import random_state
 from zae.arguments import Seed, checked
+from zae.compose.introspect import is_default
 from zae.data.loader_state import preserve_streams
 from zae.data.loaders import check_ended, check_loader, describe, has_pinned_batches
 from zae.data.workers import abandon_workers
@@ -155,9 +156,11 @@ class Evaluation:
         for name, part in loader.items():
             rows[name] = self.epoch(part, str(name))
             kinds |= self.trainer.log_test.kinds
+        first, *others = rows.values()
         metrics = {}
-        for key in _common_keys(rows):
-            metrics[key] = combine_loaders(kinds.get(key, "mean"), [row[key] for row in rows.values()])
+        for key in first:
+            if all(key in row for row in others):
+                metrics[key] = combine_loaders(kinds.get(key, "mean"), [row[key] for row in rows.values()])
         for name, row in rows.items():
             for key, value in row.items():
                 metrics[f"{name}/{key}"] = value
@@ -241,8 +244,7 @@ class Evaluation:
                 if len(outputs) == batches_at_once:
                     pass_on(False)
 
-        is_default = getattr(trainer.predict_step, "__qualname__", "") == "Trainer.predict_step"
-        step = "test_step" if is_default else "predict_step"  # As errors name it.
+        step = "test_step" if is_default(trainer.predict_step) else "predict_step"  # As errors name it.
         with self._test_scope(loader, step):
             wrapped = trainer.wrap_loader(loader, False)
             batches = batches_with_places(trainer.evaluation_batches(wrapped))
@@ -331,9 +333,3 @@ class Evaluation:
             yield
         finally:
             self.trainer.log_test.free()
-
-
-def _common_keys(rows: Mapping[str, Metrics]) -> list[str]:
-    """List the metrics that each of several loaders has, in the order of the first one."""
-    first = next(iter(rows.values()))
-    return [key for key in first if all(key in row for row in rows.values())]
