@@ -30,7 +30,6 @@ __all__ = [
     "average",
     "broadcast",
     "gather_objects",
-    "group_alike",
     "hold",
     "host_group",
     "open_host_group",
@@ -119,7 +118,7 @@ def _gather(tensor: Tensor, count: int, group: Any) -> list[Tensor]:
     return parts
 
 
-def group_alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def _group_alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors that can be flattened into one."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
@@ -130,7 +129,7 @@ def group_alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def broadcast(tensors: Iterable[Tensor]) -> None:
     """Broadcast tensors from rank 0, small ones in buckets: that takes at most `BUCKET` bytes beside them."""
     with torch.no_grad():
-        for group in group_alike(tensors):
+        for group in _group_alike(tensors):
             for bucket in _buckets(group):
                 _send(bucket)
 
@@ -168,7 +167,7 @@ def average(
 
     ``reduce`` returns the sum of a tensor over these ranks. Parameters with an id in ``sparse`` get sparse gradients.
     """
-    for alike in group_alike(parameters):
+    for alike in _group_alike(parameters):
         has_gradient = torch.tensor([float(each.grad is not None) for each in alike])
         present = [each for each, ranks in zip(alike, reduce(has_gradient).tolist()) if ranks]
         if not present:
