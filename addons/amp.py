@@ -110,7 +110,7 @@ class MixedPrecision(Precision):
         if scaler is None:
             return loss
         if isinstance(loss, Mapping):
-            return {key: scaler.scale(each) for key, each in loss.items()}
+            return {key: scaler.scale(part) for key, part in loss.items()}
         return scaler.scale(loss) if isinstance(loss, Tensor) else loss
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
@@ -420,7 +420,11 @@ def _accelerator_computes_in_bf16(device: torch.device) -> bool:
 
 def _check_weights(model: nn.Module) -> None:
     """Refuse trained weights in float16, whose gradients cannot be unscaled."""
-    low = [name for name, each in model.named_parameters() if each.requires_grad and each.dtype == torch.float16]
+    low = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dtype == torch.float16
+    ]
     if low:
         raise ConfigError(
             f"precision='fp16' computes in float16 with weights in float32, and {low[0]} is in float16; leave "

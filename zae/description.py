@@ -86,9 +86,17 @@ def describe(instance: Any) -> dict[str, Any]:
 
     Secrets are in it where options hold them.
     """
-    by_name = {each.name: each for each in instance.describe() if each.where in ("option", "optimizer", "trainer")}
-    shown = [each for each in by_name.values() if each.where != "option" or each.name not in _OBJECTS]
-    config = {each.name: _plain(each.value) for each in shown}
+    by_name = {
+        description.name: description
+        for description in instance.describe()
+        if description.where in ("option", "optimizer", "trainer")
+    }
+    shown = [
+        description
+        for description in by_name.values()
+        if description.where != "option" or description.name not in _OBJECTS
+    ]
+    config = {description.name: _plain(description.value) for description in shown}
     return {"config": config, "explain": str(instance.explain()), "environment": _environment(instance.device)}
 
 

@@ -53,7 +53,7 @@ _SWITCHES = {
 
 _MARK = "_is_accelerate_prepared"
 
-_KINDS = ("NO", *(f"MULTI_{each}" for each in ("CPU", "GPU", "XPU", "NPU", "MLU", "MUSA", "SDAA", "HPU")))
+_KINDS = ("NO", *(f"MULTI_{kind}" for kind in ("CPU", "GPU", "XPU", "NPU", "MLU", "MUSA", "SDAA", "HPU")))
 """The values of DistributedType in which each process has the whole model."""
 
 
@@ -254,7 +254,7 @@ class Prepared:
         parts = {"model": [self._model], "optimizer": self._optimizers, "scheduler": self._schedulers}
         indices: dict[str, list[int]] = {}
         for name, several in parts.items():
-            ids = [id(each) for each in getattr(self.accelerator, f"_{name}s")]
+            ids = [id(prepared) for prepared in getattr(self.accelerator, f"_{name}s")]
             indices[name] = [ids.index(id(part)) for part in several]
         return indices
 

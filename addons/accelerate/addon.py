@@ -245,7 +245,7 @@ class AccelerateAddon(ReplicatedAddon, DistributedAddon):
         self.load_state_dict(state)
         self.progress_checker = progress
         vars(self.loader_position).update(position)
-        for each, saved in custom:
-            each.load_state_dict(saved)
+        for owner, saved in custom:
+            owner.load_state_dict(saved)
         if all(streams is not None for streams in several):  # Else another number of processes has saved them.
             folders.restore_streams(several[self.rank])

@@ -183,7 +183,7 @@ class Folder:
                 f"{self.path} has the state of {len(paths)} custom objects, and {len(objects)} are registered; call "
                 "accelerator.register_for_checkpointing as for the run that has saved it"
             )
-        return [(each, _load(path)) for each, path in zip(objects, paths)]
+        return [(owner, _load(path)) for owner, path in zip(objects, paths)]
 
 
 def restore_streams(streams: Mapping[str, Any]) -> None:

@@ -152,8 +152,8 @@ class CallbackAddon(AddOnBase):
         if self._callbacks.args is None:
             self._callbacks.args = self._reader.arguments()
         objects = {
-            name: next(iter(each.values())) if len(each) == 1 else each or None
-            for name, each in (("optimizer", self.optimizers), ("lr_scheduler", self.schedulers))
+            name: next(iter(part.values())) if len(part) == 1 else part or None
+            for name, part in (("optimizer", self.optimizers), ("lr_scheduler", self.schedulers))
         }
         keywords = {
             "model": self.unwrap(),

@@ -207,7 +207,7 @@ class Callbacks:
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Load the state of each callback that has one saved."""
-        remaining = {name: list(each) for name, each in states.items()}
+        remaining = {name: list(state) for name, state in states.items()}
         for item in self.items:
             if _read(item) is not None and remaining.get(_name(item)):
                 _load(item, remaining[_name(item)].pop(0))

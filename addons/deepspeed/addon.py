@@ -255,13 +255,13 @@ class DeepSpeedAddon(DistributedAddon):
                 "weights of the other one: trainer.save_model(path), apply_weights(path)"
             )
         check_divisible({"": model})
-        if names := [name for name, each in named.items() if each.dtype != torch.float32]:
+        if names := [name for name, parameter in named.items() if parameter.dtype != torch.float32]:
             kind = str(named[names[0]].dtype).removeprefix("torch.")
             raise ConfigError(
                 f"{', '.join(names[:_SHOWN])} is {kind}, and DeepSpeed steps weights in float32; write model.float(), "
                 "with deepspeed_bf16=True to compute in bfloat16, or train with MultiGPUAddon"
             )
-        frozen = [name for name, each in named.items() if not each.requires_grad]
+        frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
         if frozen and self.deepspeed_bf16:
             raise ConfigError(
                 f"{', '.join(frozen[:_SHOWN])} is frozen, and deepspeed_bf16=True would round it for "

@@ -78,7 +78,7 @@ def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         if key in ("zero_optimization", "bf16"):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"deepspeed_config: {key} is {value!r}, and must be a dict")
-            yield from ((key, inner, each) for inner, each in value.items())
+            yield from ((key, inner, entry) for inner, entry in value.items())
         else:
             yield "", key, value
 

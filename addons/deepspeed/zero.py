@@ -84,7 +84,7 @@ class Zero:
         self.stage: int = config["zero_optimization"]["stage"]
         self.is_bf16: bool = config["bf16"]["enabled"]
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.names = {id(each): name for name, each in model.named_parameters()}
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
         self._used: set[int] = set()
         self._forwards = 0
@@ -223,9 +223,9 @@ class Zero:
 
     def _show_whole(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Show the shapes and types of the plain model in its ``state_dict``, without values."""
-        for name, each in module.named_parameters(remove_duplicate=False):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
             if prefix + name in state:
-                shape = self._shapes[id(each)]
+                shape = self._shapes[id(parameter)]
                 state[prefix + name] = torch.empty(shape, dtype=torch.float32, device="meta")
 
     def _is_held(self, parameter: Tensor) -> bool:

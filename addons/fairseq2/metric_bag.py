@@ -23,7 +23,7 @@ def metrics_of(unit: Any) -> dict[str, Any]:
 
 def states_of(unit: Any) -> dict[str, Any]:
     """Return copies of the states of the metrics of a unit, by name."""
-    return {name: copy.deepcopy(each.state_dict()) for name, each in metrics_of(unit).items()}
+    return {name: copy.deepcopy(metric.state_dict()) for name, metric in metrics_of(unit).items()}
 
 
 def reset(unit: Any) -> None:

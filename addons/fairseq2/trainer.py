@@ -258,7 +258,7 @@ def _convert_validation(args: Arguments, to: ConvertedArguments) -> None:
     to.valid_loader = next(iter(loaders.values())) if is_one else loaders
     every = _with_end(args, _cadences(args, "validate"))
     to.run["valid_every"] = every
-    if {each.steps is None for each in getattr(every, "parts", ())} == {True, False}:
+    if {part.steps is None for part in getattr(every, "parts", ())} == {True, False}:
         _add_regime(to)  # A step may be the last of its epoch too.
 
 

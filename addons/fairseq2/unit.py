@@ -100,8 +100,8 @@ class TrainUnitAddon(AddOnBase):
         self.train_unit = train_unit
         self.valid_units = {"": train_unit} if valid_units is None else _by_name(valid_units)
         units = {id(valid_unit): valid_unit for valid_unit in (train_unit, *self.valid_units.values())}
-        for name, each in self.valid_units.items():
-            if each.model is not train_unit.model:
+        for name, valid_unit in self.valid_units.items():
+            if valid_unit.model is not train_unit.model:
                 which = f"valid_units[{name!r}]" if name else "valid_units"
                 raise ConfigError(f"the model of {which} is not unit.model; make both units of one model")
         self._model_places = [place for unit in units.values() for place in _places_of(unit, train_unit.model)]
@@ -247,8 +247,8 @@ class TrainUnitAddon(AddOnBase):
     def metric_bag_state(self, states: Mapping[str, Any]) -> None:
         metrics = metrics_of(self.train_unit)
         check_names(states, metrics)
-        for name, each in metrics.items():
-            each.load_state_dict(states[name])
+        for name, metric in metrics.items():
+            metric.load_state_dict(states[name])
 
 
 def check_unit(name: str, unit: Any) -> None:

@@ -105,11 +105,11 @@ class _Call:
     def __init__(self, owner: Recomputed, args: Any, kwargs: Any) -> None:
         self.owner = owner
         items = {**dict(enumerate(args)), **kwargs}
-        self.tensors = {key: each for key, each in items.items() if isinstance(each, Tensor)}
+        self.tensors = {key: item for key, item in items.items() if isinstance(item, Tensor)}
         self.names = list(self.tensors)
         # checkpoint keeps the tensors; a call holds what else there is.
         self.args = [None if isinstance(argument, Tensor) else argument for argument in args]
-        self.kwargs = {key: None if isinstance(each, Tensor) else each for key, each in kwargs.items()}
+        self.kwargs = {key: None if isinstance(value, Tensor) else value for key, value in kwargs.items()}
         self.is_again = False
         self.buffers: list[_Buffer] = []  # Those that the forward has changed, with their values before it.
         self.streams: Any = None
@@ -117,13 +117,15 @@ class _Call:
     def inputs(self) -> list[Tensor]:
         """Return what is kept for the backward, on each device whose random numbers are drawn again."""
         tensors = list(self.tensors.values())
-        inside = {tensor.device for tensor in tensors_in((self.args, self.kwargs))} - {each.device for each in tensors}
+        inside = {tensor.device for tensor in tensors_in((self.args, self.kwargs))} - {
+            tensor.device for tensor in tensors
+        }
         return [*tensors, *(torch.empty(0, device=device) for device in inside)]
 
     def __call__(self, *inputs: Tensor) -> Any:
         tensors = dict(zip(self.names, inputs)) if self.is_again else self.tensors
-        args = [tensors.get(index, each) for index, each in enumerate(self.args)]
-        return self.owner.forward(*args, **{key: tensors.get(key, each) for key, each in self.kwargs.items()})
+        args = [tensors.get(index, argument) for index, argument in enumerate(self.args)]
+        return self.owner.forward(*args, **{key: tensors.get(key, argument) for key, argument in self.kwargs.items()})
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return what encloses the forward, and the forward in the backward."""
@@ -142,19 +144,19 @@ class _Call:
         is_first = self.owner.in_place is None
         present = [(index, *buffer) for index, holder in enumerate(owner.others) for buffer in _buffers_of([holder])]
         versions = (
-            [_version_of(each) for *_, each in present],
+            [_version_of(buffer) for *_, buffer in present],
             [_version_of(tensor) for tensor in self.tensors.values()],
         )
         values = {
-            (index, name): each.detach().clone()
-            for index, _, name, each in present
+            (index, name): buffer.detach().clone()
+            for index, _, name, buffer in present
             if is_first or (index, name) in (owner.in_place or ())
         }
         streams = _host_streams() if is_first or owner.draws else None
         with inner:
             yield
-        for (index, holder, name, each), version in zip(present, versions[0], strict=True):
-            if _version_of(each) != version:
+        for (index, holder, name, buffer), version in zip(present, versions[0], strict=True):
+            if _version_of(buffer) != version:
                 if (index, name) not in values:
                     raise StepError(
                         f"{type(holder).__name__} has changed its buffer {name!r} in a forward that is computed again "
@@ -163,8 +165,8 @@ class _Call:
                     )
                 owner.in_place = {*(owner.in_place or ()), (index, name)}
                 self.buffers.append(_Buffer(holder, name, values[index, name]))
-            elif getattr(holder, name, None) is not each:
-                self.buffers.append(_Buffer(holder, name, each))
+            elif getattr(holder, name, None) is not buffer:
+                self.buffers.append(_Buffer(holder, name, buffer))
         owner.in_place = owner.in_place or set()
         if versions[1] != [_version_of(tensor) for tensor in self.tensors.values()]:
             raise StepError(
@@ -246,5 +248,5 @@ def operation_of(name: str) -> Any:
 
 def recompute(blocks: Mapping[str, nn.Module], keep: Any = ()) -> Callable[[], None]:
     """Let blocks compute their forward again in the backward; return a function that undoes it."""
-    changed = {name: each for name, each in blocks.items() if not isinstance(each.forward, Recomputed)}
+    changed = {name: block for name, block in blocks.items() if not isinstance(block.forward, Recomputed)}
     return replace_forwards(changed, lambda block: Recomputed(block, keep))

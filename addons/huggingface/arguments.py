@@ -149,7 +149,7 @@ def _read_file(path: Path) -> Any:
 
 
 def _fields(cls: type) -> tuple[str, ...]:
-    return tuple(each.name for each in dataclasses.fields(cls) if each.init)
+    return tuple(field.name for field in dataclasses.fields(cls) if field.init)
 
 
 def _kinds(cls: type) -> dict[str, set[str]]:
@@ -355,7 +355,7 @@ def convert_device(args: Any, to: Any) -> None:
         unused = args.ddp_find_unused_parameters
         to.add_on("MultiGPUAddon", **({} if unused is None else {"find_unused_parameters": unused}))
     for name in ("ddp_find_unused_parameters", "ddp_static_graph", "ddp_backend", "ddp_timeout"):
-        field = next(each for each in dataclasses.fields(args) if each.name == name)
+        field = next(field for field in dataclasses.fields(args) if field.name == name)
         if not (is_default(args, field) or several):
             to.report_unused(name, "there is one process")
         elif not is_default(args, field) and args.fsdp and name == "ddp_find_unused_parameters":
@@ -444,7 +444,7 @@ def convert_loggers(args: Any, to: Any) -> None:
     if args.run_name is not None and not web:
         to.report_unused("run_name", "it is for report_to='wandb' and other services")
     for name, readers in (("project", ("wandb", "trackio")), ("trackio_space_id", ("trackio",))):
-        field = next((each for each in dataclasses.fields(args) if each.name == name), None)
+        field = next((field for field in dataclasses.fields(args) if field.name == name), None)
         if field is not None and not is_default(args, field) and not set(readers) & set(web):
             to.report_unused(name, f"it is for report_to={readers[0]!r}")
 

@@ -315,7 +315,7 @@ class DatasetsPart(AddOnPart):
                 f"evaluate() needs data; write evaluate(dataset), or {type(self).__name__}(..., eval_dataset=dataset)"
             )
         if isinstance(dataset, Mapping):
-            return {name: self._loader(each) for name, each in dataset.items()}
+            return {name: self._loader(part) for name, part in dataset.items()}
         return self._loader(dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:

@@ -144,7 +144,7 @@ class EvaluationPart(AddOnPart):
         outputs = self.outputs.read(loss, logits, labels, batch, self._main_input)
         names = {"loss": loss, "predictions": outputs.predictions, "label_ids": labels}
         names |= {"inputs": outputs.inputs, "losses": outputs.losses}
-        return {name: each for name, each in names.items() if each is not None}
+        return {name: value for name, value in names.items() if value is not None}
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Sequence[str] | None = None

@@ -220,7 +220,7 @@ def _number_of(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     """Return a value as JSON can hold it: what is not plain becomes its text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(item) for item in value]
     value = _number_of(value)
@@ -257,7 +257,7 @@ def log_metrics(split: str, metrics: Mapping[str, Any]) -> str:
     from transformers.trainer_pt_utils import metrics_format
 
     texts = {str(key): str(value) for key, value in sorted(metrics_format(dict(metrics)).items())}
-    key_width, width = (max(map(len, each), default=0) for each in (texts, texts.values()))
+    key_width, width = (max(map(len, part), default=0) for part in (texts, texts.values()))
     rows = [f"  {key: <{key_width}} = {text:>{width}}" for key, text in texts.items()]
     return "\n".join([f"***** {split} metrics *****", *rows])
 

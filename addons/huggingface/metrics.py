@@ -269,7 +269,7 @@ def concatenate(parts: Iterable[Any]) -> Any:
 def split_set(key: str, sets: Iterable[str]) -> tuple[str, str]:
     """Return the evaluation set and the metric that a name of Transformers means: ``eval_two_loss``, ``two_loss``."""
     metric = key.removeprefix("eval_")
-    name = max((each for each in sets if metric.startswith(f"{each}_")), key=len, default="")
+    name = max((name for name in sets if metric.startswith(f"{name}_")), key=len, default="")
     return name, metric[len(name) + 1 :] if name else metric
 
 

@@ -238,7 +238,11 @@ def _check_optimizer(args: Any) -> None:
     name = _name(args.optim)
     known_names = [kind.value for kind in OptimizerNames]
     if name not in known_names:
-        near = [each for each in known_names if each.replace("_", "").startswith(name.lower().replace("_", ""))]
+        near = [
+            known_name
+            for known_name in known_names
+            if known_name.replace("_", "").startswith(name.lower().replace("_", ""))
+        ]
         hint = f"; did you mean {' or '.join(map(repr, near[:_SHOWN]))}?" if near else did_you_mean(name, known_names)
         raise ConfigError(f"unknown optim={name!r}{hint or '; it is one of ' + ', '.join(known_names)}")
     if name.endswith("_layerwise") or "lomo" in name:

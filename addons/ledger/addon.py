@@ -242,7 +242,9 @@ class LedgerAddon(AddOnBase):
     def _hash(self, tensors: Sequence[Any]) -> Any:
         """Hash tensors; in a ledger of each rank by the part that the rank holds, as others may hold the same part."""
         parts = shards.by_part(tensors) if self._is_of_each_rank else {}
-        return {part: fingerprint(each) for part, each in parts.items()} if any(parts) else fingerprint(tensors)
+        if any(parts):
+            return {part: fingerprint(part_tensors) for part, part_tensors in parts.items()}
+        return fingerprint(tensors)
 
     def on_run_begin(self) -> None:
         """Open the file, so that a wrong path fails before the first batch."""

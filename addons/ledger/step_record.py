@@ -27,12 +27,12 @@ __all__ = [
 
 def random_state() -> str:
     """Hash the random streams of the process and of its accelerators, without drawing from them."""
-    return digest((random_streams(), {kind: fingerprint(each) for kind, each in rng.of_devices().items()}))
+    return digest((random_streams(), {kind: fingerprint(states) for kind, states in rng.of_devices().items()}))
 
 
 def hash_each(tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the hash of each tensor, by its name; what is not a tensor is left out."""
-    tensors_by_name = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
+    tensors_by_name = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     return {
         name: f"{value % 2**64:016x}" for name, value in zip(tensors_by_name, fingerprints(tensors_by_name.values()))
     }
@@ -40,13 +40,13 @@ def hash_each(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 def weight_hashes(model: nn.Module) -> dict[str, str]:
     """Return a hash for each weight and buffer of a model."""
-    return hash_each({f"weight:{name}": each for name, each in model.state_dict().items()})
+    return hash_each({f"weight:{name}": tensor for name, tensor in model.state_dict().items()})
 
 
 def gradient_hashes(model: nn.Module) -> dict[str, str]:
     """Return a hash for each gradient, the last layer first, as a backward computes them."""
     parameters = reversed(named_parameters(model).items())
-    return hash_each({f"gradient:{name}": each.grad for name, each in parameters})
+    return hash_each({f"gradient:{name}": parameter.grad for name, parameter in parameters})
 
 
 def state_hashes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
@@ -55,13 +55,15 @@ def state_hashes(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[
     for name, parameter in named_parameters(model).items():
         for optimizer in optimizers.values():
             if parameter in optimizer.state:  # Looking a key up would add it.
-                hashes |= {f"{key}:{name}": each for key, each in optimizer.state[parameter].items()}
+                hashes |= {f"{key}:{name}": value for key, value in optimizer.state[parameter].items()}
     return hash_each(hashes)
 
 
 def settings_of(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
     """Return the learning rates and the other numeric settings of each group."""
-    settings = {name: [_settings_of_group(group) for group in each.param_groups] for name, each in optimizers.items()}
+    settings = {
+        name: [_settings_of_group(group) for group in optimizer.param_groups] for name, optimizer in optimizers.items()
+    }
     return {"lr": optim.learning_rates(optimizers), "settings": settings}
 
 
@@ -93,7 +95,9 @@ def note_settings(optimizers: Mapping[str, Optimizer], noted: dict[str, Any]) ->
         noted["lr"] |= {key: settings["lr"][key] for key in rate_names}
         noted["settings"][name] = settings["settings"][name]
 
-    hooks = [each.register_step_pre_hook(lambda *_, name=name: note(name)) for name, each in optimizers.items()]
+    hooks = [
+        optimizer.register_step_pre_hook(lambda *_, name=name: note(name)) for name, optimizer in optimizers.items()
+    ]
     try:
         yield
     finally:

@@ -80,7 +80,7 @@ def _make(peft: Any, model: Any, config: Any) -> Any:
             f"model is a {type(model).__name__}, which has an adapter, and peft_config adds another; leave peft_config "
             "out to train the present one, or give the base model"
         )
-    linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     try:
         return peft.get_peft_model(model, config)
     except (ValueError, StopIteration) as error:  # The last one for a model without parameters.
@@ -330,7 +330,7 @@ def refuse_sharded(model: nn.Module) -> None:
 
 def refuse_merged(model: nn.Module) -> None:
     """Refuse to save while an adapter is merged into the base weights, which a checkpoint does not contain."""
-    merged = next((name for name, each in model.named_modules() if getattr(each, "merged", False) is True), None)
+    merged = next((name for name, module in model.named_modules() if getattr(module, "merged", False) is True), None)
     if merged is not None:
         raise CheckpointError(
             f"the adapter is merged into the base weights ({merged}), which checkpoints do not contain; call "

@@ -111,7 +111,7 @@ class TorchMetricsAddon(AddOnBase):
             raise ConfigError(
                 f"torch_metrics_splits={torch_metrics_splits!r}; write ('valid',), ('train',) or ('train', 'valid')"
             )
-        self._torch_metrics = {split: {name: _prepared(each) for name, each in by_name.items()} for split in splits}
+        self._torch_metrics = {split: {name: _prepared(metric) for name, metric in by_name.items()} for split in splits}
         if owners_of(type(self), "metric_on_epoch_end") == [TorchMetricsAddon]:
             self.log_test.keeps = False  # Nothing else reads outputs at the end of an evaluation.
 
@@ -125,7 +125,7 @@ class TorchMetricsAddon(AddOnBase):
         """What the metrics of training have counted in the open epoch."""
         if not self.progress_checker.epoch_batch:
             return {}
-        return {name: read_states(each) for name, each in self._torch_metrics.get("train", {}).items()}
+        return {name: read_states(metric) for name, metric in self._torch_metrics.get("train", {}).items()}
 
     @torch_metric_states.setter
     def torch_metric_states(self, states: Mapping[str, Any]) -> None:
@@ -191,8 +191,8 @@ class TorchMetricsAddon(AddOnBase):
             metric.update(*inputs)
         except Exception as error:
             shapes = ", ".join(
-                f"{entry} {tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__}"
-                for entry, each in zip(self.torch_metrics_inputs[name], inputs)
+                f"{entry} {tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__}"
+                for entry, tensor in zip(self.torch_metrics_inputs[name], inputs)
             )
             error.add_note(f"zae: the metric {name!r} ({type(metric).__name__}) was updated with {shapes}")
             raise
@@ -247,8 +247,8 @@ def _by_name(given: Any) -> dict[str, Any]:
         return {type(given).__name__: given}
     metrics: dict[str, Any] = {}
     if isinstance(given, (Mapping, nn.ModuleDict)):
-        for name, each in given.items():  # Of a MetricCollection, with its prefix.
-            inner = {"": each} if is_metric(each) else _by_name(each)
+        for name, metric in given.items():  # Of a MetricCollection, with its prefix.
+            inner = {"": metric} if is_metric(metric) else _by_name(metric)
             metrics |= {"/".join(filter(None, (str(name), part))): metric for part, metric in inner.items()}
     if metrics:
         return metrics
@@ -269,14 +269,14 @@ def _inputs_of(given: Any, metrics: Mapping[str, Any]) -> dict[str, tuple[str, .
             f"{', '.join(metrics)}"
         )
     inputs = {name: by_name.get(name, by_name.get(groups[name], default)) for name in metrics}
-    inputs = {name: (each,) if isinstance(each, str) else each for name, each in inputs.items()}
-    for name, each in inputs.items():
-        if not isinstance(each, (tuple, list)) or not each or not all(isinstance(entry, str) for entry in each):
+    inputs = {name: (names,) if isinstance(names, str) else names for name, names in inputs.items()}
+    for name, names in inputs.items():
+        if not isinstance(names, (tuple, list)) or not names or not all(isinstance(entry, str) for entry in names):
             raise ConfigError(
-                f"torch_metrics_inputs of {name!r} is {each!r:.60}; give names of what the steps return, for instance "
+                f"torch_metrics_inputs of {name!r} is {names!r:.60}; give names of what the steps return, for instance "
                 "('output', 'targets')"
             )
-    return {name: tuple(each) for name, each in inputs.items()}
+    return {name: tuple(names) for name, names in inputs.items()}
 
 
 def _never() -> bool:

@@ -32,7 +32,7 @@ def _counting(metric: Any) -> Iterator[tuple[str, Any]]:
 def was_updated(metric: Any) -> bool:
     """Return whether a metric has been updated since its last reset."""
     # A wrapper with states, as Running, does not count its updates.
-    return any(each.update_called or _has_changed(each) for _, each in _counting(metric))
+    return any(metric_part.update_called or _has_changed(metric_part) for _, metric_part in _counting(metric))
 
 
 def _has_changed(metric: Any) -> bool:

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     paths = list(dict.fromkeys(path.expanduser() for path in arguments.runs))
     runs = [load_run(path, name, paths) for path, name in zip(paths, names_of(paths))]
     size = write(out, runs)
-    counts = {each.name: sum(len(series.steps) for series in each.records.series.values()) for each in runs}
+    counts = {run.name: sum(len(series.steps) for series in run.records.series.values()) for run in runs}
     points = ", ".join(f"{printable(name, kept='')}: {count:,} points" for name, count in counts.items())
     text = f"{printable(str(out), kept='')} ({format_size(size)}; {points})"
     return Answer({"file": str(out), "bytes": size, "points": counts}, text)

@@ -96,8 +96,8 @@ class UserState:
         self._snapshot = self._read(trainer, copies=True)
         if _begins_epochs(type(trainer)):
             # What was loaded of the model as well: a hook may begin a buffer anew.
-            for name, each in _tensors_of(trainer).items():
-                self._tensors[name] = (each, version_of(each), each.detach().clone())
+            for name, tensor in _tensors_of(trainer).items():
+                self._tensors[name] = (tensor, version_of(tensor), tensor.detach().clone())
 
     def open_epoch(self, trainer: Trainer) -> None:
         """Put back what was kept; else note what the hooks have changed."""
@@ -147,7 +147,7 @@ class UserState:
         self._set_by_loads = {name for name, mark in after.items() if mark != before.get(name)}
 
     def _marks_of_optimizers(self, trainer: Trainer) -> dict[Name, object]:
-        if not any(is_of_user(type(each)) for each in trainer.optimizers.values()):
+        if not any(is_of_user(type(optimizer)) for optimizer in trainer.optimizers.values()):
             return {}
         walk = _walk(trainer, self._changes)
         places = {name: place for name, place in walk.places.items() if name[0].startswith("optimizer[")}
@@ -160,9 +160,11 @@ class UserState:
         packer = Packer(tensors, walk.paths, trainer.device, copies)
         state = self._changes.write(walk, packer, says=trainer.is_main)
         if trainer.current_run.activity.batch is None:  # Within a step they are on their way.
-            gradients = {name: each.grad for name, each in tensors.items() if each.grad is not None}
+            gradients = {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
             if gradients:
-                state["gradients"] = {name: each.clone() if copies else each for name, each in gradients.items()}
+                state["gradients"] = {
+                    name: gradient.clone() if copies else gradient for name, gradient in gradients.items()
+                }
         before = self._modules or {}
         modules = _classes_in(walk) if before else {}
         if modules != before:
@@ -172,13 +174,13 @@ class UserState:
 
     def _put_back(self, trainer: Trainer, state: Mapping[str, Any], own: Collection[Name] = ()) -> None:
         walk = _walk(trainer, self._changes)
-        objects = {path: each.object for path, each in walk.owners.items()}
+        objects = {path: owner.object for path, owner in walk.owners.items()}
         maker = Maker(_tensors_of(trainer), objects, trainer.device)
         self._changes.put_back(walk, state, maker, own, says=trainer.is_main)
         gradients = state.get("gradients", {})
-        for name, each in trainer.unwrap().named_parameters():
+        for name, parameter in trainer.unwrap().named_parameters():
             if name in gradients:
-                each.grad = _like(each, gradients[name])
+                parameter.grad = _like(parameter, gradients[name])
 
 
 def check_user_state(state: Any) -> dict[str, Any]:

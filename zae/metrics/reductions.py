@@ -103,7 +103,7 @@ def _combine(kind: str, first: float, second: float) -> float:
 
 def means_of(sums: Mapping[str, Partial]) -> dict[str, float]:
     """Return the value of each metric."""
-    return {key: each.value for key, each in sums.items()}
+    return {key: total.value for key, total in sums.items()}
 
 
 def merge_sums(parts: Sequence[Mapping[str, Partial]]) -> dict[str, Partial]:

@@ -121,6 +121,6 @@ def load_flags(
 
 def _named_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Return the modules by their plain names, without the wrappers of torch; the model itself is ''."""
-    modules = {f"{path}." if path else "": each for path, each in module.named_modules()}
+    modules = {f"{path}." if path else "": part for path, part in module.named_modules()}
     plain = plain_names(module, modules)
-    return {plain[path].rstrip("."): each for path, each in modules.items()}
+    return {plain[path].rstrip("."): module for path, module in modules.items()}

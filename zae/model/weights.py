@@ -180,7 +180,7 @@ def fit_weights(
 
 def extra_names(state: Mapping[str, Any]) -> list[str]:
     """Return the keys of a ``state_dict`` that are no tensors: what a ``get_extra_state`` has returned."""
-    return [key for key, each in state.items() if not isinstance(each, Tensor)]
+    return [key for key, value in state.items() if not isinstance(value, Tensor)]
 
 
 def load_fitted(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> Any:
@@ -189,7 +189,7 @@ def load_fitted(module: nn.Module, weights: Mapping[str, Tensor], strict: bool) 
     If a module has its own loading code and it fails, the weights from before are restored.
     """
     present = module.state_dict()
-    if away := {key for key, each in present.items() if isinstance(each, Tensor) and each.is_meta}:
+    if away := {key for key, tensor in present.items() if isinstance(tensor, Tensor) and tensor.is_meta}:
         weights = {key: value for key, value in weights.items() if key not in away}
         strict = False
     weights = {key: redistribute_like(value, present.get(key)) for key, value in weights.items()}
@@ -262,7 +262,7 @@ def _accepts(module: nn.Module, path: str, weights: Mapping[str, Tensor]) -> boo
 
 def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a state, without the parameters of a lazy module, which have no shape yet."""
-    return {key: each for key, each in state.items() if isinstance(each, Tensor) and not nn.parameter.is_lazy(each)}
+    return {key: value for key, value in state.items() if isinstance(value, Tensor) and not nn.parameter.is_lazy(value)}
 
 
 def is_half_weight(value: Tensor) -> bool:

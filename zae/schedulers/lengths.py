@@ -159,7 +159,7 @@ def parts_of(scheduler: object) -> list[Any]:
     """Return the schedulers that a scheduler consists of."""
     lists = [value if isinstance(value, (list, tuple)) else [value] for value in vars(scheduler).values()]
     kinds = (LRScheduler, ReduceLROnPlateau)
-    return [each for several in lists for each in several if isinstance(each, kinds) and each is not scheduler]
+    return [part for several in lists for part in several if isinstance(part, kinds) and part is not scheduler]
 
 
 def milestones_of(scheduler: object) -> list[int] | None:

@@ -70,7 +70,7 @@ def copy_trainer(trainer: Any, cls: Any = None) -> Any:
         raise CannotCopyError("its state lies in parts on several ranks")
     state = trainer.__getstate__()
     twin = object.__new__(cls or type(trainer))
-    memo = {id(trainer): twin, **{id(each): each for each in _shared_by_copies(state)}}
+    memo = {id(trainer): twin, **{id(shared): shared for shared in _shared_by_copies(state)}}
     try:
         for optimizer in optim.as_dict(trainer.optimizer).values():
             if isinstance(optimizer, Optimizer):  # copy.deepcopy leaves out the attributes of a subclass.

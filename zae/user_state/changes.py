@@ -83,8 +83,8 @@ class Changes:
                 written = None if name[1] == STATE else _written(packer, name, value)
                 mark = mark_of(value, walk.paths)
                 self._beginnings[name] = _Beginning(mark, same_kind(value), _reference(value), written)
-        self._dicts = {path: each.object for path, each in walk.owners.items() if type(each.object) is dict}
-        self._objects |= {path: _reference(each.object) for path, each in walk.owners.items()}
+        self._dicts = {path: owner.object for path, owner in walk.owners.items() if type(owner.object) is dict}
+        self._objects |= {path: _reference(owner.object) for path, owner in walk.owners.items()}
 
     def note(self, walk: Walk) -> set[Name]:
         """Note which values are others than as the run began; return those that were not known to be."""
@@ -102,7 +102,7 @@ class Changes:
 
     def write(self, walk: Walk, packer: Packer, *, says: bool) -> dict[str, Any]:
         """Return the values that have changed, as a state holds them; what none can hold is reported once."""
-        packer.objects = {id(each.object): path for path, each in walk.owners.items() if path in self._objects}
+        packer.objects = {id(owner.object): path for path, owner in walk.owners.items() if path in self._objects}
         values = {}
         for name in sorted(walk.places.keys() & self.names):
             if name[1] != STATE or name[0] in self._objects:
@@ -121,7 +121,7 @@ class Changes:
                 if says and packer.size > _LARGE_TO_SAY:
                     self._report_large(name, packer.size)
         state = {"values": entries, "removed": self._removed(walk)}
-        return {key: each for key, each in state.items() if each}
+        return {key: value for key, value in state.items() if value}
 
     def unchanged(self, walk: Walk) -> list[dict[str, Any]]:
         """Return the small values that are as the run began, as a state holds them."""
@@ -173,7 +173,9 @@ class Changes:
             loaded_names |= _load_state(walk, name, maker.read(entries[name]["value"], None))
         for name in loaded_names & entries.keys() & walk.places.keys() - states:
             maker.values[name] = walk.places[name].value
-        absent = self._put_all(walk, {name: each for name, each in entries.items() if name not in loaded_names}, maker)
+        absent = self._put_all(
+            walk, {name: entry for name, entry in entries.items() if name not in loaded_names}, maker
+        )
         for name in map(tuple, state.get("removed", ())):
             if name in walk.places and walk.places[name].cls is None:
                 walk.places[name].store.pop(name[1], None)

@@ -287,7 +287,7 @@ def is_of_user(cls: type) -> bool:
 @once_for_a_class
 def _places_of_user(cls: type) -> tuple[int, ...]:
     """Return where in the bases of a class those of no library are: to keep these would keep the class."""
-    return tuple(index for index, each in enumerate(cls.__mro__) if not _is_of_library(each))
+    return tuple(index for index, base in enumerate(cls.__mro__) if not _is_of_library(base))
 
 
 def _is_of_library(cls: type) -> bool:
@@ -299,7 +299,7 @@ def _is_of_library(cls: type) -> bool:
 def _names_aside(cls: type) -> frozenset[str]:
     """Return the attributes that are no values: of classes of torch, and those that a class leaves unsaved."""
     aside = {"unsaved_attributes"}.union(*(names for base, names in _OF_BASES.items() if issubclass(cls, base)))
-    return frozenset(aside.union(*(vars(each).get("unsaved_attributes", ()) for each in cls.__mro__)))
+    return frozenset(aside.union(*(vars(base).get("unsaved_attributes", ()) for base in cls.__mro__)))
 
 
 def _class_values(cls: type) -> list[tuple[type, str]]:
@@ -310,7 +310,7 @@ def _class_values(cls: type) -> list[tuple[type, str]]:
             for name, value in vars(base).items():
                 if isinstance(value, (*_VALUES, Tensor, np.ndarray, *STREAMS)) and not name.startswith(("__", "_abc_")):
                     classes[name] = base
-    return [(each, name) for name, each in classes.items()]
+    return [(cls, name) for name, cls in classes.items()]
 
 
 def can_have(owner: Owner, name: str) -> bool:

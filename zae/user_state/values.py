@@ -39,7 +39,7 @@ PLAIN = frozenset({type(None), bool, int, float, str})
 MAX_DEPTH = 25  # A state is nested twice as deep as the value, and may be nested 200 deep.
 _SCALARS = (complex, bytes, torch.dtype, torch.device, torch.Size)
 _ARRAYS = "biufcSUmM"  # The kinds of NumPy's types that a checkpoint has.
-_FACTORIES = {each.__name__: each for each in (int, float, bool, str, list, dict, set, tuple)}
+_FACTORIES = {factory.__name__: factory for factory in (int, float, bool, str, list, dict, set, tuple)}
 
 
 class NotSaved(Exception):
@@ -356,7 +356,7 @@ def _items_kind(cls: Any, fill: Callable[[Any, Any], bool] | None) -> Kind:
 
 
 def _pairs(maker: Maker, pairs: Any) -> dict[Any, Any]:
-    return {maker.make(key): maker.make(each) for key, each in pairs}
+    return {maker.make(key): maker.make(entry) for key, entry in pairs}
 
 
 def _make_default(maker: Maker, factory: Any, pairs: Any) -> Any:
@@ -475,7 +475,7 @@ KINDS: dict[str, Kind] = {
 
 _NAMES: dict[type, str] = {
     **dict.fromkeys(_SCALARS, "scalar"),
-    **{each: each.__name__ for each in (list, tuple, set, frozenset, deque, dict)},
+    **{cls: cls.__name__ for cls in (list, tuple, set, frozenset, deque, dict)},
     OrderedDict: "ordered",
     Counter: "counter",
     defaultdict: "default",

@@ -65,7 +65,7 @@ def _plain(value: Any, depth: int, visited: set[int]) -> Any:
     if isinstance(value, Mapping):
         if len(value) > MAX_ENTRIES:
             return content_digest(value)
-        return {str(key): _plain(each, depth - 1, visited) for key, each in value.items()}
+        return {str(key): _plain(entry, depth - 1, visited) for key, entry in value.items()}
     if isinstance(value, AbstractSet):
         return _sorted(_plain(item, depth - 1, visited) for item in value)
     if isinstance(value, (list, tuple, deque)):
@@ -92,7 +92,11 @@ def _describe_object(value: Any, depth: int, visited: set[int]) -> Any:
     if is_closed or id(value) in visited or len(visited) > MAX_OBJECTS:
         return kind
     visited.add(id(value))
-    described = {key: _plain(each, depth, visited) for key, each in attributes.items() if not isinstance(each, STREAMS)}
+    described = {
+        key: _plain(attribute, depth, visited)
+        for key, attribute in attributes.items()
+        if not isinstance(attribute, STREAMS)
+    }
     return {"class": kind, **described} if described else kind
 
 
@@ -102,13 +106,20 @@ def _describe_callable(value: Any, depth: int, visited: set[int]) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, partial):
         cell_values = [*value.args, *value.keywords.items()] if depth else []
-        return [_plain(value.func, depth, visited), *(_plain(each, depth - 1, visited) for each in cell_values)]
+        return [
+            _plain(value.func, depth, visited),
+            *(_plain(held_value, depth - 1, visited) for held_value in cell_values),
+        ]
     function = getattr(value, "__func__", value)
     if not isinstance(function, FunctionType):
         return getattr(function, "__qualname__", type(function).__qualname__)
     text = f"{function.__qualname__} ({code_digest(function.__code__)})"
     cell_values = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    numbers = [each for each in (*cell_values, *(function.__defaults__ or ())) if isinstance(each, (*_SCALARS, tuple))]
+    numbers = [
+        held_value
+        for held_value in (*cell_values, *(function.__defaults__ or ()))
+        if isinstance(held_value, (*_SCALARS, tuple))
+    ]
     return [text, *(_plain(number, depth - 1, visited) for number in numbers)] if numbers and depth else text
 
 

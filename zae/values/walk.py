@@ -289,9 +289,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, deque):
         return deque((map_tensors(function, item) for item in value), value.maxlen)
     if isinstance(value, Mapping):
-        return with_items(value, {key: map_tensors(function, each) for key, each in value.items()})
+        return with_items(value, {key: map_tensors(function, entry) for key, entry in value.items()})
     if is_dataclass(value):
-        return with_items(value, {name: map_tensors(function, each) for name, each in fields_of(value).items()})
+        return with_items(value, {name: map_tensors(function, item) for name, item in fields_of(value).items()})
     return value
 
 
@@ -372,7 +372,7 @@ def copy_of(value: Any, device: torch.device | None = None) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone() if device is None else value.detach().to(device, copy=True)
     if type(value) is dict:
-        return {key: copy_of(each, device) for key, each in value.items()}
+        return {key: copy_of(entry, device) for key, entry in value.items()}
     if type(value) in (list, tuple):
         return type(value)(copy_of(item, device) for item in value)
     return copy.deepcopy(value)
