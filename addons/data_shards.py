@@ -125,14 +125,23 @@ class DataShardsAddon(AddOnPart):
         return {key: each * share for key, each in loss.items()} if isinstance(loss, Mapping) else loss * share
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
-        """Refuse to train in one process with a list of devices; leave a padded batch out."""
+        """Refuse to train in one process with a list of devices; explain a batch of one sample."""
         if not self._is_parallel and len(self.devices) > 1:
             raise ConfigError(
                 f"device is a list of {len(self.devices)}, and run_epoch or run_batch was called here, in one process; "
                 "call run(), which starts the ranks"
             )
         self._is_padded = False
-        outputs = super().gradients(batch)
+        try:
+            outputs = super().gradients(batch)
+        except ValueError as error:
+            if self._is_parallel and "Expected more than 1 value per channel" in str(error):
+                error.add_note(
+                    f"zae: this step has left a single sample to rank {self.rank} of {self.world_size}, of which batch "
+                    "normalization cannot compute a variance; leave the short last step of an epoch out, "
+                    "DataLoader(..., drop_last=True), or choose another batch_size"
+                )
+            raise
         self._absent += self._is_padded
         return outputs[:-1] if self._is_padded else outputs
 

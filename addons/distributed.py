@@ -21,7 +21,7 @@ from zae.addon import AddOnBase, Description, replaces
 from zae.addons.data_shards import DataShardsAddon
 from zae.arguments import Interval
 from zae.checkpoint.group import Group
-from zae.compose.introspect import add_ons_of
+from zae.compose.introspect import add_ons_of, is_add_on, owners_of
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import Ranks, shard
 from zae.device import exchange_current
@@ -36,7 +36,7 @@ from zae.distributed.rank_process import is_spawned, note_failure, show
 from zae.distributed.ranks import NotJoined, RanksEngine
 from zae.distributed.spawn import parse_address, spawn
 from zae.distributed.stop_flag import StopFlag
-from zae.errors import ConfigError, DistributedError
+from zae.errors import ConfigError, DistributedError, TaskError
 from zae.loop.addon_state import ENTRIES, is_in_mode
 from zae.loop.rank_states import RankStates, between_epochs, derive_streams, engine_of, load_entries
 from zae.model.weights import named_parameters
@@ -193,6 +193,7 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
             self._take_engine(dist.get_world_size())
             self.engine.rendezvous("run" if self.current_run.is_call else "evaluate, inference or run_epoch")
             if self._is_parallel:  # Before any other exchange, which would wait for what a rank does differently.
+                self._refuse_own_sync()
                 between_ranks.check_begin(self, self.gather, has_whole_model=not self._placed)
             self._begin_streams()
             if self.engine.dp_world_size < self.world_size:  # Ranks with the same batches draw alike.
@@ -203,6 +204,18 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
             self.engine.begin(self.unwrap(), self.parameters)
         if self._is_parallel and not self._placed:
             self._place()
+
+    def _refuse_own_sync(self) -> None:
+        """Refuse a task that decides when ranks average gradients: the engine, outside of it, does not hear of it."""
+        cls = type(self)
+        inside = cls.__mro__[cls.__mro__.index(DistributedAddon) :]
+        for owner in owners_of(cls, "sync_context"):
+            if owner in inside and not is_add_on(owner):
+                raise TaskError(
+                    f"{owner.__name__}.sync_context has no effect with {engine_of(cls)}, whose ranks average gradients "
+                    "once in each step; remove it. To average less often, make a step of several batches with "
+                    "GradientAccumulationAddon; local SGD, whose ranks step by themselves, has no counterpart"
+                )
 
     def _take_engine(self, world: int) -> None:
         """Take the engine of the ranks that have joined, unless a run before this one did."""

@@ -40,6 +40,15 @@ _log = logging.getLogger("zae")
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+def free_gathered_blocks(model: nn.Module) -> None:
+    """Free the blocks that a forward without a backward has left gathered: torch does not gather them again."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def check_model(model: nn.Module) -> None:
     """Refuse a model that cannot be sharded."""
     if without_wrappers(model) is not model:
@@ -145,11 +154,8 @@ class FSDPEngine(Engine):
 
     def free_gathered_blocks(self) -> None:
         """Free the blocks that a forward without a backward has left gathered."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in self._sharded.modules() if self._sharded is not None else ():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        if self._sharded is not None:
+            free_gathered_blocks(self._sharded)
 
 
 class FSDPAddon(DistributedAddon):
@@ -295,9 +301,19 @@ class FSDPAddon(DistributedAddon):
     def wrap_model(self, model: nn.Module) -> Any:
         """Shard the model in place, once; in one process, compile the blocks as ranks do."""
         wrapped = super().wrap_model(model)
-        if self._is_parallel or self._is_prepared or len(self.devices) > 1:
-            return wrapped
-        self._is_prepared = True
+        if not self._is_parallel and not self._is_prepared and len(self.devices) == 1:
+            self._is_prepared = True
+            self._prepare_alone()
+        return wrapped
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse a model that cannot be sharded."""
+        super()._check_model(model)
+        check_model(model)
+        self.blocks()
+
+    def _prepare_alone(self) -> None:
+        """In one process, compile the blocks, and tell what only ranks do."""
         if self.compile_blocks:
             for block in self.blocks().values():
                 _compile(block, self.compile_blocks)
@@ -306,13 +322,6 @@ class FSDPAddon(DistributedAddon):
                 "mp_policy is that of sharded parameters, and one process shards none: it computes in the types of the "
                 "parameters. To try the precision here, add AMPAddon with precision='bf16'"
             )
-        return wrapped
-
-    def _check_model(self, model: nn.Module) -> None:
-        """Refuse a model that cannot be sharded."""
-        super()._check_model(model)
-        check_model(model)
-        self.blocks()
 
     def changed_modules(self, how: str) -> Mapping[str, Any]:
         """Add the blocks, where they are compiled."""
@@ -345,24 +354,35 @@ class FSDPAddon(DistributedAddon):
 
     # ------------------------------------------------------------------------------------------------ a step
 
-    def _free_gathered_blocks(self) -> None:
-        """Free the blocks that a forward without a backward has left gathered: torch does not gather them again."""
-        if self._fsdp is not None:
-            self._fsdp.free_gathered_blocks()
+    def forward_context(self) -> AbstractContextManager[None]:
+        """In the first step of an epoch, look for parameters that were replaced and forwards that change weights."""
+        inner = super().forward_context()
+        fsdp = self._fsdp
+        is_first = torch.is_grad_enabled() and not self.progress_checker.epoch_batch
+        if fsdp is None or self.compile_blocks or not is_first:
+            return inner
+        fsdp.free_gathered_blocks()
+        return shards.forward_keeps_weights(self.unwrap(), fsdp.parameters_by_name, inner)
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Free the gathered blocks before and after, when other weights may be in the model."""
-        self._free_gathered_blocks()
+        fsdp = self._fsdp
+        if fsdp is not None:
+            fsdp.free_gathered_blocks()
         try:
             with super().evaluation_context():
                 yield
         finally:
-            self._free_gathered_blocks()
+            if fsdp is not None:
+                fsdp.free_gathered_blocks()
 
     def replicas(self) -> dict[str, Tensor]:
-        """Return the parameters as they lie on the ranks."""
-        self._free_gathered_blocks()
+        """Refuse parameters that were replaced, and return those that ranks compare."""
+        fsdp = self._fsdp
+        if fsdp is not None:
+            fsdp.free_gathered_blocks()
+            shards.check_held(self.unwrap(), fsdp.parameters_by_name)
         return super().replicas()
 
     def normalize(self, num_targets: list[Any]) -> None:

@@ -29,7 +29,7 @@ from kit.rank_tasks import (
     weights,
 )
 from kit.ranks import each_rank, on_ranks
-from zae import ConfigError, DistributedError
+from zae import ConfigError, DistributedError, TaskError
 from zae.addons import CompileAddon, GradientAccumulationAddon, MultiGPUAddon, StateManagerAddon
 
 SIZES = list(itertools.product(range(1, 10), ((1, Seen, 1), (2, Seen, 2), (2, Counted, 1), (1, Counted, 2))))
@@ -464,3 +464,16 @@ def test_a_parameter_left_out_of_the_last_batch_is_refused(world):
         trainer.run(1, loader(4 * world, 2))
     assert trainer.progress_checker.step == 0
     dist.barrier()
+
+
+class SyncsSeldom(Seen):
+    """Would average gradients in no step, as in local SGD."""
+
+    def sync_context(self, last):
+        return super().sync_context(False)
+
+
+@on_ranks(2)
+def test_a_task_does_not_decide_when_ranks_average(world):
+    with pytest.raises(TaskError, match=r"SyncsSeldom.sync_context has no effect with MultiGPUAddon.*; remove it"):
+        build(SyncsSeldom, (MultiGPUAddon,)).run(1, loader(8, 2))

@@ -261,3 +261,16 @@ def test_a_loader_with_a_place_of_its_own_resumes(world, tmp_path):
     trainer.run(None, training, {str(index): loader(world, 1) for index in range(9)}, max_steps=1, valid_every=1)
     trainer.run(1, training)
     assert sorted(itertools.chain(*trainer.gather(trainer.seen[0]))) == list(range(4 * world))
+
+
+@on_ranks(2)
+def test_a_single_sample_under_batch_norm_names_drop_last(world):
+    """The last step of 10 samples leaves one to each rank."""
+    trainer = build(Task, (MultiGPUAddon,), model=network(True))
+    with pytest.raises(ValueError, match="more than 1 value") as caught:
+        trainer.run(1, loader(10, 2))
+    assert trainer.progress_checker.step == 2
+    assert dist.get_world_size() == world
+    notes = "\n".join(caught.value.__notes__)
+    assert f"a single sample to rank {dist.get_rank()} of 2" in notes
+    assert "DataLoader(..., drop_last=True)" in notes

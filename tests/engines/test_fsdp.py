@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from kit.engines import F64, Block, Net, Task, data, distance, net, sgd
 from kit.faults import wait_for
@@ -23,6 +23,7 @@ from kit.ranks import each_rank, on_ranks
 from zae import AddOnConflict, ConfigError, DistributedError, Trainer
 from zae.addons import CompileAddon, EMAAddon, FSDPAddon, GradientAccumulationAddon, GradientCheckpointingAddon
 from zae.distributed.collectives import BUCKET, broadcast
+from zae.distributed.ranks import RanksEngine
 from zae.loop.rank_states import RankStates
 
 
@@ -45,6 +46,21 @@ class Scaled(Task):
     def train_step(self, batch):
         (outside,) = self.optimizer.param_groups[1]["params"]
         return super().train_step(batch)["loss"] * outside.exp()
+
+
+@on_ranks(2)
+def test_out_of_memory_while_gathering_is_said_so(world):
+    """The other ranks are not blamed."""
+    trainer = trainer_of(net())
+    trainer.run(1, data(16))
+    row = torch.ones(1, dtype=F64).expand(2**46)  # 512 TiB, of one number.
+    mesh = trainer.engine.find(RanksEngine).device_mesh(trainer.device)
+    huge = DTensor.from_local(row, mesh, [Shard(0)], run_check=False)
+    with pytest.raises(RuntimeError, match="memory") as caught:
+        trainer.engine.full_tensors(huge)
+    assert type(caught.value) is not DistributedError
+    assert "was gathering a tensor of shape" in caught.value.__notes__[0]
+    assert trainer.world_size == world
 
 
 @on_ranks(2)
@@ -109,6 +125,39 @@ def test_what_torch_refuses_to_shard_gets_a_remedy(world):
             trainer.run(1, data(16))
         assert remedy in str(raised.value.__notes__)
         assert trainer.world_size == world
+
+
+class Renormalizing(Block):
+    """Limit the norm of a weight in the forward, as EEGNet does."""
+
+    def forward(self, inputs):
+        self.up.weight.data = torch.renorm(self.up.weight.data, 2, 0, 0.5)
+        return super().forward(inputs)
+
+
+class Replacing(Task):
+    """Put another parameter in place of one after the first epoch."""
+
+    def on_epoch_begin(self):
+        super().on_epoch_begin()
+        if self.progress_checker.epoch == 1:
+            head = self.unwrap().head
+            head.weight = nn.Parameter(head.weight.detach() / 2)
+
+
+@on_ranks(2)
+def test_weights_that_are_changed_where_no_forward_would_see_it(world):
+    """A gathered block is dropped after its forward, and a replaced parameter is not gathered at all."""
+    model = net()
+    model.blocks[1] = Renormalizing().to(F64)
+    trainer = trainer_of(model)
+    with pytest.raises(ConfigError, match=r"forward of Linear changes its parameter blocks\.1\.up\.weight"):
+        trainer.run(1, data(16))
+    trainer = trainer_of(net(), Replacing)
+    with pytest.raises(ConfigError, match=r"head\.weight was replaced.*Change weights in place"):
+        trainer.run(2, data(16))
+    assert trainer.progress_checker.step == 2
+    assert trainer.world_size == world
 
 
 def by_attribute(parameters):

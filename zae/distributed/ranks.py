@@ -16,7 +16,7 @@ from zae.distributed.collectives import all_reduce, average, broadcast, gather_o
 from zae.distributed.drift import CollectiveCalls, in_time
 from zae.distributed.launcher import launched_world
 from zae.distributed.mesh import DIMENSIONS, Mesh
-from zae.distributed.rank_process import has_timed_out
+from zae.distributed.rank_process import has_lost_peer, has_timed_out
 from zae.errors import DistributedError
 from zae.parts import SingleProcess
 from zae.values.walk import is_sharded, map_tensors
@@ -126,11 +126,28 @@ class RanksEngine(SingleProcess):
             if not is_sharded(tensor):
                 return tensor
             if tensor not in gathered:
-                with self._explaining_silence():
-                    gathered[tensor] = tensor.detach().full_tensor().to("cpu" if keeps else "meta")  # type: ignore[attr-defined]
+                gathered[tensor] = self._gather_parts(tensor).to("cpu" if keeps else "meta")
             return gathered[tensor]
 
         return map_tensors(gather, value)
+
+    def _gather_parts(self, tensor: Tensor) -> Tensor:
+        """Return a tensor whole: each rank sends its part to all others of the mesh of the tensor."""
+        try:
+            whole: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+            return whole
+        except RuntimeError as error:
+            if not has_lost_peer(error):
+                error.add_note(
+                    f"zae: rank {self.rank} of {self.world_size} was gathering a tensor of shape {tuple(tensor.shape)} "
+                    "from the parts that all ranks hold; checkpoints in shards gather nothing: save_format='sharded'"
+                )
+                raise
+            raise DistributedError(
+                f"rank {self.rank} of {self.world_size} gathers a tensor that is sharded over all ranks, but the other "
+                "ranks did not take part. Call state_dict, save_model and evaluate on every rank, not under "
+                "`if self.is_main`; only rank 0 writes the file"
+            ) from error
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         # Rank 0 sends what is whole on each rank. A part of a tensor was sent as the tensor was divided.

@@ -1,29 +1,33 @@
 """Tensors whose parts lie on several ranks (DTensor): gather them, shard whole ones, compute norms over them.
 
-`DrawsWatch` refuses what a step must not do with such tensors.
+`forward_keeps_weights` and `DrawsWatch` refuse what a step must not do with such tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from zae.distributed.collectives import all_reduce
 from zae.errors import ConfigError, DistributedError
-from zae.values.walk import is_sharded, local_part, map_tensors, redistribute_like, tensors_in
+from zae.values.walk import has_same_bits, is_sharded, local_part, map_tensors, redistribute_like, tensors_in
 
 __all__ = [
     "DrawsWatch",
     "by_part",
+    "check_held",
     "check_used",
     "explain_parts",
+    "forward_keeps_weights",
     "gradient_norm",
     "local_gradients",
     "name_of_part",
@@ -161,11 +165,49 @@ def replace_parameters(optimizer: Optimizer, present: Mapping[int, tuple[Tensor,
         optimizer.state[new] = map_tensors(partial(redistribute_like, reference=new), state)
 
 
+def check_held(model: nn.Module, sharded: Mapping[str, Tensor]) -> None:
+    """Refuse parameters other than those that were sharded: a forward would still gather the former ones."""
+    present = dict(model.named_parameters())
+    if names := [name for name in {**sharded, **present} if sharded.get(name) is not present.get(name)]:
+        raise ConfigError(
+            f"{', '.join(names[:_SHOWN])} was replaced, added or removed after the model was sharded, and the forward "
+            "would not use the new one. Change weights in place, `with torch.no_grad(): parameter.mul_(0.5)`, and "
+            "layers before run()"
+        )
+
+
 def explain_parts(error: BaseException) -> None:
     """Note beside an error of torch what FSDPAddon has to do with it, and what to write instead."""
     for words, note in _EXPLAINED.items():
         if words in str(error):
             error.add_note(f"zae: FSDPAddon {note}")
+
+
+@contextmanager
+def forward_keeps_weights(model: nn.Module, parts: Mapping[str, Tensor], inner: Any) -> Iterator[None]:
+    """Refuse a forward that changes weights: those of a gathered block are dropped after it."""
+    check_held(model, parts)
+    names = {(id(each), key): name for name, each, key in _places(model)}
+
+    def check(module: nn.Module, *_: Any) -> None:
+        for key, each in module._parameters.items():
+            part = parts.get(name := names.get((id(module), key), ""))
+            if each is None or part is None or is_sharded(each):
+                continue
+            shard = local_part(redistribute_like(each.detach(), part))
+            if not has_same_bits(shard, local_part(part).detach().to(shard.dtype)):
+                raise ConfigError(
+                    f"the forward of {type(module).__name__.removeprefix('FSDP')} changes its parameter {name}, which "
+                    "is gathered for it and dropped afterwards: the change would be lost. Compute with a changed copy "
+                    "instead (torch.nn.utils.parametrize), or change parameters in on_step_end of the trainer"
+                )
+
+    hook = module_hooks.register_module_forward_hook(check)
+    try:
+        with inner:
+            yield
+    finally:
+        hook.remove()
 
 
 class DrawsWatch(TorchFunctionMode):
@@ -208,3 +250,9 @@ class DrawsWatch(TorchFunctionMode):
 def _is_in_parts(tensor: Tensor) -> bool:
     """Return whether each rank has another part of a tensor."""
     return any(not place.is_replicate() for place in getattr(tensor, "placements", ()))
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for path, module in model.named_modules():
+        for key in module._parameters:
+            yield f"{path}.{key}" if path else key, module, key
