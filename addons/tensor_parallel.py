@@ -67,11 +67,13 @@ class TensorParallelEngine(Engine):
         self._styles = styles
         self._compiled = compiled
         self._modules: dict[str, nn.Module] = {}
+        self._of_inputs: dict[str, Tensor] = {}  # Gradients of what column-parallel layers take, in a first step.
+        self._hooks: list[Any] = []  # Those that note them.
         self.is_checked = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which has divided no model."""
-        return {**vars(self), "_modules": {}, "is_checked": False}
+        return {**vars(self), "_modules": {}, "_of_inputs": {}, "_hooks": [], "is_checked": False}
 
     def wrap(self, module: nn.Module, trains: bool) -> Any:
         """Divide the layers of the plan in place, with the weights of rank 0."""
@@ -130,9 +132,19 @@ class TensorParallelEngine(Engine):
         return any(Shard(-1) in places for places in layouts)
 
     def begin(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
-        """Send what is whole on each rank."""
+        """Send what is whole on each rank; in the first step, watch what layers take."""
         self.inner.begin(module, parameters)
+        self._end_watch()
         self.is_checked = False
+        columns = [name for name, style in self._styles.items() if _takes_whole_inputs(style)]
+        self._hooks = [
+            self._modules[name].register_forward_pre_hook(partial(self._note_input, name), prepend=True)
+            for name in columns
+        ]
+
+    def _note_input(self, name: str, module: nn.Module, inputs: Sequence[Any]) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and not is_sharded(inputs[0]) and inputs[0].requires_grad:
+            inputs[0].register_hook(partial(self._of_inputs.__setitem__, name))
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Add up the gradients that a sequence parallel layer has left in parts: its ranks exchange them."""
@@ -143,7 +155,14 @@ class TensorParallelEngine(Engine):
         self.inner.average_gradients(parameters)
         if not self.is_checked:
             self._check_plan()
+            self._end_watch()
             self.is_checked = True
+
+    def _end_watch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._of_inputs.clear()
 
     def _check_plan(self) -> None:
         """Refuse gradients of what each rank has whole that are not the same on all ranks: each has a part of them."""
@@ -153,13 +172,22 @@ class TensorParallelEngine(Engine):
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.grad is not None and "tensor" not in shards.part_of(parameter)
         }
+        gradients |= {(path, ""): gradient for path, gradient in self._of_inputs.items()}
         hashes = dict(zip(gradients, fingerprints(gradients.values())))
         # The ranks that compute the same layers send the hashes of theirs.
         ranks = gather_objects(hashes, self._mesh().get_group())
         keys = dict.fromkeys(key for rank in ranks for key in rank)
         differing = [key for key in keys if len({rank.get(key) for rank in ranks}) > 1]
-        if paths := list(dict.fromkeys(path for path, _ in differing)):
+        if paths := list(dict.fromkeys(path for path, name in differing if name)):
             raise _plan_error(paths[-1], self._modules[paths[-1]], len(paths), [".".join(each) for each in differing])
+        if differing:
+            path = differing[-1][0]
+            raise ConfigError(
+                f"the ranks have other gradients of what {path} ({class_name(self._modules[path])}) takes: the step "
+                "also computes with it outside of the layers of tensor_plan, and with a part that one of them leaves "
+                "each rank. Compute that behind the layer that ends the division (RowwiseParallel), or let the layer "
+                "before it return the whole: ColwiseParallel(output_layouts=Replicate())"
+            )
 
 
 class TensorParallelAddon(DistributedAddon):
@@ -328,16 +356,28 @@ class TensorParallelAddon(DistributedAddon):
         with NULL_CONTEXT if engine is None else engine.divided_loss(), super().evaluation_context():
             yield
 
-    def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
-        """Compare the first batch of an epoch, and its loss: each rank may have taken its part for the whole."""
+    def evaluation_batches(self, loader: Any) -> Iterator[Any]:
+        """Compare the first batches of an evaluation."""
+        for index, batch in enumerate(super().evaluation_batches(loader)):
+            if not index:
+                self._compare_batches(batch)
+            yield batch
+
+    def _compare_batches(self, batch: Any) -> None:
         engine = self._tensor_engine
-        is_first = not self.progress_checker.epoch_batch and not self.current_run.activity.micro_index
-        if engine is not None and is_first and not engine.is_same_on_ranks(batch):
+        if engine is not None and not engine.is_same_on_ranks(batch):
             raise DistributedError(
                 f"rank {self.rank} of {self.world_size} has another batch than the ranks that compute the same layers "
                 "with it. Let the loader depend on engine.dp_rank and engine.dp_world_size, not on the rank, and draw "
                 "from torch, numpy.random or random, whose streams these ranks share"
             )
+
+    def micro_step(self, batch: Any, count: int) -> tuple[Mapping[str, Any], float]:
+        """Compare the first batch of an epoch, and its loss: each rank may have taken its part for the whole."""
+        engine = self._tensor_engine
+        is_first = not self.progress_checker.epoch_batch and not self.current_run.activity.micro_index
+        if is_first:
+            self._compare_batches(batch)
         values, weight = super().micro_step(batch, count)
         if engine is not None and is_first and not engine.is_same_on_ranks(values["loss"]):
             raise ConfigError(
@@ -373,6 +413,13 @@ def check_layers(modules: Mapping[str, nn.Module], styles: Mapping[str, Parallel
     check_divisible({name: modules[name] for name in styles})
     for name, style in styles.items():
         check_even(name, modules[name], style, ranks)
+
+
+def _takes_whole_inputs(style: ParallelStyle) -> bool:
+    """Return whether a column-parallel layer takes an input that each rank has whole."""
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    return isinstance(style, ColwiseParallel) and all(layout.is_replicate() for layout in style.input_layouts)
 
 
 def _plan_error(path: str, module: nn.Module, count: int, names: Sequence[str]) -> ConfigError:

@@ -159,6 +159,18 @@ class HeadNorms(nn.Module):
         return self.head(self.out(x.transpose(1, 2).flatten(2)))
 
 
+class Gated(nn.Module):
+    """The whole of an activation meets a part of it, and each parameter before it is divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return self.last(torch.tanh(self.third(x)) * torch.sigmoid(x.mean(-1, keepdim=True)))
+
+
 @in_parts
 def test_what_a_plan_has_left_out_is_named(engine: Engine) -> None:
     """In the first step, whether or not gradients are clipped; with the entry the weights are those of one process."""
@@ -179,6 +191,16 @@ def test_what_a_plan_has_left_out_is_named(engine: Engine) -> None:
         trainer.run(1, data(8 * engine.shares))
         single.run(1, data(8 * engine.shares, 4 * engine.shares))
         assert distance(trainer, single) < 1e-12
+
+
+@in_parts
+def test_a_whole_activation_that_meets_a_part_is_refused(engine: Engine) -> None:
+    """Where no parameter would tell, the gradient of what a column-parallel layer takes does."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # Nothing changes it in place.
+    columns, sums = dict.fromkeys(("first", "third"), ColwiseParallel()), ("second", "last")
+    trainer = build(engine, task=Mean, model=Gated(), tensor_plan=columns | dict.fromkeys(sums, RowwiseParallel()))
+    with pytest.raises(ConfigError, match=r"gradients of what third \(Linear\) takes.*RowwiseParallel"):
+        trainer.run(1, rows(4 * engine.shares))
 
 
 class Scaled(Task):
