@@ -216,8 +216,11 @@ class _Options(MutableMapping[str, Any]):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        names = _names_of_options(type(trainer))
-        self._names = [name for name in names if type(getattr(trainer, name, None)) in (int, float)]
+        # Not by getattr alone: for an attribute that a trainer lacks it looks for the name that was meant.
+        present = [
+            name for name, is_of_class in _options_by_place(type(trainer)) if is_of_class or name in vars(trainer)
+        ]
+        self._names = [name for name in present if type(getattr(trainer, name)) in (int, float)]
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self._trainer, name)
@@ -239,9 +242,10 @@ class _Options(MutableMapping[str, Any]):
 
 
 @once_for_a_class
-def _names_of_options(cls: Any) -> list[str]:
-    """Return the options of zae and of add-ons; others are attributes of the task."""
-    return [name for name, (_, owner) in options_of(cls).items() if is_of_zae(owner) or is_add_on(owner)]
+def _options_by_place(cls: Any) -> list[tuple[str, bool]]:
+    """Return the options of zae and of add-ons, and whether each is in a class; others are attributes of the task."""
+    names = [name for name, (_, owner) in options_of(cls).items() if is_of_zae(owner) or is_add_on(owner)]
+    return [(name, any(name in vars(base) for base in cls.__mro__)) for name in names]
 
 
 def _walk(trainer: Trainer, changes: Changes, is_begin: bool = False) -> Walk:
