@@ -34,7 +34,7 @@ from zae.checkpoint.writer import SavePlan, plan
 from zae.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, NonFiniteError
 from zae.loop.nonfinite import bad_parameters
 from zae.loop.progress import ProgressChecker
-from zae.values.walk import is_sharded, local_part
+from zae.values.walk import is_sharded
 
 __all__ = ["Checkpoints", "Lineage"]
 
@@ -293,16 +293,24 @@ class Checkpoints:
             pieces, last_rows = self._pieces.split(rows)
             beside_weights = {key: value for key, value in state.items() if key != "model"}
             beside_weights["records"] = {**beside_weights["records"], **last_rows}
-            files = plan(target, weights, beside_weights, about, model_format=model_format, group=group, pieces=pieces)
+            check = partial(_refuse_nonfinite, target, trained)
+            files = plan(
+                target,
+                weights,
+                beside_weights,
+                about,
+                model_format=model_format,
+                group=group,
+                pieces=pieces,
+                check=check,
+            )
             self.saver.save(files, partial(self._commit, replaces))
 
         def save_alone() -> None:
             if is_writer:
                 self._lock.keep(target)  # Before a file is written: somebody may have removed the folder.
-            if is_writer or in_parts:
-                _refuse_nonfinite(target, trained, weights)
-            if is_writer and not in_parts:
-                save(Group(), "safetensors" if self.model_format == "sharded" else self.model_format)
+                if not in_parts:
+                    save(Group(), "safetensors" if self.model_format == "sharded" else self.model_format)
 
         if self.has_failed:
             save_alone()
@@ -426,9 +434,10 @@ def _lies_in_parts(weights: Mapping[str, Tensor], model_format: str) -> bool:
 
 
 def _refuse_nonfinite(target: Path, trained: Collection[str], weights: Mapping[str, Tensor]) -> None:
-    """Refuse to save trained parameters that are not finite, in the parts that this rank has."""
-    parameters = {name: local_part(weight) for name, weight in weights.items() if name in trained}
-    bad = sorted(bad_parameters({name: weight for name, weight in parameters.items() if not weight.is_meta}))
+    """Refuse to save trained parameters that are not finite; the names of weights end with ``@`` and their offsets."""
+    names = {key: key.rpartition("@")[0] for key in weights}
+    parameters = {key: weight for key, weight in weights.items() if names[key] in trained}
+    bad = sorted({names[key] for key in bad_parameters(parameters)})
     if bad:
         others_text = f", and {len(bad) - 1} others do" if len(bad) > 1 else ""
         raise NonFiniteError(

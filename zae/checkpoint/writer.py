@@ -57,6 +57,10 @@ Files: TypeAlias = "dict[str, dict[str, Tensor] | bytes | Piece]"
 """What goes into each file, by its name: tensors, text, or rows that an earlier checkpoint may have as well."""
 
 
+def _accept(weights: Mapping[str, Tensor]) -> None:
+    """Accept any weights."""
+
+
 class SavePlan(NamedTuple):
     """What one rank writes of a checkpoint; rank 0 has the manifest too."""
 
@@ -64,6 +68,7 @@ class SavePlan(NamedTuple):
     files: Files
     manifest: Manifest | None = None
     group: Group = Group()  # The ranks that write it.
+    check: Callable[[Mapping[str, Tensor]], object] = _accept  # It is called with `weights`, and may refuse them.
 
     @property
     def byte_count(self) -> int:
@@ -76,6 +81,17 @@ class SavePlan(NamedTuple):
                 count += len(content) if isinstance(content, bytes) else byte_count(*content.values())
         return count
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights in it, by their names and the offsets of each part: ``name@0,8``, ``name@`` if whole."""
+        parts: dict[str, Tensor] = {}
+        for file, content in self.files.items():
+            for name, tensor in content.items() if isinstance(content, dict) else ():
+                if file in MODEL_FILES.values():
+                    parts[f"{name}@"] = tensor
+                elif file != STATE_TENSORS and name.startswith(OF_MODEL):
+                    parts[name.removeprefix(OF_MODEL)] = tensor
+        return parts
+
 
 def plan(
     target: Path,
@@ -86,6 +102,7 @@ def plan(
     model_format: str,
     group: Group = Group(),  # noqa: B008  (it is a tuple)
     pieces: Mapping[str, Piece] = MappingProxyType({}),
+    check: Callable[[Mapping[str, Tensor]], object] = _accept,
 ) -> SavePlan:
     """Return what this rank writes of a checkpoint, without writing it; with "sharded" all ranks of the group call it.
 
@@ -107,8 +124,8 @@ def plan(
         return files, draft(model_format, tied, about, has_rows=bool(pieces), run=run), tensors
 
     if model_format == "sharded":
-        return SavePlan(target, *_stage_in_parts(stage, weights, group, target), group)
-    return SavePlan(target, *stage()[:2], group)
+        return SavePlan(target, *_stage_in_parts(stage, weights, group, target), group, check)
+    return SavePlan(target, *stage()[:2], group, check)
 
 
 def _stage_in_parts(
@@ -146,10 +163,10 @@ def _stage_in_parts(
 def write(save: SavePlan, reads_back: bool = False) -> None:
     """Write a checkpoint to its place; all ranks of its group call it.
 
-    When this returns, the disk has all of it. If it fails on one rank, it fails on all, and nothing is left. An
-    existing checkpoint with this name stays complete until the new one is, which then replaces it. The directory must
-    be on a disk that all ranks share. With ``reads_back``, and where it replaces one, each rank then reads what it has
-    written, and compares the hashes: before others are removed.
+    When this returns, the disk has all of it. If it fails on one rank, its check included, it fails on all, and nothing
+    is left. An existing checkpoint with this name stays complete until the new one is, which then replaces it. The
+    directory must be on a disk that all ranks share. With ``reads_back``, and where it replaces one, each rank then
+    reads what it has written, and compares the hashes: before others are removed.
     """
     directory = Path(os.path.abspath(save.target))
     manifest = save.manifest
@@ -192,7 +209,7 @@ def write(save: SavePlan, reads_back: bool = False) -> None:
 
 
 def _write_files(staging: Path, save: SavePlan) -> dict[str, FileEntry]:
-    """Write the files of this rank, and return the size and hash of each file."""
+    """Write the files of this rank, check its weights, and return the size and hash of each file."""
     if not staging.is_dir():
         raise CheckpointError(f"{staging.parent} is not on a disk that all ranks share; give such a save_path")
     tied = save.manifest["tied"] if save.manifest else {}
@@ -206,7 +223,8 @@ def _write_files(staging: Path, save: SavePlan) -> dict[str, FileEntry]:
                 continue
             content = content.text
         outputs[name] = write_file(path, partial(_write_content, name, content, tied))
-    for name, output in outputs.items():  # Each is hashed while the next is written.
+    save.check(save.weights())  # Each file is hashed while the next is written, and during the check.
+    for name, output in outputs.items():
         entries[name] = FileEntry(size=output.size, sha256=output.hexdigest())
     return entries
 
