@@ -173,7 +173,8 @@ class LoaderStreams:
             # What a class of a library keeps to itself, it computes.
             private = () if is_of_user(type(part)) else [name for name in vars(part) if name.startswith("_")]
             walk.add(place, part, without=frozenset(private))
-        if isinstance(loader, DataLoader) and "loader.collate_fn" not in parts:
+        # One that Accelerate has prepared is a DataLoader without these attributes.
+        if isinstance(loader, DataLoader) and "collate_fn" in vars(loader) and "loader.collate_fn" not in parts:
             walk.places["loader", "collate_fn"] = Place(vars(loader), "collate_fn")
         return walk
 

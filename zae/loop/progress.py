@@ -262,7 +262,12 @@ class ProgressChecker:
         """Return the progress in a whole state."""
         progress = cls()
         progress.load_state_dict(state["progress"])
-        progress.pending_validation = state.get("validation", "")
+        pending = state.get("validation", "")
+        if pending not in ("", "step", "epoch"):
+            raise CheckpointMismatch(
+                f"the state has validation={pending!r:.80}, which is not '', 'step' or 'epoch'; load another checkpoint"
+            )
+        progress.pending_validation = pending
         return progress
 
     def state_dict(self) -> dict[str, Any]:

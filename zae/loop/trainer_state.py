@@ -170,7 +170,12 @@ def load_state(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None
 
 def _fitting_weights(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> tuple[dict[str, Tensor], bool]:
     """Return the weights that training continues from, under the model's keys, and whether they must be all."""
-    further = {**state.get("training_weights", {}), **state.get("extra_state", {})}
+    further: dict[str, Any] = {}
+    for key in ("training_weights", "extra_state"):  # The second by the keys of get_extra_state.
+        entry = state.get(key, {})
+        if not isinstance(entry, Mapping):
+            raise CheckpointMismatch(f"the {key} of the state is {entry!r:.80}, and must be a dict")
+        further |= entry
     module = trainer.unwrap()
     needed = _needed_keys(trainer)
     weights = fit_weights(module, {**state["model"], **further}, strict, needed)
