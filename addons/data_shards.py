@@ -67,8 +67,8 @@ class DataShardsAddon(AddOnPart):
                 self.engine.dp_rank, self.engine.dp_world_size, self._from_main, self._all_agree, self.gather
             )
             shards = [sharding.shard(loader, training, ranks)]
-            alike = [each for each in self._shared if each[1] == training]  # Each kind has its own limit.
-            others = [each for each in self._shared if each[1] != training]
+            alike = [entry for entry in self._shared if entry[1] == training]  # Each kind has its own limit.
+            others = [entry for entry in self._shared if entry[1] != training]
             self._shared = [*others, *alike[-_CACHED + 1 :], (loader, training, shards[0])]
         return shards[0]
 
@@ -122,7 +122,7 @@ class DataShardsAddon(AddOnPart):
         share = samples_here * self.engine.dp_world_size / samples
         if share == 1:
             return loss
-        return {key: each * share for key, each in loss.items()} if isinstance(loss, Mapping) else loss * share
+        return {key: part * share for key, part in loss.items()} if isinstance(loss, Mapping) else loss * share
 
     def gradients(self, batch: Any) -> list[tuple[Mapping[str, Any], float]]:
         """Refuse to train in one process with a list of devices; explain a batch of one sample."""
@@ -220,7 +220,7 @@ def _without_rows(model: nn.Module) -> Iterator[None]:
             output = nn.functional.batch_norm(output, *statistics, module.weight, module.bias, eps=module.eps)
         return output + of_no_rows.sum()  # A sum of nothing: its backward takes part in that of the other ranks.
 
-    norms = [each for each in model.modules() if isinstance(each, nn.SyncBatchNorm) and each.training]
+    norms = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm) and module.training]
     hooks: list[Any] = [norm.register_forward_pre_hook(take) for norm in norms]
     hooks += [norm.register_forward_hook(give_back) for norm in norms]
     try:

@@ -242,7 +242,7 @@ class DDPEngine(Engine):
         except RuntimeError as error:
             tensors = replica._trained_by_id
             named = named_parameters(self.module).items()
-            names = [name for name, each in named if each.grad is None and id(each) in tensors]
+            names = [name for name, parameter in named if parameter.grad is None and id(parameter) in tensors]
             if names and not self.find_unused_parameters:
                 raise self.left_out(names) from error
             raise

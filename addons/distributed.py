@@ -163,8 +163,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         if not state["progress"]["epoch_batch"]:
             # Between two epochs a loader continues its own generators, which another loader does not have.
             state["position"] = between_epochs(state["position"])
-            for each in state.get(engine_of(type(self)), {"ranks": []})["ranks"]:
-                each["position"] = between_epochs(each["position"])
+            for rank_state in state.get(engine_of(type(self)), {"ranks": []})["ranks"]:
+                rank_state["position"] = between_epochs(rank_state["position"])
         self.load_state_dict(state)
         self._take_attributes(rest)
         self._between_runs.leave()
@@ -266,7 +266,11 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         has_samples = bool(num_targets)
         if not has_samples:
             # Zeros, through backward(): a loss scale has to see one.
-            self.backward(cast(Tensor, sum((each * 0).sum().real for each in self.parameters if each.requires_grad)))
+            self.backward(
+                cast(
+                    Tensor, sum((parameter * 0).sum().real for parameter in self.parameters if parameter.requires_grad)
+                )
+            )
             for parameter in self.parameters:
                 parameter.grad = None
         # A rank without samples cannot know whether the steps count targets: the others tell.
@@ -491,10 +495,10 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         of a module may differ between ranks. A part of a sharded one has the name of that part.
         """
         tensors: dict[str, Tensor] = dict(named_parameters(self.unwrap()))
-        known_ids = {id(each) for each in tensors.values()}
+        known_ids = {id(tensor) for tensor in tensors.values()}
         others = (parameter for parameter in self.parameters if id(parameter) not in known_ids)
-        tensors |= {f"parameter {index} outside of the model": each for index, each in enumerate(others)}
-        return {shards.name_of_part(name, each): each for name, each in tensors.items()}
+        tensors |= {f"parameter {index} outside of the model": tensor for index, tensor in enumerate(others)}
+        return {shards.name_of_part(name, tensor): tensor for name, tensor in tensors.items()}
 
     def _check_drift(self) -> None:
         """Refuse to continue with ranks whose weights differ."""

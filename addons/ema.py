@@ -228,9 +228,9 @@ class EMAAddon(AddOnBase):
                 for average, value in self._copied:
                     average.copy_(value)
             finally:
-                for each, momentum in zip(norms, momenta, strict=True):
-                    each.momentum = momentum
-                    each.eval()
+                for norm, momentum in zip(norms, momenta, strict=True):
+                    norm.momentum = momentum
+                    norm.eval()
 
     def _follow(self) -> None:
         """Follow buffers that the model has replaced, or resized."""
@@ -267,7 +267,7 @@ class EMAAddon(AddOnBase):
 
     def local_shards(self) -> dict[str, Tensor]:
         """Let an average lie on the ranks as its weight does."""
-        shards = {key: each for key, each in self.unwrap().state_dict().items() if is_sharded(each)}
+        shards = {key: tensor for key, tensor in self.unwrap().state_dict().items() if is_sharded(tensor)}
         return super().local_shards() | {f"state/EMAAddon.average.{name_of_key(key)}": shards[key] for key in shards}
 
     def load_evaluation_state(self, state: Mapping[str, Any]) -> None:

@@ -110,7 +110,7 @@ class TensorParallelEngine(Engine):
 
     def _finish_outside_of_compiled(self, modules: Mapping[str, nn.Module]) -> None:
         """Let compiled code, where there is any, take no tensor that is still under way between the ranks."""
-        compiled = [*self._compiled, *(name for name, each in modules.items() if is_compiled(each))]
+        compiled = [*self._compiled, *(name for name, module in modules.items() if is_compiled(module))]
         if compiled:
             for name in self._styles:
                 if not any(f"{name}.".startswith(f"{block}.") for block in compiled):
@@ -179,7 +179,7 @@ class TensorParallelEngine(Engine):
         keys = dict.fromkeys(key for rank in ranks for key in rank)
         differing = [key for key in keys if len({rank.get(key) for rank in ranks}) > 1]
         if paths := list(dict.fromkeys(path for path, name in differing if name)):
-            raise _plan_error(paths[-1], self._modules[paths[-1]], len(paths), [".".join(each) for each in differing])
+            raise _plan_error(paths[-1], self._modules[paths[-1]], len(paths), [".".join(key) for key in differing])
         if differing:
             path = differing[-1][0]
             raise ConfigError(
@@ -443,8 +443,8 @@ def _plan_error(path: str, module: nn.Module, count: int, names: Sequence[str]) 
 def _check_ties(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """Refuse to divide one of several names of a parameter, which would become two."""
     first: dict[int, str] = {}
-    for name, each in before.items():
-        other = first.setdefault(id(each), name)
+    for name, tensor in before.items():
+        other = first.setdefault(id(tensor), name)
         if after[name] is not after[other]:
             raise ConfigError(
                 f"tensor_plan: {other} and {name} are one parameter, and would become two; leave both modules out "

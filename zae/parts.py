@@ -203,8 +203,8 @@ def gather_dp(engine: SingleProcess, value: Any) -> list[Any]:
     Ranks with the same batches have the same value: the first of each share speaks for the others.
     """
     values: dict[int, Any] = {}
-    for dp_rank, each in engine.gather((engine.dp_rank, value)):
-        values.setdefault(dp_rank, each)
+    for dp_rank, part in engine.gather((engine.dp_rank, value)):
+        values.setdefault(dp_rank, part)
     return [values[dp_rank] for dp_rank in sorted(values)]
 
 

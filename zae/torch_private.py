@@ -172,13 +172,13 @@ def move_module(module: nn.Module, device: torch.device) -> None:
 
 def _refuse_what_is_lost(module: nn.Module, device: torch.device) -> None:
     """Refuse parameters of which torch would lose something, where it exchanges their tensors as they move."""
-    for name, each in module.named_parameters():
-        if nn.parameter.is_lazy(each):
+    for name, parameter in module.named_parameters():
+        if nn.parameter.is_lazy(parameter):
             raise ConfigError(
                 f"{name} has no shape yet, and torch cannot move such a parameter to {device.type!r}; call the model "
                 "with one batch before the trainer is made"
             )
-        if has_gradient_hooks(each):
+        if has_gradient_hooks(parameter):
             raise ConfigError(
                 f"a hook is registered on {name}, and torch loses the hook as it moves the parameter to "
                 f"{device.type!r}; write model.to('{device}') before the hook is registered"
@@ -220,7 +220,7 @@ def alike(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ..
     """Yield the columns of rows of tensors, in groups of one type and one device: `in_place` takes a column."""
     groups: dict[Any, list[tuple[Tensor, ...]]] = {}
     for row in rows:
-        kind = tuple((type(each), each.device, each.dtype, each.layout, each.is_nested) for each in row)
+        kind = tuple((type(tensor), tensor.device, tensor.dtype, tensor.layout, tensor.is_nested) for tensor in row)
         groups.setdefault(kind, []).append(row)
     for group in groups.values():
         yield tuple(map(list, zip(*group)))
@@ -268,7 +268,7 @@ def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Return whether a scaler found a gradient of an optimizer that is not finite when it unscaled them."""
     read_flags = getattr(scaler, "_found_inf_per_device", None)
     if read_flags is not None:
-        return any(each.item() for each in read_flags(optimizer).values())
+        return any(flag.item() for flag in read_flags(optimizer).values())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad

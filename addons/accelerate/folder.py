@@ -177,7 +177,7 @@ class Folder:
     def custom_states(self) -> list[tuple[Any, Any]]:
         """Pair each object that was registered for checkpointing with its state."""
         objects = self._prepared.custom_objects()
-        paths = sorted(self.path.glob("custom_checkpoint_*.pkl"), key=lambda each: int(each.stem.rpartition("_")[2]))
+        paths = sorted(self.path.glob("custom_checkpoint_*.pkl"), key=lambda path: int(path.stem.rpartition("_")[2]))
         if len(paths) != len(objects):
             raise CheckpointMismatch(
                 f"{self.path} has the state of {len(paths)} custom objects, and {len(objects)} are registered; call "

@@ -104,7 +104,7 @@ def save_folder(
 
 def _move_files(staging: Path, folder: Path) -> None:
     """Rename what was staged to its place, and remove weights of an earlier save."""
-    files = sorted((path for path in staging.rglob("*") if path.is_file()), key=lambda each: _is_weights(each.name))
+    files = sorted((path for path in staging.rglob("*") if path.is_file()), key=lambda path: _is_weights(path.name))
     for path in files:
         with open(path, "rb") as file:
             os.fsync(file.fileno())

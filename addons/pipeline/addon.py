@@ -308,7 +308,7 @@ class PipelineAddon(DistributedAddon):
 
     def replicas(self) -> dict[str, Tensor]:
         """Return the parameters of the stages of this rank."""
-        return {name: each for name, each in super().replicas().items() if not each.is_meta}
+        return {name: tensor for name, tensor in super().replicas().items() if not tensor.is_meta}
 
     # ------------------------------------------------------------------------------------------------------ a step
 

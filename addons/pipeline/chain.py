@@ -184,7 +184,7 @@ def _with_placeholders(model: nn.Module, opened: Collection[str], record: Callab
 def _children_of(module: nn.Module) -> dict[str, nn.Module]:
     """Return the modules in a module itself by name, one that has two names twice."""
     inner = module.named_modules(remove_duplicate=False)
-    return {name: each for name, each in inner if name and "." not in name}
+    return {name: part for name, part in inner if name and "." not in name}
 
 
 def _line_of(error: Exception) -> str:
@@ -199,8 +199,8 @@ def bind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments: dict[str, Any] = {}
-    for name, each in bound.signature.parameters.items():
-        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             arguments[name] = bound.arguments[name]
         elif bound.arguments[name]:
             raise ConfigError(
@@ -212,7 +212,7 @@ def bind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 def constants_in(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments by which a forward may decide: numbers, text and None."""
-    return {name: each for name, each in values.items() if isinstance(each, _DECIDING)}
+    return {name: entry for name, entry in values.items() if isinstance(entry, _DECIDING)}
 
 
 # --------------------------------------------------------------------------------------------------- the stages
@@ -264,11 +264,11 @@ class Chain:
             for part in self._stages:
                 prefixes = tuple(f"{path}." for path in self._paths[part])
                 ids = {id(leaf) for call in calls[part] for leaf in _leaves((call.args, call.kwargs))}
-                names = [name for name, each in tensors.items() if name.startswith(prefixes) or id(each) in ids]
+                names = [name for name, tensor in tensors.items() if name.startswith(prefixes) or id(tensor) in ids]
                 self.names.append({name: tensors[name] for name in names})
         self._check()
         used = set(map(id, self.tensors(range(count))))
-        self.names[0] |= {name: each for name, each in tensors.items() if id(each) not in used}  # Of no stage.
+        self.names[0] |= {name: tensor for name, tensor in tensors.items() if id(tensor) not in used}  # Of no stage.
 
     # ------------------------------------------------------------------------------------- which stages there are
 
@@ -328,7 +328,7 @@ class Chain:
         calls, returned = _record(self._model, self._opened, inputs | constants)
         if [call.path for call in calls] != self._paths:
             raise ConfigError(
-                f"called with {', '.join(f'{name}={each!r:.20}' for name, each in constants.items())}, "
+                f"called with {', '.join(f'{name}={constant!r:.20}' for name, constant in constants.items())}, "
                 f"{class_name(self._model)} calls other modules than with the defaults of its forward. {_REMEDY}"
             )
         ends = [None] * (len(self._stages) - 1) + [returned]
@@ -337,8 +337,10 @@ class Chain:
     def _call(self, stage: int, arguments: Mapping[str, Any], received: Sequence[Any]) -> Any:
         """Call a module that the function of the split gave: the first as the model is called."""
         if not stage:
-            defaults = {name: each.default for name, each in inspect.signature(self._model.forward).parameters.items()}
-            received = [each for name, each in arguments.items() if each is not defaults.get(name)]
+            defaults = {
+                name: parameter.default for name, parameter in inspect.signature(self._model.forward).parameters.items()
+            }
+            received = [argument for name, argument in arguments.items() if argument is not defaults.get(name)]
         return self._modules[stage](*received)
 
     def _run(self, calls: Sequence[_Call], end: Any, arguments: Mapping[str, Any], received: Sequence[Any]) -> Any:
@@ -368,11 +370,11 @@ class Chain:
         """Refuse a parameter in two stages, and a stage without any."""
         owner: dict[int, tuple[int, str]] = {}
         for stage, names in enumerate(self.names):
-            parameters = {name: each for name, each in names.items() if isinstance(each, nn.Parameter)}
+            parameters = {name: tensor for name, tensor in names.items() if isinstance(tensor, nn.Parameter)}
             if not parameters:
                 raise ConfigError(f"stage {stage} of {len(self.names)} has no parameter; split the model elsewhere")
-            for name, each in parameters.items():
-                first, other = owner.setdefault(id(each), (stage, name))
+            for name, parameter in parameters.items():
+                first, other = owner.setdefault(id(parameter), (stage, name))
                 if first != stage:
                     use = f"{name} is used in stage {first} and in stage {stage}"
                     tie = f"{other} (stage {first}) and {name} (stage {stage}) are one parameter"
@@ -387,7 +389,7 @@ class Chain:
 
     def tensors(self, stages: Iterable[int]) -> list[Tensor]:
         """Return the parameters and buffers of some stages, once each."""
-        tensors = {id(each): each for stage in stages for each in self.names[stage].values()}
+        tensors = {id(tensor): tensor for stage in stages for tensor in self.names[stage].values()}
         return list(tensors.values())
 
     def parameters(self, stages: Iterable[int]) -> list[nn.Parameter]:
@@ -400,7 +402,7 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_map(function, item) for item in value)
     if type(value) is dict:
-        return {key: _map(function, each) for key, each in value.items()}
+        return {key: _map(function, entry) for key, entry in value.items()}
     return function(value)
 
 
@@ -418,15 +420,15 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 def _names_within(module: nn.Module, model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a module that a function gave by their names in the model."""
-    tensors = {id(each): name for name, each in _tensors_of(model).items()}
+    tensors = {id(tensor): name for name, tensor in _tensors_of(model).items()}
     names = {}
-    for name, each in _tensors_of(module).items():
-        if id(each) not in tensors:
+    for name, tensor in _tensors_of(module).items():
+        if id(tensor) not in tensors:
             raise ConfigError(
                 f"split returned a module with {name}, which is not a parameter or buffer of {class_name(model)}; make "
                 "the stages of its own modules"
             )
-        names[tensors[id(each)]] = each
+        names[tensors[id(tensor)]] = tensor
     return names
 
 

@@ -26,12 +26,12 @@ def _map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
     if isinstance(value, (Tensor, np.ndarray)):
         return change(value, place)
     if isinstance(value, Mapping):
-        return with_items(value, {key: _map(each, change, f"{place}[{key!r}]") for key, each in value.items()})
+        return with_items(value, {key: _map(entry, change, f"{place}[{key!r}]") for key, entry in value.items()})
     if isinstance(value, (list, tuple)):
         if value and not any(isinstance(item, (Tensor, np.ndarray)) or children_of(item) for item in value):
             return change(value, place)
         names = [f".{name}" for name in getattr(value, "_fields", ())] or [f"[{index}]" for index in range(len(value))]
-        return with_items(value, [_map(each, change, place + name) for name, each in zip(names, value)])
+        return with_items(value, [_map(entry, change, place + name) for name, entry in zip(names, value)])
     if is_dataclass(value):
         return with_items(value, {k: _map(v, change, f"{place}.{k}") for k, v in fields_of(value).items()})
     return value
@@ -107,9 +107,9 @@ def fill_up(values: Any, full: Any, rows: int, size: int) -> Any:
             )
         return torch.cat([values, values[-1:].expand(size - rows, *values.shape[1:])])
     if isinstance(values, Mapping) and isinstance(full, Mapping) and values.keys() == full.keys():
-        return with_items(values, {key: fill_up(each, full[key], rows, size) for key, each in values.items()})
+        return with_items(values, {key: fill_up(entry, full[key], rows, size) for key, entry in values.items()})
     if isinstance(values, (list, tuple)) and isinstance(full, (list, tuple)) and len(values) == len(full):
-        return with_items(values, [fill_up(each, full_entry, rows, size) for each, full_entry in zip(values, full)])
+        return with_items(values, [fill_up(entry, full_entry, rows, size) for entry, full_entry in zip(values, full)])
     return values
 
 
@@ -152,7 +152,7 @@ def _join(parts: Sequence[Any], rows: Sequence[int], weights: Sequence[float], o
         total = sum(weights)
         mean = float(first)
         if total:
-            mean = sum(float(each) * weight for each, weight in zip(parts, weights)) / total
+            mean = sum(float(part) * weight for part, weight in zip(parts, weights)) / total
         if isinstance(first, Tensor) and first.is_floating_point():
             return torch.tensor(mean, dtype=first.dtype)
         return mean
@@ -206,7 +206,7 @@ class JoinedOutput:
         if not keeps:
             values = tuple(map(_numbers_in, values))
         joined = _join(values, rows, weights, self._where)
-        return map_tensors(lambda each: each.cpu(), joined), sum(weights)
+        return map_tensors(lambda tensor: tensor.cpu(), joined), sum(weights)
 
 
 def _numbers_in(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,11 @@ def keep_own(model: nn.Module, ids_to_keep: Collection[int]) -> None:
     """Put tensors of the meta device in the place of all parameters and buffers but those with these ids."""
     twin_by_id: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, each in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(each) not in ids_to_keep:
-                twin = twin_by_id.setdefault(id(each), nn.Parameter(each.detach().to("meta"), each.requires_grad))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in ids_to_keep:
+                twin = twin_by_id.setdefault(
+                    id(parameter), nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                )
                 setattr(module, name, twin)
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if id(buffer) not in ids_to_keep:
@@ -34,7 +36,7 @@ def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], devi
     What was received is in the memory of the host. A rank that does not keep it gets its own value.
     """
     parts = {place: leaf for place, leaf in leaves_of(value, "value") if isinstance(leaf, Tensor)}
-    absent = {path: _kind_of(each) for path, each in parts.items() if each.is_meta}
+    absent = {path: _kind_of(tensor) for path, tensor in parts.items() if tensor.is_meta}
     # Each rank tells which tensors it lacks, and whether it needs them.
     ranks = gather((absent, keeps))
     rank = dist.get_rank()
@@ -45,10 +47,10 @@ def make_whole(value: Any, keeps: bool, gather: Callable[[Any], list[Any]], devi
     # One after another, in an order that all ranks know: the first rank that has a tensor sends it to those that need
     # it.
     for path, kind in kinds.items():
-        holders = [index for index, (each, _) in enumerate(ranks) if path not in each]
+        holders = [index for index, (held_paths, _) in enumerate(ranks) if path not in held_paths]
         if not holders:
             continue
-        takers = [index for index, (each, takes) in enumerate(ranks) if takes and path in each]
+        takers = [index for index, (held_paths, takes) in enumerate(ranks) if takes and path in held_paths]
         if rank in takers:
             received = torch.empty(kind.shape, dtype=kind.dtype, device=device)
             _send(received, holders[0], takers, rank)
@@ -71,13 +73,13 @@ def fill_states(
     states: Mapping[int, Mapping[str, Any]], gather: Callable[[Any], list[Any]]
 ) -> dict[int, dict[str, Any]]:
     """Return the states of all parameters of an optimizer by index: those of other ranks are on the meta device."""
-    named: dict[Any, Any] = {key: each for key, each in states.items() if type(key) is not int}  # Of no parameter.
+    named: dict[Any, Any] = {key: state for key, state in states.items() if type(key) is not int}  # Of no parameter.
     described = {index: _described(state) for index, state in states.items() if index not in named}
     states_found: dict[int, dict[str, Any]] = {}
     # Each rank lists which parameters of its stages have a state, with the shape and the type of each tensor in it.
     for rank in gather(described):
         for index, state in rank.items():
-            states_found.setdefault(index, {key: _empty(each) for key, each in state.items()})
+            states_found.setdefault(index, {key: _empty(entry) for key, entry in state.items()})
     whole = {index: dict(states[index]) if index in states else states_found[index] for index in sorted(states_found)}
     return whole | named
 
@@ -91,7 +93,7 @@ class _Kind(NamedTuple):
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state of a parameter without its tensors."""
-    return {key: _kind_of(each) if isinstance(each, Tensor) else each for key, each in state.items()}
+    return {key: _kind_of(entry) if isinstance(entry, Tensor) else entry for key, entry in state.items()}
 
 
 def _kind_of(tensor: Tensor) -> _Kind:

@@ -230,7 +230,7 @@ class Runner:
             raise _ForwardCalled(args, kwargs)
 
         owner = getattr(step, "__self__", step)
-        before = {key: each for key, each in vars(owner).items() if type(each) in (int, float)}
+        before = {key: number for key, number in vars(owner).items() if type(number) in (int, float)}
         try:
             with self.model.answering(catch), self._context(), self._explaining_parts():
                 step(part)
@@ -238,7 +238,7 @@ class Runner:
             args, kwargs = called.call
         else:
             raise StepError(f"the step has not called self.model. {_ONCE}")
-        if counted := [key for key, each in before.items() if getattr(owner, key) != each]:
+        if counted := [key for key, number in before.items() if getattr(owner, key) != number]:
             raise StepError(
                 f"the step changes self.{counted[0]} before it calls self.model, and a pipeline runs this part for "
                 "each micro-batch, on each rank; do it in on_step_end, or use self.progress_checker.step"
@@ -317,8 +317,8 @@ class Runner:
             sends.append((dist.isend(tensor, dst=target, group=place.group), tensor))
 
         assert self._job is not None
-        shapes = [_shapes(each) for each in self._job.feed]
-        is_new = [index == 0 or each != shapes[index - 1] for index, each in enumerate(shapes)]
+        shapes = [_shapes(entry) for entry in self._job.feed]
+        is_new = [index == 0 or shape != shapes[index - 1] for index, shape in enumerate(shapes)]
         for stage in place.stages:
             kinds: list[Any] = []
             for index in range(len(shapes)):
@@ -330,8 +330,8 @@ class Runner:
                     if is_new[index]:
                         kinds = self._receive_kinds(source)
                     received = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in kinds]
-                    for each in received:  # What the stage before has computed for this micro-batch.
-                        dist.recv(each, src=source, group=place.group)
+                    for tensor in received:  # What the stage before has computed for this micro-batch.
+                        dist.recv(tensor, src=source, group=place.group)
                 values = self.compute(stage, index, received, False)
                 if stage == self._stages - 1:
                     self._loss(index)
@@ -398,9 +398,9 @@ class Runner:
         """Compute one stage for a micro-batch."""
         job = self._job
         assert job is not None
-        for each in received:
-            if each.requires_grad:
-                each.register_hook(Tensor.contiguous)  # Gloo sends no others.
+        for tensor in received:
+            if tensor.requires_grad:
+                tensor.register_hook(Tensor.contiguous)  # Gloo sends no others.
         with self._context(), self._stream(job, stage, index), _unchanged(self._buffers(stage), is_trial):
             values = job.programs[stage](job.feed[index], received)
         if stage < self._stages - 1:
@@ -432,7 +432,7 @@ def _check_constants(values: Mapping[str, Any], first: Mapping[str, Any]) -> Non
     constants = constants_in(values)
     others = constants_in(first)
     if constants != others:
-        name = next(each for each in {**constants, **others} if constants.get(each) != others.get(each))
+        name = next(name for name in {**constants, **others} if constants.get(name) != others.get(name))
         raise ConfigError(
             f"self.model was called with {name}={values[name]!r:.40} for one micro-batch, and {first[name]!r:.40} for "
             "another: give it as a tensor with one row for each sample, or compute it in the forward of the model"
@@ -445,6 +445,6 @@ def _unchanged(buffers: Sequence[Tensor], is_trial: bool) -> Iterator[None]:
     copies = [buffer.detach().clone() for buffer in buffers] if is_trial else []
     yield
     with torch.no_grad():
-        for each, before in zip(buffers, copies):
-            if not torch.equal(each, before):  # A backward may need a buffer as it is.
-                each.copy_(before)
+        for buffer, before in zip(buffers, copies):
+            if not torch.equal(buffer, before):  # A backward may need a buffer as it is.
+                buffer.copy_(before)

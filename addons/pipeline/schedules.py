@@ -64,7 +64,7 @@ class Schedule:
         """Return how many stages a rank has: what was asked for, if the schedule allows it."""
         needed = SCHEDULES.get(self.name) if isinstance(self._choice, (str, type)) else count or 1
         if count is not None and needed not in (None, count):
-            counts = [f"{each} stage{'s' * (each > 1)}" for each in (count, needed)]
+            counts = [f"{number} stage{'s' * (number > 1)}" for number in (count, needed)]
             raise ConfigError(
                 f"{option} gives {counts[0]} to each rank, and the schedule {self.name} computes {counts[1]} there; "
                 f"write pipeline_schedule={'1F1B' if count == 1 else 'Interleaved1F1B'!r}, or divide the model into "
@@ -168,7 +168,7 @@ class Arrangement:
         check_shapes(model)
         if pipelines > 1:
             check_tables(model)
-        norms = [name for name, each in model.named_modules() if isinstance(each, _NORMS) and each.training]
+        norms = [name for name, module in model.named_modules() if isinstance(module, _NORMS) and module.training]
         if norms and trains:
             raise ConfigError(
                 f"{', '.join(norms[:_SHOWN])} is a batch normalization, whose statistics would be those of "

@@ -194,7 +194,7 @@ def parts_of(loader: Any) -> dict[str, Any]:
     sampler = getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)
     samplers = {"sampler": unwrap_sampler(sampler), "batch_sampler": unwrap_sampler(batch_sampler)}
     parts = {**samplers, **datasets_in(getattr(loader, "dataset", None))}
-    return {place: each for place, each in parts.items() if each is not None}
+    return {place: part for place, part in parts.items() if part is not None}
 
 
 def _functions_of(collate: Any, parts: Mapping[str, Any]) -> list[tuple[str, Any]]:

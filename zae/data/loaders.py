@@ -221,7 +221,7 @@ def parts_of_dataset(dataset: Any) -> dict[str, Any]:
         several = dict(enumerate(several))
     if not isinstance(several, Mapping):
         return {}
-    return {f".datasets[{key!r}]": each for key, each in several.items()}
+    return {f".datasets[{key!r}]": part for key, part in several.items()}
 
 
 def datasets_in(dataset: Any, place: str = "dataset", depth: int = _DEPTH) -> dict[str, Any]:
@@ -324,7 +324,7 @@ class BatchLimits(NamedTuple):
         if self.valid is None or loader is None:
             return loader
         if isinstance(loader, Mapping):
-            return {name: _first_of(each, self.valid) for name, each in loader.items()}
+            return {name: _first_of(part, self.valid) for name, part in loader.items()}
         return _first_of(loader, self.valid)
 
 

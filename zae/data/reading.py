@@ -359,13 +359,13 @@ class LastBatch:
 
     def __init__(self, batch: Any) -> None:
         # Its leaves: a step may change a dict, an object, or a tensor in place, which is then not compared.
-        self._leaves = [(each, _versions_in(each)) for _, each in leaves_of(batch)]
+        self._leaves = [(leaf, _versions_in(leaf)) for _, leaf in leaves_of(batch)]
 
     def digest(self) -> str | None:
         """Return a digest of all that it holds; None where a step has changed it."""
-        if any(_versions_in(each) != versions for each, versions in self._leaves):
+        if any(_versions_in(leaf) != versions for leaf, versions in self._leaves):
             return None
-        values = [content_digest(each) if isinstance(each, Tensor) else plain_value(each) for each, _ in self._leaves]
+        values = [content_digest(leaf) if isinstance(leaf, Tensor) else plain_value(leaf) for leaf, _ in self._leaves]
         return _FORM + content_digest(values)
 
 
@@ -374,7 +374,10 @@ def _versions_in(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return version_of(leaf)
     attributes = getattr(leaf, "__dict__", {})
-    return [(name, id(each), version_of(each) if isinstance(each, Tensor) else 0) for name, each in attributes.items()]
+    return [
+        (name, id(attribute), version_of(attribute) if isinstance(attribute, Tensor) else 0)
+        for name, attribute in attributes.items()
+    ]
 
 
 class FirstBatches:

@@ -399,10 +399,10 @@ class _TogetherOnce(_Together):
     def _warn_of_rest(self, has_ended: bool) -> None:
         """Say, once, where the stream of a rank has ended while others had more."""
         ended = self._ranks.gather((self._ranks.rank, has_ended))
-        if all(each for _, each in ended) or self._ranks.rank or self._warned[0]:
+        if all(is_at_end for _, is_at_end in ended) or self._ranks.rank or self._warned[0]:
             return
         self._warned[0] = True
-        ranks = sorted({rank for rank, each in ended if each})
+        ranks = sorted({rank for rank, is_at_end in ended if is_at_end})
         _log.warning(
             "the loader of rank %s has ended after %d batches, and other ranks had more: the epoch ends on all ranks "
             "there, and the rest is not used. Let each rank yield as many batches, or write steps_per_epoch=%d",

@@ -152,7 +152,7 @@ class LoaderStreams:
         walk = self._walk(loader)
         present = _marks(walk) if marks else {}
         set_by_parts = {name for name, mark in (marks or {}).items() if name in present and present[name] != mark}
-        maker = Maker({}, {path: each.object for path, each in walk.owners.items()}, _HOST)
+        maker = Maker({}, {path: owner.object for path, owner in walk.owners.items()}, _HOST)
         names = set(self._changes.names)
         self._changes.put_back(walk, state.get("values", {}), maker, set_by_parts, says=True)
         self._changes.names = names

@@ -160,7 +160,7 @@ class SeededDataset(Dataset[Any]):
         """Return the generators that the dataset holds, once they were looked for in this process."""
         if self._streams is None:
             closed = (torch.Tensor, np.ndarray, type, ModuleType)
-            generators = [each for _, each in search(self.dataset, "dataset", STREAMS, closed=closed)]
+            generators = [stream for _, stream in search(self.dataset, "dataset", STREAMS, closed=closed)]
             known_ids = set(map(id, generators))
             self._streams = generators + [stream for stream in self.streams_of_loader if id(stream) not in known_ids]
         return self._streams
@@ -204,8 +204,8 @@ def _has_shared_value(dataset: Any) -> bool:
     kinds = (torch.Tensor, SynchronizedBase, BaseProxy, _SimpleCData, SharedMemory)
     closed = (np.ndarray, type, ModuleType, Iterator)
     return any(
-        not isinstance(each, torch.Tensor) or (each.is_cpu and each.is_shared() and each.numel() <= _SMALL)
-        for _, each in search(dataset, "dataset", kinds, closed=closed)
+        not isinstance(entry, torch.Tensor) or (entry.is_cpu and entry.is_shared() and entry.numel() <= _SMALL)
+        for _, entry in search(dataset, "dataset", kinds, closed=closed)
     )
 
 
@@ -365,7 +365,7 @@ def dead_workers(error: Exception) -> str:
     owners: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     worker_lists = [getattr_static(owner, "_workers", None) for owner in owners]
     dead = []
-    for index, worker in enumerate(next((each for each in worker_lists if _are_processes(each)), [])):
+    for index, worker in enumerate(next((workers for workers in worker_lists if _are_processes(workers)), [])):
         worker.join(1.0 if index == 0 else 0.1)  # It may still be ending.
         if worker.exitcode:
             cause = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"

@@ -45,10 +45,10 @@ def _is_wanted(pattern: Any, name: str, module: nn.Module) -> bool:
 
 def _check_blocks(blocks: dict[str, nn.Module], option: str) -> dict[str, nn.Module]:
     """Refuse a list of modules, which is never called, as a block."""
-    for name, each in blocks.items():
-        if not has_forward(each):
+    for name, block in blocks.items():
+        if not has_forward(block):
             raise ConfigError(
-                f"{option}: {name} is a {type(each).__name__}, which has no forward; write "
+                f"{option}: {name} is a {type(block).__name__}, which has no forward; write "
                 f"{option}=['{name}.*'] for the modules in it"
             )
     return blocks
@@ -65,8 +65,10 @@ def check_shapes(model: nn.Module) -> None:
 
 def check_tables(model: nn.Module) -> None:
     """Refuse tables whose forward changes weights."""
-    tables = {name: each for name, each in model.named_modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))}
-    if names := [name or type(each).__name__ for name, each in tables.items() if each.max_norm is not None]:
+    tables = {
+        name: module for name, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    }
+    if names := [name or type(table).__name__ for name, table in tables.items() if table.max_norm is not None]:
         raise ConfigError(
             f"{', '.join(names)} has max_norm: each forward would change the weights that the batch of its rank looks "
             "up, and the ranks would come apart. Write max_norm=None, and limit the norms of what it returns"
@@ -84,8 +86,8 @@ def check_divisible(modules: Mapping[str, nn.Module]) -> None:
     sparse = []
     for path, module in modules.items():
         check_tables(module)
-        for name, each in module.named_parameters(path):
-            if has_gradient_hooks(each):
+        for name, parameter in module.named_parameters(path):
+            if has_gradient_hooks(parameter):
                 hooked.append(name)
         for name, child in module.named_modules(prefix=path):
             if getattr(child, "sparse", False) is True:
@@ -106,21 +108,21 @@ def parse_blocks(value: Any, option: str = "fsdp_blocks") -> Any:
     if callable(value) and not isinstance(value, type):
         return value
     blocks = list(value) if isinstance(value, (list, tuple, set)) else [] if value is None else [value]
-    if not all(isinstance(each, (str, type)) for each in blocks):
+    if not all(isinstance(block, (str, type)) for block in blocks):
         raise ConfigError(f"{option}={value!r}; give classes, names, or a function of both")
     return blocks
 
 
 def choose_blocks(model: nn.Module, selection: Any, option: str = "fsdp_blocks") -> dict[str, nn.Module]:
     """Return the modules that are blocks by name: those of the option, else the repeated ones."""
-    named = {name: each for name, each in model.named_modules() if name}
+    named = {name: module for name, module in model.named_modules() if name}
     if callable(selection):
-        return _check_blocks({name: each for name, each in named.items() if selection(name, each)}, option)
+        return _check_blocks({name: module for name, module in named.items() if selection(name, module)}, option)
     if not selection:
         return repeated_modules(model)
     blocks: dict[str, nn.Module] = {}
     for pattern in selection:
-        chosen = {name: each for name, each in named.items() if _is_wanted(pattern, name, each)}
+        chosen = {name: module for name, module in named.items() if _is_wanted(pattern, name, module)}
         if not chosen:
             known_classes = sorted({type(module).__name__ for module in named.values()})
             raise ConfigError(
@@ -142,7 +144,7 @@ def choose_outermost(model: nn.Module, selection: Any, option: str, purpose: str
             f"{option}=['encoder', 'decoder']"
         )
     parents = tuple(f"{name}." for name in blocks)
-    return {name: each for name, each in blocks.items() if not name.startswith(parents)}
+    return {name: block for name, block in blocks.items() if not name.startswith(parents)}
 
 
 def describe_blocks(blocks: Mapping[str, nn.Module]) -> str:
@@ -175,7 +177,7 @@ def check_even(name: str, module: nn.Module, style: Any, ranks: int) -> None:
 
     is_left_in_parts = isinstance(style, ColwiseParallel) and style.use_local_output
     weight: Any = getattr(module, "weight", None)
-    if weight is None or not is_left_in_parts or not any(isinstance(each, Shard) for each in style.output_layouts):
+    if weight is None or not is_left_in_parts or not any(isinstance(layout, Shard) for layout in style.output_layouts):
         return
     count = weight.shape[1 if isinstance(module, nn.Embedding) else 0]
     if count % ranks:

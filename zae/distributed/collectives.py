@@ -106,7 +106,7 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(payload)] = payload
     parts = _gather(padded, count, group)
-    return [pickle.loads(each[:size].numpy().tobytes()) for each, size in zip(parts, sizes)]
+    return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes)]
 
 
 def _gather(tensor: Tensor, count: int, group: Any) -> list[Tensor]:
@@ -168,15 +168,15 @@ def average(
     ``reduce`` returns the sum of a tensor over these ranks. Parameters with an id in ``sparse`` get sparse gradients.
     """
     for alike in _group_alike(parameters):
-        has_gradient = torch.tensor([float(each.grad is not None) for each in alike])
-        present = [each for each, ranks in zip(alike, reduce(has_gradient).tolist()) if ranks]
+        has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in alike])
+        present = [parameter for parameter, ranks in zip(alike, reduce(has_gradient).tolist()) if ranks]
         if not present:
             continue
         gradients = [
             torch.zeros_like(present_parameter) if present_parameter.grad is None else present_parameter.grad.to_dense()
             for present_parameter in present
         ]
-        flat = reduce(torch.cat([each.reshape(-1) for each in gradients])).div_(size)
+        flat = reduce(torch.cat([gradient.reshape(-1) for gradient in gradients])).div_(size)
         for parameter, part in zip(present, flat.split([present_parameter.numel() for present_parameter in present])):
             gradient = part.view_as(parameter)
             if not parameter.is_contiguous():  # A fused kernel needs the same memory layout for both.

@@ -95,7 +95,7 @@ class CollectiveCalls:
             if looks and store.check(["failure"]):
                 return _Answer(call, failure=store.get("failure").decode())
             time.sleep(min(max(0.001, waited / 10), _LONGEST_PAUSE))  # A wait of the store would not see a failure.
-        missing = [each for each in range(world) if not store.check([f"rank/{each}"])]
+        missing = [peer for peer in range(world) if not store.check([f"rank/{peer}"])]
         store.delete_key(f"rank/{rank}")
         if store.add("ranks", -1) <= 0:  # It was alone, and the others may continue.
             store.delete_key("call")
@@ -127,9 +127,9 @@ def _describe(differing: Sequence[str], count: int, ranks: Sequence[Mapping[str,
     """Name the first tensor that differs, the ranks by what they hold, the steps, and the next thing to do."""
     name = differing[0]
     groups: dict[int, list[int]] = {}
-    for rank, each in enumerate(ranks):
-        if name in each:
-            groups.setdefault(each[name], []).append(rank)
+    for rank, calls in enumerate(ranks):
+        if name in calls:
+            groups.setdefault(calls[name], []).append(rank)
     groups_in_words = [f"{'ranks' if group[1:] else 'rank'} {', '.join(map(str, group))}" for group in groups.values()]
     begun = f"They were the same after step {agreed}, and are not after step {step}"
     if agreed < 0:

@@ -63,7 +63,7 @@ def check_used(named: Mapping[str, Tensor], step: int, gather: Callable[[Any], l
     """
     if step >= _COMPARED and step & (step - 1):
         return
-    used_names = gather([name for name, each in named.items() if each.grad is not None])
+    used_names = gather([name for name, parameter in named.items() if parameter.grad is not None])
     for rank, names in enumerate(used_names):
         if names != used_names[0]:
             raise DistributedError(
@@ -88,7 +88,7 @@ def part_of(tensor: Any) -> str:
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
     names = mesh.mesh_dim_names or [f"dimension {axis}" for axis in range(mesh.ndim)]
-    divided = [axis for axis, each in enumerate(tensor.placements) if not each.is_replicate()]
+    divided = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return ", ".join(f"{names[axis]} {place[axis]}" for axis in divided)
 
 
@@ -187,14 +187,14 @@ def explain_parts(error: BaseException) -> None:
 def forward_keeps_weights(model: nn.Module, parts: Mapping[str, Tensor], inner: Any) -> Iterator[None]:
     """Refuse a forward that changes weights: those of a gathered block are dropped after it."""
     check_held(model, parts)
-    names = {(id(each), key): name for name, each, key in _places(model)}
+    names = {(id(holder), key): name for name, holder, key in _places(model)}
 
     def check(module: nn.Module, *_: Any) -> None:
-        for key, each in module._parameters.items():
+        for key, parameter in module._parameters.items():
             part = parts.get(name := names.get((id(module), key), ""))
-            if each is None or part is None or is_sharded(each):
+            if parameter is None or part is None or is_sharded(parameter):
                 continue
-            shard = local_part(redistribute_like(each.detach(), part))
+            shard = local_part(redistribute_like(parameter.detach(), part))
             if not has_same_bits(shard, local_part(part).detach().to(shard.dtype)):
                 raise ConfigError(
                     f"the forward of {type(module).__name__.removeprefix('FSDP')} changes its parameter {name}, which "

@@ -302,7 +302,7 @@ class _Ranks:
         if missing and failed:
             raise DistributedError(self._describe_silence(missing) + self._list_failures(failed))
         if failed:
-            rank = min(failed, key=lambda each: failed[each].when)
+            rank = min(failed, key=lambda number: failed[number].when)
             raise failed[rank].rebuild(rank, world)
         if missing:
             rank = next((candidate for candidate in missing if candidate in self._done_at), missing[0])

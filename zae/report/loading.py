@@ -68,7 +68,7 @@ def _folders_of_checkpoints(path: Path, records: Records | None, others: Sequenc
     else:
         saved = records.description_of("config").get("save_path") if records is not None else None
         folders = [Path(saved), path.parent / saved] if isinstance(saved, str) and saved else []
-    return [*dict.fromkeys(each.absolute() for each in folders if each not in others and has_checkpoints(each))]
+    return [*dict.fromkeys(folder.absolute() for folder in folders if folder not in others and has_checkpoints(folder))]
 
 
 def _records_in(newest: tuple[dict[str, Any], dict[str, Any]] | None) -> Records:

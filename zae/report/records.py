@@ -108,7 +108,7 @@ class Records:
     def began(self) -> float:
         """The time of the first description or record, or NaN."""
         times = [session["unix_time"] for session in self.sessions]
-        times += [time for each in self.series.values() for time in each.times[:1]]
+        times += [time for one_series in self.series.values() for time in one_series.times[:1]]
         return min((time for time in times if not math.isnan(time)), default=math.nan)
 
     def description_of(self, name: str) -> dict[str, Any]:

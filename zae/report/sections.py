@@ -27,7 +27,7 @@ def subtitle(runs: Sequence[Run]) -> str:
     model = f"{config.get('model', '')}" + (f", {count:,} parameters" if isinstance(count, int) else "")
     begun = "" if math.isnan(records.began) else f"started {_when(records.began)}"
     words = (model, records.description_of("environment").get("device"), begun)
-    return " · ".join(text_of(each) for each in words if each)
+    return " · ".join(text_of(word) for word in words if word)
 
 
 def overview(runs: Sequence[Run]) -> str:
@@ -64,10 +64,13 @@ def _facts(run: Run) -> dict[str, tuple[str, str]]:
         if key in series:
             facts[f"last {key}"] = number(series[key].values[-1]), ""
     if series:
-        facts["steps"] = f"{max(each.steps[-1] for each in series.values()):,}", ""
+        facts["steps"] = f"{max(one_series.steps[-1] for one_series in series.values()):,}", ""
     if run.records.epochs.values:
         facts["epochs"] = f"{int(run.records.epochs.values[-1]):,}", ""
-    end = max((each.times[-1] for each in series.values() if not math.isnan(each.times[-1])), default=math.nan)
+    end = max(
+        (one_series.times[-1] for one_series in series.values() if not math.isnan(one_series.times[-1])),
+        default=math.nan,
+    )
     if end > run.records.began:
         facts["duration"] = duration(end - run.records.began), ""
     rates = sorted(series[THROUGHPUT].values) if THROUGHPUT in series else []
@@ -112,13 +115,13 @@ def _section_for(identifier: str, part: str) -> Callable[[Sequence[Run]], str]:
     def section(runs: Sequence[Run]) -> str:
         facts_of_runs = [flatten(run.records.description_of(part), ".") for run in runs]
         names = [
-            name for name in dict.fromkeys(name for each in facts_of_runs for name in each) if name != "composition"
+            name for name in dict.fromkeys(name for facts in facts_of_runs for name in facts) if name != "composition"
         ]
         if not names:
             return ""
         rows = {}
         for name in names:
-            rows[name] = [_value(each[name]) if name in each else "-" for each in facts_of_runs]
+            rows[name] = [_value(facts[name]) if name in facts else "-" for facts in facts_of_runs]
         if len(runs) == 1:
             pairs = "".join(f"<div><dt>{text_of(name)}</dt><dd>{cell}</dd></div>" for name, (cell,) in rows.items())
             return make_section(identifier, identifier.title(), f"<dl class='pairs'>{pairs}</dl>")

@@ -339,7 +339,7 @@ def check_ranks(kit: Kit) -> Iterator[str]:
     for rank in (0, 1):
         with in_new_folder() as folder:
             trainer = kit.run(kit.make(task, kit_rank=rank))
-            written = sorted(str(each.relative_to(folder)) for each in Path(folder).rglob("*") if each.is_file())
+            written = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
         calls.append(trainer.engine.collectives)
         if rank and written:
             yield f"writes on every rank: on rank 1 it writes {written[0]!r}; ask self.is_main first"

@@ -444,8 +444,8 @@ def _never(value: Any, packer: Packer) -> list[Any]:
 
 
 KINDS: dict[str, Kind] = {
-    each.name: each
-    for each in (
+    kind.name: kind
+    for kind in (
         Kind("scalar", lambda value, packer: [value], lambda maker, value: value),
         Kind("tensor", _pack_tensor, _make_tensor, _fill_tensor),
         Kind("array", _pack_array, lambda maker, value: value.copy(), _fill_array),
