@@ -35,8 +35,9 @@ class Changes:
     Parameters
     ----------
     opens_lazily : bool
-        Whether what no checkpoint can hold is reported only where another such object was there as the run began: a
-        dataset opens a file, or fills a cache, as it is first read, and does so again after a resume.
+        Whether what no checkpoint can hold is reported only where a function, or a value without attributes, takes the
+        place of another one: a dataset opens a file, fills a cache, or makes a loader of its own as it is read, and
+        does so again after a resume.
 
     Attributes
     ----------
@@ -115,7 +116,7 @@ class Changes:
             try:
                 entries.append(self._entry(walk.places[name], name, value, packer.write(name, value)))
             except NotSaved as why:
-                if says and (name[0] not in walk.stateful or name[1] == STATE) and not self._is_opened(name):
+                if says and (name[0] not in walk.stateful or name[1] == STATE) and not self._is_opened(name, value):
                     self._report_unsaved(name, why)
             else:
                 if says and packer.size > _LARGE_TO_SAY:
@@ -219,10 +220,13 @@ class Changes:
 
     # --------------------------------------------------------------------------------------------- what is reported
 
-    def _is_opened(self, name: Name) -> bool:
-        """Return whether a value takes the place of None, or is in a container, of an object that opens lazily."""
+    def _is_opened(self, name: Name, value: Any) -> bool:
+        """Return whether a value is made again as an object that opens lazily is read."""
+        if not self._opens_lazily:
+            return False
         beginning = self._beginnings.get(name)
-        return self._opens_lazily and (beginning is None or beginning.kind != "another")
+        was_apart = beginning is not None and beginning.kind == "another"  # Not None, and no container.
+        return not was_apart or (hasattr(value, "__dict__") and not callable(value))
 
     def _report_omitted(self, walk: Walk) -> None:
         if walk.first_omitted and not self._has_reported_omitted:
