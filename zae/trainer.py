@@ -474,15 +474,15 @@ class Trainer(Processes, metaclass=TrainerMeta):
     def run_batch(self, batch: Any) -> None:
         """Make one optimizer step from a batch, or an accumulation window (in mode "test": evaluate one batch)."""
         run = self.current_run
-        if not run.is_ready:  # Called by itself: nothing has set the trainer up, and no epoch was opened.
+        if not run.setup.is_done:  # Called by itself: nothing has set the trainer up, and no epoch was opened.
             run.set_up()
             if self.mode == "train":
                 self.optimization.begin_training()
         if self.mode == "test":
             Evaluation(self).record_batch(batch)
             return
-        if run.watches_next_step:  # It calls this method again, with each hook watched.
-            run.watches_next_step = False
+        if run.setup.watches_next_step:  # It calls this method again, with each hook watched.
+            run.setup.watches_next_step = False
             FirstStep(self).run_batch(batch)
             return
         run.activity.batch = batch
@@ -764,10 +764,10 @@ class Trainer(Processes, metaclass=TrainerMeta):
             random_state.seed_everything(self.seed)
         self.progress_checker.is_seeded = True
         # Code of the user that names no index, .cuda() for instance, means the trainer's device.
-        self.current_run.previous_device = exchange_current(self.device)
-        self.materialize(check_same(self.model, self.current_run.wrapped_model, self._module))
+        self.current_run.setup.previous_device = exchange_current(self.device)
+        self.materialize(check_same(self.model, self.current_run.setup.wrapped_model, self._module))
         self.model = self.wrap_model(self._module)
-        self.current_run.wrapped_model = self.model
+        self.current_run.setup.wrapped_model = self.model
         # After the model: an engine may put other parameters in, which the optimizers then hold.
         self.optimization.build(self.build_optimizer, self.build_scheduler, self.wrap_optimizers)
         self.optimization.track(self._module)
@@ -777,7 +777,7 @@ class Trainer(Processes, metaclass=TrainerMeta):
     def teardown(self) -> None:
         """Undo ``setup``; it is called after every run, in reverse order, also when ``setup`` failed half-way."""
         self.optimization.release()
-        exchange_current(self.current_run.previous_device)
+        exchange_current(self.current_run.setup.previous_device)
         self.current_run.close()
         self.current_run = Run(self)
         self.model = self._module

@@ -220,7 +220,7 @@ class DeepSpeedAddon(DistributedAddon):
         super().setup()
         if self._zero is not None:
             self.model = self._zero.engine
-            self.current_run.wrapped_model = self.model
+            self.current_run.setup.wrapped_model = self.model
 
     def describe(self) -> list[Description]:
         """Tell the stage."""

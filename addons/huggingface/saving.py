@@ -131,7 +131,7 @@ class SavingPart(AddOnPart):
         folder = self._save_folder(path, metadata or {}, all_call=not self.engine.can_save_alone)
         if self._pushes and self.is_main:
             self.uploader.start(Push(folder, "Model save"))
-            if not self.current_run.is_ready:
+            if not self.current_run.setup.is_done:
                 self.uploader.finish()
         return folder
 

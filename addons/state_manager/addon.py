@@ -298,7 +298,7 @@ class StateManagerAddon(AddOnBase):
             self.loader_position.warn_of_order(self.current_run.activity.loader)
         self._reload()
         if self.save_on_signal:
-            self.current_run.signals = self._stop_signals.install()
+            self.current_run.requests.signals = self._stop_signals.install()
         news = self._resumption.take_news(self.current_run, self.checkpointer.shown)
         if news:
             self.current_run.report(news)
@@ -325,7 +325,7 @@ class StateManagerAddon(AddOnBase):
 
     def checkpoint(self) -> None:
         """Save if it is due, or if the validation of this moment was the best; stop after a signal."""
-        if self.current_run.signals and self.progress_checker.stop_reason is None:
+        if self.current_run.requests.signals and self.progress_checker.stop_reason is None:
             self.stop(SIGNALED)  # Before super(), where several ranks agree on it.
         super().checkpoint()
         progress = self.progress_checker

@@ -127,7 +127,7 @@ def test_a_copy_of_a_trainer_that_runs_is_one_that_is_not_set_up(copied):
     trainer.current_run.display = Terminal()
     trainer.current_run.display._bar = tempfile.TemporaryFile()  # noqa: SIM115  (as a bar holds its terminal, which nobody can copy)
     copies.append(copied(trainer))
-    assert not copies[0].current_run.is_ready
+    assert not copies[0].current_run.setup.is_done
     ends = [each.run(1, batches()) for each in (trainer, *copies)]
     assert ends[0] == ends[1]
     assert torch.equal(trainer.model.weight, copies[0].model.weight)

@@ -355,7 +355,7 @@ def test_ready_is_one_setup_for_all_that_it_encloses() -> None:
         with trainer.ready():
             trainer.run_epoch(batches)
     assert trainer.events == ["setup", "teardown"]
-    assert not trainer.current_run.is_ready
+    assert not trainer.current_run.setup.is_done
     with trainer.ready():
         trainer.run(1, batches)
     assert trainer.events == ["setup", "teardown"] * 2

@@ -29,12 +29,12 @@ class Slow(faults.Task):
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         if self.where == "train" and self.progress_checker.step + 1 == self.at:
-            self.current_run.began -= HOUR
+            self.current_run.extent.began -= HOUR
         return super().train_step(batch)
 
     def test_step(self, batch: Any) -> dict[str, Any]:
         if self.where == "test" and self.progress_checker.step == self.at:
-            self.current_run.began -= HOUR
+            self.current_run.extent.began -= HOUR
         return super().test_step(batch)
 
 

@@ -49,6 +49,10 @@ class Activity:
         What the loader is read for.
     is_loading : bool
         Whether the loader is being asked for a batch.
+    has_begun_epoch : bool
+        Whether the present call of ``run_epoch`` has begun an epoch.
+    has_read_batch : bool
+        Whether the loop over the open epoch has got a batch.
     evaluation : EvaluationSettings
         The evaluation in progress.
     """
@@ -58,6 +62,8 @@ class Activity:
     loader: Any = None
     loader_use: str = "epoch"
     is_loading: bool = False
+    has_begun_epoch: bool = False
+    has_read_batch: bool = False
     evaluation: EvaluationSettings = EvaluationSettings()  # noqa: RUF009  (it is a tuple)
 
     @contextmanager

@@ -24,11 +24,17 @@ class Continuation:
     Two ways lead to it. `request` stores a function that loads the state when the present step is done. Or a state was
     loaded between two steps already, which the call sees by its counters: a state brings counters of its own, another
     object than those that the call began with.
+
+    Attributes
+    ----------
+    is_in_same_call : bool
+        Whether the state that the call goes on from was saved within the call.
     """
 
     def __init__(self, trainer: Trainer, user_loader: Any) -> None:
         self._trainer = weakref.ref(trainer)
         self._user_loader = user_loader
+        self.is_in_same_call = False
         self._counters: ProgressChecker | None = None
         self._load: Callable[[], None] | None = None
         self._returns: Counter[tuple[int, int]] = Counter()  # To each moment of the run.
@@ -39,8 +45,9 @@ class Continuation:
         progress: ProgressChecker = trainer.progress_checker
         return progress
 
-    def note_begin(self) -> None:
+    def note_begin(self, is_new_call: bool) -> None:
         """Note that the call has begun, or begun again, with the present counters."""
+        self.is_in_same_call = not is_new_call
         self._counters = self._present_counters
 
     def request(self, load: Callable[[], None], state: Mapping[str, Any] | None = None) -> None:

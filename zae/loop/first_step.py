@@ -262,7 +262,7 @@ class FirstEpoch:
         is_begin = not progress.epoch_batch
         if is_begin:
             self._length = None if progress.epoch else length_of(wrapped_loader)
-        self._weights = _weight_samples(trainer) if run.watches_next_step and is_begin else {}
+        self._weights = _weight_samples(trainer) if run.setup.watches_next_step and is_begin else {}
         if self._weights and trainer.is_main:
             _warn_of_evaluation_mode(trainer)
         self._skipped_steps = progress.skipped_steps

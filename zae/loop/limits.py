@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -103,6 +104,10 @@ class Extent:
 
     Attributes
     ----------
+    is_call : bool
+        Whether it is a call of ``run``.
+    began : float
+        When the call began, by ``time.monotonic``.
     last_epoch, last_step : int
         Where the call ends at the latest; ``NO_LIMIT`` where no argument says it, and before the call has begun.
     steps_in_epoch : int or None
@@ -114,7 +119,8 @@ class Extent:
     def __init__(self, trainer: Trainer, loader: Any, limits: RunLimits | None) -> None:
         self._trainer = weakref.ref(trainer)
         self._loader = loader
-        self._is_call = limits is not None
+        self.is_call = limits is not None
+        self.began = time.monotonic()
         self._limits = limits or RunLimits()
         self.last_epoch = NO_LIMIT
         self.last_step = NO_LIMIT
@@ -157,11 +163,17 @@ class Extent:
         """Whether the counters are at the end of the call."""
         return self._progress.epoch >= self.last_epoch or self._progress.step >= self.last_step
 
+    @property
+    def is_time_up(self) -> bool:
+        """Whether ``max_time`` has passed."""
+        max_time = self._limits.max_time
+        return max_time is not None and time.monotonic() - self.began >= max_time
+
     def total_steps(self) -> int | None:
         """Return the steps that the last call of ``run`` was planned to take; None for a loader without a length."""
         trainer = self._present_trainer
         calls = self._progress.run_calls
-        if self._is_call and trainer.mode == "train":
+        if self.is_call and trainer.mode == "train":
             steps_in_epoch = self.steps_per_epoch(trainer.wrap_loader(self._loader, True))
             calls.planned_steps = self._limits.total_steps(steps_in_epoch)
         if calls.planned_steps is ...:

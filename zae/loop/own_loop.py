@@ -33,7 +33,7 @@ class _OwnLoop(Proxy):
     def __iter__(self) -> Iterator[Any]:
         if self._steps is not None:
             raise self._error("iterates over its loader a second time; one call is one epoch: give run() more epochs")
-        if self._run.has_begun_epoch:  # The default loop reads this loader, with something of the user around it.
+        if self._run.activity.has_begun_epoch:  # The default loop reads it, within something of the user.
             self._warn_of_wrapper()
             return iter(self.passed)
         self._steps = self._loop()
@@ -43,7 +43,7 @@ class _OwnLoop(Proxy):
         """Yield what `run_batch` takes; this is the loop of `Trainer.run_epoch` from within."""
         run = self._run
         trainer = run.trainer
-        if run.has_begun_epoch:  # A generator of the user has asked for its iterator before the default loop began.
+        if run.activity.has_begun_epoch:  # A user's generator asked for its iterator too early.
             self._warn_of_wrapper()
             yield from self.passed
             return
@@ -84,7 +84,7 @@ class _OwnLoop(Proxy):
         """End the epoch when the override has returned; refuse one that made no epoch."""
         if self._steps is not None:  # After a ``break`` it waits at its ``yield``.
             self._steps.close()
-        if not self._run.has_begun_epoch:
+        if not self._run.activity.has_begun_epoch:
             raise self._error(
                 "has made no epoch; call super().run_epoch(loader), or iterate over the loader that it is given: "
                 "for batch in loader: self.run_batch(batch)"
@@ -114,7 +114,7 @@ def loader_of_epoch(run: Run) -> Iterator[Any]:
     if not is_overridden(run.trainer, "run_epoch"):
         yield run.loader
         return
-    run.has_begun_epoch = False
+    run.activity.has_begun_epoch = False
     loop = _OwnLoop(run, run.loader)
     try:
         yield loop

@@ -29,11 +29,14 @@ class Requests:
         What `Trainer.request` asked for, as all ranks know it; `serve` does it.
     logged_at : int
         The step after which training was logged last.
+    signals : list of int
+        Signals that ask for the end, as they come in.
     """
 
     def __init__(self) -> None:
         self.actions: set[str] = set()
         self.logged_at = -1
+        self.signals: list[int] = []
         self._decisions: list[str] | None = None  # The decision hooks that the class, or the trainer, overrides.
 
     def add(self, action: str) -> None:

@@ -22,10 +22,10 @@ earlier state in `zae.loop.continuation`, what it is doing at a moment in `zae.l
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +56,31 @@ if TYPE_CHECKING:
     from zae.loop.progress import ProgressChecker
     from zae.trainer import Trainer
 
-__all__ = ["Run"]
+__all__ = ["Run", "Setup"]
 
 _log = logging.getLogger("zae")
+
+
+@dataclass(slots=True)
+class Setup:
+    """What `Trainer.setup` has done, until `Trainer.teardown` undoes it: the calls of ``run`` between the two share it.
+
+    Attributes
+    ----------
+    is_done : bool
+        Whether the trainer is set up.
+    watches_next_step : bool
+        Whether the next step of training is the first since then.
+    wrapped_model : object
+        What `Trainer.wrap_model` returned.
+    previous_device : torch.device or None
+        The current device of the process before that of the trainer.
+    """
+
+    is_done: bool = False
+    watches_next_step: bool = False
+    wrapped_model: Any = None
+    previous_device: torch.device | None = None
 
 
 class Run:
@@ -79,26 +101,10 @@ class Run:
         Where the call ends, and its open epoch.
     continuation : Continuation
         What `Trainer.continue_from` has asked for.
-    is_call : bool
-        Whether it is a call of ``run``.
     awaits_scope : bool
         Whether it is a call of ``run`` whose `scope` has not been entered yet.
-    is_ready : bool
-        Whether the trainer is set up.
-    wrapped_model : object
-        What `Trainer.wrap_model` returned.
-    previous_device : torch.device or None
-        The current device of the process before that of the trainer.
-    watches_next_step : bool
-        Whether the next step of training is the first since the trainer was set up.
-    has_begun_epoch : bool
-        Whether the present call of ``run_epoch`` has begun an epoch.
-    continues_call : bool
-        Whether the call was begun before, in the state that it continues from.
-    signals : list of int
-        Signals that ask for the end, as `StopSignals` notes them.
-    began : float
-        When the call began, by ``time.monotonic``.
+    setup : Setup
+        What `Trainer.setup` has done; a call of ``run`` may find the trainer set up.
     requests : Requests
         What `Trainer.request` asked for, and the hooks that decide what is due.
     activity : Activity
@@ -116,25 +122,14 @@ class Run:
         user_loader: Any = None,
     ) -> None:
         self._trainer = weakref.ref(trainer)
-        # What the call was given.
         self.user_loader = loader if user_loader is None else user_loader
         self.loader = loader
         self.valid_loader = valid_loader
-        self.is_call = limits is not None
         self.limits = limits or RunLimits()
         self.extent = Extent(trainer, loader, limits)
         self.continuation = Continuation(trainer, self.user_loader)
-        self.began = time.monotonic()
-        # What `Trainer.setup` has done.
         self.awaits_scope = self.is_call
-        self.is_ready = False
-        self.wrapped_model: Any = None
-        self.previous_device: torch.device | None = None
-        self.watches_next_step = False
-        self.has_begun_epoch = False
-        self.continues_call = False
-        self._has_read_batch = False  # In the open epoch.
-        self.signals: list[int] = []
+        self.setup = Setup()
         self.requests = Requests()
         self.activity = Activity()
         self.first_epoch = FirstEpoch()
@@ -143,6 +138,11 @@ class Run:
     def trainer(self) -> Any:
         """The trainer; it has the hooks of its add-ons too, and so no type says what it has."""
         return self._trainer()
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a call of ``run``."""
+        return self.extent.is_call
 
     @property
     def _progress(self) -> ProgressChecker:
@@ -160,8 +160,7 @@ class Run:
         else:
             view = batches.of_validation(loader)
         call = Run(trainer, view, batches.of_validation(valid_loader), limits, loader)
-        call.is_ready = self.is_ready
-        call.watches_next_step = self.watches_next_step
+        call.setup = self.setup
         return call
 
     # ------------------------------------------------------------------------------------------- set up, tear down
@@ -169,7 +168,7 @@ class Run:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Set up on entering, note an error, and tear down; within a scope, or after a lone step, do nothing."""
-        if self.is_ready and not self.awaits_scope:
+        if self.setup.is_done and not self.awaits_scope:
             yield
             return
         trainer = self.trainer
@@ -199,11 +198,11 @@ class Run:
     def set_up(self) -> None:
         """Set the trainer up, unless it is."""
         self.awaits_scope = False
-        if self.is_ready:
+        if self.setup.is_done:
             return
         self.trainer.setup()
-        self.is_ready = True
-        self.watches_next_step = True
+        self.setup.is_done = True
+        self.setup.watches_next_step = True
 
     def close(self) -> None:
         """Close the display."""
@@ -243,7 +242,6 @@ class Run:
         progress = self._progress
         calls = progress.run_calls
         trainer.run_record.note_call(self)  # First: an epoch that is set is no setting of the dataset.
-        self.continues_call = not calls.is_new_call
         wrapped_loader = self._fit_loader()
         self.activity.loader = wrapped_loader
         optim.check_closures(trainer.optimizers, type(trainer))
@@ -252,12 +250,13 @@ class Run:
             self._check_schedules()
         elif trainer.is_main:  # Its schedules were checked as it began, in an earlier process.
             calls.warn_of_early_end(self.limits.n_epoch, self.limits.max_steps)
-        if calls.is_new_call:
+        is_new_call = calls.is_new_call
+        if is_new_call:
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
         # A script that is started again makes its calls again: the index says which call in the state this one is.
         calls.index += 1
-        self.continuation.note_begin()
+        self.continuation.note_begin(is_new_call)
         trainer.loader_position.view = (self.user_loader, self.limits.batches, self.loader)
         # Last: what is above may have drawn from the global streams, a sampler as it is made for instance.
         trainer.loader_position.restore_random()
@@ -314,7 +313,7 @@ class Run:
         trainer.run_record.compare(self)
         if progress.run_calls.must_replay:  # The state is of a later call.
             return
-        trainer.user_state.begin(trainer, self.continues_call)
+        trainer.user_state.begin(trainer, self.continuation.is_in_same_call)
         trainer.loader_position.begin_values(self.activity.loader, trainer)
         if progress.pending_validation == "epoch":
             self.end_epoch()
@@ -357,8 +356,8 @@ class Run:
         trainer = self.trainer
         progress = self._progress
         optimization = trainer.optimization
-        self.has_begun_epoch = True
-        self._has_read_batch = False
+        self.activity.has_begun_epoch = True
+        self.activity.has_read_batch = False
         optimization.track(trainer.unwrap())  # Again: the model may have grown.
         optimization.check_given()
         optimization.warn_of_untrained(trainer.unwrap(), trainer.is_main)
@@ -396,7 +395,7 @@ class Run:
         """Log, validate and save where it is due, in this order; return whether the epoch, or the run, ends here."""
         trainer = self.trainer
         self.activity.is_loading = False
-        self._has_read_batch = True
+        self.activity.has_read_batch = True
         if self.continuation.is_requested:  # What was done since that state counts no more.
             return True
         progress = trainer.progress_checker
@@ -452,7 +451,7 @@ class Run:
     def _refuse_no_batches(self, wrapped_loader: Any) -> None:
         """Raise the error for an epoch without a step: the loader has yielded nothing, or ``run_batch`` made none."""
         number = self._progress.epoch + 1
-        if self._has_read_batch:
+        if self.activity.has_read_batch:
             owner = next(c for c in type(self.trainer).__mro__ if "run_batch" in vars(c))
             raise TaskError(
                 f"{owner.__name__}.run_batch has made no step in epoch {number}; call super().run_batch(batch), which "
@@ -491,10 +490,7 @@ class Run:
 
     def _check_time(self) -> None:
         """Ask for the end where ``max_time`` has passed; several ranks agree on it in ``checkpoint``."""
-        limit = self.limits.max_time
-        if limit is None or self.trainer.should_stop:
-            return
-        if time.monotonic() - self.began >= limit:
+        if self.extent.is_time_up and not self.trainer.should_stop:
             self.trainer.stop(TIME_IS_UP)
 
     # ------------------------------------------------------------------------------------------------ validation
@@ -502,4 +498,4 @@ class Run:
     @property
     def stop_signals(self) -> list[int] | None:
         """The signals that end the validation of a run early; None for one that the user calls."""
-        return self.signals if self._progress.pending_validation else None
+        return self.requests.signals if self._progress.pending_validation else None

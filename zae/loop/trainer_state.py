@@ -41,7 +41,7 @@ _LOAD = torch.optim.Optimizer.load_state_dict
 
 def _optimization_of(trainer: Trainer) -> Optimization:
     """Return the optimizers and schedulers; before the trainer is set up, those that it was given."""
-    if not trainer.current_run.is_ready:
+    if not trainer.current_run.setup.is_done:
         trainer.optimization.index_by_name()
     return trainer.optimization
 
@@ -114,7 +114,7 @@ def load_state(trainer: Trainer, state: Mapping[str, Any], strict: bool) -> None
         trainer.current_run.activity.check_load()
     _check_keys(state, strict)
     module = trainer.unwrap()
-    if not trainer.current_run.is_ready and optimization.has_factory:  # A later setup uses what they make.
+    if not trainer.current_run.setup.is_done and optimization.has_factory:  # A later setup uses what they make.
         optimization.build(trainer.build_optimizer, trainer.build_scheduler)
     trainer.run_record.note_script(trainer)
     with explaining_misfits():

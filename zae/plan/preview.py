@@ -171,7 +171,7 @@ class Preview:
     def _wrapped_loader(self) -> Any:
         """Return the loader of this rank, or that of the first one where the ranks are still to be started."""
         page = self.page
-        if self.run.is_ready or page.dp_world_size == 1:
+        if self.run.setup.is_done or page.dp_world_size == 1:
             return self.trainer.wrap_loader(self.run.loader, True)
         shared = sharding.shard(self.run.loader, True, sharding.Ranks(0, page.dp_world_size, list, bool))
         shards = sharding.shards_of(shared)
