@@ -167,7 +167,9 @@ class GradientAccumulationAddon(AddOnBase):
         if samples is None:
             return window.batches
         shards = shards_of(loader)
-        count = window.batches_of(batch_size_of(loader), self.engine.dp_world_size if shards is None else shards.size)
+        count = window.batches_of(
+            batch_size_of(loader), self.engine.dp_world_size if shards is None else shards.ranks.size
+        )
         if count is None:
             raise LoaderError(
                 f"global_batch_size={samples} needs the batch size of the loader, which it does not "

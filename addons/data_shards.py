@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from zae import random_state
 from zae.compose.introspect import AddOnPart
-from zae.data import sharding
+from zae.data.sharding import shard, shards_of
+from zae.data.shards import EMPTY, Ranks, Shards
 from zae.distributed.collectives import host_group
 from zae.distributed.ranks import NotJoined
 from zae.errors import ConfigError
@@ -37,7 +38,7 @@ class DataShardsAddon(AddOnPart):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shared: list[tuple[Any, bool, Any]] = []
-        self._shards: sharding.Shards | None = None
+        self._shards: Shards | None = None
         self._absent = 0
         self._leaves_out = False
         self._is_padded = False
@@ -60,21 +61,20 @@ class DataShardsAddon(AddOnPart):
         loader = super().wrap_loader(loader, training)
         if not self._is_parallel or self.engine.dp_world_size == 1:
             return loader
-        shards = [shard for whole, use, shard in self._shared if whole is loader and use == training]
-        if not shards:
-            between_ranks.check_loader(loader, "loader", self.gather)
-            ranks = sharding.Ranks(
-                self.engine.dp_rank, self.engine.dp_world_size, self._from_main, self._all_agree, self.gather
-            )
-            shards = [sharding.shard(loader, training, ranks)]
-            alike = [entry for entry in self._shared if entry[1] == training]  # Each kind has its own limit.
-            others = [entry for entry in self._shared if entry[1] != training]
-            self._shared = [*others, *alike[-_CACHED + 1 :], (loader, training, shards[0])]
-        return shards[0]
+        for whole, use, sharded in self._shared:
+            if whole is loader and use == training:
+                return sharded
+        between_ranks.check_loader(loader, "loader", self.gather)
+        ranks = Ranks(self.engine.dp_rank, self.engine.dp_world_size, self._from_main, self._all_agree, self.gather)
+        sharded = shard(loader, training, ranks)
+        alike = [entry for entry in self._shared if entry[1] == training]  # Each kind has its own limit.
+        others = [entry for entry in self._shared if entry[1] != training]
+        self._shared = [*others, *alike[-_CACHED + 1 :], (loader, training, sharded)]
+        return sharded
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Note how many samples the other ranks have in each batch."""
-        self._shards = sharding.shards_of(loader)
+        self._shards = shards_of(loader)
         try:
             yield from super().batches(loader)
         finally:
@@ -94,7 +94,7 @@ class DataShardsAddon(AddOnPart):
     def _padded(self, window: list[Any]) -> list[Any]:
         """Give a rank without samples the batch of rank 0, which always has some; it will weigh nothing."""
         batch = self._from_main(window[-1])
-        self._is_padded = sharding.is_empty(window[-1])
+        self._is_padded = window[-1] is EMPTY
         return [*window[:-1], batch] if self._is_padded else window
 
     def sync_context(self, last: bool) -> Any:
@@ -171,16 +171,16 @@ class DataShardsAddon(AddOnPart):
 
     def _in_step(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
         """Yield the batches, with a forward of another one whenever this rank has none and others do."""
-        shards = sharding.shards_of(loader)
+        shards = shards_of(loader)
         counts = self.gather(None if shards is None else len(shards))
         longest = None if None in counts else max(counts)
         spare = None
         all_have_one = False
         for index in itertools.count():
-            batch = next(batches, sharding.EMPTY)
-            has_samples = batch is not None and not sharding.is_empty(batch)
+            batch = next(batches, EMPTY)
+            has_samples = batch is not None and batch is not EMPTY
             if longest is None or not all_have_one:
-                present = self.gather((not sharding.is_empty(batch), has_samples))
+                present = self.gather((batch is not EMPTY, has_samples))
                 if not any(is_there for is_there, _ in present):
                     return
                 if not any(samples for _, samples in present):  # None on each rank: a batch that was left out.
@@ -197,7 +197,7 @@ class DataShardsAddon(AddOnPart):
             else:
                 with self._undrawn(), self.forward_context():
                     getattr(self, self.current_run.activity.evaluation.step)(self.to_device(spare))
-            if not sharding.is_empty(batch):
+            if batch is not EMPTY:
                 yield batch
 
 
@@ -245,7 +245,7 @@ class _PresentBatches(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
-            if sharding.is_empty(batch):
+            if batch is EMPTY:
                 self._note_absent()
             else:
                 yield batch

@@ -23,7 +23,8 @@ from zae.arguments import Interval
 from zae.checkpoint.group import Group
 from zae.compose.introspect import add_ons_of, is_add_on, owners_of
 from zae.data.loader_state import restore_parts
-from zae.data.sharding import Ranks, shard
+from zae.data.sharding import shard
+from zae.data.shards import Ranks
 from zae.device import exchange_current
 from zae.display.choose import draw_elsewhere, is_in_a_notebook
 from zae.display.notebook import Output

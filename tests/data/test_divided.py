@@ -30,7 +30,8 @@ from kit.rank_tasks import forks
 from kit.ranks import each_rank
 from zae import LoaderError, Trainer
 from zae.addons import MultiGPUAddon
-from zae.data.sharding import Ranks, shard
+from zae.data.sharding import shard
+from zae.data.shards import Ranks
 from zae.record.between_ranks import check_loader
 
 SIZE, WORLD = 16, 2

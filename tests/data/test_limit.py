@@ -20,7 +20,8 @@ from kit.table import Task
 from zae import ConfigError, LoaderError
 from zae.addons import GradientAccumulationAddon, MultiGPUAddon
 from zae.data.loaders import BatchLimits
-from zae.data.sharding import Ranks, shard
+from zae.data.sharding import shard
+from zae.data.shards import Ranks
 
 
 class First:
@@ -229,3 +230,14 @@ def test_a_loader_that_shards_itself_is_limited_too() -> None:
         assert torch.cat([*shard(view, True, ranks)]).tolist() == [rank + 2 * each for each in range(6)]
         evaluated += torch.cat([*shard(BatchLimits(3, 3).of_validation(given), False, ranks)]).tolist()
     assert sorted(evaluated) == [*range(6)]
+
+
+def test_a_dataset_that_yields_batches_is_evaluated_whole() -> None:
+    """With batch_size=None an entry of the sampler is a batch, also where a DistributedSampler has chosen it."""
+    batches = [torch.arange(index, index + 2) for index in range(0, 10, 2)]
+    evaluated: list[torch.Tensor] = []
+    for rank in range(2):
+        sampler = DistributedSampler(batches, 2, rank, shuffle=False)  # type: ignore[arg-type]
+        loader = DataLoader(batches, batch_size=None, sampler=sampler)  # type: ignore[arg-type]
+        evaluated += shard(loader, False, Ranks(rank, 2, lambda value: value, lambda agrees: agrees))
+    assert sorted(torch.cat(evaluated).tolist()) == [*range(10)]

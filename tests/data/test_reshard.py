@@ -12,7 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 
 from zae.data.loader_state import facts_of
 from zae.data.reshard import place_of, why_not_reshard, with_placeholders
-from zae.data.sharding import EMPTY, Ranks, shard
+from zae.data.sharding import shard
+from zae.data.shards import EMPTY, Ranks
 
 LAYOUTS = st.tuples(st.integers(1, 5), st.integers(1, 4))  # Batch size and ranks.
 

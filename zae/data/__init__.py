@@ -3,9 +3,9 @@
 Public: `SeededDataset` draws the same random numbers in any worker.
 
 `position` resumes an epoch; `reading` has a class for each way to read a loader; `streams` captures what its batches
-follow from, and `loader_state` the states of its parts; `gather` builds batches of tensors in
-memory; `sharding` splits data between ranks; `reshard` continues an epoch on another number of ranks; `workers` handles
-loader workers that draw, and those that die.
+follow from, and `loader_state` the states of its parts; `gather` builds batches of tensors in memory; `sharding` gives
+each rank its loader, over the `shards` of the entries; `reshard` continues an epoch on another number of ranks;
+`workers` handles loader workers that draw, and those that die.
 """
 
 from zae.lazy import load as _load

@@ -18,10 +18,11 @@ from torch.optim import SGD, Optimizer
 
 from zae import optim, random_state
 from zae.compose.introspect import is_overridden
-from zae.data import sharding
 from zae.data.gather import why_not
 from zae.data.loader_state import facts_of, own_batch_sampler
 from zae.data.loaders import batch_size_of, describe, length_of
+from zae.data.sharding import shard, shards_of
+from zae.data.shards import Ranks
 from zae.loop.limits import RunLimits
 from zae.loop.progress import NO_LIMIT
 from zae.model.copying import deep_copy
@@ -173,8 +174,8 @@ class Preview:
         page = self.page
         if self.run.setup.is_done or page.dp_world_size == 1:
             return self.trainer.wrap_loader(self.run.loader, True)
-        shared = sharding.shard(self.run.loader, True, sharding.Ranks(0, page.dp_world_size, list, bool))
-        shards = sharding.shards_of(shared)
+        shared = shard(self.run.loader, True, Ranks(0, page.dp_world_size, list, bool))
+        shards = shards_of(shared)
         page.leaves_out = shards is not None and shards.leaves_out
         return shared
 
