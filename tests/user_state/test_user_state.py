@@ -452,6 +452,25 @@ def test_what_is_set_as_a_run_begins_is_of_its_process(tmp_path: Path) -> None:
     assert "values" not in second.state_dict().get("user_state", {})
 
 
+class LazyHead(Task):
+    """Has a module beside the model whose parameters the first step creates."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.head = nn.LazyLinear(1)
+        self.weights = [nn.LazyLinear(1).weight]  # They stay without a shape.
+
+    def factor(self, batch: Any) -> Any:
+        outputs = self.head(batch).detach()
+        with torch.no_grad():
+            self.head.weight.mul_(0.9)
+        return outputs
+
+
+def test_a_lazy_module_beside_the_model(tmp_path: Path) -> None:
+    assert_resumes(lambda: LazyHead, tmp_path)
+
+
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.LeakyReLU(0.1), nn.Linear(8, 1))
 

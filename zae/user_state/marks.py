@@ -82,24 +82,26 @@ def _mark_of_array(value: np.ndarray[Any, Any]) -> object:
 
 
 def _mark_of_tensor(value: Tensor) -> object:
-    form = str(value.dtype), str(value.device)
+    form = value.dtype, value.device
     if value.is_nested:
         return form, [_mark_of_tensor(part) for part in value.unbind()]
     try:
-        tensor = without_repeats(local_part(value.detach()))
-        shape = tuple(value.shape)
+        tensor = local_part(value)
+        if tensor.layout is torch.strided and not tensor.is_contiguous():
+            tensor = without_repeats(tensor)
         if tensor.layout is torch.strided and tensor.is_cpu and tensor.nbytes < LARGE:
-            return form, shape, hash(_bytes_of(tensor))
-        return form, shape, content_digest(tensor)
-    except (RuntimeError, NotImplementedError):  # Nested, lazy, or of a class of its own: no checkpoint holds it.
+            return form, value.shape, hash(_bytes_of(tensor))
+        return form, value.shape, content_digest(tensor.detach())
+    # Nested, lazy (a ValueError), or of a class of its own: no checkpoint holds it.
+    except (RuntimeError, NotImplementedError, ValueError):
         return form
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
     try:
-        return tensor.resolve_conj().resolve_neg().numpy().tobytes()
+        return tensor.numpy(force=True).tobytes()
     except TypeError:  # NumPy lacks the type: bfloat16, for instance.
-        return tensor.contiguous().unsqueeze(-1).view(torch.uint8).numpy().tobytes()
+        return tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _mark_of_object(value: Any, paths: Mapping[int, str], depth: int) -> object:

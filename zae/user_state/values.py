@@ -239,7 +239,7 @@ def _memory_of(tensor: Tensor) -> tuple[str, int]:
     """Return a key that is equal for two tensors in the same memory."""
     try:
         pointer = tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):  # ValueError: a lazy parameter has no memory yet.
         pointer = 0
     return ("memory", pointer) if pointer else ("object", id(tensor))
 
