@@ -22,6 +22,7 @@ from zae.addons.data_shards import DataShardsAddon
 from zae.arguments import Interval
 from zae.checkpoint.group import Group
 from zae.compose.introspect import add_ons_of, is_add_on, owners_of
+from zae.data.loader_parts import LoaderParts
 from zae.data.loader_state import restore_parts
 from zae.data.sharding import shard
 from zae.data.shards import Ranks
@@ -160,7 +161,8 @@ class DistributedAddon(DataShardsAddon, AddOnBase):
         if present["generators"] is not None and len(generators) == len(present["generators"]):
             random_state.restore_generators(loader, present["generators"])
         if present["parts"]:  # Random streams inside of the loader: the next ranks get them from here.
-            restore_parts(shard(loader, True, Ranks(0, 2, list, bool)), present["parts"])
+            sharded = shard(loader, True, Ranks(0, 2, list, bool))
+            restore_parts(LoaderParts(sharded), present["parts"])
         if not state["progress"]["epoch_batch"]:
             # Between two epochs a loader continues its own generators, which another loader does not have.
             state["position"] = between_epochs(state["position"])

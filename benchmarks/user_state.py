@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from zae import Trainer
-from zae.data.streams import LoaderStreams
+from zae.data.loader_parts import LoaderParts
+from zae.data.loader_values import LoaderValues
 
 
 class Block(nn.Module):
@@ -83,10 +84,10 @@ def measure(name: str, task: Any, held: Any) -> None:
     found = {}
 
     def look() -> None:
-        state, values = trainer.user_state, LoaderStreams()
-        found["begins"] = timed(lambda: (state.begin(trainer, False), values.begin_run(loader, trainer)))
-        found["epoch"] = timed(lambda: (state.open_epoch(trainer), values.capture_values(loader)))
-        found["save"] = timed(lambda: (state.state_dict(trainer), values.capture_values(loader)))
+        state, values = trainer.user_state, LoaderValues()
+        found["begins"] = timed(lambda: (state.begin(trainer, False), values.begin(loader, trainer)))
+        found["epoch"] = timed(lambda: (state.open_epoch(trainer), values.capture(LoaderParts(loader))))
+        found["save"] = timed(lambda: (state.state_dict(trainer), values.capture(LoaderParts(loader))))
 
     trainer.on_epoch_end = look
     trainer.run(1, loader)

@@ -36,7 +36,8 @@ from zae.compose.first_call import without_first_calls
 from zae.compose.introspect import hook, slots_of, with_trait
 from zae.compose.metaclass import TrainerMeta
 from zae.data.gather import batches_of
-from zae.data.loaders import length_of, set_epoch
+from zae.data.loader_parts import set_epoch
+from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
 from zae.device import can_copy_async, exchange_current, parse_device, to_device
 from zae.errors import ConfigError, TaskError

@@ -23,6 +23,7 @@ from kit.hand import network
 from kit.table import Task, core_of, fingerprint
 from zae import CheckpointMismatch
 from zae.data import SeededDataset
+from zae.data.loader_parts import LoaderParts
 from zae.data.loader_state import capture_parts, restore_parts
 
 SIZE = 22
@@ -401,10 +402,10 @@ def test_a_validation_draws_no_number_from_what_it_shares_with_training() -> Non
     resumed.run(3, *loaders())
     assert resumed.progress_checker.epoch == 3
     assert differing(core_of(with_it), core_of(resumed)) == []
-    before = capture_parts(loaders()[0])
+    before = capture_parts(LoaderParts(loaders()[0]))
     train, valid = loaders()
     build().plan(1, train, valid)
-    assert fingerprint(capture_parts(train)) == fingerprint(before)
+    assert fingerprint(capture_parts(LoaderParts(train))) == fingerprint(before)
 
 
 class Masks:
@@ -442,18 +443,20 @@ def test_an_evaluation_before_training_makes_a_stream_and_draws_nothing(make: An
 def test_a_stream_that_is_made_later_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     """A stream that is not there yet as a run resumes is one warning; a part without its state is an error."""
     dataset = Augmented()
-    state = capture_parts(DataLoader(dataset, 4))
+    state = capture_parts(LoaderParts(DataLoader(dataset, 4)))
     assert sorted(state) == [f"dataset.transform.transforms.{index}.stream" for index in range(3)]
     dataset.transform.transforms.pop()
     for _ in range(2):
-        restore_parts(DataLoader(dataset, 4), state)
+        restore_parts(LoaderParts(DataLoader(dataset, 4)), state)
     said = [record.getMessage() for record in caplog.records if "not exact" in record.getMessage()]
     assert len(said) == 1
     assert "dataset.transform.transforms.2.stream" in said[0]
     with pytest.raises(CheckpointMismatch, match=r"transforms\.0\.stream does not fit"):
-        restore_parts(DataLoader(dataset, 4), {"dataset.transform.transforms.0.stream": random.Random(1).getstate()})
+        restore_parts(
+            LoaderParts(DataLoader(dataset, 4)), {"dataset.transform.transforms.0.stream": random.Random(1).getstate()}
+        )
     with pytest.raises(CheckpointMismatch, match="the loader's sampler, but this one cannot load"):
-        restore_parts(DataLoader(dataset, 4), {"sampler": {"at": 3}})
+        restore_parts(LoaderParts(DataLoader(dataset, 4)), {"sampler": {"at": 3}})
 
 
 def test_long_lists_are_not_looked_through() -> None:
@@ -466,7 +469,7 @@ def test_long_lists_are_not_looked_through() -> None:
             self.own = self
             self.stream = random.Random(1)
 
-    assert list(capture_parts(type("Loader", (), {"dataset": Many()})())) == ["dataset.stream"]
+    assert list(capture_parts(LoaderParts(type("Loader", (), {"dataset": Many()})()))) == ["dataset.stream"]
 
 
 def test_a_stream_that_draws_as_it_goes_is_refused() -> None:
@@ -511,13 +514,13 @@ def test_a_collator_with_a_state_is_asked_for_it() -> None:
     collator = Collator()
     loader = DataLoader(range(4), batch_size=2, collate_fn=collator)  # type: ignore[arg-type]
     assert len(list(loader)) == 2
-    state = capture_parts(loader)
+    state = capture_parts(LoaderParts(loader))
     assert state == {"collate_fn": {"calls": 2}}
     collator.calls = 0
-    restore_parts(loader, state)
+    restore_parts(LoaderParts(loader), state)
     assert collator.calls == 2
     bound = DataLoader(range(4), batch_size=2, collate_fn=collator.__call__)  # type: ignore[arg-type]
-    assert list(capture_parts(bound)) == ["collate_fn.stream"]
+    assert list(capture_parts(LoaderParts(bound))) == ["collate_fn.stream"]
 
 
 class Reversed(torch.utils.data.Sampler[int]):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from zae.data.loader_state import facts_of
+from zae.data.loader_parts import LoaderParts
 from zae.data.reshard import place_of, why_not_reshard, with_placeholders
 from zae.data.sharding import shard
 from zae.data.shards import EMPTY, Ranks
@@ -72,7 +72,7 @@ def test_resume_in_any_layout(size: int, first: Any, then: Any, last: Any, parts
         seen += sorted(samples(steps[place:until])) if ranks > 1 else samples(steps[place:until])
         loader = with_placeholders(loader, pad)
         wrapped = loader if ranks == 1 else shard(loader, True, Ranks(0, ranks, lambda v: v, lambda v: v))
-        before, place, world = facts_of(wrapped), until, ranks
+        before, place, world = LoaderParts(wrapped).facts(), until, ranks
     assert seen == list(range(size))
 
 
@@ -80,8 +80,12 @@ def test_resume_of_what_deals_by_itself_is_refused() -> None:
     """A DistributedSampler, another number of batches, and what has no length."""
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
     loader = DataLoader(range(8), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
-    assert why_not_reshard(loader, facts_of(loader), (2, 3), 0, 1) == ["a DistributedSampler shards the dataset itself"]
-    assert why_not_reshard(listed(9, 1), facts_of(listed(12, 1)), (1, 2), 0, 1) == ["number of batches was 4 and is 3"]
+    assert why_not_reshard(loader, LoaderParts(loader).facts(), (2, 3), 0, 1) == [
+        "a DistributedSampler shards the dataset itself"
+    ]
+    assert why_not_reshard(listed(9, 1), LoaderParts(listed(12, 1)).facts(), (1, 2), 0, 1) == [
+        "number of batches was 4 and is 3"
+    ]
     assert why_not_reshard(map(int, "12"), {"loader": "map"}, (1, 2), 0, 1) == [
         "a map has no order that can be resharded"
     ]

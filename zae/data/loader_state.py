@@ -1,4 +1,4 @@
-"""Describe a loader for a checkpoint, and capture and restore the states and random streams of its parts."""
+"""Capture and restore the states of a loader's parts, and the random streams in them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from zae import random_state
-from zae.data.loaders import datasets_in, is_stateful, length_of, unwrap_sampler
-from zae.data.sharding import collate_of
+from zae.data.loader_parts import LoaderParts
+from zae.data.loaders import is_stateful
 from zae.errors import CheckpointMismatch
 from zae.random_state import STREAMS
 from zae.values.walk import has_same_bits, names_read_by, search
@@ -23,18 +23,13 @@ from zae.values.walk import has_same_bits, names_read_by, search
 __all__ = [
     "as_begun",
     "capture_parts",
-    "changes_of",
-    "facts_of",
     "is_exhausted",
-    "own_batch_sampler",
-    "parts_of",
     "preserve_streams",
     "restore_parts",
     "streams_of",
 ]
 
 _log = logging.getLogger("zae")
-_SAMPLERS = ("sampler", "batch_sampler")
 _DEPTH = 3  # Datasets in datasets: Subset(Subset(...)).
 _FUNCTIONS = (FunctionType, MethodType)
 _READS = ("__getitem__", "__getitems__", "__iter__", "__call__")  # How samples are read, and a function object is used.
@@ -43,38 +38,7 @@ _LIBRARIES = ("builtins", "torch", "torchdata", "datasets", "zae")  # Their clas
 _CLOSED = (torch.Tensor, np.ndarray, type, ModuleType, Iterator)
 
 
-def facts_of(loader: Any) -> dict[str, Any]:
-    """Return the properties that decide the batches of an epoch, by name, as str or int."""
-    parts = parts_of(loader)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    settings = loader if batch_sampler is None else batch_sampler
-    seeds = [part.seed for part in parts.values() if type(part).__name__ == "SeededDataset"]
-    facts = {
-        "loader": type(loader).__name__,
-        "number of batches": length_of(loader),
-        "dataset length": length_of(getattr(loader, "dataset", None)),
-        "batch_size": getattr(settings, "batch_size", None),
-        "drop_last": getattr(settings, "drop_last", None),
-        "seed of the SeededDataset": seeds[0] if seeds else None,
-        "sampler": type(parts["sampler"]).__name__ if "sampler" in parts else None,
-        "batch sampler": type(parts["batch_sampler"]).__name__ if "batch_sampler" in parts else None,
-    }
-    return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
-
-
-def own_batch_sampler(facts: Mapping[str, Any]) -> str:
-    """Return the class name of a batch sampler that is not one of torch's; else an empty string."""
-    name = facts.get("batch sampler") or "BatchSampler"
-    return "" if name in ("BatchSampler", "SampleShards") else str(name)
-
-
-def changes_of(before: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Describe how two loaders differ, from what `facts_of` returned for them."""
-    names = [name for name in {**before, **present} if before.get(name) != present.get(name)]
-    return [f"{name} was {before.get(name, 'unknown')} and is {present.get(name, 'unknown')}" for name in names]
-
-
-def capture_parts(loader: Any) -> dict[str, Any]:
+def capture_parts(parts: LoaderParts) -> dict[str, Any]:
     """Return the states of the parts of a loader, by their places: their ``state_dict``, or their random streams.
 
     The state of a sampler, a dataset or a ``collate_fn`` is that of its ``state_dict``, if it has ``load_state_dict``
@@ -83,15 +47,15 @@ def capture_parts(loader: Any) -> dict[str, Any]:
     ``random.Random`` and ``torch.Generator``. The generators that `zae.random_state` saves are left out. The
     copies of a dataset in workers cannot be read.
     """
-    return {place: _read(owner) for place, owner in _owners(loader)}
+    return {place: _read(owner) for place, owner in _owners(parts)}
 
 
-def restore_parts(loader: Any, states: Mapping[str, Any], only_streams: bool = False) -> bool:
+def restore_parts(parts: LoaderParts, states: Mapping[str, Any], only_streams: bool = False) -> bool:
     """Restore the parts of a loader, and return whether one has loaded a state of its own.
 
     A part that already has this state does not load it: some samplers begin their next epoch at a state that they load.
     """
-    owners = dict(_owners(loader))
+    owners = dict(_owners(parts))
     has_loaded = False
     for place, state in states.items():
         if place not in owners:
@@ -126,16 +90,18 @@ def as_begun(present: Mapping[str, Any], begin: Mapping[str, Any]) -> dict[str, 
     return entries
 
 
-def is_exhausted(loader: Any) -> bool | None:
+def is_exhausted(parts: LoaderParts) -> bool | None:
     """Return whether a sampler, or a stream, with a state is at its end; None if no part has a state."""
+    loader = parts.loader
     dataset = getattr(loader, "dataset", None)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    iterable: Any = getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
-    parts = [part for place, part in parts_of(loader).items() if place in _SAMPLERS]
     if isinstance(dataset, IterableDataset):
-        iterable = dataset
-        parts = [] if getattr(loader, "num_workers", 0) else [dataset]  # Workers have copies, which cannot be read.
-    if not any(is_stateful(part) for part in parts):
+        iterable: Any = dataset
+        owners = [] if getattr(loader, "num_workers", 0) else [dataset]  # Workers have copies, which cannot be read.
+    else:
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        iterable = getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
+        owners = [*parts.samplers.values()]
+    if not any(map(is_stateful, owners)):
         return None
     end = object()
     return next(iter(iterable), end) is end
@@ -150,57 +116,52 @@ def preserve_streams(loader: Any) -> Iterator[None]:
     finally:
         for owner, state in states:
             _write(owner, state)
-        known = {id(owner) for owner, _ in states}
+        ids_before = {id(owner) for owner, _ in states}
         for owner in streams_of(loader):
-            if id(owner) not in known:  # It was created in the block.
+            if id(owner) not in ids_before:
                 _seed_again(owner)
 
 
-def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
+def _owners(parts: LoaderParts) -> Iterator[tuple[str, Any]]:
     """Yield every part with a ``state_dict``, and every random stream in other parts, with its place."""
-    dataset = getattr(loader, "dataset", None)
-    known = parts_of(loader)
-    parts = {place: part for place, part in known.items() if place in _SAMPLERS}
-    for depth in range(_DEPTH):
-        if dataset is None:
-            break
-        parts["dataset" + ".dataset" * depth] = dataset
-        dataset = getattr(dataset, "dataset", None)
-    collate = collate_of(loader)
-    visited = {id(generator) for generator in random_state.generators_of(loader)}
-    part_ids = {id(part) for part in (*parts.values(), getattr(loader, "_iterator", None))}
-    parts["collate_fn"] = getattr(collate, "__self__", collate)
+    loader = parts.loader
+    collate = parts.collate
+    objects = {**parts.samplers, **_chain_of(getattr(loader, "dataset", None))}
+    part_ids = {id(part) for part in (*objects.values(), getattr(loader, "_iterator", None))}
+    objects["collate_fn"] = getattr(collate, "__self__", collate)
     if hasattr(loader, "__dict__") and type(loader) is not DataLoader and not is_stateful(loader):
-        parts["loader"] = loader  # A class of the user.
-    for place, function in _functions_of(collate, known):
+        objects["loader"] = loader  # A class of the user.
+    visited = {id(generator) for generator in random_state.generators_of(loader)}
+    for place, function in _functions_of(parts):
         for variable, value in names_read_by(function).items():
             if isinstance(value, STREAMS) and id(value) not in visited:
                 visited.add(id(value))
                 yield f"{place}.{variable}", value
-    for name, part in parts.items():
-        if id(part) in visited:
+    for place, owner in objects.items():
+        if id(owner) in visited:
             continue
         # The object of a bound method as collate_fn may be the trainer, and is only searched.
-        if _is_part(name) and is_stateful(part) and (name != "collate_fn" or part is collate):
-            visited.add(id(part))
-            yield name, part
+        if _is_part(place) and is_stateful(owner) and (place != "collate_fn" or owner is collate):
+            visited.add(id(owner))
+            yield place, owner
         else:
-            yield from search(part, name, STREAMS, closed=_CLOSED, visited=visited, apart=part_ids - {id(part)})
+            yield from search(owner, place, STREAMS, closed=_CLOSED, visited=visited, apart=part_ids - {id(owner)})
 
 
-def parts_of(loader: Any) -> dict[str, Any]:
-    """Return the samplers and datasets of a loader, and the datasets within these, by their places."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    sampler = getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)
-    samplers = {"sampler": unwrap_sampler(sampler), "batch_sampler": unwrap_sampler(batch_sampler)}
-    parts = {**samplers, **datasets_in(getattr(loader, "dataset", None))}
-    return {place: part for place, part in parts.items() if part is not None}
+def _chain_of(dataset: Any) -> dict[str, Any]:
+    """Return a dataset and those in one another, by their places, also where they are of no class of torch."""
+    chain: dict[str, Any] = {}
+    while dataset is not None and len(chain) < _DEPTH:
+        chain["dataset" + ".dataset" * len(chain)] = dataset
+        dataset = getattr(dataset, "dataset", None)
+    return chain
 
 
-def _functions_of(collate: Any, parts: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """List the functions of the user that a loader with these parts calls for its samples, by their places."""
-    functions = [("collate_fn", collate)] if isinstance(collate, (*_FUNCTIONS, functools.partial)) else []
-    for place, part in parts.items():
+def _functions_of(parts: LoaderParts) -> list[tuple[str, Any]]:
+    """List the functions of the user that a loader calls for its samples, by their places."""
+    is_function = isinstance(parts.collate, (*_FUNCTIONS, functools.partial))
+    functions = [("collate_fn", parts.collate)] if is_function else []
+    for place, part in parts.by_place.items():
         if is_stateful(part):  # Its state is what it says.
             continue
         for klass in type(part).__mro__:
@@ -212,7 +173,7 @@ def _functions_of(collate: Any, parts: Mapping[str, Any]) -> list[tuple[str, Any
 
 def streams_of(loader: Any) -> list[Any]:
     """List the random streams in the parts of a loader, and the streams that its functions read."""
-    return [owner for _, owner in _owners(loader) if isinstance(owner, STREAMS)]
+    return [owner for _, owner in _owners(LoaderParts(loader)) if isinstance(owner, STREAMS)]
 
 
 def _seed_again(stream: Any) -> None:
@@ -227,7 +188,7 @@ def _seed_again(stream: Any) -> None:
 
 def _is_part(place: str) -> bool:
     """Return whether a place is a part itself, not a stream in it."""
-    return place in (*_SAMPLERS, "collate_fn") or set(place.split(".")) == {"dataset"}
+    return place in ("sampler", "batch_sampler", "collate_fn") or set(place.split(".")) == {"dataset"}
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from zae.errors import ConfigError, LoaderError, kind_of
 from zae.torch_private import is_loader_iterator
@@ -24,16 +24,12 @@ __all__ = [
     "check_loader",
     "check_repeatable",
     "copy_with",
-    "datasets_in",
-    "datasets_with_epoch",
     "describe",
     "has_order",
     "has_pinned_batches",
     "is_stateful",
     "iterates_as_torch",
     "length_of",
-    "parts_of_dataset",
-    "set_epoch",
     "takes_samples",
     "unwrap_sampler",
     "with_entries",
@@ -41,7 +37,6 @@ __all__ = [
 
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
 _EXACT = ("torch.utils.data.", "zae.data.", "builtins")  # Of samplers that yield as many entries as they say.
-_DEPTH = 4  # Datasets in datasets: Subset(ConcatDataset([...])).
 
 
 def length_of(loader: Any) -> int | None:
@@ -207,51 +202,6 @@ def is_stateful(loader: Any) -> TypeGuard[Any]:
     """Return whether an object has a state; that of one rank's shard is a position in the order of this rank alone."""
     has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return has_state and not getattr(loader, "is_rank_shard", False)
-
-
-def parts_of_dataset(dataset: Any) -> dict[str, Any]:
-    """Return the datasets that a dataset takes samples from, by the names after it: ``dataset``, ``datasets``."""
-    if not isinstance(dataset, Dataset):
-        return {}
-    inner = getattr(dataset, "dataset", None)
-    if inner is not None:
-        return {".dataset": inner}
-    several = getattr(dataset, "datasets", None)
-    if isinstance(several, (list, tuple)):
-        several = dict(enumerate(several))
-    if not isinstance(several, Mapping):
-        return {}
-    return {f".datasets[{key!r}]": part for key, part in several.items()}
-
-
-def datasets_in(dataset: Any, place: str = "dataset", depth: int = _DEPTH) -> dict[str, Any]:
-    """Return a dataset, and those that it takes samples from, by their places."""
-    datasets = {place: dataset}
-    if depth:
-        for name, part in parts_of_dataset(dataset).items():
-            datasets |= datasets_in(part, place + name, depth - 1)
-    return datasets
-
-
-def datasets_with_epoch(dataset: Any, place: str = "", depth: int = _DEPTH) -> dict[str, Any]:
-    """Return a dataset that has ``set_epoch``; else the datasets with ``set_epoch`` that it takes samples from."""
-    if callable(getattr(dataset, "set_epoch", None)):
-        return {place: dataset}
-    datasets: dict[str, Any] = {}
-    if depth:
-        for name, part in parts_of_dataset(dataset).items():
-            datasets |= datasets_with_epoch(part, place + name, depth - 1)
-    return datasets
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of a loader, its samplers and its datasets, where they have it."""
-    batches = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    parts = [loader, *samplers, *datasets_with_epoch(getattr(loader, "dataset", None)).values()]
-    for part in {id(part): part for part in parts}.values():
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)
 
 
 class Proxy:

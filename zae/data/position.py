@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from zae import random_state
-from zae.data.loader_state import as_begun, changes_of, facts_of, own_batch_sampler
+from zae.data.loader_parts import LoaderParts, changes_of, own_batch_sampler
+from zae.data.loader_state import as_begun
+from zae.data.loader_values import LoaderValues, values_in
 from zae.data.loaders import check_ended, describe, has_order, has_pinned_batches, iterates_as_torch, length_of
 from zae.data.reading import FirstBatches, LastBatch, SampledPosition, position_of
-from zae.data.streams import LoaderStreams, values_in
+from zae.data.streams import LoaderStreams
 from zae.data.workers import (
     abandon_workers,
     check_epoch_of_workers,
@@ -61,12 +63,13 @@ class LoaderPosition:
         The loader of the last call of ``run``, its limits, and its view.
     """
 
-    def __init__(self, fast: bool = True) -> None:
+    def __init__(self, fast: bool = True, values: LoaderValues | None = None) -> None:
         self.is_fast = fast
         self.pinned = False
         self.failed_at: int | None = None
         self.view: tuple[Any, Any, Any] = (None, None, None)
-        self._streams = LoaderStreams()
+        self._values = values or LoaderValues()  # What has changed once is saved with the next loader too.
+        self._streams = LoaderStreams(None, self._values)
         self._reading: SampledPosition | None = None  # Of the loader of the epoch.
         self._first_batches = FirstBatches()  # Of its epochs.
         self._loaded: dict[str, Any] | None = None  # A state from which nothing has continued yet.
@@ -88,27 +91,21 @@ class LoaderPosition:
 
     def fresh(self) -> LoaderPosition:
         """Return a position before the first batch, without a loader."""
-        position = LoaderPosition(self.is_fast)
-        position._streams = self._streams.of(None)
-        return position
+        return LoaderPosition(self.is_fast, self._values)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader and of every random stream."""
         if self._loaded is not None:
             return {key: value for key, value in self._loaded.items() if key not in _NOT_SAVED}
         of_reading = {} if self._reading is None else self._reading.state_dict()
-        streams = self._streams
-        loader = streams.loader
         state: dict[str, Any] = {
-            "begin": streams.with_changed(streams.begin),
-            "present": streams.with_changed(streams.capture()),
+            **self._streams.state_dict(),
             "loader": None,
             "pad": self._pad,
             "absent": list(self._absent),
             "absent_before": 0,
-            "facts": {} if loader is None else facts_of(loader),
         }
-        if not has_order(loader):
+        if not has_order(self.loader):
             state["has_no_order"] = True
         return state | of_reading | self._first_batches.state_dict()
 
@@ -123,10 +120,9 @@ class LoaderPosition:
         absent = list(state["absent"])
         pad = int(state["pad"])
         int(state["absent_before"])
-        if self.loader is not None:
-            self._streams.note(self.loader)  # What has changed since is not taken for the script's.
+        self._values.note(LoaderParts(self.loader))  # What has changed since is not taken for the script's.
         for moment in ("begin", "present"):
-            self._streams.take(state[moment])
+            self._values.note_saved(state[moment])
         self._loaded = loaded
         self._absent = absent
         self._pad = pad
@@ -178,7 +174,7 @@ class LoaderPosition:
             return
         before = dict(self._loaded["facts"])
         before.pop("dataset fingerprint", None)  # In a state of an older version; now it is in the record of the run.
-        changes = changes_of(before, facts_of(loader)) if before else []
+        changes = changes_of(before, LoaderParts(loader).facts()) if before else []
         if new_run and self._ended_with is not None and self._ended_with is not loader:
             changes.append("it is another object")
         if "ranks" in self._loaded:
@@ -225,9 +221,9 @@ class LoaderPosition:
 
         It comes before the hooks that begin an epoch, which win at the end of one, as in a run that is not interrupted.
         """
-        self._streams.begin_run(loader, trainer)
+        self._values.begin(loader, trainer)
         if self._continues_state:
-            self._streams.restore_values(loader, self._loaded["present"])  # type: ignore[index]
+            self._values.put_back(loader, self._loaded["present"])  # type: ignore[index]
 
     def restore_random(self) -> None:
         """Restore the global random streams, from which a resume itself may have drawn."""
@@ -294,7 +290,7 @@ class LoaderPosition:
         if self.loader is not loader:
             self._first_batches = FirstBatches()
         if self._reading is None or self.loader is not loader or state is not None:
-            self._streams = self._streams.of(loader)
+            self._streams = LoaderStreams(loader, self._values)
             self._reading = position_of(loader, self._streams, self.is_fast, used_in_all - used)
         if state is not None and continues_state:
             self._streams.begin = state["begin"]

@@ -71,7 +71,7 @@ class SampledPosition:
         The order of the samples is drawn again, from the state of the epoch's begin.
         """
         if used:
-            present = present or self.streams.capture(with_unchanged=True)
+            present = present or self.streams.capture()
             self.streams.rewind(self.streams.begin or present)
         elif present is not None:
             self._warn_of_new_workers()
@@ -212,7 +212,7 @@ class IteratorPosition(ReplayPosition):
         self._used_before = used_in_all
 
     def state_dict(self) -> dict[str, Any]:
-        first = self.streams.with_changed(self._first)
+        first = self.streams.values.without_unchanged(self._first)
         return {**super().state_dict(), "first": first, "absent_before": self._skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

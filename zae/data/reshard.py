@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
-from zae.data.loader_state import changes_of, facts_of
+from zae.data.loader_parts import LoaderParts, changes_of
 from zae.data.loaders import Proxy, length_of, takes_samples, with_entries
 from zae.errors import CheckpointMismatch
 
@@ -69,7 +69,7 @@ def reshard(state: Mapping[str, Any], trainer: Trainer, loader: Any) -> None:
     world = trainer.engine.dp_world_size
     before = state["facts"]
     ranks = (state.get("ranks", world), world)
-    facts = facts_of(loader)
+    facts = LoaderParts(loader).facts()
     has_same_batches = all(before.get(key) == facts.get(key) for key in ("batch_size", "drop_last"))
     if ranks[0] == world and has_same_batches:
         return
@@ -117,7 +117,7 @@ def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int
 
 def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int], pad: int, used: int) -> list[str]:
     """Return why the rest of an epoch cannot be resharded."""
-    present = facts_of(loader)
+    present = LoaderParts(loader).facts()
     if not used:
         name = "dataset length"
         return changes_of({name: before.get(name)}, {name: present.get(name)})

@@ -26,8 +26,8 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from zae.arguments import Seed, checked
+from zae.data.loader_parts import datasets_in, datasets_with_epoch, parts_of_dataset
 from zae.data.loader_state import streams_of
-from zae.data.loaders import datasets_in, datasets_with_epoch, parts_of_dataset
 from zae.errors import ConfigError, LoaderError, kind_of
 from zae.random_state import STREAMS, isolated, read_stream, write_stream
 from zae.torch_private import end_by_kill, shut_down_workers

@@ -2,7 +2,7 @@
 
 A value that has changed since ``on_run_begin`` of the process is in the state: of the task and its class, of the
 modules and optimizers of the user's classes, and of the objects that these hold. What the data hold is in the position
-of the loader, `zae.data.streams`. In the order of a run that is resumed:
+of the loader, `zae.data.loader_values`. In the order of a run that is resumed:
 
     begin            after on_run_begin: the values are marked, and those of the state put back
     hold             before on_epoch_begin, where the resume continues an open epoch: they are kept, since hooks begin
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zae.compose.introspect import is_add_on, slots_of
 from zae.compose.options import options_of
-from zae.data.loader_state import parts_of
+from zae.data.loader_parts import LoaderParts
 from zae.errors import CheckpointMismatch
 from zae.optim.optimizer_state import with_inner
 from zae.torch_private import unsaved_buffers, version_of
@@ -254,7 +254,7 @@ def _walk(trainer: Trainer, changes: Changes, is_begin: bool = False) -> Walk:
     run = trainer.current_run
     optimizers = trainer.optimization.optimizers
     apart: list[object] = [trainer, vars(trainer)["model"], run.user_loader, run.valid_loader]
-    apart += parts_of(run.user_loader).values()
+    apart += LoaderParts(run.user_loader).by_place.values()
     apart += trainer.optimization.schedulers.values()
     for optimizer in optimizers.values():
         apart += with_inner(optimizer)

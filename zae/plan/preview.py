@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 from zae import optim, random_state
 from zae.compose.introspect import is_overridden
 from zae.data.gather import why_not
-from zae.data.loader_state import facts_of, own_batch_sampler
+from zae.data.loader_parts import LoaderParts, own_batch_sampler
 from zae.data.loaders import batch_size_of, describe, length_of
 from zae.data.sharding import shard, shards_of
 from zae.data.shards import Ranks
@@ -162,7 +162,7 @@ class Preview:
             done = 0
             page.epoch_ends.append((epoch, step))
         page.last_step = step
-        sampler = own_batch_sampler(facts_of(run.loader))
+        sampler = own_batch_sampler(LoaderParts(run.loader).facts())
         if sampler and len(page.epoch_ends) > 1:
             page.notes.append(
                 f"each epoch is counted with the {page.batches_per_epoch} batches that {sampler} has now; it may make "

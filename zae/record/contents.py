@@ -16,7 +16,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from zae.data.loaders import datasets_in, length_of, parts_of_dataset, unwrap_sampler
+from zae.data.loader_parts import datasets_in, parts_of_dataset
+from zae.data.loaders import length_of, unwrap_sampler
 from zae.random_state import STREAMS
 from zae.torch_private import fingerprint_of
 from zae.user_state.owners import STATE, Walk

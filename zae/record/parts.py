@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from zae.compose.introspect import function_of
 from zae.compose.options import option_values, options_of
-from zae.data.loader_state import facts_of
+from zae.data.loader_parts import LoaderParts
 from zae.data.loaders import length_of
 from zae.record.contents import contents_of
 from zae.schedulers.lengths import milestones_of, parts_of
@@ -144,7 +144,7 @@ def of_loader(loader: Any, name: str) -> Record:
     """Return the settings of a loader that decide its batches."""
     if getattr(loader, "is_sharded", False):
         return {f"{name}.is_sharded": True}
-    facts = {f"{key} of {name}": value for key, value in facts_of(loader).items() if key not in _FACTS_ASIDE}
+    facts = {f"{key} of {name}": value for key, value in LoaderParts(loader).facts().items() if key not in _FACTS_ASIDE}
     return {f"{name}.is_sharded": False, **facts}
 
 

@@ -2,5 +2,5 @@
 
 `owners` walks the objects, `values` has one table of the kinds of values, and `changes` notes what has changed, writes
 it into a state and puts it back. The trainer's own objects are walked by `zae.loop.user_state`, those of a loader by
-`zae.data.streams`.
+`zae.data.loader_values`.
 """
