@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from zae.arguments import Count, CountOrZero, checked
 from zae.compose.introspect import AddOnPart
 from zae.data.loaders import length_of
-from zae.data.workers import is_seeded
+from zae.data.seeded import is_seeded
 from zae.errors import ConfigError, kind_of
 
 __all__ = ["DatasetsPart", "LoaderSettings", "columns_of", "default_collator", "forward_of"]

@@ -18,7 +18,7 @@ from kit.table import Task
 from zae import CheckpointMismatch, ConfigError
 from zae.addons import StateManagerAddon
 from zae.data import SeededDataset
-from zae.data.workers import is_seeded
+from zae.data.seeded import is_seeded
 
 
 class Transform:

@@ -15,13 +15,13 @@ from zae.data.loader_state import as_begun
 from zae.data.loader_values import LoaderValues, values_in
 from zae.data.loaders import check_ended, describe, has_order, has_pinned_batches, iterates_as_torch, length_of
 from zae.data.reading import FirstBatches, LastBatch, SampledPosition, position_of
+from zae.data.seeded import seed_streams_of
 from zae.data.streams import LoaderStreams
 from zae.data.workers import (
     abandon_workers,
     check_epoch_of_workers,
     deaths_expected,
     mute_workers,
-    seed_streams_of,
     unmute_workers,
 )
 from zae.errors import CheckpointMismatch, LoaderError

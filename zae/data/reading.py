@@ -23,8 +23,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from zae import random_state
 from zae.data.gather import batches_of
 from zae.data.loaders import Proxy, copy_with, is_stateful, iterates_as_torch, takes_samples
+from zae.data.seeded import is_seeded
 from zae.data.streams import LoaderStreams, State
-from zae.data.workers import is_seeded, iterate
+from zae.data.workers import iterate
 from zae.errors import CheckpointMismatch
 from zae.torch_private import version_of
 from zae.values.plain_values import content_digest, plain_value

@@ -1,4 +1,4 @@
-"""Workers of a loader: random numbers that do not depend on them, signals that are not for them, and workers that die.
+"""Workers of a loader: signals that are not for them, workers that die, and epochs that they do not see.
 
 For dead workers, torch is kept from raising in the wrong place, and from waiting for their locks.
 """
@@ -7,166 +7,46 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
 import signal
 import threading
 import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from hashlib import blake2b
 from inspect import getattr_static
 from multiprocessing.process import BaseProcess
-from operator import index as as_index
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import DataLoader
 
-from zae.arguments import Seed, checked
-from zae.data.loader_parts import datasets_in, datasets_with_epoch, parts_of_dataset
-from zae.data.loader_state import streams_of
-from zae.errors import ConfigError, LoaderError, kind_of
-from zae.random_state import STREAMS, isolated, read_stream, write_stream
+from zae.data.loader_parts import datasets_with_epoch
+from zae.errors import LoaderError
 from zae.torch_private import end_by_kill, shut_down_workers
 from zae.values.walk import search
 
 __all__ = [
-    "SeededDataset",
     "abandon_workers",
     "add_to_text",
     "check_epoch_of_workers",
     "dead_workers",
     "deaths_expected",
     "ignore_dead_workers",
-    "is_seeded",
     "iterate",
     "keep_from_workers",
     "mute_workers",
-    "seed_streams_of",
     "unmute_workers",
 ]
 
-_CHILD: Any = getattr(signal, "SIGCHLD", None)  # Windows has none.
-_PATIENCE = 1.0
-_muted: list[Any] = []
-_expected = False
-_kept: dict[int, frozenset[int]] = {}  # The signals that each run handles, and that workers must survive.
+_SIGCHLD: Any = getattr(signal, "SIGCHLD", None)  # Windows has none.
+_LOCK_TIMEOUT_S = 1.0
+_MAX_SHARED = 16  # Elements of a shared tensor that may be an epoch; a larger one holds data.
 
-
-class SeededDataset(Dataset[Any]):
-    """A dataset whose random numbers depend on the seed, the epoch and the index of a sample alone.
-
-    Before each sample, the random streams of Python, NumPy and torch are seeded, and so are the generators that the
-    dataset and its transforms hold, and in workers those of the ``collate_fn``. Samples are then the same with any
-    number of workers, on any number of ranks, and after a resume in the middle of an epoch. In the main process, the
-    streams of training are restored after each sample. This takes some 20 microseconds for each sample in a worker, and
-    0.4 milliseconds in the main process.
-
-    The trainer calls ``set_epoch``; in a loop of your own, call it before each epoch.
-
-    Parameters
-    ----------
-    dataset : Dataset
-        What is read, by index.
-    seed : int
-        Another one gives other random numbers.
-
-    Raises
-    ------
-    ConfigError
-        The dataset cannot be read by index.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from zae.data import SeededDataset
-    >>> class Noisy(torch.utils.data.Dataset):
-    ...     def __len__(self):
-    ...         return 8
-    ...     def __getitem__(self, index):
-    ...         return index + torch.rand(())
-    >>> data = SeededDataset(Noisy(), seed=1)
-    >>> bool(data[3] == data[3]), bool(data[3] - 3 == data[4] - 4)
-    (True, False)
-    >>> before = data[3]
-    >>> data.set_epoch(1)
-    >>> bool(data[3] == before)
-    False
-    """
-
-    @checked
-    def __init__(self, dataset: Any, seed: Seed = 0) -> None:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise ConfigError(
-                f"SeededDataset reads a dataset by index, and this is {kind_of(dataset)}; draw in a stream from a "
-                "generator that its state_dict contains"
-            )
-        self.dataset, self.seed = dataset, seed
-        self._epoch = torch.tensor(0).share_memory_()  # Workers that persist see the next epoch.
-        self._passed_on = 0  # The epoch that the datasets within have, in this process.
-        self._streams: list[Any] | None = None
-        self.streams_of_loader: list[Any] = []  # Those that its collate_fn holds, for instance.
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, from 0.
-
-        Parameters
-        ----------
-        epoch : int
-            Each has its own random numbers.
-        """
-        self._epoch.fill_(epoch)
-        self._pass_on(epoch)
-
-    def _pass_on(self, epoch: int) -> None:
-        """Set the epoch of the datasets within."""
-        self._passed_on = epoch
-        for dataset in datasets_with_epoch(self.dataset).values():
-            dataset.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        if get_worker_info() is not None:  # Streams of a worker serve nothing else.
-            return self._sample(index)
-        states = [(generator, read_stream(generator)) for generator in self._generators()]
-        try:
-            with isolated():
-                return self._sample(index)
-        finally:
-            for stream, state in states:
-                write_stream(stream, state)
-
-    def _sample(self, index: Any) -> Any:
-        with suppress(TypeError):  # A key may be a string.
-            index = as_index(index)
-        epoch = int(self._epoch)
-        if epoch != self._passed_on:  # In a worker that persists, whose copies within are of an earlier epoch.
-            self._pass_on(epoch)
-        key = f"{self.seed} {epoch} {index!r}"
-        seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)  # Not those of devices, which samples do not use.
-        for number, stream in enumerate(self._generators(), start=1):
-            _seed_stream(stream, (seed + number) % 2**64)
-        return self.dataset[index]
-
-    def _generators(self) -> list[Any]:
-        """Return the generators that the dataset holds, once they were looked for in this process."""
-        if self._streams is None:
-            closed = (torch.Tensor, np.ndarray, type, ModuleType)
-            generators = [stream for _, stream in search(self.dataset, "dataset", STREAMS, closed=closed)]
-            known_ids = set(map(id, generators))
-            self._streams = generators + [stream for stream in self.streams_of_loader if id(stream) not in known_ids]
-        return self._streams
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_streams": None}  # A copy has generators of its own.
+_muted_handlers: list[Any] = []
+_deaths_expected = False
+_run_signals: dict[int, frozenset[int]] = {}  # Those that each run handles, and that workers must survive.
 
 
 def check_epoch_of_workers(loader: Any, new_epochs: int) -> None:
@@ -190,9 +70,6 @@ def check_epoch_of_workers(loader: Any, new_epochs: int) -> None:
             )
 
 
-_SMALL = 16  # Elements of a shared tensor that may be an epoch; a larger one holds data.
-
-
 def _has_shared_value(dataset: Any) -> bool:
     """Return whether a dataset holds a number that other processes see, in the ways in which Python and torch do it."""
     # Imported here: few runs come here, and torch does not import them either.
@@ -204,42 +81,9 @@ def _has_shared_value(dataset: Any) -> bool:
     kinds = (torch.Tensor, SynchronizedBase, BaseProxy, _SimpleCData, SharedMemory)
     closed = (np.ndarray, type, ModuleType, Iterator)
     return any(
-        not isinstance(entry, torch.Tensor) or (entry.is_cpu and entry.is_shared() and entry.numel() <= _SMALL)
+        not isinstance(entry, torch.Tensor) or (entry.is_cpu and entry.is_shared() and entry.numel() <= _MAX_SHARED)
         for _, entry in search(dataset, "dataset", kinds, closed=closed)
     )
-
-
-def seed_streams_of(loader: Any) -> None:
-    """Let the `SeededDataset` of a loader seed the generators of its ``collate_fn`` too, by the last sample of a batch.
-
-    In this process their states are saved, as those of the dataset are; workers have copies, which cannot be read.
-    """
-    for dataset in datasets_in(getattr(loader, "dataset", None)).values():
-        if isinstance(dataset, SeededDataset):
-            dataset.streams_of_loader = []  # Of an earlier loader over it.
-            dataset.streams_of_loader = streams_of(loader)
-            dataset._streams = None
-
-
-def is_seeded(dataset: Any) -> bool:
-    """Return whether all samples of a dataset come from a `SeededDataset`, through classes that draw nothing."""
-    if isinstance(dataset, SeededDataset):
-        return True
-    parts = parts_of_dataset(dataset).values()
-    return type(dataset) in (Subset, ConcatDataset) and bool(parts) and all(map(is_seeded, parts))
-
-
-def _seed_stream(stream: Any, seed: int) -> None:
-    """Seed a generator of one of the kinds in `STREAMS`."""
-    if isinstance(stream, torch.Generator):
-        stream.manual_seed(seed)
-    elif isinstance(stream, np.random.Generator):
-        kind: Any = type(stream.bit_generator)
-        stream.bit_generator.state = kind(seed).state
-    elif isinstance(stream, np.random.RandomState):
-        stream.seed(seed % 2**32)
-    else:
-        stream.seed(seed)
 
 
 def keep_from_workers(owner: int, numbers: Collection[int]) -> None:
@@ -248,25 +92,25 @@ def keep_from_workers(owner: int, numbers: Collection[int]) -> None:
     A launcher, a cluster or a terminal signals a whole process group. The run needs another batch then: its ranks
     agree to stop one step later. It ends its workers itself.
     """
-    _kept.pop(owner, None)
+    _run_signals.pop(owner, None)
     if numbers and hasattr(signal, "pthread_sigmask"):  # Windows has no signals to a group.
-        _kept[owner] = frozenset(numbers)
+        _run_signals[owner] = frozenset(numbers)
 
 
 def iterate(loader: Any) -> Iterator[Any]:
     """Return an iterator over a loader, whose workers survive the signals of `keep_from_workers`."""
-    numbers = frozenset[int]().union(*_kept.values())
+    numbers = frozenset[int]().union(*_run_signals.values())
     if not numbers or not isinstance(loader, DataLoader) or not loader.num_workers:
         return iter(loader)
-    own_init = loader.worker_init_fn
-    loader.worker_init_fn = _SurviveSignals(own_init, numbers)
+    user_init = loader.worker_init_fn
+    loader.worker_init_fn = _SurviveSignals(user_init, numbers)
     # A worker inherits what is blocked, so that no signal hits it before it can handle one.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         iterator = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        loader.worker_init_fn = own_init
+        loader.worker_init_fn = user_init
     for worker in getattr(iterator, "_workers", ()):
         end_by_kill(worker)
     _mute_at_exit()
@@ -276,8 +120,9 @@ def iterate(loader: Any) -> Iterator[Any]:
 class _SurviveSignals:
     """The ``worker_init_fn`` of workers that leave signals to the main process, as long as there is one."""
 
-    def __init__(self, own_init: Any, numbers: Collection[int]) -> None:
-        self._own_init, self._numbers = own_init, sorted(numbers)
+    def __init__(self, user_init: Any, numbers: Collection[int]) -> None:
+        self._user_init = user_init
+        self._numbers = sorted(numbers)
 
     def __call__(self, worker_id: int) -> None:
         self._parent = os.getppid()
@@ -286,8 +131,8 @@ class _SurviveSignals:
             signal.signal(number, self._survive)
             signal.siginterrupt(number, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
-        if self._own_init is not None:
-            self._own_init(worker_id)
+        if self._user_init is not None:
+            self._user_init(worker_id)
 
     def _survive(self, number: int, frame: FrameType | None) -> None:
         if os.getppid() != self._parent:
@@ -306,28 +151,29 @@ def mute_workers(expected: bool = False) -> None:
     Called while an error is handled that the death may have caused, which a second error would replace. A loader that
     waits for a dead worker raises within seconds in any case.
     """
-    global _expected
-    _expected = _expected or expected
-    handler = None if _CHILD is None else signal.getsignal(_CHILD)
-    is_torch_s = getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"
-    if is_torch_s and _CHILD is not None and threading.current_thread() is threading.main_thread():
-        _muted[:] = [handler]  # Stored first: signal.signal raises for a pending signal.
-        signal.signal(_CHILD, signal.SIG_DFL)
+    global _deaths_expected
+    _deaths_expected = _deaths_expected or expected
+    if _SIGCHLD is None or threading.current_thread() is not threading.main_thread():
+        return
+    handler = signal.getsignal(_SIGCHLD)
+    if getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
+        _muted_handlers[:] = [handler]  # Stored first: signal.signal raises for a pending signal.
+        signal.signal(_SIGCHLD, signal.SIG_DFL)
 
 
 def unmute_workers() -> None:
     """Restore the signal handler, unless another one was installed since `mute_workers`."""
-    global _expected
-    _expected = False
-    if _muted and threading.current_thread() is threading.main_thread():
-        handler = _muted.pop()
-        if signal.getsignal(_CHILD) == signal.SIG_DFL:
-            signal.signal(_CHILD, handler)
+    global _deaths_expected
+    _deaths_expected = False
+    if _muted_handlers and threading.current_thread() is threading.main_thread():
+        handler = _muted_handlers.pop()
+        if signal.getsignal(_SIGCHLD) == signal.SIG_DFL:
+            signal.signal(_SIGCHLD, handler)
 
 
 def deaths_expected() -> bool:
     """Return whether all workers may be about to die."""
-    return _expected
+    return _deaths_expected
 
 
 def abandon_workers(iterator: Any, loader: Any = None) -> None:
@@ -340,7 +186,7 @@ def abandon_workers(iterator: Any, loader: Any = None) -> None:
     flag = getattr(event, "_flag", None)
     if lock is None or flag is None:
         return
-    if lock.acquire(True, _PATIENCE):
+    if lock.acquire(True, _LOCK_TIMEOUT_S):
         flag.acquire(False)  # As multiprocessing.Event.set does; nobody waits for the event.
         flag.release()
         lock.release()
@@ -364,8 +210,9 @@ def dead_workers(error: Exception) -> str:
     # Read without __getattr__, which may raise any error in an object whose creation was interrupted.
     owners: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     worker_lists = [getattr_static(owner, "_workers", None) for owner in owners]
+    workers: list[Any] = next((workers for workers in worker_lists if _are_processes(workers)), [])
     dead = []
-    for index, worker in enumerate(next((workers for workers in worker_lists if _are_processes(workers)), [])):
+    for index, worker in enumerate(workers):
         worker.join(1.0 if index == 0 else 0.1)  # It may still be ending.
         if worker.exitcode:
             cause = f"killed by signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit status {worker.exitcode}"
