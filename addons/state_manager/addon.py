@@ -294,8 +294,8 @@ class StateManagerAddon(AddOnBase):
         if self.world_size > 1 and isinstance(self.checkpointer, FolderCheckpointer):
             is_sharded = self.checkpoints.model_format == "sharded"
             check_shared_disk(self.save_path, group, writes_on_all_ranks=is_sharded)
-        if self.is_main and self._resumption.mid_epoch != "restart":
-            self.loader_position.warn_of_order(self.current_run.activity.loader)
+        if self.is_main:
+            self._resumption.warn_of_order(self.current_run.activity.loader)
         self._reload()
         if self.save_on_signal:
             self.current_run.requests.signals = self._stop_signals.install()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from zae.addons.state_manager.start_from import Start
 from zae.arguments.paths import check_partial
 from zae.checkpoint.folder import newest_valid, refuse_links
 from zae.checkpoint.manifest import Manifest, check_progress
+from zae.data.loaders import has_order
 from zae.data.position import LoaderPosition
 from zae.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, did_you_mean
 from zae.loop.progress import ProgressChecker, RunCalls
@@ -240,3 +241,15 @@ class Resumption:
         position.restart(progress.batch)
         progress.epoch_step = 0
         progress.epoch_batch = 0
+
+    def warn_of_order(self, loader: Any) -> None:
+        """Warn, as a run begins, where no state within an epoch can be continued."""
+        if self.mid_epoch == "restart" or has_order(loader):
+            return
+        _log.warning(
+            "%s has in_order=False and num_workers=%d: what is saved within an epoch cannot be resumed there, since "
+            "the order of the batches is not known; write in_order=True, or mid_epoch='restart' (an option of "
+            "StateManagerAddon) to begin such an epoch again",
+            type(loader).__name__,
+            loader.num_workers,
+        )

@@ -19,7 +19,7 @@ from kit.ranks import on_ranks
 from kit.table import Task
 from zae import ConfigError, LoaderError
 from zae.addons import GradientAccumulationAddon, MultiGPUAddon
-from zae.data.loaders import BatchLimits
+from zae.data.batch_limits import BatchLimits
 from zae.data.sharding import shard
 from zae.data.shards import Ranks
 

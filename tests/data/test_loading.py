@@ -27,7 +27,8 @@ from kit.table import Task, core_of, fingerprint
 from zae import LoaderError
 from zae.addons import GradientAccumulationAddon
 from zae.checkpoint.encoding import decode, encode
-from zae.data.loaders import check_loader, describe, has_pinned_batches, length_of
+from zae.data.loader_checks import check_loader
+from zae.data.loaders import describe, has_pinned_batches, length_of
 
 
 def build(*add_ons: Any, **options: Any) -> Any:

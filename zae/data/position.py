@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from zae import random_state
+from zae.data.loader_checks import check_ended
 from zae.data.loader_parts import LoaderParts, changes_of, own_batch_sampler
 from zae.data.loader_state import as_begun
 from zae.data.loader_values import LoaderValues, values_in
-from zae.data.loaders import check_ended, describe, has_order, has_pinned_batches, iterates_as_torch, length_of
+from zae.data.loaders import describe, has_order, has_pinned_batches, iterates_as_torch, length_of
 from zae.data.reading import FirstBatches, LastBatch, SampledPosition, position_of
 from zae.data.seeded import seed_streams_of
 from zae.data.streams import LoaderStreams
@@ -27,7 +28,7 @@ from zae.data.workers import (
 from zae.errors import CheckpointMismatch, LoaderError
 
 if TYPE_CHECKING:
-    from zae.data.loaders import BatchLimits
+    from zae.data.batch_limits import BatchLimits
     from zae.trainer import Trainer
 
 __all__ = ["LoaderPosition"]
@@ -199,17 +200,6 @@ class LoaderPosition:
                 f"an epoch is open, and {_NO_ORDER}. Write in_order=True, and resume from a checkpoint of the end of "
                 "an epoch; or begin the epoch again: mid_epoch='restart' (an option of StateManagerAddon); or give "
                 "another loader, which begins the next epoch"
-            )
-
-    def warn_of_order(self, loader: Any) -> None:
-        """Warn, as a run begins, where no state within an epoch can be continued."""
-        if not has_order(loader):
-            _log.warning(
-                "%s has in_order=False and num_workers=%d: what is saved within an epoch cannot be resumed there, "
-                "since the order of the batches is not known; write in_order=True, or mid_epoch='restart' (an option "
-                "of StateManagerAddon) to begin such an epoch again",
-                type(loader).__name__,
-                loader.num_workers,
             )
 
     def note_loader(self, loader: Any) -> None:

@@ -13,8 +13,9 @@ from torch import nn
 from zae import random_state
 from zae.arguments import Seed, checked
 from zae.compose.introspect import is_default
+from zae.data.loader_checks import check_ended, check_loader
 from zae.data.loader_state import preserve_streams
-from zae.data.loaders import check_ended, check_loader, describe, has_pinned_batches
+from zae.data.loaders import describe, has_pinned_batches
 from zae.data.workers import abandon_workers
 from zae.errors import LoaderError
 from zae.loop.activity import EvaluationSettings

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from zae.arguments import Count, NonNegative, check_argument, checked
 from zae.compose.class_checks import without_test_step
 from zae.compose.introspect import owners_of
-from zae.data.loaders import BatchLimits, check_loader, check_repeatable, length_of
+from zae.data.batch_limits import BatchLimits
+from zae.data.loader_checks import check_loader, check_repeatable
+from zae.data.loaders import length_of
 from zae.errors import ConfigError, LoaderError
 from zae.loop.progress import NO_LIMIT, Every, ProgressChecker
 from zae.optim.checks import Span
