@@ -1467,9 +1467,8 @@ class Trainer(Processes, metaclass=TrainerMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, without those of this run: it sets itself up, and continues from here."""
-        evaluation = (
-            self.current_run.activity.evaluation
-        )  # A copy of a trainer that evaluates has the weights of the evaluation.
+        # A copy of a trainer that evaluates has the weights of the evaluation.
+        evaluation = self.current_run.activity.evaluation
         attributes = {name: value for name, value in without_first_calls(vars(self)).items() if name != "current_run"}
         engine = copy.deepcopy(self.engine)  # It has no process group, and has wrapped no model.
         return {**attributes, "model": self._module, "engine": engine, "evaluation": evaluation}

@@ -23,11 +23,8 @@ from zae.values.walk import flatten, json_safe
 __all__ = ["ClientSink", "JSONLSink", "RunInfo", "Sink"]
 
 _log = logging.getLogger("zae")
-_KEYS_OF_OTHER_LINES = (
-    "run",
-    "image",
-    "histogram",
-)  # A line that is no record has a dict there; the last two are of older files.
+# A line that is no record has a dict there; the last two are of older files.
+_KEYS_OF_OTHER_LINES = ("run", "image", "histogram")
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def base_weights(model: nn.Module) -> dict[str, str]:
 
 
 def changed_weights(model: nn.Module, base: Mapping[str, str], marks: dict[str, Any]) -> set[str]:
-    """Return the entries that are not trained, but differ from those that were hashed; ``seen`` is a cache.
+    """Return the entries that are not trained, but differ from those that were hashed; ``marks`` is a cache.
 
     They are buffers that training changes, as BatchNorm's, and weights that were trained before they were frozen.
     """

@@ -55,7 +55,7 @@ def find(
     Returns
     -------
     path, content : tuple, or None
-        The checkpoint, and what ``load_checkpoint`` returned for it; None to start from scratch.
+        The checkpoint, and what `read` returned for it; None to start from scratch.
 
     Raises
     ------

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +56,8 @@ class UserState:
         self._set_by_loads: set[Name] = set()  # What optimizers have set that load a state of their own.
         self._snapshot: Mapping[str, Any] | None = None
         self._tensors: dict[str, tuple[Tensor, int, Tensor]] = {}  # Of the model, with their versions and copies.
-        self._snapshot_before: Mapping[str, Any] | None = (
-            None  # What was kept before a validation, or before on_run_end.
-        )
+        # What was kept before a validation, or before on_run_end.
+        self._snapshot_before: Mapping[str, Any] | None = None
         self._modules: dict[str, str] | None = None  # The class of each module of the model, as the first run began.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,11 +171,11 @@ class UserState:
             state["modules"] = {path: modules.get(path, _ABSENT) for path in changed}
         return state
 
-    def _put_back(self, trainer: Trainer, state: Mapping[str, Any], own: Collection[Name] = ()) -> None:
+    def _put_back(self, trainer: Trainer, state: Mapping[str, Any], set_by_loads: Collection[Name] = ()) -> None:
         walk = _walk(trainer, self._changes)
         objects = {path: owner.object for path, owner in walk.owners.items()}
         maker = Maker(_tensors_of(trainer), objects, trainer.device)
-        self._changes.put_back(walk, state, maker, own, says=trainer.is_main)
+        self._changes.put_back(walk, state, maker, set_by_loads, says=trainer.is_main)
         gradients = state.get("gradients", {})
         for name, parameter in trainer.unwrap().named_parameters():
             if name in gradients:
@@ -208,37 +207,24 @@ def check_user_state(state: Any) -> dict[str, Any]:
     return entries
 
 
-class _Options(MutableMapping[str, Any]):
+class _Options(dict[str, Any]):
     """The options of a trainer that are numbers, and that training may set: ``gradient_clip``, for instance.
 
     No texts and no flags: a checkpoint of somebody else is not to choose a folder, or to permit something.
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
         self._trainer = trainer
-        # Not by getattr alone: for an attribute that a trainer lacks it looks for the name that was meant.
-        present = [
-            name for name, is_of_class in _options_by_place(type(trainer)) if is_of_class or name in vars(trainer)
-        ]
-        self._names = [name for name in present if type(getattr(trainer, name)) in (int, float)]
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
+        for name, is_of_class in _options_by_place(type(trainer)):
+            # Not by getattr alone: for an attribute that a trainer lacks it looks for the name that was meant.
+            value = getattr(trainer, name) if is_of_class or name in vars(trainer) else None
+            if type(value) in (int, float):
+                super().__setitem__(name, value)
 
     def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
         setattr(self._trainer, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError("an option cannot be removed")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 @once_for_a_class

@@ -164,7 +164,7 @@ class Changes:
     ) -> None:
         """Put the values of a state back; those that it lacks, and that have changed since, become what they were.
 
-        Those in ``own`` were set by their objects, which have loaded a state of their own.
+        Those in ``loaded_names`` were set by their objects, which have loaded a state of their own.
         """
         entries = {(entry["owner"], entry["key"]): entry for entry in state.get("values", ())}
         self.names.update(entries)

@@ -148,9 +148,8 @@ def _ordered(constant: Any) -> Any:
 
 def content_digest(value: Any) -> str:
     """Return a hash of all that a long value holds; of an object of an unknown class, only the class."""
-    if isinstance(value, np.memmap) or isinstance(
-        getattr(value, "base", None), np.memmap
-    ):  # It may be larger than the memory, and would be read from the disk.
+    # A mapped file may be larger than the memory, and would be read from the disk.
+    if isinstance(value, np.memmap) or isinstance(getattr(value, "base", None), np.memmap):
         return f"a mapped file of {value.dtype} {value.shape}"
     if isinstance(value, np.ndarray) and value.dtype.kind in "OUSV":
         return f"{value.dtype.kind} {value.shape} {content_digest(value.ravel().tolist())}"
