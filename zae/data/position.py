@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from zae import random_state
+from zae.data.batch_digests import FirstBatches
 from zae.data.loader_checks import check_ended
 from zae.data.loader_parts import LoaderParts, changes_of, own_batch_sampler
 from zae.data.loader_state import as_begun
 from zae.data.loader_values import LoaderValues, values_in
 from zae.data.loaders import describe, has_order, has_pinned_batches, iterates_as_torch, length_of
-from zae.data.reading import FirstBatches, LastBatch, SampledPosition, position_of
+from zae.data.reading import SampledPosition, position_of
 from zae.data.seeded import seed_streams_of
 from zae.data.streams import LoaderStreams
 from zae.data.workers import (
@@ -308,8 +309,7 @@ class LoaderPosition:
                     self._first_batches.note(batch, type(self.loader).__name__)
                 is_first = False
                 used += 1
-                if reading.is_read_again:
-                    reading.last = LastBatch(batch)
+                reading.note_used(batch)
                 yield batch
         except Exception:
             self.failed_at = used + 1

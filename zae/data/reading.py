@@ -17,26 +17,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from zae import random_state
+from zae.data.batch_digests import LastBatch, is_comparable
 from zae.data.gather import batches_of
 from zae.data.loaders import Proxy, copy_with, is_stateful, iterates_as_torch, takes_samples
 from zae.data.seeded import is_seeded
 from zae.data.streams import LoaderStreams, State
 from zae.data.workers import iterate
 from zae.errors import CheckpointMismatch
-from zae.torch_private import version_of
-from zae.values.plain_values import content_digest, plain_value
-from zae.values.walk import leaves_of
 
-__all__ = ["FirstBatches", "LastBatch", "SampledPosition", "position_of"]
+__all__ = ["SampledPosition", "position_of"]
 
 _log = logging.getLogger("zae")
-_FORM = "2:"
-"""What a digest begins with; those of older versions looked at the beginning of a batch, and are not compared."""
-
 _REMEDY = (
     "Let each call of its __iter__ begin a new epoch; where it draws random numbers, seed them there, or draw from a "
     "generator of its own. Where its batches depend on the model, as those that a policy collects, make it a class "
@@ -49,20 +43,16 @@ class SampledPosition:
 
     Attributes
     ----------
-    is_read_again : bool
-        Whether a resume within an epoch reads used batches again; then ``last`` is the one that was used last.
     may_begin_again : bool
         Whether the loader itself says where an epoch begins, which may be the first one in each process.
     """
 
-    is_read_again = False
     may_begin_again = False
 
     def __init__(self, loader: Any, streams: LoaderStreams, is_fast: bool) -> None:
         self.loader = loader
         self.streams = streams
         self.is_fast = is_fast
-        self.last: LastBatch | None = None
         self._last_digest: str | None = None  # Of the batch that was used last, in a loaded state.
         self._keeps_workers = False  # Whether the workers come from an earlier epoch, in an uninterrupted run.
 
@@ -71,18 +61,23 @@ class SampledPosition:
 
         The order of the samples is drawn again, from the state of the epoch's begin.
         """
-        if used:
-            present = present or self.streams.capture()
-            self.streams.rewind(self.streams.begin or present)
-        elif present is not None:
-            self._warn_of_new_workers()
-            self.streams.rewind(present, with_values=False)  # They were put back before the hooks that begin an epoch.
-        if not used or self.streams.begin is None:
-            self.streams.mark_begin()
+        streams = self.streams
+        if not used:
+            if present is not None:
+                self._warn_of_new_workers()
+                streams.rewind(present, with_values=False)  # They were put back before the hooks that begin an epoch.
+            streams.mark_begin()
+            return self._open(0)
+        present = present or streams.capture()
+        streams.rewind(streams.begin or present)
+        if streams.begin is None:
+            streams.mark_begin()
         iterator = self._open(used)
-        if used and present is not None:  # Workers that have begun their first batches have their own random streams.
-            self.streams.restore(present)
+        streams.restore(present)  # Workers that have begun their first batches have their own random streams.
         return iterator
+
+    def note_used(self, batch: Any) -> None:
+        """Note the batch that is used next."""
 
     def start_next_epoch(self, used_in_all: int, absent: int) -> None:
         """Note that an epoch has ended, after so many batches in all, and with so many that were None."""
@@ -140,11 +135,10 @@ class SampledPosition:
             _log.log(level, text, name, count)
         iterator = iterate(loader)
         last, has_drawn = _drop(iterator, count)
-        saved = self._last_digest
-        if last is None or saved is None or not saved.startswith(_FORM):
-            if has_drawn:
-                _warn_of_draws(name)
-        elif (digest := LastBatch(last).digest()) != saved and digest is not None:
+        is_compared = last is not None and is_comparable(self._last_digest)
+        if has_drawn and not is_compared:
+            _warn_of_draws(name)
+        if is_compared and LastBatch(last).digest() != self._last_digest:
             raise CheckpointMismatch(
                 f"the {name} yields other batches when it is read again: the last one that was used, batch {count}, is "
                 f"another one now, so that to continue would use some samples twice and others never. {_REMEDY}. With "
@@ -156,15 +150,21 @@ class SampledPosition:
 class ReplayPosition(SampledPosition):
     """The used batches are read again, and the last of them is compared with the one that was used."""
 
-    is_read_again = True
     may_begin_again = True
+
+    def __init__(self, loader: Any, streams: LoaderStreams, is_fast: bool) -> None:
+        super().__init__(loader, streams, is_fast)
+        self._last: LastBatch | None = None
+
+    def note_used(self, batch: Any) -> None:
+        self._last = LastBatch(batch)
 
     def start_next_epoch(self, used_in_all: int, absent: int) -> None:
         super().start_next_epoch(used_in_all, absent)
-        self.last = None
+        self._last = None
 
     def state_dict(self) -> dict[str, Any]:
-        digest = None if self.last is None else self.last.digest()
+        digest = None if self._last is None else self._last.digest()
         return super().state_dict() | ({} if digest is None else {"last_batch": digest})
 
 
@@ -199,7 +199,8 @@ class IteratorPosition(ReplayPosition):
         iterator = self.loader if used and present is None else self._open(count)
         if count and present is not None:
             streams.restore(present)
-            streams.begin = streams.begin if used else present
+            if not used:
+                streams.begin = present
         return self._go_on(iterator)
 
     def start_next_epoch(self, used_in_all: int, absent: int) -> None:
@@ -250,24 +251,30 @@ class StatefulPosition(SampledPosition):
         self._is_skipped = bool(used) and (state is None or _lacks_place(state))
         if state is None or present is None or self._is_skipped:
             return super().batches(used, present)
-        loader = self.loader
-        if not used:
-            self._warn_of_new_workers()
-        # Before an epoch the values were put back already, and since then the epoch was set.
-        self.streams.restore(present, with_values=bool(used))
+        return self._continue_epoch(state, present) if used else self._begin_epoch(state, present)
+
+    def _continue_epoch(self, state: Any, present: State) -> Iterator[Any]:
+        self.streams.restore(present)
         iterator = self._from_state(state)
-        if used:
-            _warn_of_workers(loader)
-            self.streams.restore(present)
-        elif isinstance(loader, DataLoader) and not loader.persistent_workers:
+        _warn_of_workers(self.loader)
+        self.streams.restore(present)
+        return iterator
+
+    def _begin_epoch(self, state: Any, present: State) -> Iterator[Any]:
+        """Begin an epoch where the loader stood at the end of the one before."""
+        loader = self.loader
+        self._warn_of_new_workers()
+        # The values were put back already, and since then the epoch was set.
+        self.streams.restore(present, with_values=False)
+        iterator = self._from_state(state)
+        if isinstance(loader, DataLoader) and not loader.persistent_workers:
             # The loader ended, and started again, with draws that an uninterrupted run makes once.
             self.streams.restore(present, with_values=False)
             self.streams.mark_begin()
             return iterate(loader)
-        elif isinstance(loader, DataLoader) and self._keeps_workers:
+        if isinstance(loader, DataLoader) and self._keeps_workers:
             random_state.restore(present["random"])  # The workers of an uninterrupted run have their seed already.
-        if not used:
-            self.streams.begin = present
+        self.streams.begin = present
         return iterator
 
     def _from_state(self, state: Any) -> Iterator[Any]:
@@ -348,85 +355,7 @@ def _entries(state: Any, keys: Sequence[str]) -> Iterator[Any]:
         yield from _entries(value, keys)
 
 
-# ------------------------------------------------------------------------------------------- a batch that was used
-
-
-class LastBatch:
-    """The batch that was used last, of a loader whose first batches a resumed run reads again and drops.
-
-    Its digest is in the state, and the batch at its place is compared with it: a stream that draws from an unseeded
-    generator, or that counts how often it was read, yields others.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        # Its leaves: a step may change a dict, an object, or a tensor in place, which is then not compared.
-        self._leaves = [(leaf, _versions_in(leaf)) for _, leaf in leaves_of(batch)]
-
-    def digest(self) -> str | None:
-        """Return a digest of all that it holds; None where a step has changed it."""
-        if any(_versions_in(leaf) != versions for leaf, versions in self._leaves):
-            return None
-        values = [content_digest(leaf) if isinstance(leaf, Tensor) else plain_value(leaf) for leaf, _ in self._leaves]
-        return _FORM + content_digest(values)
-
-
-def _versions_in(leaf: Any) -> Any:
-    """Return what changes where a step changes a tensor, or an attribute of an object."""
-    if isinstance(leaf, Tensor):
-        return version_of(leaf)
-    attributes = getattr(leaf, "__dict__", {})
-    return [
-        (name, id(attribute), version_of(attribute) if isinstance(attribute, Tensor) else 0)
-        for name, attribute in attributes.items()
-    ]
-
-
-class FirstBatches:
-    """The batches that epochs begin with: a loader that began again is seen by them.
-
-    Its epoch begins as the first one did, after a resume, and no other epoch does.
-    """
-
-    def __init__(self) -> None:
-        self._digest: str | None = None  # Of the first epoch.
-        self._has_others = False  # Whether an epoch began with another batch,
-        self._has_same = False  # and whether one began with the same batch.
-        self._is_resumed = False
-        self._is_suspect = False  # Whether the only one that began with the same batch came after the resume.
-
-    def note(self, batch: Any, name: str) -> None:
-        """Look at the batch that an epoch begins with."""
-        digest = LastBatch(batch).digest()
-        if self._digest is None:
-            self._digest = digest
-        elif digest == self._digest:
-            self._is_suspect = self._is_resumed and not self._has_same
-            self._has_same = True
-        else:
-            self._has_others = True
-        self._is_resumed = False
-        if self._is_suspect and self._has_others:
-            self._is_suspect = False
-            _log.warning(
-                "the %s began again with this resume: an epoch after it began with the batch that the first epoch "
-                "began with, and no epoch before it did, so that samples come in another order than without a resume. "
-                "What it keeps over its epochs is in no checkpoint: give it state_dict and load_state_dict",
-                name,
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an entry for a state, once an epoch has begun."""
-        noted = [self._digest, self._has_others, self._has_same]
-        return {} if self._digest is None else {"first_batch": noted}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the entry of a state; a process that has seen no epoch of this loader resumes."""
-        self._is_resumed = self._digest is None
-        if "first_batch" in state:
-            self._digest, self._has_others, self._has_same = state["first_batch"]
-
-
-# ------------------------------------------------------------------------------------------ entries that are skipped
+# ----------------------------------------------------------------------------- the first entries, which are skipped
 
 
 class _SkipFirst(Proxy):
@@ -435,27 +364,27 @@ class _SkipFirst(Proxy):
     def __init__(self, sampler: Any, skip: int) -> None:
         super().__init__(sampler)
         self._skip = skip
-        self.rest: Iterator[Any] | None = None  # Once the loader iterates over it.
-        self._turn = threading.Lock()
+        self.iterator: Iterator[Any] | None = None  # Once the loader iterates over it.
+        self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[Any]:
         # Nothing is skipped here: a DataLoader draws its base seed after this call and before the first entry.
-        self.rest = iter(self.passed)
+        self.iterator = iter(self.passed)
         return self._entries()
 
     def _entries(self) -> Iterator[Any]:
         self.skip()
-        assert self.rest is not None
-        yield from self.rest
+        assert self.iterator is not None
+        yield from self.iterator
 
     def skip(self) -> None:
         """Drop the first entries now, while the random state is that of the beginning of the epoch."""
-        assert self.rest is not None
-        with self._turn:  # A loader may fetch its batches in a thread.
+        assert self.iterator is not None
+        with self._lock:  # A loader may fetch its batches in a thread.
             count = self._skip
             self._skip = 0
             sampler = getattr(self.passed, "sampler", self.passed)
-            _, has_drawn = _drop(self.rest, count)
+            _, has_drawn = _drop(self.iterator, count)
             if has_drawn:
                 _warn_of_draws(f"sampler {type(sampler).__name__}")
 
@@ -468,7 +397,7 @@ def _skip_entries(loader: Any, count: int, is_fast: bool) -> Iterator[Any] | Non
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = _SkipFirst(getattr(loader, name), count)
     iterator = batches_of(copy_with(loader, **{name: sampler}), is_fast)
-    if sampler.rest is None:  # The __iter__ of a subclass is a generator, for example.
+    if sampler.iterator is None:  # The __iter__ of a subclass is a generator, for example.
         return None
     _warn_of_workers(loader)
     sampler.skip()
