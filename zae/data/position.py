@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["LoaderPosition"]
 
 _log = logging.getLogger("zae")
-_NO_ORDER = (
-    "its batches came as the workers finished them (in_order=False, with several workers), so that it is not known "
-    "which samples were used: to continue would use some twice and others never"
-)
 _NOT_SAVED = ("may_reshard", "is_of_another")
 """What a loaded state has beside what was saved: how it was loaded, and that the run has another loader."""
 
@@ -170,7 +166,8 @@ class LoaderPosition:
     def check(self, loader: Any, new_run: bool) -> None:
         """Refuse to resume with another loader, after ``wrap_loader``, than the run was saved with.
 
-        A new call of ``run``, which had not begun when the state was saved, takes any loader.
+        A new call of ``run``, which had not begun when the state was saved, takes any loader. What the loader holds,
+        and how it was before ranks or limits, is compared by the record of the run.
         """
         if self._loaded is None:
             return
@@ -181,16 +178,14 @@ class LoaderPosition:
             changes.append("it is another object")
         if "ranks" in self._loaded:
             changes.append(f"it was shared by {self._loaded['ranks']} ranks")
-        if not changes:
-            return
-        if not new_run:
-            # A batch sampler may change the number of batches in each epoch.
-            if not (len(changes) == 1 and changes[0].startswith("number of batches") and own_batch_sampler(before)):
+        if changes and new_run:
+            # Another loader begins anew: of the state, the global random streams alone are for it.
+            present = {"random": self._loaded["present"]["random"], "generators": None, "parts": {}, "values": {}}
+            self._loaded = {**self._loaded, "begin": None, "present": present, "is_of_another": True}
+        elif changes:
+            has_other_number_alone = len(changes) == 1 and changes[0].startswith("number of batches")
+            if not (has_other_number_alone and own_batch_sampler(before)):  # It may change the number in each epoch.
                 raise _another_loader(changes)
-            return
-        # Another loader begins anew: of the state, the global random streams alone are for it.
-        present = {"random": self._loaded["present"]["random"], "generators": None, "parts": {}, "values": {}}
-        self._loaded = {**self._loaded, "begin": None, "present": present, "is_of_another": True}
 
     def _check_order(self, loader: Any) -> None:
         """Refuse to continue an open epoch whose batches came in no known order."""
@@ -198,9 +193,11 @@ class LoaderPosition:
         is_known = has_order(loader) if state is None else not state.get("has_no_order")
         if not is_known:
             raise (LoaderError if state is None else CheckpointMismatch)(
-                f"an epoch is open, and {_NO_ORDER}. Write in_order=True, and resume from a checkpoint of the end of "
-                "an epoch; or begin the epoch again: mid_epoch='restart' (an option of StateManagerAddon); or give "
-                "another loader, which begins the next epoch"
+                "an epoch is open, and its batches came as the workers finished them (in_order=False, with several "
+                "workers), so that it is not known which samples were used: to continue would use some twice and "
+                "others never. Write in_order=True, and resume from a checkpoint of the end of an epoch; or begin the "
+                "epoch again: mid_epoch='restart' (an option of StateManagerAddon); or give another loader, which "
+                "begins the next epoch"
             )
 
     def note_loader(self, loader: Any) -> None:
@@ -275,27 +272,32 @@ class LoaderPosition:
             check_epoch_of_workers(loader, 1)
             self._absent = []
         state = self._loaded
-        continues_state = self._continues_state
-        self._loaded = None
-        self._ended_with = None
-        if self.loader is not loader:
-            self._first_batches = FirstBatches()
-        if self._reading is None or self.loader is not loader or state is not None:
-            self._streams = LoaderStreams(loader, self._values)
-            self._reading = position_of(loader, self._streams, self.is_fast, used_in_all - used)
-        if state is not None and continues_state:
-            self._streams.begin = state["begin"]
-            self._reading.load_state_dict(state)
-            self._first_batches.load_state_dict(state)
+        reading = self._open_reading(loader, used_in_all - used)
         self.pinned = has_pinned_batches(loader)
         self.failed_at = None
         unmute_workers()
         seed_streams_of(loader)
         skipped = used + sum(after <= used for after in self._absent)
-        iterator = self._reading.batches(skipped, None if state is None else state["present"])
+        iterator = reading.batches(skipped, None if state is None else state["present"])
         if state is not None and state["begin"] is not None:
             _check_number(state["facts"], loader)
-        return self._without_absent(self._reading, iterator, used)
+        return self._without_absent(reading, iterator, used)
+
+    def _open_reading(self, loader: Any, used_before: int) -> SampledPosition:
+        """Return how the loader is read; what was loaded is taken into it."""
+        is_another = self.loader is not loader
+        if is_another:
+            self._first_batches = FirstBatches()
+        if is_another or self._reading is None or self._loaded is not None:
+            self._streams = LoaderStreams(loader, self._values)
+            self._reading = position_of(loader, self._streams, self.is_fast, used_before)
+        if self._loaded is not None and self._continues_state:
+            self._streams.begin = self._loaded["begin"]
+            self._reading.load_state_dict(self._loaded)
+            self._first_batches.load_state_dict(self._loaded)
+        self._loaded = None
+        self._ended_with = None
+        return self._reading
 
     def _without_absent(self, reading: SampledPosition, iterator: Iterator[Any], used: int) -> Iterator[Any]:
         """Skip batches that are None; refuse a loader of which more batches are None than not."""
