@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zae import random_state
-from zae.addons.pipeline.chain import Chain, Program, bind, check_passed, constants_in, fake_loss
+from zae.addons.pipeline.chain import Chain, Program, check_passed, fake_loss
+from zae.addons.pipeline.forward_calls import bind, constants_in
 from zae.addons.pipeline.micro_batches import fill_up, first_rows, take_apart
 from zae.addons.pipeline.schedules import Arrangement
 from zae.errors import ConfigError, StepError

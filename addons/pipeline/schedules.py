@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from zae.addons.pipeline.chain import Chain
+from zae.addons.pipeline.chain import Chain, chain_of
 from zae.display.text import format_size
 from zae.distributed.blocks import check_shapes, check_tables
 from zae.errors import ConfigError, did_you_mean
@@ -174,7 +174,7 @@ class Arrangement:
                 f"{', '.join(norms[:_SHOWN])} is a batch normalization, whose statistics would be those of "
                 "micro-batches; use GroupNorm or LayerNorm, call eval() of it before run(), or train with MultiGPUAddon"
             )
-        return Chain(model, self.split, self.count)
+        return chain_of(model, self.split, self.count)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank of the pipeline."""

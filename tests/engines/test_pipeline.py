@@ -34,7 +34,7 @@ from zae.addons import (
     PipelineAddon,
     TensorParallelAddon,
 )
-from zae.addons.pipeline.chain import Chain
+from zae.addons.pipeline.chain import chain_of
 from zae.addons.pipeline.schedules import SCHEDULES, Schedule
 
 LIMIT = 1e-12
@@ -369,16 +369,18 @@ def test_stages_are_named_counted_or_given_by_a_function() -> None:
     """By default they are balanced by parameters; what no stage computes with is in the first one."""
     model = net(blocks=8)
     for count in (2, 3, 4, 8):
-        chain = Chain(model, None, count)
+        chain = chain_of(model, None, count)
         sizes = [sum(each.numel() for each in chain.parameters([stage])) for stage in range(count)]
         assert sum(sizes) == sum(each.numel() for each in model.parameters())
         block = sum(each.numel() for each in model.blocks[0].parameters())
         assert max(sizes) - min(sizes) <= 2 * block
-    assert Chain(model, ["blocks.3", "blocks.6", "norm"], 4).begins == ["blocks.3", "blocks.6", "norm"]
-    deep = Chain(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), nn.Linear(2, 2)), ["0.2"], 2)
+    assert chain_of(model, ["blocks.3", "blocks.6", "norm"], 4).begins == ["blocks.3", "blocks.6", "norm"]
+    deep = chain_of(
+        nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), nn.Linear(2, 2)), ["0.2"], 2
+    )
     assert [sorted(each) for each in deep.names] == [["0.0.bias", "0.0.weight"],
                                                      ["0.2.bias", "0.2.weight", "1.bias", "1.weight"]]  # fmt: skip
-    own = Chain(dropped(), lambda model, count: [nn.Sequential(model[0], model[1]), nn.Sequential(*model[2:])], 2)
+    own = chain_of(dropped(), lambda model, count: [nn.Sequential(model[0], model[1]), nn.Sequential(*model[2:])], 2)
     assert [sorted(each) for each in own.names] == [["0.bias", "0.weight"],
                                                     ["2.bias", "2.weight", "4.bias", "4.weight"]]  # fmt: skip
 

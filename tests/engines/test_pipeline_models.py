@@ -18,7 +18,7 @@ from kit.engines import F64, Engine, Task, build, distance, sgd, weights
 from kit.stages import VOCABULARY, Language, Outputs, Records, Skips, beside, in_halves, recorded
 from zae import ConfigError
 from zae.addons import PipelineAddon
-from zae.addons.pipeline.chain import Chain, fake_loss
+from zae.addons.pipeline.chain import chain_of, fake_loss
 
 
 class Fits(Mean):
@@ -100,7 +100,7 @@ class Positional(Records):
 
 def test_a_forward_without_names_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the forward of Positional takes \*tensors: name each input"):
-        Chain(Positional(), ["last"], 2)
+        chain_of(Positional(), ["last"], 2)
 
 
 def test_a_forward_that_decides_by_shapes_is_refused_with_its_line() -> None:
@@ -112,9 +112,9 @@ def test_a_forward_that_decides_by_shapes_is_refused_with_its_line() -> None:
 
     model = Decides(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ConfigError, match=r"test_pipeline_models.py, line \d+, `.*shape.*give split=a function"):
-        Chain(model, ["1"], 2)
+        chain_of(model, ["1"], 2)
     with pytest.raises(ConfigError, match=r"forward of Language cannot be divided .*give split=a function"):
-        Chain(Language("encoder"), ["stack.layers.2"], 2)
+        chain_of(Language("encoder"), ["stack.layers.2"], 2)
 
 
 class Branches(nn.Module):
@@ -140,13 +140,13 @@ class Branches(nn.Module):
 )
 def test_a_forward_that_decides_is_refused(decides: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Chain(Branches(decides), ["c"], 2)
+        chain_of(Branches(decides), ["c"], 2)
 
 
 def test_what_passes_is_a_tensor_and_each_call_is_looked_at() -> None:
     """A forward that asks for a tensor gets one; one that goes another way later is refused then."""
     model = Branches(torch.is_tensor)
-    chain = Chain(model, ["c"], 2)
+    chain = chain_of(model, ["c"], 2)
     assert [sorted(each) for each in chain.names] == [["a.bias", "a.weight", "b.bias", "b.weight"],
                                                       ["c.bias", "c.weight"]]  # fmt: skip
     x = torch.randn(3, 4)
@@ -203,7 +203,7 @@ def test_a_divided_forward_that_sets_something_is_refused(function: Any, message
     model = Sets(function)
     model.count = 0
     with pytest.raises(ConfigError, match=message):
-        Chain(model, ["b"], 2)
+        chain_of(model, ["b"], 2)
     assert (model.aux, model.count) == (None, 0)
 
 
