@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
+from zae.data.batch_limits import BatchLimits
 from zae.data.loader_parts import LoaderParts
 from zae.data.reshard import place_of, why_not_reshard, with_placeholders
 from zae.data.sharding import shard
@@ -65,7 +66,7 @@ def test_resume_in_any_layout(size: int, first: Any, then: Any, last: Any, parts
     for (batch_size, ranks), part in zip((first, then, last), (*parts, 1.0), strict=True):
         loader = kind(size, batch_size)
         if before:
-            assert why_not_reshard(loader, before, (world, ranks), pad, place) == []
+            assert why_not_reshard(LoaderParts(loader), before, (world, ranks), pad, place) == []
             pad, place = place_of(loader, before, place, (world, ranks), pad)
         steps = shares(with_placeholders(loader, pad), ranks)
         until = place + round(part * (len(steps) - place))
@@ -77,16 +78,15 @@ def test_resume_in_any_layout(size: int, first: Any, then: Any, last: Any, parts
 
 
 def test_resume_of_what_deals_by_itself_is_refused() -> None:
-    """A DistributedSampler, another number of batches, and what has no length."""
+    """A DistributedSampler, also under limit_batches, another number of batches, and what has no length."""
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
     loader = DataLoader(range(8), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
-    assert why_not_reshard(loader, LoaderParts(loader).facts(), (2, 3), 0, 1) == [
-        "a DistributedSampler shards the dataset itself"
-    ]
-    assert why_not_reshard(listed(9, 1), LoaderParts(listed(12, 1)).facts(), (1, 2), 0, 1) == [
-        "number of batches was 4 and is 3"
-    ]
-    assert why_not_reshard(map(int, "12"), {"loader": "map"}, (1, 2), 0, 1) == [
+    for view in (loader, BatchLimits(2).of_training(loader)):
+        parts = LoaderParts(view)
+        assert why_not_reshard(parts, parts.facts(), (2, 3), 0, 1) == ["a DistributedSampler shards the dataset itself"]
+    before = LoaderParts(listed(12, 1)).facts()
+    assert why_not_reshard(LoaderParts(listed(9, 1)), before, (1, 2), 0, 1) == ["number of batches was 4 and is 3"]
+    assert why_not_reshard(LoaderParts(map(int, "12")), {"loader": "map"}, (1, 2), 0, 1) == [
         "a map has no order that can be resharded"
     ]
 

@@ -69,12 +69,13 @@ def reshard(state: Mapping[str, Any], trainer: Trainer, loader: Any) -> None:
     world = trainer.engine.dp_world_size
     before = state["facts"]
     ranks = (state.get("ranks", world), world)
-    facts = LoaderParts(loader).facts()
+    parts = LoaderParts(loader)
+    facts = parts.facts()
     has_same_batches = all(before.get(key) == facts.get(key) for key in ("batch_size", "drop_last"))
     if ranks[0] == world and has_same_batches:
         return
     used = progress.epoch_batch
-    reasons = why_not_reshard(loader, before, ranks, state["pad"], used)
+    reasons = why_not_reshard(parts, before, ranks, state["pad"], used)
     if used and state["loader"] is not None:
         reasons.append(f"a {type(loader).__name__} has its own position, counted in the previous batches")
     if reasons:
@@ -93,11 +94,12 @@ def reshard(state: Mapping[str, Any], trainer: Trainer, loader: Any) -> None:
     unchanged = {key: value for key, value in state.items() if key not in ("may_reshard", "ranks")}
     changes = {"present": present, "facts": {}, "loader": None, "pad": pad, "absent": []}
     trainer.loader_position.load_state_dict({**unchanged, **changes})
-    if used:
-        wrapped_loader = trainer.wrap_loader(loader, True)
-        steps = trainer.steps_per_epoch(wrapped_loader) or 0
-        progress.epoch_step = -(-steps * progress.epoch_batch // (length_of(wrapped_loader) or 1))  # Rounded up.
-        _log.info("epoch %d is resharded: each remaining sample is used once", progress.epoch + 1)
+    if not used:
+        return
+    wrapped_loader = trainer.wrap_loader(loader, True)
+    steps = trainer.steps_per_epoch(wrapped_loader) or 0
+    progress.epoch_step = -(-steps * progress.epoch_batch // (length_of(wrapped_loader) or 1))  # Rounded up.
+    _log.info("epoch %d is resharded: each remaining sample is used once", progress.epoch + 1)
 
 
 def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int, int], pad: int) -> tuple[int, int]:
@@ -115,17 +117,19 @@ def place_of(loader: Any, before: Mapping[str, Any], used: int, ranks: tuple[int
     return count, (used_entries + count) // entries_in_step
 
 
-def why_not_reshard(loader: Any, before: Mapping[str, Any], ranks: tuple[int, int], pad: int, used: int) -> list[str]:
+def why_not_reshard(
+    parts: LoaderParts, before: Mapping[str, Any], ranks: tuple[int, int], pad: int, used: int
+) -> list[str]:
     """Return why the rest of an epoch cannot be resharded."""
-    present = LoaderParts(loader).facts()
+    loader = parts.loader
+    present = parts.facts()
     if not used:
         name = "dataset length"
         return changes_of({name: before.get(name)}, {name: present.get(name)})
     is_list = hasattr(loader, "__len__") and hasattr(loader, "__getitem__") and not isinstance(loader, DataLoader)
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
     if not (is_list or takes_samples(loader)):
         return [f"a {type(loader).__name__} has no order that can be resharded"]
-    if isinstance(sampler, DistributedSampler):
+    if isinstance(parts.samplers.get("sampler"), DistributedSampler):
         return ["a DistributedSampler shards the dataset itself"]
     names = ["dataset length"]
     if _is_by_sample(before) != _is_by_sample(present):
