@@ -48,6 +48,15 @@ def test_in_one_process(current):
     assert current() == before
 
 
+def test_a_run_after_a_step_of_its_own(current):
+    before = current()
+    trainer = NamesTheKind(dense(), f"{DEVICE}:1", optimizer=sgd)
+    trainer.run_batch(data())  # It sets the trainer up, and leaves it so.
+    assert current() == 1
+    trainer.run(1, [data()])
+    assert current() == before
+
+
 def test_a_kind_means_the_current_device(current):
     torch.get_device_module(DEVICE).set_device(1)
     trainer = NamesTheKind(dense(), DEVICE, optimizer=sgd)
