@@ -81,9 +81,10 @@ class CollectiveCalls:
     @classmethod
     def _exchange(cls, store: Any, call: str, rank: int, world: int, timeout: float, looks: bool) -> _Answer:
         """Wait for the others, which may make another call, none in time, or have failed."""
-        if (other := store.compare_set("call", "", call).decode()) != call:
+        first_call = store.compare_set("call", "", call).decode()
+        if first_call != call:
             store.set("go", call)  # The others end with this error too, and meet again at their next call.
-            return _Answer(other)
+            return _Answer(first_call)
         store.set(f"rank/{rank}", "")
         if store.add("ranks", 1) == world:
             store.set("go", call)
@@ -160,8 +161,8 @@ def find_failed_rank(error: Exception, timeout: float) -> str:
     rank = dist.get_rank()
     world = dist.get_world_size()
     is_lost = has_lost_peer(error)
-    is_late = has_timed_out(error)
-    seconds = min(max(MIN_WAIT_S, timeout / 20), MAX_WAIT_S) if is_late else MIN_WAIT_S
+    is_timeout = has_timed_out(error)
+    seconds = min(max(MIN_WAIT_S, timeout / 20), MAX_WAIT_S) if is_timeout else MIN_WAIT_S
 
     def collect() -> dict[int, str]:
         store.set(f"failed/{rank}", "" if is_lost else summarize(error))
@@ -171,9 +172,9 @@ def find_failed_rank(error: Exception, timeout: float) -> str:
             return answers
         deadline = time.monotonic() + seconds
         while len(answers) < world - 1 and not any(answers.values()) and time.monotonic() < deadline:
-            for other in range(world):
-                if other not in (rank, *answers) and store.check([f"failed/{other}"]):
-                    answers[other] = store.get(f"failed/{other}").decode()
+            for peer in range(world):
+                if peer not in (rank, *answers) and store.check([f"failed/{peer}"]):
+                    answers[peer] = store.get(f"failed/{peer}").decode()
             time.sleep(_PAUSE)
         return answers
 
@@ -181,7 +182,9 @@ def find_failed_rank(error: Exception, timeout: float) -> str:
         answers = in_time(collect, seconds)
     except RuntimeError:
         return f"{describe_store()}; {_AGAIN}" if is_lost else ""
-    return summarize_ranks(answers, world, rank, f" within timeout={timeout:g} s" if is_late else "") if is_lost else ""
+    return (
+        summarize_ranks(answers, world, rank, f" within timeout={timeout:g} s" if is_timeout else "") if is_lost else ""
+    )
 
 
 def in_time(function: Callable[[], _T], timeout: float) -> _T:
@@ -209,10 +212,10 @@ def in_time(function: Callable[[], _T], timeout: float) -> _T:
 
 def summarize_ranks(answers: Mapping[int, str], world: int, rank: int, within: str) -> str:
     """Return what the answers of the other ranks show."""
-    causes = [f"rank {other} of {world} failed: {text}" for other, text in answers.items() if text]
+    causes = [f"rank {peer} of {world} failed: {text}" for peer, text in answers.items() if text]
     if causes:
         return "; ".join(causes)
-    silent = [other for other in range(world) if other != rank and other not in answers]
+    silent = [peer for peer in range(world) if peer != rank and peer not in answers]
     if not silent:
         return f"all {world} ranks lost a connection, and none reports another error: look at the network; {_AGAIN}"
     who = f"rank {' and rank '.join(map(str, silent))} of {world}"

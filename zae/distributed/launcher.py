@@ -110,24 +110,24 @@ def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:
     """
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own_number = uuid.uuid4().hex
+    number = uuid.uuid4().hex
     answered = dict[int, str]()
     deadline = time.monotonic() + timeout
     if rank:
-        store.set(f"zae/rank/{rank}", own_number)
-        name = store.get(f"zae/name/{own_number}").decode()
+        store.set(f"zae/rank/{rank}", number)
+        name = store.get(f"zae/name/{number}").decode()
         store.add(f"zae/joined/{name}", 1)
         return name
-    while store.add(f"zae/joined/{own_number}", 0) < world - 1:
-        for other in range(1, world):
-            key = f"zae/rank/{other}"
-            if store.check([key]) and (drawn := store.get(key).decode()) != answered.get(other):
-                answered[other] = drawn  # It may be that of a rank which has ended.
-                store.set(f"zae/name/{drawn}", own_number)
+    while store.add(f"zae/joined/{number}", 0) < world - 1:
+        for peer in range(1, world):
+            key = f"zae/rank/{peer}"
+            if store.check([key]) and (drawn := store.get(key).decode()) != answered.get(peer):
+                answered[peer] = drawn  # It may be that of a rank which has ended.
+                store.set(f"zae/name/{drawn}", number)
         if time.monotonic() > deadline:
             raise DistributedError(f"{world} ranks did not join within timeout={timeout:g} s")
         time.sleep(_PAUSE)
-    return own_number
+    return number
 
 
 def launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:

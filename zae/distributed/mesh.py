@@ -22,7 +22,8 @@ DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")
 DATA = ("replicate", "shard")
 """The dimensions whose ranks get different batches."""
 
-_GETS_THE_REST = ("shard", "replicate", "tensor", "pipeline")
+_FILLERS = ("shard", "replicate", "tensor", "pipeline")
+"""The dimensions that a mesh may leave out: the first of them takes the ranks that remain."""
 
 
 def check_mesh(mesh: Any, dimensions: Sequence[str], owner: str) -> dict[str, int]:
@@ -72,9 +73,9 @@ class Mesh:
     def __init__(self, requested: Mapping[str, int], dimensions: Sequence[str], world: int) -> None:
         sizes = dict(requested)
         product = math.prod(requested.values())
-        rest = next((name for name in _GETS_THE_REST if name in dimensions and name not in sizes), None)
-        if world > 1 and rest is not None and world % product == 0:
-            sizes[rest] = world // product
+        filler = next((name for name in _FILLERS if name in dimensions and name not in sizes), None)
+        if world > 1 and filler is not None and world % product == 0:
+            sizes[filler] = world // product
         elif world > 1 and product != world:
             raise ConfigError(
                 f"mesh={dict(requested)!r} is of {product} ranks, and this run has {world}; give sizes whose product "
