@@ -391,7 +391,7 @@ class StateManagerAddon(AddOnBase):
 
         def write(target: Path, older: Sequence[Path], info: Mapping[str, Any]) -> None:
             is_exact = not in_step and self.world_size == 1  # One of several ranks has only its own random streams.
-            is_exact = is_exact and self._crash.is_exact(progress, self.loader_position.has_drawn_for_failed)
+            is_exact = is_exact and self._crash.is_exact(progress, self.loader_position)
             info = {**info, "in_step": in_step, EXACT: is_exact, "score": None}
             with contextlib.suppress(MonitorError):  # The state is saved, whatever the monitor.
                 info["score"] = self._present_score()

@@ -8,8 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
+
 from zae.checkpoint import filesystem
 from zae.checkpoint.names import has_checkpoint_name
+from zae.data.loaders import iterates_as_torch
+from zae.data.position import LoaderPosition
 from zae.errors import CheckpointError
 from zae.loop.progress import ProgressChecker
 
@@ -23,6 +27,7 @@ EXACT = "exact"
 _CLAIM = ".crash-"
 _IN_PARTS = "the state lies in parts on the ranks, and one alone cannot save it"
 _HALF_STEPPED = "the state is that of no step, and is not saved"
+_DRAW_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler)  # Whole epochs, unless with replacement.
 
 
 def crashes_in(folder: Path) -> list[Path]:
@@ -71,7 +76,7 @@ class CrashSaver:
         in_step = progress.batch != last or has_batch
         return in_step if in_step or has_rested else None
 
-    def is_exact(self, progress: ProgressChecker, has_drawn: bool) -> bool:
+    def is_exact(self, progress: ProgressChecker, position: LoaderPosition) -> bool:
         """Return whether a run that resumes from this state ends bitwise as if nothing had failed.
 
         It does if a validation has failed, which it repeats: the random numbers of a validation are not those of
@@ -80,7 +85,7 @@ class CrashSaver:
         if progress.pending_validation:
             return True
         is_between_steps = (self._rested_at, self._rested_moment) == (progress.batch, progress.moment)
-        return is_between_steps and progress.epoch_batch > 0 and not has_drawn
+        return is_between_steps and progress.epoch_batch > 0 and not _may_have_drawn(position)
 
     def save(
         self, step: int, rank: int, world_size: int, write: Callable[..., None] | None, error: BaseException
@@ -124,6 +129,20 @@ class CrashSaver:
     def _regular(self) -> str:
         newest = next(iter(self._list_saved(self.folder, "step")), None)
         return f"the newest regular checkpoint is {newest}" if newest else "there is no regular checkpoint"
+
+
+def _may_have_drawn(position: LoaderPosition) -> bool:
+    """Return whether this process may have drawn random numbers for a batch that the loader failed to give.
+
+    It has not where workers read the samples, in an order that was drawn as the epoch began.
+    """
+    loader = position.loader
+    if position.failed_at is None or not iterates_as_torch(loader) or not loader.num_workers:
+        return True
+    if type(loader.batch_sampler) is not BatchSampler:
+        return True
+    sampler = loader.batch_sampler.sampler
+    return type(sampler) not in _DRAW_FIRST or getattr(sampler, "replacement", False) is True
 
 
 def forget_claims(folder: Path) -> None:

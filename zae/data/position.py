@@ -7,15 +7,13 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
-
 from zae import random_state
 from zae.data.batch_digests import FirstBatches
 from zae.data.loader_checks import check_ended
 from zae.data.loader_parts import LoaderParts, changes_of, own_batch_sampler
 from zae.data.loader_state import as_begun
 from zae.data.loader_values import LoaderValues, values_in
-from zae.data.loaders import describe, has_order, has_pinned_batches, iterates_as_torch, length_of
+from zae.data.loaders import describe, has_order, has_pinned_batches, length_of
 from zae.data.reading import SampledPosition, position_of
 from zae.data.seeded import seed_streams_of
 from zae.data.streams import LoaderStreams
@@ -37,8 +35,6 @@ __all__ = ["LoaderPosition"]
 _log = logging.getLogger("zae")
 _NOT_SAVED = ("may_reshard", "is_of_another")
 """What a loaded state has beside what was saved: how it was loaded, and that the run has another loader."""
-
-_DRAW_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler)  # Whole epochs, unless with replacement.
 
 
 class LoaderPosition:
@@ -242,20 +238,6 @@ class LoaderPosition:
     def _continues_state(self) -> bool:
         """Whether the next batches continue those of a state that was loaded."""
         return self._loaded is not None and "is_of_another" not in self._loaded
-
-    @property
-    def has_drawn_for_failed(self) -> bool:
-        """Whether this process may have drawn random numbers for a batch that the loader failed to give.
-
-        It has not where workers read the samples, in an order that was drawn as the epoch began.
-        """
-        loader: Any = self.loader
-        if self.failed_at is None or not iterates_as_torch(loader) or not loader.num_workers:
-            return True
-        if type(loader.batch_sampler) is not BatchSampler:
-            return True
-        sampler: Any = loader.batch_sampler.sampler
-        return type(sampler) not in _DRAW_FIRST or getattr(sampler, "replacement", False) is True
 
     def is_of(self, loader: Any) -> bool:
         """Return whether this loader can continue the epoch."""

@@ -182,9 +182,9 @@ def find_failed_rank(error: Exception, timeout: float) -> str:
         answers = in_time(collect, seconds)
     except RuntimeError:
         return f"{describe_store()}; {_AGAIN}" if is_lost else ""
-    return (
-        summarize_ranks(answers, world, rank, f" within timeout={timeout:g} s" if is_timeout else "") if is_lost else ""
-    )
+    if not is_lost:
+        return ""
+    return summarize_ranks(answers, world, rank, f" within timeout={timeout:g} s" if is_timeout else "")
 
 
 def in_time(function: Callable[[], _T], timeout: float) -> _T:
