@@ -198,6 +198,23 @@ class Again:
         return next(self.batches)
 
 
+class AgainInOrder(Sampler[list[int]]):
+    """A batch sampler that is its own iterator, and draws a new order when it is asked for one."""
+
+    def __iter__(self) -> Any:
+        self.order = torch.randperm(SIZE).tolist()
+        return self
+
+    def __next__(self) -> list[int]:
+        if not self.order:
+            raise StopIteration
+        self.order, batch = self.order[4:], self.order[:4]
+        return batch
+
+    def __len__(self) -> int:
+        return -(-SIZE // 4)
+
+
 class Own:
     """No DataLoader at all."""
 
@@ -230,6 +247,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled stream": lambda: DataLoader(Shuffled(), 4),
     "generator": lambda: Lazy(hand.data(SIZE), 4, shuffle=True),
     "thread": lambda: Threaded(hand.data(SIZE), 4, shuffle=True),
+    "a sampler begins again": lambda: DataLoader(hand.data(SIZE), batch_sampler=AgainInOrder()),
     "begins again": lambda: Again(hand.loader(generator=torch.Generator().manual_seed(2))),
     "own": Own,
 }

@@ -223,14 +223,9 @@ class IteratorPosition(ReplayPosition):
         self._skipped = int(state["absent_before"])
 
     def _go_on(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield the rest of an iterator, without calling ``iter()``, which restarts some iterators."""
-        while True:
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                self._has_ended = True
-                return
-            yield batch
+        """Yield the rest of an iterator, and note its end."""
+        yield from _rest_of(iterator)
+        self._has_ended = True
 
 
 class StatefulPosition(SampledPosition):
@@ -375,7 +370,7 @@ class _SkipFirst(Proxy):
     def _entries(self) -> Iterator[Any]:
         self.skip()
         assert self.iterator is not None
-        yield from self.iterator
+        yield from _rest_of(self.iterator)
 
     def skip(self) -> None:
         """Drop the first entries now, while the random state is that of the beginning of the epoch."""
@@ -402,6 +397,16 @@ def _skip_entries(loader: Any, count: int, is_fast: bool) -> Iterator[Any] | Non
     _warn_of_workers(loader)
     sampler.skip()
     return iterator
+
+
+def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield the rest of an iterator, without calling ``iter()``, which restarts some iterators."""
+    while True:
+        try:
+            entry = next(iterator)
+        except StopIteration:
+            return
+        yield entry
 
 
 def _drop(iterator: Iterator[Any], count: int) -> tuple[Any, bool]:
