@@ -134,6 +134,46 @@ def test_a_hidden_state_that_a_hook_begins(where: str, tmp_path: Path, caplog: p
     assert warnings_in(caplog) == []
 
 
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+@pytest.mark.parametrize("where", ["on_epoch_begin", "run_epoch"])
+@pytest.mark.parametrize("draw", ["seed", "number"])
+def test_random_numbers_that_a_hook_draws_as_an_epoch_begins(
+    draw: str, where: str, generator: torch.Generator | None, tmp_path: Path
+) -> None:
+    """They are drawn after those of the epoch before, also where an epoch is the first after a resume."""
+
+    class Draws(Task):
+        level = 0.0
+
+        def factor(self, batch: Any) -> float:
+            return 1.0 + self.level
+
+    def hook(self: Any, *args: Any) -> Any:
+        if where == "on_epoch_begin":
+            getattr(super(Draws, self), where)(*args)
+        if draw == "seed":
+            (generator or torch.default_generator).manual_seed(self.progress_checker.epoch)
+        else:
+            self.level = float(torch.rand((), generator=generator))
+        return super(Draws, self).run_epoch(*args) if where == "run_epoch" else None
+
+    setattr(Draws, where, hook)
+
+    def train(folder: str, *limits: int | None) -> Any:
+        for limit in limits:
+            if generator is not None:
+                generator.manual_seed(3)
+            loader = DataLoader(torch.cat(INPUTS), batch_size=6, shuffle=True, generator=generator)
+            trainer = build(Draws, tmp_path / folder)
+            trainer.run(3, loader, max_steps=limit)
+        return weights(trainer)
+
+    straight = train("straight", None)
+    for stop in (3, 6, 12):
+        ended = train(f"from {stop}", stop, None)
+        assert all(torch.equal(ended[name], straight[name]) for name in straight), stop
+
+
 class OwnLoop(Task):
     """Begins its state in a loop of its own."""
 

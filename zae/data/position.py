@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["LoaderPosition"]
 
 _log = logging.getLogger("zae")
-_NOT_SAVED = ("may_reshard", "is_of_another")
-"""What a loaded state has beside what was saved: how it was loaded, and that the run has another loader."""
+_NOT_SAVED = ("may_reshard", "is_of_another", "is_rewound")
+"""What a loaded state has beside what was saved: how it was loaded, that the run has another loader, and that its
+streams were restored before the hooks that begin the epoch."""
 
 
 class LoaderPosition:
@@ -208,6 +209,10 @@ class LoaderPosition:
         self._values.begin(loader, trainer)
         if self._continues_state:
             self._values.put_back(loader, self._loaded["present"])  # type: ignore[index]
+        if self._loaded is not None and not trainer.progress_checker.epoch_batch:
+            # What these hooks draw, or seed, counts for the epoch as well.
+            LoaderStreams(loader, self._values).rewind(self._loaded["present"], with_values=False)
+            self._loaded = {**self._loaded, "is_rewound": True}
 
     def restore_random(self) -> None:
         """Restore the global random streams, from which a resume itself may have drawn."""
@@ -260,7 +265,10 @@ class LoaderPosition:
         unmute_workers()
         seed_streams_of(loader)
         skipped = used + sum(after <= used for after in self._absent)
-        iterator = reading.batches(skipped, None if state is None else state["present"])
+        present = None if state is None else state["present"]
+        if state is not None and "is_rewound" in state:
+            present = self._streams.capture()
+        iterator = reading.batches(skipped, present)
         if state is not None and state["begin"] is not None:
             _check_number(state["facts"], loader)
         return self._without_absent(reading, iterator, used)
