@@ -41,7 +41,6 @@ from zae.data.loaders import length_of
 from zae.data.position import LoaderPosition
 from zae.device import can_copy_async, exchange_current, parse_device, to_device
 from zae.errors import ConfigError, TaskError
-from zae.loop.bases import Processes
 from zae.loop.epoch_log import EpochLog, plain
 from zae.loop.evaluation import Evaluation, evaluated_model, evaluation_weights, switch_mode
 from zae.loop.first_step import FirstStep
@@ -49,6 +48,7 @@ from zae.loop.history import History, Metrics, MetricsDict
 from zae.loop.limits import RunLimits
 from zae.loop.nonfinite import NonFiniteGuard
 from zae.loop.own_loop import loader_of_epoch, without_loop
+from zae.loop.processes import Processes
 from zae.loop.progress import Every, ProgressChecker
 from zae.loop.run import Run
 from zae.loop.step_output import StepOutput, copy_output, count_targets, explain_failure, read_output, sample_weight
@@ -961,6 +961,21 @@ class Trainer(Processes, metaclass=TrainerMeta):
     def stop(self, reason: str = "stop() was called") -> None:
         """End the run after this step; the reason is kept as ``metrics["stop_reason"]``."""
         self.progress_checker.stop_reason = reason
+
+    @hook
+    def request(self, action: str) -> None:
+        """Request an action after this step, before the next one; any of several ranks may request it.
+
+        Several ranks do it after the next step, except after a validation, an epoch and the last step of the run,
+        where it is done at once. What was done at that step already is not done twice.
+
+        Parameters
+        ----------
+        action : {"log", "validate", "save", "end_epoch"}
+            Log the training metrics, evaluate the ``valid_loader``, save the state (with StateManagerAddon), or end
+            the epoch, whose other batches are left out.
+        """
+        self.current_run.requests.add(action)
 
     @hook
     def check_better(self, metrics: Mapping[str, float]) -> bool:

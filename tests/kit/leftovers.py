@@ -15,7 +15,7 @@ from zae.cli import COMMANDS
 CORE = {
     "zae/trainer.py": ("Trainer",),
     "zae/parts.py": (),
-    "zae/loop/bases.py": ("Processes",),
+    "zae/loop/processes.py": ("Processes",),
     "zae/loop/run.py": ("Run",),
     "zae/loop/run_view.py": (),
     "zae/loop/progress.py": (),

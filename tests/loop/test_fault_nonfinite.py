@@ -21,7 +21,7 @@ from zae.addons import (
 from zae.checkpoint.folder import list_checkpoints, verify
 from zae.checkpoint.weights import load_weights
 from zae.errors import ConfigError, NonFiniteError
-from zae.loop.nonfinite import LATEST, NonFiniteGuard
+from zae.loop.nonfinite import MAX_DELAY_STEPS, NonFiniteGuard
 
 
 class Bad(faults.Task):
@@ -176,7 +176,7 @@ def test_the_late_look_of_an_accelerator(folder: Path) -> None:
             for out, _ in outputs:
                 self._waiting.append(out["loss"].detach())
                 self._steps.append(progress.step + 1)
-            if len(self._waiting) >= LATEST:
+            if len(self._waiting) >= MAX_DELAY_STEPS:
                 self.read_pending(progress, processes)
             return True
 
@@ -185,7 +185,7 @@ def test_the_late_look_of_an_accelerator(folder: Path) -> None:
     made.nonfinite = Far("raise", made.optimization)
     with pytest.raises(NonFiniteError, match="step 70 was nan"):
         made.run(1, loader)
-    assert 70 <= made.progress_checker.step <= 70 + LATEST
+    assert 70 <= made.progress_checker.step <= 70 + MAX_DELAY_STEPS
     assert made.last_path.name == "step-00000050"
     soon = build(Bad, StateManagerAddon, bad=(49,), save_path=folder / "soon", save_every=50, keep_last=None)
     soon.nonfinite = Far("raise", soon.optimization)

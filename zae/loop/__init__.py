@@ -1,7 +1,16 @@
-"""The rest of a run beside its steps: limits, history, evaluation and state.
+"""The rest of a run beside its steps, in the order to read it.
 
-`run` limits, validates and counts; `progress` has the counters and limits; `step_output` reads what a step returned,
-`epoch_log` keeps it, and `history` has the metrics; `nonfinite` guards the step; `evaluation` is validation and test;
-`error_notes` says where an error was raised; `trainer_state` reads and loads the trainer's own state, and `addon_state`
-that of its add-ons; `bases` has the bases of Trainer: what it shows of its parts, and the hooks of several ranks.
+A call of `Trainer.run`: `run`, with `limits` (where it ends), `progress` (its counters), `requests` (what is asked of
+it between two steps), `continuation` (it goes back to an earlier state), `activity` (what it is doing at a moment) and
+`own_loop` (a `run_epoch` of the user's own).
+
+What a step returned: `step_output` reads it, `epoch_log` and `series` keep it, `history` has the metrics, and
+`recording` fills that. `nonfinite` guards the step, and `first_step` looks at the first one.
+
+Evaluation: `validation` within a run, `evaluation` of any loader, and `predictions`.
+
+State: `trainer_state`, `addon_state`, `user_state`, `rank_states`, and `older_states` for those of older versions.
+
+`processes` is the base of Trainer, `run_view` what a display asks for, and `error_notes` says where an error was
+raised.
 """

@@ -32,23 +32,17 @@ class Continuation:
     """
 
     def __init__(self, trainer: Trainer, user_loader: Any) -> None:
-        self._trainer = weakref.ref(trainer)
+        self._trainer: Any = weakref.proxy(trainer)
         self._user_loader = user_loader
         self.is_in_same_call = False
         self._counters: ProgressChecker | None = None
         self._load: Callable[[], None] | None = None
         self._returns: Counter[tuple[int, int]] = Counter()  # To each moment of the run.
 
-    @property
-    def _present_counters(self) -> ProgressChecker:
-        trainer: Any = self._trainer()
-        progress: ProgressChecker = trainer.progress_checker
-        return progress
-
     def note_begin(self, is_new_call: bool) -> None:
         """Note that the call has begun, or begun again, with the present counters."""
         self.is_in_same_call = not is_new_call
-        self._counters = self._present_counters
+        self._counters = self._trainer.progress_checker
 
     def request(self, load: Callable[[], None], state: Mapping[str, Any] | None = None) -> None:
         """Load a state when the present step is done, and continue the call from there."""
@@ -72,7 +66,7 @@ class Continuation:
         """Whether the call is to continue from another state than it has come to."""
         if self._load is not None:
             return True
-        return self._counters is not None and self._counters is not self._present_counters
+        return self._counters is not None and self._counters is not self._trainer.progress_checker
 
     def apply(self) -> None:
         """Load the state that was asked for, and count the call as one that is to be made again from there."""
@@ -82,15 +76,15 @@ class Continuation:
             load()
         assert self._counters is not None  # Else nothing is due.
         before = self._counters.run_calls
-        counters = self._present_counters
+        counters: ProgressChecker = self._trainer.progress_checker
         self._check_repeatable()
         self.check_state({"progress": counters.state_dict()})
         # A loaded state counts its call as made. `Run.begin` makes it again, as in a script that is started again.
         counters.run_calls.index = before.index - 1
         counters.run_calls.planned_steps = before.planned_steps
-        self._count(counters)
+        self._refuse_endless_returns(counters)
 
-    def _count(self, counters: ProgressChecker) -> None:
+    def _refuse_endless_returns(self, counters: ProgressChecker) -> None:
         """Refuse to go back to one state without end."""
         moment = (counters.epoch, counters.step)
         self._returns[moment] += 1

@@ -21,7 +21,6 @@ from zae.errors import LoaderError
 from zae.loop.activity import EvaluationSettings
 from zae.loop.epoch_log import interleave
 from zae.loop.history import Metrics
-from zae.loop.progress import EvaluationAborted
 from zae.loop.step_output import read_output, report_not_numbers, report_unknown_samples
 from zae.metrics.reductions import combine_loaders
 from zae.null_context import NULL_CONTEXT
@@ -33,10 +32,14 @@ if TYPE_CHECKING:
     from zae.optim.optimization import Optimization
     from zae.trainer import Trainer
 
-__all__ = ["Evaluation", "evaluated_model", "evaluation_weights", "switch_mode"]
+__all__ = ["Evaluation", "EvaluationAborted", "evaluated_model", "evaluation_weights", "switch_mode"]
 
 _POLL_INTERVAL_S = 2.0  # Between two times that the ranks ask each other in a validation.
 _GATHERED_BATCHES = 8  # Batches of each rank whose predictions are gathered at once.
+
+
+class EvaluationAborted(BaseException):
+    """A validation was left between two batches because a signal asks for the end; caught by the run."""
 
 
 class DistributedStopFlag:

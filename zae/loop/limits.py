@@ -119,7 +119,7 @@ class Extent:
     """
 
     def __init__(self, trainer: Trainer, loader: Any, limits: RunLimits | None) -> None:
-        self._trainer = weakref.ref(trainer)
+        self._trainer: Any = weakref.proxy(trainer)
         self._loader = loader
         self.is_call = limits is not None
         self.began = time.monotonic()
@@ -132,11 +132,8 @@ class Extent:
     @property
     def _progress(self) -> ProgressChecker:
         """The counters of the trainer, which are another object once a state was loaded."""
-        return self._present_trainer.progress_checker
-
-    @property
-    def _present_trainer(self) -> Any:
-        return self._trainer()
+        progress: ProgressChecker = self._trainer.progress_checker
+        return progress
 
     # ------------------------------------------------------------------------------------------- the whole call
 
@@ -151,14 +148,20 @@ class Extent:
             # Where the next call began, which may be earlier than the arguments say: that call may have been stopped.
             epoch, step = calls.starts[calls.index + 1]
             return epoch, step
-        if calls.must_replay:
-            first_epoch, first_step = calls.starts[calls.index]
-        else:
-            first_epoch, first_step = self._progress.epoch, self._progress.step
+        first_epoch, first_step = self._start_of_call()
         limits = self._limits
         last_epoch = NO_LIMIT if limits.n_epoch is None else first_epoch + limits.n_epoch
         last_step = NO_LIMIT if limits.max_steps is None else first_step + limits.max_steps
         return last_epoch, last_step
+
+    def _start_of_call(self) -> tuple[int, int]:
+        """Return the epoch and the step at which this call began, or begins now."""
+        progress = self._progress
+        calls = progress.run_calls
+        if not calls.must_replay:
+            return progress.epoch, progress.step
+        epoch, step = calls.starts[calls.index]
+        return epoch, step
 
     @property
     def is_reached(self) -> bool:
@@ -173,7 +176,7 @@ class Extent:
 
     def total_steps(self) -> int | None:
         """Return the steps that the last call of ``run`` was planned to take; None for a loader without a length."""
-        trainer = self._present_trainer
+        trainer = self._trainer
         calls = self._progress.run_calls
         if self.is_call and trainer.mode == "train":
             steps_in_epoch = self.steps_per_epoch(trainer.wrap_loader(self._loader, True))
@@ -190,12 +193,11 @@ class Extent:
     def spans(self, steps_in_epoch: int | None) -> tuple[Span, Span]:
         """Return how far this call is, in epochs and in optimizer steps."""
         progress = self._progress
-        calls = progress.run_calls
-        first = (progress.epoch, progress.step) if calls.is_new_call else calls.starts[calls.index]
+        first_epoch, first_step = self._start_of_call()
         last_epoch, last_step = self.end_of_call()
         epochs_left, steps_left = remaining(progress, last_epoch, last_step, steps_in_epoch)
-        epochs = Span(first[0], progress.epoch, epochs_left)
-        steps = Span(first[1], progress.step, steps_left)
+        epochs = Span(first_epoch, progress.epoch, epochs_left)
+        steps = Span(first_step, progress.step, steps_left)
         return epochs, steps
 
     # ------------------------------------------------------------------------------------------------ its epochs
@@ -203,7 +205,7 @@ class Extent:
     def steps_per_epoch(self, wrapped_loader: Any) -> int | None:
         """Return the optimizer steps of an epoch over a loader that ``wrap_loader`` returned; None is unknown."""
         limit = self._limits.steps_per_epoch
-        length: int | None = self._present_trainer.steps_per_epoch(wrapped_loader)
+        length: int | None = self._trainer.steps_per_epoch(wrapped_loader)
         if limit is None or length is None:
             return length if limit is None else limit
         return min(limit, length)

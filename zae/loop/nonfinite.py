@@ -14,16 +14,16 @@ from zae.errors import NonFiniteError
 from zae.values.strides import has_own_elements
 
 if TYPE_CHECKING:
-    from zae.loop.bases import Processes
+    from zae.loop.processes import Processes
     from zae.loop.progress import ProgressChecker
     from zae.loop.step_output import StepOutput
     from zae.optim.optimization import Optimization
 
-__all__ = ["LATEST", "NonFiniteGuard", "bad_parameters"]
+__all__ = ["MAX_DELAY_STEPS", "NonFiniteGuard", "bad_parameters"]
 
 _log = logging.getLogger("zae")
 
-LATEST = 64
+MAX_DELAY_STEPS = 64
 """On an accelerator, after how many steps at most a loss has been looked at."""
 
 _MAX_COPY_BYTES = 16 * 2**20
@@ -34,8 +34,8 @@ class NonFiniteGuard:
     """Looks at each loss, and at the gradient norm where clipping computes it, before the optimizer steps.
 
     On the CPU, and with "skip" everywhere, it looks before each step. On an accelerator, where a look makes the host
-    wait for the device, "raise" and "warn" look at the last `LATEST` steps at once, and always before a state is read:
-    the error comes late there, and a checkpoint is never of weights that a bad step has moved.
+    wait for the device, "raise" and "warn" look at the last `MAX_DELAY_STEPS` steps at once, and always before a
+    state is read: the error comes late there, and a checkpoint is never of weights that a bad step has moved.
 
     With a scale of the loss, an overflowing gradient is not an error.
 
@@ -102,7 +102,7 @@ class NonFiniteGuard:
             if not should_step:
                 self.restore_buffers()
             return should_step
-        if self._steps and self._steps[-1] - self._steps[0] >= LATEST - 1:
+        if self._steps and self._steps[-1] - self._steps[0] >= MAX_DELAY_STEPS - 1:
             self.read_pending(progress, processes)
         return True
 
@@ -115,15 +115,14 @@ class NonFiniteGuard:
         for step, value in zip(self._steps, values):
             if not math.isfinite(value):
                 bad.setdefault(step, value)
-        self._waiting = []
-        self._steps = []
+        self.clear_pending()
         if not bad:
             return
         progress.nonfinite_steps += len(bad)
         step, value = next(iter(bad.items()))
         text = (
             f"the loss or the gradient norm of step {step} was {value} (seen after step "
-            f"{progress.step}: on {processes.device.type} it is read every {LATEST} steps, and before "
+            f"{progress.step}: on {processes.device.type} it is read every {MAX_DELAY_STEPS} steps, and before "
             f"anything is saved); {self._rates()}"
         )
         if self.policy == "raise":
@@ -133,8 +132,8 @@ class NonFiniteGuard:
             )
         _log.warning("%s; %d such steps were taken", text, progress.nonfinite_steps)
 
-    def forget(self) -> None:
-        """Forget the steps that wait on an accelerator: the run continues from a state before them."""
+    def clear_pending(self) -> None:
+        """Leave out the steps that wait on an accelerator: the run continues from a state before them."""
         self._waiting = []
         self._steps = []
 

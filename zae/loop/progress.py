@@ -17,7 +17,6 @@ __all__ = [
     "NO_LIMIT",
     "SIGNALED",
     "TIME_IS_UP",
-    "EvaluationAborted",
     "Every",
     "ProgressChecker",
     "RunCalls",
@@ -115,13 +114,8 @@ class RunCalls:
 
     @property
     def must_replay(self) -> bool:
-        """Whether the state is of a call that this process has not made yet."""
+        """Whether the next call is in the state, and so is made again; else it is a new one."""
         return self.index < len(self.starts)
-
-    @property
-    def is_new_call(self) -> bool:
-        """Whether the next call is not in the state."""
-        return self.index == len(self.starts)
 
     @property
     def is_completed(self) -> bool:
@@ -286,7 +280,3 @@ class ProgressChecker:
             setattr(self, name, state[name])
         starts = [list(start) for start in state["run_starts"]]
         self.run_calls = RunCalls(starts, len(starts), self.run_calls.planned_steps)
-
-
-class EvaluationAborted(BaseException):
-    """A validation was left between two batches because a signal asks for the end; caught by the run."""

@@ -250,7 +250,7 @@ class Run:
             self._check_schedules()
         elif trainer.is_main:  # Its schedules were checked as it began, in an earlier process.
             calls.warn_of_early_end(self.limits.n_epoch, self.limits.max_steps)
-        is_new_call = calls.is_new_call
+        is_new_call = not calls.must_replay
         if is_new_call:
             calls.starts.append([progress.epoch, progress.step])
             progress.stop_reason = None
@@ -277,7 +277,7 @@ class Run:
         position = trainer.loader_position
         extent = self.extent
         calls = progress.run_calls
-        is_new = calls.is_new_call
+        is_new = not calls.must_replay
         extent.update_end()
         has_more = not extent.is_reached
         # Before the loader is wrapped: a sampler that it gets for this rank follows from where the epoch stands.
@@ -292,7 +292,7 @@ class Run:
         if has_more:
             epochs_to_begin = extent.last_epoch - progress.epoch - bool(progress.epoch_batch)
             check_epoch_of_workers(wrapped_loader, epochs_to_begin)
-        if calls.must_replay and not calls.is_completed:
+        if not is_new and not calls.is_completed:
             position.note_loader(wrapped_loader)
         return wrapped_loader
 
@@ -330,7 +330,7 @@ class Run:
         self.continuation.apply()
         self.requests.clear()
         self.extent.reset_epoch()
-        self.trainer.nonfinite.forget()
+        self.trainer.nonfinite.clear_pending()
         self.begin()
         self.resume()
         return True
@@ -486,14 +486,10 @@ class Run:
         self._check_time()
         trainer.checkpoint()
 
-    # ---------------------------------------------------------------------------------- decisions and requests
-
     def _check_time(self) -> None:
         """Ask for the end where ``max_time`` has passed; several ranks agree on it in ``checkpoint``."""
         if self.extent.is_time_up and not self.trainer.should_stop:
             self.trainer.stop(TIME_IS_UP)
-
-    # ------------------------------------------------------------------------------------------------ validation
 
     @property
     def stop_signals(self) -> list[int] | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from zae.compose.introspect import is_overridden
 from zae.errors import TaskError, kind_of
-from zae.loop.progress import EvaluationAborted
+from zae.loop.evaluation import EvaluationAborted
 from zae.loop.recording import record_validation, update_best
 from zae.loop.run_view import RunView
 from zae.loop.step_output import check_metrics

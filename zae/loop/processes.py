@@ -1,4 +1,4 @@
-"""The base of Trainer: its hooks that depend on the number of processes."""
+"""The base of Trainer: the processes that train together, and how the model and its optimizers lie on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from zae.torch_private import move_module
 from zae.values.walk import is_sharded
 
 if TYPE_CHECKING:
-    from zae.loop.run import Run
     from zae.parts import Precision, SingleProcess
     from zae.trainer import Trainer
 
@@ -23,7 +22,7 @@ __all__ = ["Processes"]
 
 
 class Processes:
-    """Short forms of what a trainer's engine answers, and the hooks that depend on the number of processes.
+    """What a trainer says of its engine, and the hooks by which model and optimizers come to lie on the processes.
 
     Attributes
     ----------
@@ -35,7 +34,6 @@ class Processes:
 
     if TYPE_CHECKING:
         device: torch.device
-        current_run: Run
         precision_part: Precision
         optimizers: dict[str, Optimizer]
 
@@ -69,21 +67,6 @@ class Processes:
     def barrier(self) -> None:
         """Wait for every rank."""
         self.engine.reduce(torch.zeros(1))  # A sum is known when every rank has given its part.
-
-    @hook
-    def request(self, action: str) -> None:
-        """Request an action after this step, before the next one; any of several ranks may request it.
-
-        Several ranks do it after the next step, except after a validation, an epoch and the last step of the run,
-        where it is done at once. What was done at that step already is not done twice.
-
-        Parameters
-        ----------
-        action : {"log", "validate", "save", "end_epoch"}
-            Log the training metrics, evaluate the ``valid_loader``, save the state (with StateManagerAddon), or end
-            the epoch, whose other batches are left out.
-        """
-        self.current_run.requests.add(action)
 
     # ------------------------------------------------------------------------------------- the model in them
 
