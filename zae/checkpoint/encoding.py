@@ -30,7 +30,7 @@ from torch import Tensor
 from zae.checkpoint.json_text import DEPTH_LIMIT, without_collector
 from zae.checkpoint.tensor_bytes import AXES_LIMIT, DTYPE_NAMES, dense
 from zae.errors import CheckpointDamaged, CheckpointError
-from zae.values.strides import axes_in_memory, is_laid_out, strides_to_save, view_key, with_strides
+from zae.values.strides import axes_in_memory, strides_to_save, view_key, with_strides
 from zae.values.walk import is_sharded
 
 __all__ = ["decode", "encode", "name_of_key"]
@@ -268,8 +268,9 @@ class _Encoder:
         """Return the reference to a tensor; the same view of the same memory is kept once."""
         if self._with_parts and (is_sharded(value) or value.is_meta) and value.dtype in DTYPE_NAMES:
             return self._keep(value, path)
+        view = view_key(value)
         # Of tensors that are one on this rank, another rank may have none: all ranks give them the same names.
-        key = None if self._with_parts else view_key(value)
+        key = None if self._with_parts else view
         if key in self._names:
             return self._names[key]
         dtype: str | None = None
@@ -278,14 +279,14 @@ class _Encoder:
         if strides is not None:
             axes = axes_in_memory(value) or [*range(value.dim())]
             value = value.permute(axes)
-        if value.dtype in DTYPE_NAMES and not (value.is_cpu or value.is_meta) and is_laid_out(value):
-            host = value.detach().contiguous()
+        if view is not None and value.dtype in DTYPE_NAMES:  # It has bytes; the file brings them to the host.
+            stored = value.detach().resolve_conj().resolve_neg().contiguous()
         else:
-            host = dense(value, lambda: _show(path))
-        if host.dtype not in DTYPE_NAMES:  # safetensors lacks it: the bytes of an element are one more dimension.
-            dtype = str(host.dtype).removeprefix("torch.")
-            host = host.unsqueeze(-1).view(torch.uint8)
-        name = self._keep(host, path)
+            stored = dense(value, lambda: _show(path))
+        if stored.dtype not in DTYPE_NAMES:  # safetensors lacks it: the bytes of an element are one more dimension.
+            dtype = str(stored.dtype).removeprefix("torch.")
+            stored = stored.unsqueeze(-1).view(torch.uint8)
+        name = self._keep(stored, path)
         if key is not None:
             self._names[key] = name
         if dtype is None and strides is None:
